@@ -1,0 +1,181 @@
+"""Named places at which a test may kill, stop, fail or hold this process.
+
+A failpoint stands between two writes: `failpoint("relay.after_append")`.
+In production nothing is armed, and reaching one costs a call and one truth test of an empty dict.
+
+Arming from outside, for the processes that a test starts, is read once at import:
+
+    MQLAYER_FAILPOINTS="relay.after_append=kill@2,ack.before_send=raise"
+
+Each entry is `name=action[@occurrence]`; it acts once, when this process reaches the name for the n-th time.
+Several entries may name one failpoint; those that are due together act in the order written.
+
+    kill         SIGKILL to this process: nothing runs after it, no handler, no `finally`
+    stop         SIGSTOP to this process: it goes on where it stood when SIGCONT wakes it
+    raise        raise FailpointHit
+    wait:<path>  hold the calling thread until the file exists; FailpointHit after 60 s
+    mark:<path>  append one byte to the file, so that a test knows that the place was reached, and go on
+"""
+
+import os
+import re
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Final, Literal, assert_never, cast, get_args
+
+__all__ = ["ENVIRONMENT_VARIABLE", "FailpointHit", "arm", "disarm_all", "failpoint"]
+
+ENVIRONMENT_VARIABLE: Final = "MQLAYER_FAILPOINTS"
+WAIT_LIMIT_S: Final = 60.0
+WAIT_POLL_S: Final = 0.005
+
+_NAME: Final = re.compile(r"[a-z_]+(\.[a-z_]+)+")
+
+ActionKind = Literal["kill", "stop", "raise", "wait", "mark"]
+_KINDS: Final[tuple[str, ...]] = get_args(ActionKind)
+_KINDS_WITH_PATH: Final = ("wait", "mark")
+
+
+class FailpointHit(Exception):
+    """A test asked for a failure here.
+
+    Not an MqlayerError, so that no code takes it for a failure that it knows how to handle.
+    """
+
+    def __init__(self, name: str, reason: str = "armed to raise") -> None:
+        super().__init__(name, reason)
+        self.name = name
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"failpoint {self.name}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Action:
+    kind: ActionKind
+    path: str
+    occurrence: int
+
+
+@dataclass(slots=True)
+class _Armed:
+    actions: list[_Action] = field(default_factory=list)
+    reached_count: int = 0
+
+
+_armed: dict[str, _Armed] = {}
+_lock = threading.Lock()
+
+
+def failpoint(name: str) -> None:
+    """Mark a place where a test may break this process; do nothing unless it is armed."""
+    if _armed:
+        _reach(name)
+
+
+def arm(name: str, action: str, *, occurrence: int = 1) -> None:
+    """Let the failpoint act when this process reaches it for the n-th time from its first arming on.
+
+    Raises ValueError for a malformed name, an unknown action or an occurrence below 1.
+    """
+    parsed = _parse_action(name, action, occurrence)
+    with _lock:
+        _armed.setdefault(name, _Armed()).actions.append(parsed)
+
+
+def disarm_all() -> None:
+    """Forget everything that is armed, and all counts.
+
+    A thread that `stop` or `wait` holds stays held.
+    """
+    with _lock:
+        _armed.clear()
+
+
+def _reach(name: str) -> None:
+    for action in _due(name):
+        _act(name, action)
+
+
+def _due(name: str) -> list[_Action]:
+    with _lock:
+        armed = _armed.get(name)
+        if armed is None:
+            return []
+        armed.reached_count += 1
+        return [action for action in armed.actions if action.occurrence == armed.reached_count]
+
+
+def _act(name: str, action: _Action) -> None:
+    match action.kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            # To this thread: a signal to the process may be taken by another thread while this one runs on.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+        case "raise":
+            raise FailpointHit(name)
+        case "wait":
+            _wait_for_file(name, action.path)
+        case "mark":
+            _append_byte(action.path)
+        case _:
+            assert_never(action.kind)
+
+
+def _wait_for_file(name: str, path: str) -> None:
+    deadline = time.monotonic() + WAIT_LIMIT_S
+    while not os.path.exists(path):
+        if time.monotonic() >= deadline:
+            raise FailpointHit(name, f"{path} did not appear within {WAIT_LIMIT_S:g} s")
+        time.sleep(WAIT_POLL_S)
+
+
+def _append_byte(path: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, b".")
+    finally:
+        os.close(descriptor)
+
+
+def _parse_action(name: str, text: str, occurrence: int) -> _Action:
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"failpoint name {name!r} must be lower-case words joined by dots, like 'relay.after_append'"
+        )
+    if occurrence < 1:
+        raise ValueError(f"failpoint {name}: occurrence is {occurrence}, but the first one is 1")
+    kind, colon, path = text.partition(":")
+    if kind not in _KINDS:
+        raise ValueError(
+            f"failpoint {name}: unknown action {text!r}; use kill, stop, raise, wait:<path> or mark:<path>"
+        )
+    if (kind in _KINDS_WITH_PATH) != bool(path) or (colon and not path):
+        raise ValueError(
+            f"failpoint {name}: action {text!r} is malformed; only wait and mark take a path, and need one"
+        )
+    return _Action(cast(ActionKind, kind), path, occurrence)
+
+
+def _arm_from(specification: str) -> None:
+    for entry in filter(None, (part.strip() for part in specification.split(","))):
+        name, equals, rest = entry.partition("=")
+        if not equals:
+            raise ValueError(f"{ENVIRONMENT_VARIABLE}: {entry!r} is not of the form name=action[@occurrence]")
+        action, occurrence = _split_occurrence(rest)
+        arm(name, action, occurrence=occurrence)
+
+
+def _split_occurrence(text: str) -> tuple[str, int]:
+    """Split at the last `@` that a number follows, so that paths may hold one."""
+    action, _, number = text.rpartition("@")
+    if action and number.isdecimal():
+        return action, int(number)
+    return text, 1
+
+
+_arm_from(os.environ.get(ENVIRONMENT_VARIABLE, ""))
