@@ -23,6 +23,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Literal, assert_never, cast, get_args
 
 __all__ = ["ENVIRONMENT_VARIABLE", "FailpointHit", "arm", "disarm_all", "failpoint"]
@@ -128,7 +129,7 @@ def _act(name: str, action: _Action) -> None:
 
 def _wait_for_file(name: str, path: str) -> None:
     deadline = time.monotonic() + WAIT_LIMIT_S
-    while not os.path.exists(path):
+    while not Path(path).exists():
         if time.monotonic() >= deadline:
             raise FailpointHit(name, f"{path} did not appear within {WAIT_LIMIT_S:g} s")
         time.sleep(WAIT_POLL_S)
