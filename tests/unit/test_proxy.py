@@ -22,6 +22,7 @@ class EchoServer(socketserver.ThreadingTCPServer):
     """Sends back what it receives and remembers that it did the work."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), EchoHandler)
@@ -313,8 +314,8 @@ def test_a_server_that_is_not_there_shows_as_a_reset() -> None:
         nobody.bind(("127.0.0.1", 0))
         with (
             TcpProxy(*nobody.getsockname()) as proxy,
-            socket.create_connection((proxy.host, proxy.port), timeout=LIMIT_S) as connection,
             pytest.raises(ConnectionResetError),
+            socket.create_connection((proxy.host, proxy.port), timeout=LIMIT_S) as connection,
         ):
             connection.recv(1)
 
