@@ -1,0 +1,22 @@
+#!lua flags=allow-oom
+--[[
+lock_raise: put a higher epoch in force without an owner, so that no call of an earlier owner passes.
+
+KEYS
+  1 lock_key    hash    owner, epoch, last refresh, committed, base of the ack bitmap
+
+ARGV
+  1 epoch       int     the epoch that Postgres gave out for the next owner
+
+RETURNS
+  {"raised"}          every lower epoch is refused from now on
+  {"kept", epoch}     as high or higher already; nothing was changed
+]]
+local lock_key = KEYS[1]
+local epoch = tonumber(ARGV[1])
+
+local held = tonumber(redis.call('HGET', lock_key, 'epoch') or '0')
+if held >= epoch then return {'kept', held} end
+-- One below, so that the owner to whom Postgres gives this very epoch can take the lock.
+redis.call('HSET', lock_key, 'owner', '', 'epoch', string.format('%d', epoch - 1))
+return {'raised'}

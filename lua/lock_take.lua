@@ -1,0 +1,56 @@
+#!lua flags=allow-oom
+--[[
+lock_take: take the pull lock of one partition for a group, or refresh our own.
+
+A higher epoch takes the lock at once, whatever its age; a lower one never. The time of refresh is for people
+only and is written at most once a second, so that a busy reader writes nothing.
+
+KEYS
+  1 meta_key      hash    state and next offset of the partition
+  2 lock_key      hash    owner, epoch, last refresh, committed, base of the ack bitmap
+  3 acks_key      string  ack bitmap: bit i is offset base + i
+  4 attempts_key  hash    offset -> failed attempts
+
+ARGV
+  1 member        string  who asks
+  2 epoch         int     fencing epoch of its assignment
+  3 start         int     offset at which the group starts here, used where nothing is committed yet
+
+RETURNS
+  {"kept", committed}                                 ours already
+  {"taken", committed, next, base, bits, {offset, attempts, ...}}   ours, by a higher epoch
+  {"fenced", epoch}                                   another epoch is in force: stop
+  {"absent"}                                          no such partition on this node
+]]
+local meta_key = KEYS[1]
+local lock_key = KEYS[2]
+local acks_key = KEYS[3]
+local attempts_key = KEYS[4]
+local member = ARGV[1]
+local epoch = tonumber(ARGV[2])
+local start = tonumber(ARGV[3])
+
+local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first')
+if not meta[1] then return {'absent'} end
+local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'refreshed_at', 'committed', 'base')
+local held = tonumber(lock[2] or '0')
+local now = tonumber(redis.call('TIME')[1])
+
+if held == epoch and lock[1] == member then
+  if math.abs(now - tonumber(lock[3] or '0')) >= 1 then
+    redis.call('HSET', lock_key, 'refreshed_at', string.format('%d', now))
+  end
+  return {'kept', tonumber(lock[4])}
+end
+if held >= epoch then return {'fenced', held} end
+
+local committed = tonumber(lock[4] or '0')
+local base = tonumber(lock[5] or '0')
+if committed == 0 then
+  committed = math.max(start, tonumber(meta[3] or '1'))
+  base = committed
+end
+redis.call('HSET', lock_key, 'owner', member, 'epoch', string.format('%d', epoch),
+  'refreshed_at', string.format('%d', now), 'committed', string.format('%d', committed),
+  'base', string.format('%d', base))
+return {'taken', committed, tonumber(meta[2]), base, redis.call('GET', acks_key) or '', redis.call('HGETALL', attempts_key)}

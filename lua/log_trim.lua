@@ -1,0 +1,35 @@
+#!lua flags=allow-oom
+--[[
+log_trim: drop records that every group has settled.
+
+KEYS
+  1 meta_key     hash    state, next and first offset of the partition
+  2 log_key      stream  the partition's records
+  3 ...          per group that counts: its lock hash
+
+ARGV
+  1 entry_limit  int     look at no more than so many records
+  2 floor        int     never drop this offset or a later one
+  3 ...          per group: the offset at which it starts, used where it has committed nothing
+
+RETURNS
+  {"trimmed", count, first}   count records dropped; first is the lowest offset kept
+  {"absent"}                  no such partition on this node
+]]
+local meta_key = KEYS[1]
+local log_key = KEYS[2]
+local entry_limit = tonumber(ARGV[1])
+local floor = tonumber(ARGV[2])
+
+local meta = redis.call('HMGET', meta_key, 'state', 'next')
+if not meta[1] then return {'absent'} end
+for i = 3, #KEYS do
+  local committed = redis.call('HGET', KEYS[i], 'committed') or ARGV[i]
+  floor = math.min(floor, tonumber(committed))
+end
+local count = redis.call('XTRIM', log_key, 'MINID', '~', string.format('%d-0', floor), 'LIMIT', entry_limit)
+local head = redis.call('XRANGE', log_key, '-', '+', 'COUNT', 1)
+local first = tonumber(meta[2])
+if head[1] then first = tonumber(string.match(head[1][1], '^%d+')) end
+if count > 0 then redis.call('HSET', meta_key, 'first', string.format('%d', first)) end
+return {'trimmed', count, first}

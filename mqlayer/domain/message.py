@@ -1,0 +1,90 @@
+"""What a message is, and its form as a record of a partition.
+
+A record has three fields: ``m`` is ``<source>:<lp>:<seq>:<at>[:<headers>]`` (the first three written by the append
+script from the numbers it checked, so that identity and chain can't differ; ``at`` in ms of Unix time, for people and
+latency figures only; headers as a JSON object), ``k`` the key's UTF-8 (or NO_KEY), ``b`` the body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import msgspec
+
+NO_KEY: Final = b"\xff"
+"""Stands for "no key" in a record: not valid UTF-8, so no key can be equal to it."""
+
+_NO_HEADERS: Final[Mapping[str, str]] = {}
+_decode_headers = msgspec.json.Decoder(dict[str, str]).decode
+_encode_headers = msgspec.json.Encoder().encode
+
+
+class Identity(NamedTuple):
+    """What makes a message itself, wherever it is: the source's incarnation, the LP, the seq."""
+
+    source: int
+    lp: int
+    seq: int
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.lp}:{self.seq}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message on its way to a partition: all that a record holds but its identity."""
+
+    key: bytes | None
+    body: bytes
+    at_ms: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def fields(self) -> tuple[bytes, bytes, bytes]:
+        """Return the arguments of the append script for this message: facts, key, body."""
+        return encode_facts(self.at_ms, self.headers), NO_KEY if self.key is None else self.key, self.body
+
+
+def encode_facts(at_ms: int, headers: Mapping[str, str] | None) -> bytes:
+    """Return what follows the identity in a record's ``m``."""
+    if headers:
+        return b"%d:%b" % (at_ms, _encode_headers(headers))
+    return b"%d" % at_ms
+
+
+class Record(NamedTuple):
+    """A record read from a partition; ``m`` stays raw until somebody asks for what is in it."""
+
+    offset: int
+    m: bytes
+    key: bytes
+    body: bytes
+
+    @property
+    def identity(self) -> Identity:
+        """The message's identity."""
+        source, lp, seq, _ = self.m.split(b":", 3)
+        return Identity(int(source), int(lp), int(seq))
+
+    @property
+    def at_ms(self) -> int:
+        """When it was published, in ms of Unix time by the publisher's clock: for figures, never for order."""
+        return int(self.m.split(b":", 4)[3])
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The message's headers."""
+        parts = self.m.split(b":", 4)
+        return _decode_headers(parts[4]) if len(parts) > 4 else _NO_HEADERS
+
+    @property
+    def size(self) -> int:
+        """Bytes that the record counts for in bounds of memory."""
+        return len(self.m) + len(self.key) + len(self.body)
+
+
+def record_of(entry: list[object]) -> Record:
+    """Return the record of a stream entry as the server sends it: [id, [m, .., k, .., b, ..]]."""
+    entry_id, fields = entry
+    return Record(int(entry_id[:-2]), fields[1], fields[3], fields[5])  # type: ignore[index]

@@ -1,0 +1,60 @@
+"""Names and limits, checked at the edge. The SQL functions and the scripts check the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from mqlayer.errors import BodyTooLarge, InvalidName, KeyTooLarge, ReservedHeader
+
+NAME_FORM: Final = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
+KEY_LIMIT: Final = 512
+BODY_LIMIT: Final = 1_000_000
+DEFAULT_BODY_LIMIT: Final = 262_144
+HEADER_COUNT_LIMIT: Final = 32
+HEADER_BYTES_LIMIT: Final = 8_192
+RESERVED_PREFIX: Final = "mq-"
+BATCH_COUNT_LIMIT: Final = 500
+BATCH_BYTES_LIMIT: Final = 1_000_000
+
+
+def check_name(kind: str, name: str) -> str:
+    """Return the name if it is a valid topic, group, node or member name; raise InvalidName otherwise."""
+    if not isinstance(name, str) or not NAME_FORM.fullmatch(name):
+        raise InvalidName(kind, name)
+    return name
+
+
+def encode_key(key: str) -> bytes:
+    """Return the key's UTF-8; raise KeyTooLarge over 512 bytes."""
+    try:
+        data = key.encode()
+    except UnicodeEncodeError:
+        raise InvalidName("message key", key) from None
+    if len(data) > KEY_LIMIT:
+        raise KeyTooLarge(len(data), KEY_LIMIT)
+    return data
+
+
+def check_body(topic: str, body: bytes, limit: int) -> bytes:
+    """Return the body if the topic takes its size; raise BodyTooLarge otherwise."""
+    if len(body) > limit:
+        raise BodyTooLarge(topic, len(body), limit)
+    return body
+
+
+def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the headers if they are few, small, text and not reserved; raise ReservedHeader otherwise."""
+    if len(headers) > HEADER_COUNT_LIMIT:
+        raise ReservedHeader(f"{len(headers)} of them, at most {HEADER_COUNT_LIMIT}")
+    size = 0
+    for name, value in headers.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ReservedHeader("names and values must be str")
+        if name.startswith(RESERVED_PREFIX):
+            raise ReservedHeader(f"names that begin with {RESERVED_PREFIX!r} are reserved, rename {name!r}")
+        size += len(name.encode()) + len(value.encode())
+    if size > HEADER_BYTES_LIMIT:
+        raise ReservedHeader(f"{size} bytes of them, at most {HEADER_BYTES_LIMIT}")
+    return headers

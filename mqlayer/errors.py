@@ -1,0 +1,302 @@
+"""Every error that mqlayer raises, in one tree.
+
+```text
+MqlayerError
+├── InvalidInput            the caller's arguments can never work: fix the call
+│   ├── InvalidName
+│   ├── KeyTooLarge
+│   ├── BodyTooLarge
+│   ├── ReservedHeader
+│   └── BatchTooLarge
+├── NotFound                a topic, group, node or partition that nobody created
+├── Conflict                it exists already, otherwise; nothing was changed
+├── ConfigurationRefused    a server's settings void the promise: says which to change
+├── SchemaMismatch          the database's schema is missing, older or newer
+├── StoreUnavailable        Redis or Postgres can't be reached: try again
+│   └── NodeNotArmed        the Redis answers, but it is not the one Postgres knows
+├── PublishError
+│   ├── BacklogFull         flow control: the partition holds its limit
+│   ├── NodeOutOfMemory     Redis refuses writes: free memory, settling goes on
+│   ├── PublishUnknown      no answer yet: it stays queued and is repeated
+│   ├── PublishAborted      an earlier message of the same LP failed for good
+│   └── AcknowledgedLoss    the node lost messages that it had acknowledged
+├── TransactionConflict     a busy LP under REPEATABLE READ: run the transaction again
+├── FenceError
+│   ├── AlreadyApplied      this message's effect is there: settle it and go on
+│   └── StaleOwner          a later owner acted: roll back and stop
+└── HandlerFault            what a member reports of a handler
+    └── BodyMismatch        the body does not fit the handler's type
+```
+
+Facts are positional arguments, so that an error survives pickling; the message says what to do next.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_PASSWORD_IN_URL: Final = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]*://)(?P<user>[^:/@\s]*):(?P<password>[^@\s]*)@", re.I
+)
+_PASSWORD_IN_DSN: Final = re.compile(r"(?i)\bpassword\s*=\s*('(?:[^'\\]|\\.)*'|\S+)")
+_PASSWORD_IN_QUERY: Final = re.compile(r"(?i)([?&]password=)[^&\s]+")
+
+
+def redact(address: str) -> str:
+    """Return a URL, DSN or driver message with every password replaced by ``***``."""
+    shown = _PASSWORD_IN_URL.sub(r"\g<scheme>\g<user>:***@", address)
+    shown = _PASSWORD_IN_QUERY.sub(r"\1***", shown)
+    return _PASSWORD_IN_DSN.sub("password=***", shown)
+
+
+class MqlayerError(Exception):
+    """Base of all errors of mqlayer."""
+
+
+class InvalidInput(MqlayerError):
+    """The arguments can never work, whatever the state of the servers."""
+
+
+class InvalidName(InvalidInput):
+    """A topic, group, node or member name outside of the allowed form."""
+
+    def __init__(self, kind: str, name: object) -> None:
+        super().__init__(kind, name)
+        self.kind, self.name = kind, name
+
+    def __str__(self) -> str:
+        return f"bad {self.kind} name {self.name!r}: use a-z first, then a-z 0-9 _ . - up to 63 characters"
+
+
+class KeyTooLarge(InvalidInput):
+    """A message key over the limit of 512 bytes of UTF-8."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(size, limit)
+        self.size, self.limit = size, limit
+
+    def __str__(self) -> str:
+        return f"message key of {self.size} bytes, the limit is {self.limit}: use an id as the key"
+
+
+class BodyTooLarge(InvalidInput):
+    """A body over the topic's limit."""
+
+    def __init__(self, topic: str, size: int, limit: int) -> None:
+        super().__init__(topic, size, limit)
+        self.topic, self.size, self.limit = topic, size, limit
+
+    def __str__(self) -> str:
+        return (
+            f"body of {self.size} bytes, topic {self.topic!r} takes {self.limit}: "
+            "store it elsewhere and send a reference, or raise the topic's body limit"
+        )
+
+
+class ReservedHeader(InvalidInput):
+    """Headers that are too many, too large, not text, or of a reserved name."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"bad headers: {self.reason}"
+
+
+class BatchTooLarge(InvalidInput):
+    """More in one call than a script may take."""
+
+    def __init__(self, count: int, limit: int) -> None:
+        super().__init__(count, limit)
+        self.count, self.limit = count, limit
+
+    def __str__(self) -> str:
+        return f"{self.count} in one call, the limit is {self.limit}: send several batches"
+
+
+class NotFound(MqlayerError):
+    """Something that nobody created."""
+
+    def __init__(self, kind: str, name: object, hint: str = "") -> None:
+        super().__init__(kind, name, hint)
+        self.kind, self.name, self.hint = kind, name, hint
+
+    def __str__(self) -> str:
+        return f"unknown {self.kind} {self.name!r}" + (f": {self.hint}" if self.hint else "")
+
+
+class Conflict(MqlayerError):
+    """It exists already with other properties; nothing was changed."""
+
+    def __init__(self, what: str, hint: str = "") -> None:
+        super().__init__(what, hint)
+        self.what, self.hint = what, hint
+
+    def __str__(self) -> str:
+        return self.what + (f": {self.hint}" if self.hint else "")
+
+
+class ConfigurationRefused(MqlayerError):
+    """A server's setting voids the promise."""
+
+    def __init__(self, address: str, setting: str, value: str, wanted: str) -> None:
+        super().__init__(redact(address), setting, value, wanted)
+        self.address, self.setting, self.value, self.wanted = redact(address), setting, value, wanted
+
+    def __str__(self) -> str:
+        return f"{self.address}: {self.setting} is {self.value!r}, mqlayer needs {self.wanted}"
+
+
+class SchemaMismatch(MqlayerError):
+    """The schema is missing, older or newer than this code."""
+
+    def __init__(self, address: str, found: str, wanted: str, hint: str) -> None:
+        super().__init__(redact(address), found, wanted, hint)
+        self.address, self.found, self.wanted, self.hint = redact(address), found, wanted, hint
+
+    def __str__(self) -> str:
+        return f"{self.address}: schema is {self.found}, this code needs {self.wanted}: {self.hint}"
+
+
+class StoreUnavailable(MqlayerError):
+    """Redis or Postgres can't be reached or is not ready; the outcome of what ran is unknown."""
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(redact(address), redact(reason))
+        self.address, self.reason = redact(address), redact(reason)
+
+    def __str__(self) -> str:
+        return f"{self.address} is not available: {self.reason.strip()}"
+
+
+class NodeNotArmed(StoreUnavailable):
+    """The server at a node's address is not the run that Postgres recorded."""
+
+
+class PublishError(MqlayerError):
+    """A message was not accepted, or nobody can tell yet."""
+
+
+class BacklogFull(PublishError):
+    """The partition holds as many messages as its topic allows; nothing was stored."""
+
+    def __init__(self, topic: str, partition: int, limit: int) -> None:
+        super().__init__(topic, partition, limit)
+        self.topic, self.partition, self.limit = topic, partition, limit
+
+    def __str__(self) -> str:
+        return (
+            f"topic {self.topic!r}: partition {self.partition} holds its limit of {self.limit} messages: "
+            "let consumers catch up and trimming run, or raise the topic's backlog limit"
+        )
+
+
+class NodeOutOfMemory(PublishError):
+    """Redis refuses writes that need memory; nothing was stored."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(redact(address))
+        self.address = redact(address)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.address} is out of memory: publishing waits while consumers settle and streams are trimmed; "
+            "raise maxmemory, or lower the topic's backlog limit"
+        )
+
+
+class PublishUnknown(PublishError):
+    """No answer within the time given. The message keeps its seq, is repeated before any later one of
+    its LP, and its future tells the outcome: do not publish it again."""
+
+    def __init__(self, topic: str, lp: int, seq: int, reason: str) -> None:
+        super().__init__(topic, lp, seq, redact(reason))
+        self.topic, self.lp, self.seq, self.reason = topic, lp, seq, redact(reason)
+
+    def __str__(self) -> str:
+        return (
+            f"topic {self.topic!r}, LP {self.lp}, seq {self.seq}: outcome not known yet ({self.reason}); "
+            "it stays queued and is repeated with the same seq, so do not publish it again"
+        )
+
+
+class PublishAborted(PublishError):
+    """Not sent, because an earlier message of the same LP failed for good."""
+
+    def __init__(self, topic: str, lp: int, reason: str) -> None:
+        super().__init__(topic, lp, redact(reason))
+        self.topic, self.lp, self.reason = topic, lp, redact(reason)
+
+    def __str__(self) -> str:
+        return f"topic {self.topic!r}, LP {self.lp}: not sent, an earlier message of the LP failed: {self.reason}"
+
+
+class AcknowledgedLoss(PublishError):
+    """A node fell back: messages that it had acknowledged are gone."""
+
+    def __init__(self, topic: str, lp: int, first_lost: int, last_lost: int) -> None:
+        super().__init__(topic, lp, first_lost, last_lost)
+        self.topic, self.lp, self.first_lost, self.last_lost = topic, lp, first_lost, last_lost
+
+    def __str__(self) -> str:
+        return (
+            f"topic {self.topic!r}, LP {self.lp}: the node lost acknowledged messages {self.first_lost} to "
+            f"{self.last_lost}: publish them again if you still have them; use the outbox where loss is not acceptable"
+        )
+
+
+class TransactionConflict(MqlayerError):
+    """The transaction must be run again as a whole (SQLSTATE 40001, 40P01 or 55P03)."""
+
+    def __init__(self, sqlstate: str, reason: str) -> None:
+        super().__init__(sqlstate, reason)
+        self.sqlstate, self.reason = sqlstate, reason
+
+    def __str__(self) -> str:
+        return f"transaction conflict {self.sqlstate} ({self.reason}): roll back and run the whole transaction again"
+
+
+class FenceError(MqlayerError):
+    """The fence refused an effect; the transaction must roll back."""
+
+
+class AlreadyApplied(FenceError):
+    """The effect of this message is in the database already."""
+
+    def __init__(self, group: str, topic: str, lp: int, seq: int) -> None:
+        super().__init__(group, topic, lp, seq)
+        self.group, self.topic, self.lp, self.seq = group, topic, lp, seq
+
+    def __str__(self) -> str:
+        return f"group {self.group!r} applied {self.topic}/{self.lp}/{self.seq} before: nothing to do, let it settle"
+
+
+class StaleOwner(FenceError):
+    """A later owner of the LP has acted; this process lost its right."""
+
+    def __init__(self, group: str, topic: str, lp: int, epoch: int, current: int) -> None:
+        super().__init__(group, topic, lp, epoch, current)
+        self.group, self.topic, self.lp, self.epoch, self.current = group, topic, lp, epoch, current
+
+    def __str__(self) -> str:
+        return (
+            f"group {self.group!r} lost {self.topic}/{self.lp}: epoch {self.epoch} is behind {self.current}; "
+            "roll back, the new owner handles it"
+        )
+
+
+class HandlerFault(MqlayerError):
+    """What a member reports of a handler that failed."""
+
+
+class BodyMismatch(HandlerFault):
+    """The body does not fit the handler's type. The text names the place, never the content."""
+
+    def __init__(self, type_name: str, reason: str) -> None:
+        super().__init__(type_name, reason)
+        self.type_name, self.reason = type_name, reason
+
+    def __str__(self) -> str:
+        return f"body does not fit {self.type_name}: {self.reason}"

@@ -1,0 +1,51 @@
+"""Names of all Redis keys; nothing else makes them.
+
+All keys of a partition carry one hash tag, so they live in one cluster slot and scripts may touch them together;
+different partitions have different tags. Groups are named by their id: a name may be given again, an id never.
+
+```text
+<prefix>:{<partition>}:log                  stream  records, entry id <offset>-0
+<prefix>:{<partition>}:meta                 hash    state, topic, lp_from, lp_to, change, next, first
+<prefix>:{<partition>}:marks                hash    <source>:<lp> -> highest seq in the partition
+<prefix>:{<partition>}:g<group>:lock        hash    owner, epoch, refreshed_at, committed, base, top
+<prefix>:{<partition>}:g<group>:acks        string  ack bitmap, bit i is offset base + i
+<prefix>:{<partition>}:g<group>:attempts    hash    offset -> failed attempts
+```
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionKeys:
+    """The keys of a partition itself."""
+
+    log: bytes
+    meta: bytes
+    marks: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKeys:
+    """The keys of a group at a partition."""
+
+    lock: bytes
+    acks: bytes
+    attempts: bytes
+
+
+@cache
+def partition_keys(prefix: str, partition: int) -> PartitionKeys:
+    """Return the keys of a partition."""
+    stem = f"{prefix}:{{{partition}}}:".encode()
+    return PartitionKeys(stem + b"log", stem + b"meta", stem + b"marks")
+
+
+@cache
+def group_keys(prefix: str, partition: int, group_id: int) -> GroupKeys:
+    """Return the keys of a group at a partition."""
+    stem = f"{prefix}:{{{partition}}}:g{group_id}:".encode()
+    return GroupKeys(stem + b"lock", stem + b"acks", stem + b"attempts")

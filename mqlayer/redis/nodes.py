@@ -1,0 +1,214 @@
+"""Connections to nodes: each belongs to exactly one run of one server, and knows it.
+
+A connection compares the server's run id with the one that Postgres has armed before it sends anything else. A server
+that restarted, fell back or was replaced has another run id and serves nothing until it is armed again (invariant 17).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import ConfigurationRefused, NodeNotArmed, NodeOutOfMemory, StoreUnavailable, redact
+from mqlayer.redis.scripts import script_digests, script_texts
+
+OLDEST: Final = (6, 2, 0)
+WANTED: Final = {
+    "appendonly": ("yes", "appendonly yes: without it a restart loses everything"),
+    "no-appendfsync-on-rewrite": ("no", "no-appendfsync-on-rewrite no: else a rewrite stops the fsync"),
+    "maxmemory-policy": ("noeviction", "maxmemory-policy noeviction: any other evicts whole partitions"),
+}
+"""Settings that the promise needs: the value, and what to tell who has another."""
+
+Command = Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A registered Redis and the run that may be served; armed_run_id is None until it is armed."""
+
+    node_id: NodeId
+    name: str
+    url: str
+    armed_run_id: str | None
+
+    @property
+    def address(self) -> str:
+        """The URL without its password, for messages."""
+        return redact(self.url)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of itself at connect."""
+
+    run_id: str
+    version: tuple[int, int, int]
+    role: str
+    settings: dict[str, str]
+
+
+class NodeConnection:
+    """One connection to a node, for one thread. Connects at first use and again after a failure.
+
+    `call` sends commands in one write and returns one reply each; an error reply is returned, not raised. When the
+    line fails, what was sent has an unknown outcome and StoreUnavailable is raised.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        connect_timeout_s: float = 5.0,
+        timeout_s: float = 10.0,
+        any_run: bool = False,
+        unsafe: bool = False,
+    ) -> None:
+        self.node = node
+        self.facts: ServerFacts | None = None
+        self._any_run, self._unsafe = any_run, unsafe
+        pool = redis.ConnectionPool.from_url(
+            node.url,
+            protocol=2,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=connect_timeout_s,
+            socket_keepalive=True,
+            health_check_interval=0,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._line = pool.make_connection()
+        self._digests: dict[str, bytes] = {}
+
+    def connect(self) -> ServerFacts:
+        """Connect unless connected; check the server's run id, role and settings; load the scripts.
+
+        Raises StoreUnavailable, NodeNotArmed or ConfigurationRefused; nothing was sent to the data then.
+        """
+        if self.facts is not None:
+            return self.facts
+        try:
+            self._line.connect()
+            facts = self._ask_facts()
+            self._check(facts)
+            self._load_scripts(facts.version)
+        except (redis.RedisError, OSError) as error:
+            self.close()
+            raise StoreUnavailable(self.node.address, str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+        self.facts = facts
+        return facts
+
+    def call(self, commands: Sequence[Command]) -> list[Any]:
+        """Send commands in one write and return their replies in order."""
+        self.send(commands)
+        return self.receive(len(commands))
+
+    def send(self, commands: Iterable[Command]) -> None:
+        """Send commands without waiting; `receive` must be called for as many replies, in order."""
+        self.connect()
+        try:
+            self._line.send_packed_command(self._line.pack_commands(commands), check_health=False)
+        except (redis.RedisError, OSError) as error:
+            self.close()
+            raise StoreUnavailable(self.node.address, str(error)) from error
+
+    def receive(self, count: int) -> list[Any]:
+        """Return the next `count` replies; an error reply is an exception in the list."""
+        replies: list[Any] = []
+        read = self._line.read_response
+        try:
+            for _ in range(count):
+                try:
+                    replies.append(read())
+                except redis.ResponseError as error:
+                    replies.append(error)
+        except (redis.RedisError, OSError) as error:
+            self.close()
+            raise StoreUnavailable(self.node.address, str(error) or type(error).__name__) from error
+        except BaseException:
+            # Replies that nobody has read would be taken for those of later commands.
+            self.close()
+            raise
+        return replies
+
+    def script(self, name: str, keys: Sequence[bytes], *args: Any) -> Command:
+        """Return the command that calls a script."""
+        self.connect()
+        return (b"EVALSHA", self._digests[name], len(keys), *keys, *args)
+
+    def close(self) -> None:
+        """Close the line; the next use connects anew."""
+        self.facts = None
+        self._line.disconnect()
+
+    def reload_scripts(self) -> None:
+        """Load the scripts again, after a server answered that it does not have them."""
+        self._load_scripts(self.connect().version)
+
+    def _ask_facts(self) -> ServerFacts:
+        commands: list[Command] = [("INFO", "server"), ("INFO", "replication")]
+        commands += [("CONFIG", "GET", name) for name in WANTED]
+        self._line.send_packed_command(self._line.pack_commands(commands), check_health=False)
+        replies = self.receive(len(commands))
+        for reply in replies[:2]:
+            if isinstance(reply, Exception):
+                raise reply
+        info = dict(
+            line.split(":", 1) for reply in replies[:2] for line in reply.decode().splitlines() if ":" in line
+        )
+        settings: dict[str, str] = {}
+        for name, reply in zip(WANTED, replies[2:], strict=True):
+            # Managed servers forbid CONFIG: what can't be asked is the operator's word.
+            if not isinstance(reply, Exception) and len(reply) == 2:
+                settings[name] = reply[1].decode()
+        major, minor, patch = (int(part) for part in info["redis_version"].split(".")[:3])
+        return ServerFacts(info["run_id"], (major, minor, patch), info["role"], settings)
+
+    def _check(self, facts: ServerFacts) -> None:
+        address = self.node.address
+        if facts.role not in ("master", "primary"):
+            raise StoreUnavailable(address, f"it is a {facts.role}: give the primary's address")
+        if facts.version < OLDEST:
+            shown = ".".join(map(str, facts.version))
+            raise ConfigurationRefused(address, "version", shown, "Redis 6.2 or later, or Valkey")
+        if not self._unsafe:
+            for name, value in facts.settings.items():
+                wanted, advice = WANTED[name]
+                if value != wanted:
+                    raise ConfigurationRefused(address, name, value, advice)
+        if not self._any_run and facts.run_id != self.node.armed_run_id:
+            raise NodeNotArmed(
+                address,
+                f"its run {facts.run_id[:8]} is not the armed one; it restarted or was replaced: "
+                f"any worker, or `mqlayer node rearm {self.node.name}`, arms it again",
+            )
+
+    def _load_scripts(self, version: tuple[int, int, int]) -> None:
+        commands: list[Command] = [("SCRIPT", "LOAD", text) for text in script_texts(version).values()]
+        self._line.send_packed_command(self._line.pack_commands(commands), check_health=False)
+        for reply in self.receive(len(commands)):
+            if isinstance(reply, Exception):
+                raise reply
+        self._digests = dict(script_digests(version))
+
+
+def raise_for_reply(reply: Any, address: str) -> Any:
+    """Return a reply, or raise what its error means: nothing was changed on the server then."""
+    if not isinstance(reply, Exception):
+        return reply
+    if isinstance(reply, redis.exceptions.OutOfMemoryError) or "OOM" in str(reply):
+        raise NodeOutOfMemory(address) from reply
+    raise StoreUnavailable(address, str(reply)) from reply
+
+
+def is_missing_script(reply: Any) -> bool:
+    """Say whether a reply is the server's "no such script" (its cache was flushed)."""
+    return isinstance(reply, redis.exceptions.NoScriptError)

@@ -1,0 +1,204 @@
+"""One typed call per script: the command to send, and what its reply says.
+
+Commands and replies are apart, so that many can go in one write and several writes can be in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from mqlayer.redis.keys import group_keys, partition_keys
+from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
+
+RunWord = Literal["ok", "dup", "gap", "unowned"]
+
+
+class Run(NamedTuple):
+    """Consecutive messages of a source in an LP; `fields` holds facts, key, body for each, flat."""
+
+    lp: int
+    first: int
+    count: int
+    fields: list[bytes]
+
+
+class RunOutcome(NamedTuple):
+    """What became of a run: how many were appended (the last ones of it), and the LP's mark after."""
+
+    word: RunWord
+    appended: int
+    mark: int
+
+
+class Appended(NamedTuple):
+    """An append that ran. `outcomes` is None when every run was appended whole."""
+
+    offset: int
+    outcomes: list[RunOutcome] | None
+
+
+class Refused(NamedTuple):
+    """A script that changed nothing: why, and the fact that goes with it."""
+
+    word: str
+    fact: str
+
+
+def append_command(
+    line: NodeConnection, prefix: str, partition: int, source: int, runs: Sequence[Run], *, backlog: int = 0
+) -> Command:
+    """Return the command that appends runs to a partition."""
+    keys = partition_keys(prefix, partition)
+    args: list[Any] = [source, backlog, len(runs)]
+    for run in runs:
+        args += (run.lp, run.first, run.count)
+    for run in runs:
+        args += run.fields
+    return line.script("log_append", (keys.log, keys.meta, keys.marks), *args)
+
+
+def append_reply(reply: Any, address: str) -> Appended | Refused:
+    """Return what an append says. Raises NodeOutOfMemory (nothing stored) or StoreUnavailable (unknown)."""
+    reply = raise_for_reply(reply, address)
+    word = reply[0]
+    if word == b"ok":
+        return Appended(reply[1], None)
+    if word == b"mixed":
+        words = zip(reply[2::3], reply[3::3], reply[4::3], strict=True)
+        return Appended(reply[1], [RunOutcome(w.decode(), appended, mark) for w, appended, mark in words])
+    return _refused(reply)
+
+
+def create(line: NodeConnection, prefix: str, partition: int, *args: Any) -> str:
+    """Run partition_create and return its word. `args`: topic, lp_from, lp_to, state, change."""
+    keys = partition_keys(prefix, partition)
+    reply = line.call([line.script("partition_create", (keys.meta,), *args)])[0]
+    return str(raise_for_reply(reply, line.node.address)[0].decode())
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who calls: a member with the epoch of its assignment, at one partition for one group."""
+
+    prefix: str
+    partition: int
+    group_id: int
+    member: str
+    epoch: int
+
+
+class Taken(NamedTuple):
+    """The pull lock is newly ours; what the former owner left."""
+
+    committed: int
+    next_offset: int
+    base: int
+    bits: bytes
+    attempts: dict[int, int]
+
+
+class Kept(NamedTuple):
+    """The pull lock was ours already."""
+
+    committed: int
+
+
+class Fenced(NamedTuple):
+    """Another epoch is in force: this owner must stop."""
+
+    epoch: int
+
+
+def take_command(line: NodeConnection, holder: Holder, *, start: int) -> Command:
+    """Return the command that takes or refreshes the pull lock."""
+    keys, group = partition_keys(holder.prefix, holder.partition), _group(holder)
+    return line.script(
+        "lock_take", (keys.meta, group.lock, group.acks, group.attempts), holder.member, holder.epoch, start
+    )
+
+
+def take_reply(reply: Any, address: str) -> Taken | Kept | Fenced | Refused:
+    """Return what lock_take says."""
+    reply = raise_for_reply(reply, address)
+    if reply[0] == b"kept":
+        return Kept(reply[1])
+    if reply[0] == b"taken":
+        flat = [int(x) for x in reply[5]]
+        return Taken(reply[1], reply[2], reply[3], reply[4], dict(zip(flat[::2], flat[1::2], strict=True)))
+    return _fenced_or_refused(reply)
+
+
+def settle_command(
+    line: NodeConnection,
+    holder: Holder,
+    ranges: Sequence[tuple[int, int]],
+    forget_attempts: Iterable[int] = (),
+) -> Command:
+    """Return the command that settles ranges of offsets [first, last]; at most 500 ranges."""
+    keys, group = partition_keys(holder.prefix, holder.partition), _group(holder)
+    flat = [bound for pair in ranges for bound in pair]
+    return line.script(
+        "offsets_settle",
+        (keys.meta, group.lock, group.acks, group.attempts),
+        holder.member,
+        holder.epoch,
+        len(ranges),
+        *flat,
+        *forget_attempts,
+    )
+
+
+def settle_reply(reply: Any, address: str) -> Kept | Fenced | Refused:
+    """Return what offsets_settle says: the new committed, or why nothing was changed."""
+    reply = raise_for_reply(reply, address)
+    return Kept(reply[1]) if reply[0] == b"settled" else _fenced_or_refused(reply)
+
+
+def count_attempt(line: NodeConnection, holder: Holder, offset: int) -> int | Fenced:
+    """Count a failed attempt of a message; return how many there are now."""
+    group = _group(holder)
+    command = line.script("attempt_count", (group.lock, group.attempts), holder.member, holder.epoch, offset)
+    reply = raise_for_reply(line.call([command])[0], line.node.address)
+    return int(reply[1]) if reply[0] == b"counted" else Fenced(reply[1])
+
+
+def release_command(line: NodeConnection, holder: Holder) -> Command:
+    """Return the command that gives up the pull lock."""
+    return line.script("lock_release", (_group(holder).lock,), holder.member, holder.epoch)
+
+
+def raise_command(line: NodeConnection, prefix: str, partition: int, group_id: int, epoch: int) -> Command:
+    """Return the command that puts a higher epoch in force without an owner."""
+    return line.script("lock_raise", (group_keys(prefix, partition, group_id).lock,), epoch)
+
+
+def trim_command(
+    line: NodeConnection,
+    prefix: str,
+    partition: int,
+    starts: Sequence[tuple[int, int]],
+    *,
+    floor: int,
+    limit: int,
+) -> Command:
+    """Return the command that drops what all groups settled; `starts`: (group id, its start offset)."""
+    keys = partition_keys(prefix, partition)
+    locks = [group_keys(prefix, partition, group_id).lock for group_id, _ in starts]
+    return line.script(
+        "log_trim", (keys.meta, keys.log, *locks), limit, floor, *(offset for _, offset in starts)
+    )
+
+
+def _group(holder: Holder) -> Any:
+    return group_keys(holder.prefix, holder.partition, holder.group_id)
+
+
+def _refused(reply: Any) -> Refused:
+    fact = reply[1] if len(reply) > 1 else b""
+    return Refused(reply[0].decode(), fact.decode() if isinstance(fact, bytes) else str(fact))
+
+
+def _fenced_or_refused(reply: Any) -> Fenced | Refused:
+    return Fenced(reply[1]) if reply[0] == b"fenced" else _refused(reply)

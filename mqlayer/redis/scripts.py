@@ -1,0 +1,52 @@
+"""The scripts as a server of a given version takes them.
+
+Redis 7 and later understand the ``#!lua`` header. For 6.2 it is stripped, and two lines take its place: effects are
+replicated instead of the script's text (a script may then ask for the time before it writes), and a script that must
+run when memory is out begins with a write that needs none, because 6.2 checks memory at the first write only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from hashlib import sha1
+
+from mqlayer.resources import lua_names, lua_source
+
+HEADERS_SINCE = (7, 0, 0)
+
+
+def script_text(name: str, version: tuple[int, int, int]) -> str:
+    """Return a script's text for a server of this version."""
+    source = lua_source(name)
+    if version >= HEADERS_SINCE:
+        return source
+    header, body = source.split("\n", 1)
+    prelude = "redis.replicate_commands()"
+    if "allow-oom" in header:
+        prelude += " redis.call('PERSIST', KEYS[1])"
+    return f"{prelude}\n{body}"
+
+
+@cache
+def _texts(headers: bool) -> Mapping[str, str]:
+    version = HEADERS_SINCE if headers else (6, 2, 0)
+    return {name: script_text(name, version) for name in lua_names()}
+
+
+@cache
+def _digests(headers: bool) -> Mapping[str, bytes]:
+    return {
+        name: sha1(text.encode(), usedforsecurity=False).hexdigest().encode()
+        for name, text in _texts(headers).items()
+    }
+
+
+def script_texts(version: tuple[int, int, int]) -> Mapping[str, str]:
+    """Return all scripts' texts for a server of this version."""
+    return _texts(version >= HEADERS_SINCE)
+
+
+def script_digests(version: tuple[int, int, int]) -> Mapping[str, bytes]:
+    """Return all scripts' SHA-1 digests, by which a server of this version calls them."""
+    return _digests(version >= HEADERS_SINCE)

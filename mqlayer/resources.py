@@ -1,0 +1,31 @@
+"""The only reader of the packaged Lua and SQL files."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+
+
+@cache
+def lua_source(name: str) -> str:
+    """Return the text of ``lua/<name>.lua``."""
+    return (files("mqlayer") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+
+
+def lua_names() -> list[str]:
+    """Return the names of all scripts, sorted."""
+    return sorted(
+        entry.name[:-4] for entry in (files("mqlayer") / "lua").iterdir() if entry.name.endswith(".lua")
+    )
+
+
+@cache
+def sql_source(path: str) -> str:
+    """Return the text of ``sql/<path>``."""
+    return (files("mqlayer") / "sql").joinpath(*path.split("/")).read_text(encoding="utf-8")
+
+
+def sql_names(folder: str) -> list[str]:
+    """Return the names of the ``.sql`` files in ``sql/<folder>``, sorted."""
+    directory = (files("mqlayer") / "sql").joinpath(*folder.split("/"))
+    return sorted(entry.name for entry in directory.iterdir() if entry.name.endswith(".sql"))

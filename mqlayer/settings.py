@@ -1,0 +1,45 @@
+"""Settings of a process, from ``MQLAYER_*`` environment variables or arguments."""
+
+from __future__ import annotations
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """What a process needs to reach the stores, and its bounds.
+
+    Every field can be given as an environment variable with the prefix ``MQLAYER_``, for example
+    ``MQLAYER_DSN``. Addresses are secrets: they are never shown by ``repr``.
+    Durations are seconds; sizes are bytes.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="MQLAYER_", frozen=True, extra="forbid")
+
+    dsn: SecretStr = SecretStr("")
+    """Postgres with the control schema (nodes, topics, routes, groups)."""
+    app_dsn: SecretStr | None = None
+    """Postgres with the application schema (outbox, fence); the control database where not given."""
+    broker_url: SecretStr = SecretStr("redis://127.0.0.1:6379/0")
+    """Celery's broker: another Redis than the partitions' nodes."""
+    key_prefix: str = Field(default="mq", pattern=r"^[a-z][a-z0-9_.-]{0,31}$")
+    """First part of every Redis key; lets several systems share a node."""
+
+    lease_s: float = Field(default=10.0, gt=0.2)
+    """How long a member may go on without a heartbeat before its partitions are given away."""
+    lease_margin: float = Field(default=0.2, gt=0, lt=0.9)
+    """Part of the lease by which a member stops before the database frees its partitions."""
+    connect_timeout_s: float = Field(default=5.0, gt=0)
+    socket_timeout_s: float = Field(default=10.0, gt=0)
+    delivery_timeout_s: float = Field(default=30.0, gt=0)
+    """How long a synchronous publish waits for an outcome."""
+    allow_unsafe_redis: bool = False
+    """Serve on Redis settings that void the promise (tests of such settings, throw-away data)."""
+
+    def control_dsn(self) -> str:
+        """Return the control database's DSN, to be given to the driver only."""
+        return self.dsn.get_secret_value()
+
+    def application_dsn(self) -> str:
+        """Return the application database's DSN, to be given to the driver only."""
+        return (self.app_dsn or self.dsn).get_secret_value()

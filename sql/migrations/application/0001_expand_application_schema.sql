@@ -1,0 +1,292 @@
+-- The application schema: outbox, fence, and the functions on them. Applications get EXECUTE on functions, nothing else.
+-- Who holds what: ARCHITECTURE.md, table catalogue.
+
+CREATE SCHEMA IF NOT EXISTS mqlayer_app;
+REVOKE ALL ON SCHEMA mqlayer_app FROM PUBLIC;
+ALTER DEFAULT PRIVILEGES IN SCHEMA mqlayer_app REVOKE EXECUTE ON FUNCTIONS FROM PUBLIC;
+
+-- Which outbox this is. Made at the first relay's start, so that a database cloned before has its own.
+CREATE TABLE mqlayer_app.identity (
+    only_one    boolean NOT NULL DEFAULT true,
+    outbox_uuid uuid NOT NULL DEFAULT gen_random_uuid(),
+    CONSTRAINT identity_key PRIMARY KEY (only_one),
+    CONSTRAINT identity_only_one CHECK (only_one)
+);
+
+CREATE TABLE mqlayer_app.topic (
+    topic_id   int NOT NULL,
+    name       text NOT NULL,
+    body_limit int NOT NULL,
+    CONSTRAINT topic_key PRIMARY KEY (topic_id),
+    CONSTRAINT topic_name_unique UNIQUE (name)
+);
+
+-- The last seq given out per LP. The row lock is held to commit and released after the commit is visible, so seq order
+-- is commit order and a visible seq implies all lower ones. Only publishing updates it.
+CREATE TABLE mqlayer_app.counter (
+    topic_id int NOT NULL REFERENCES mqlayer_app.topic,
+    lp       smallint NOT NULL,
+    seq      bigint NOT NULL DEFAULT 0,
+    CONSTRAINT counter_key PRIMARY KEY (topic_id, lp),
+    CONSTRAINT counter_lp CHECK (lp BETWEEN 0 AND 1023)
+) WITH (fillfactor = 20);
+
+CREATE SEQUENCE mqlayer_app.outbox_id;
+
+-- Append-only. Four slots of time in a ring; a slot is emptied as a whole when all of it is relayed.
+-- id is a hint for scanning; the order is (topic_id, lp, seq).
+CREATE TABLE mqlayer_app.outbox (
+    id         bigint NOT NULL,
+    topic_id   int NOT NULL,
+    lp         smallint NOT NULL,
+    slot       smallint NOT NULL,
+    seq        bigint NOT NULL,
+    created_at timestamptz NOT NULL,
+    key        text,
+    headers    text,
+    body       bytea NOT NULL
+) PARTITION BY LIST (slot);
+CREATE TABLE mqlayer_app.outbox_0 PARTITION OF mqlayer_app.outbox FOR VALUES IN (0);
+CREATE TABLE mqlayer_app.outbox_1 PARTITION OF mqlayer_app.outbox FOR VALUES IN (1);
+CREATE TABLE mqlayer_app.outbox_2 PARTITION OF mqlayer_app.outbox FOR VALUES IN (2);
+CREATE TABLE mqlayer_app.outbox_3 PARTITION OF mqlayer_app.outbox FOR VALUES IN (3);
+CREATE UNIQUE INDEX outbox_0_key ON mqlayer_app.outbox_0 (topic_id, lp, seq);
+CREATE UNIQUE INDEX outbox_1_key ON mqlayer_app.outbox_1 (topic_id, lp, seq);
+CREATE UNIQUE INDEX outbox_2_key ON mqlayer_app.outbox_2 (topic_id, lp, seq);
+CREATE UNIQUE INDEX outbox_3_key ON mqlayer_app.outbox_3 (topic_id, lp, seq);
+CREATE INDEX outbox_id ON mqlayer_app.outbox (id);
+
+-- How far each LP is in Redis, durably. A hint for relays (the truth is the mark), the proof for rotation.
+CREATE TABLE mqlayer_app.relayed (
+    topic_id int NOT NULL,
+    lp       smallint NOT NULL,
+    seq      bigint NOT NULL,
+    CONSTRAINT relayed_key PRIMARY KEY (topic_id, lp)
+) WITH (fillfactor = 50);
+
+-- Rows that can never be sent. Each holds its LP, visibly, until an operator retries it.
+CREATE TABLE mqlayer_app.set_aside (
+    topic_id     int NOT NULL,
+    lp           smallint NOT NULL,
+    seq          bigint NOT NULL,
+    reason       text NOT NULL,
+    set_aside_at timestamptz NOT NULL DEFAULT now(),
+    CONSTRAINT set_aside_key PRIMARY KEY (topic_id, lp)
+);
+
+CREATE SEQUENCE mqlayer_app.relay_epoch;
+
+CREATE TABLE mqlayer_app.relay (
+    relay_id    text NOT NULL,
+    lease_until timestamptz NOT NULL,
+    CONSTRAINT relay_key PRIMARY KEY (relay_id)
+);
+
+-- Sixteen sets of 64 LPs, each with the relay that works on it. For sharing the work only: the chain keeps the order.
+CREATE TABLE mqlayer_app.lp_set (
+    lp_set      smallint NOT NULL,
+    relay_id    text,
+    epoch       bigint NOT NULL DEFAULT 0,
+    lease_until timestamptz NOT NULL DEFAULT '-infinity',
+    CONSTRAINT lp_set_key PRIMARY KEY (lp_set),
+    CONSTRAINT lp_set_range CHECK (lp_set BETWEEN 0 AND 15)
+);
+INSERT INTO mqlayer_app.lp_set (lp_set) SELECT generate_series(0, 15);
+
+-- LP of a key: the first two bytes, big-endian, of the SHA-256 of its UTF-8, mod 1024. No key: a random LP.
+CREATE FUNCTION mqlayer_app.lp_v1(p_key text) RETURNS smallint LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN (((get_byte(sha256(convert_to(p_key, 'UTF8')), 0) & 3) << 8)
+            | get_byte(sha256(convert_to(p_key, 'UTF8')), 1))::smallint;
+
+CREATE FUNCTION mqlayer_app.headers_check_v1(p_headers jsonb) RETURNS void LANGUAGE plpgsql IMMUTABLE
+    SET search_path = pg_catalog, mqlayer_app AS $$
+BEGIN
+    IF jsonb_typeof(p_headers) <> 'object' THEN
+        RAISE EXCEPTION 'headers must be a JSON object of strings' USING ERRCODE = 'MQ004';
+    ELSIF (SELECT count(*) FROM jsonb_object_keys(p_headers)) > 32 OR octet_length(p_headers::text) > 8192 THEN
+        RAISE EXCEPTION 'at most 32 headers and 8192 bytes of them' USING ERRCODE = 'MQ004';
+    ELSIF EXISTS (SELECT FROM jsonb_each(p_headers) WHERE jsonb_typeof(value) <> 'string') THEN
+        RAISE EXCEPTION 'header values must be strings' USING ERRCODE = 'MQ004';
+    ELSIF EXISTS (SELECT FROM jsonb_object_keys(p_headers) AS name WHERE name LIKE 'mq-%') THEN
+        RAISE EXCEPTION 'header names that begin with mq- are reserved' USING ERRCODE = 'MQ004';
+    END IF;
+END $$;
+
+-- Number one message and put it into the outbox. Internal: publish_v1 and publish_many_v1 call it.
+CREATE FUNCTION mqlayer_app.append_v1(p_topic text, p_lp smallint, p_key text, p_body bytea, p_headers jsonb)
+    RETURNS bigint LANGUAGE plpgsql SET search_path = pg_catalog, mqlayer_app AS $$
+DECLARE
+    v_topic_id int;
+    v_limit int;
+    v_seq bigint;
+    v_at timestamptz := clock_timestamp();
+BEGIN
+    IF octet_length(p_key) > 512 THEN
+        RAISE EXCEPTION 'message key of % bytes, the limit is 512', octet_length(p_key)
+            USING ERRCODE = 'MQ002', HINT = 'use an id as the key';
+    END IF;
+    IF p_headers IS NOT NULL THEN
+        PERFORM mqlayer_app.headers_check_v1(p_headers);
+    END IF;
+    UPDATE mqlayer_app.counter c SET seq = c.seq + 1 FROM mqlayer_app.topic t
+        WHERE t.name = p_topic AND c.topic_id = t.topic_id AND c.lp = p_lp
+        RETURNING c.seq, t.topic_id, t.body_limit INTO v_seq, v_topic_id, v_limit;
+    IF v_seq IS NULL THEN
+        RAISE EXCEPTION 'unknown topic "%"', p_topic
+            USING ERRCODE = 'MQ001', HINT = 'create it: mqlayer topic create NAME';
+    END IF;
+    IF p_body IS NULL OR octet_length(p_body) > v_limit THEN
+        RAISE EXCEPTION 'body of % bytes, topic "%" takes %', octet_length(p_body), p_topic, v_limit
+            USING ERRCODE = 'MQ003', HINT = 'store it elsewhere and send a reference';
+    END IF;
+    INSERT INTO mqlayer_app.outbox (id, topic_id, lp, slot, seq, created_at, key, headers, body)
+        VALUES (nextval('mqlayer_app.outbox_id'), v_topic_id, p_lp,
+                ((extract(epoch FROM v_at)::bigint / 900) % 4)::smallint, v_seq, v_at, p_key, p_headers::text, p_body);
+    RETURN v_seq;
+END $$;
+
+-- Publish one message in the caller's transaction; returns its seq. See publish_many_v1 for several.
+CREATE FUNCTION mqlayer_app.publish_v1(p_topic text, p_key text, p_body bytea, p_headers jsonb DEFAULT NULL)
+    RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app AS $$
+BEGIN
+    RETURN mqlayer_app.append_v1(p_topic,
+        CASE WHEN p_key IS NULL THEN floor(random() * 1024)::smallint ELSE mqlayer_app.lp_v1(p_key) END,
+        p_key, p_body, p_headers);
+END $$;
+
+-- Publish several messages in the caller's transaction; returns how many. Messages of one key keep their order in the
+-- arrays. LPs are taken in sorted order, so that two callers can't deadlock; p_headers may be null or hold nulls.
+CREATE FUNCTION mqlayer_app.publish_many_v1(p_topics text[], p_keys text[], p_bodies bytea[], p_headers jsonb[] DEFAULT NULL)
+    RETURNS int LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app AS $$
+DECLARE
+    v_message record;
+    v_count int := 0;
+BEGIN
+    IF cardinality(p_keys) <> cardinality(p_topics) OR cardinality(p_bodies) <> cardinality(p_topics)
+       OR cardinality(p_headers) <> cardinality(p_topics) THEN
+        RAISE EXCEPTION 'arrays of different lengths' USING ERRCODE = 'MQ005';
+    END IF;
+    FOR v_message IN
+        SELECT topic, key, body, headers,
+               CASE WHEN key IS NULL THEN floor(random() * 1024)::smallint ELSE mqlayer_app.lp_v1(key) END AS lp
+        FROM unnest(p_topics, p_keys, p_bodies, p_headers) WITH ORDINALITY AS u(topic, key, body, headers, n)
+        ORDER BY topic, lp, n
+    LOOP
+        PERFORM mqlayer_app.append_v1(v_message.topic, v_message.lp, v_message.key, v_message.body, v_message.headers);
+        v_count := v_count + 1;
+    END LOOP;
+    RETURN v_count;
+END $$;
+
+-- The fence: the highest epoch seen per group and LP, and the last applied seq per key.
+CREATE TABLE mqlayer_app.fence_epoch (
+    group_id int NOT NULL,
+    lp       smallint NOT NULL,
+    epoch    bigint NOT NULL,
+    CONSTRAINT fence_epoch_key PRIMARY KEY (group_id, lp)
+) WITH (fillfactor = 50);
+
+CREATE TABLE mqlayer_app.fence_applied (
+    group_id   int NOT NULL,
+    lp         smallint NOT NULL,
+    -- Negative for messages without a key: each stands alone, under its seq as key.
+    source_id  int NOT NULL,
+    key        text NOT NULL,
+    seq        bigint NOT NULL,
+    applied_at timestamptz NOT NULL DEFAULT now(),
+    CONSTRAINT fence_applied_key PRIMARY KEY (group_id, lp, key, source_id)
+) WITH (fillfactor = 70);
+
+-- Check in the effect's own transaction that the epoch is current for the LP and that the message was not applied.
+-- Answers 'current' (go on; noted as applied when the transaction commits), 'applied' or 'stale' (roll back).
+-- A stopped process must not hold its LP for ever: its open transaction ends after 60 idle seconds at the latest.
+CREATE FUNCTION mqlayer_app.fence_v1(p_group_id int, p_lp smallint, p_source_id int, p_key text, p_seq bigint,
+                                     p_epoch bigint, OUT answer text, OUT epoch bigint)
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app AS $$
+DECLARE
+    v_timeout interval := current_setting('idle_in_transaction_session_timeout')::interval;
+BEGIN
+    IF v_timeout = interval '0' OR v_timeout > interval '60 seconds' THEN
+        PERFORM set_config('idle_in_transaction_session_timeout', '60s', true);
+    END IF;
+    SELECT f.epoch INTO epoch FROM mqlayer_app.fence_epoch f WHERE f.group_id = p_group_id AND f.lp = p_lp FOR SHARE;
+    IF epoch IS NULL OR epoch < p_epoch THEN
+        INSERT INTO mqlayer_app.fence_epoch AS f (group_id, lp, epoch) VALUES (p_group_id, p_lp, p_epoch)
+            ON CONFLICT (group_id, lp) DO UPDATE SET epoch = greatest(f.epoch, excluded.epoch)
+            RETURNING f.epoch INTO epoch;
+    END IF;
+    IF epoch > p_epoch THEN
+        answer := 'stale';
+        RETURN;
+    END IF;
+    INSERT INTO mqlayer_app.fence_applied AS a (group_id, lp, source_id, key, seq)
+        VALUES (p_group_id, p_lp, CASE WHEN p_key IS NULL THEN -p_source_id ELSE p_source_id END,
+                coalesce(p_key, p_seq::text), p_seq)
+        ON CONFLICT (group_id, lp, key, source_id) DO UPDATE SET seq = excluded.seq, applied_at = now()
+            WHERE a.seq < excluded.seq;
+    IF FOUND THEN
+        answer := 'current';
+    ELSE
+        answer := 'applied';
+    END IF;
+END $$;
+
+-- Raise the epoch of a range of LPs when a new owner takes them, so that an earlier owner's effects are refused even
+-- where the new owner has not handled anything yet. Rows that an open effect holds are left to their next fence call.
+CREATE FUNCTION mqlayer_app.fence_raise_v1(p_group_id int, p_lp_from smallint, p_lp_to smallint, p_epoch bigint)
+    RETURNS int LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app AS $$
+DECLARE
+    v_count int;
+BEGIN
+    INSERT INTO mqlayer_app.fence_epoch (group_id, lp, epoch)
+        SELECT p_group_id, lp, p_epoch FROM generate_series(p_lp_from, p_lp_to - 1) AS lp
+        ON CONFLICT DO NOTHING;
+    UPDATE mqlayer_app.fence_epoch f SET epoch = p_epoch
+        FROM (SELECT group_id, lp FROM mqlayer_app.fence_epoch
+              WHERE group_id = p_group_id AND lp >= p_lp_from AND lp < p_lp_to AND epoch < p_epoch
+              ORDER BY lp FOR UPDATE SKIP LOCKED) AS free
+        WHERE f.group_id = free.group_id AND f.lp = free.lp;
+    GET DIAGNOSTICS v_count = ROW_COUNT;
+    RETURN v_count;
+END $$;
+
+-- Forget applied seqs that no redelivery can reach any more; at most p_limit rows a call.
+CREATE FUNCTION mqlayer_app.fence_clean_v1(p_horizon interval, p_limit int) RETURNS int LANGUAGE sql
+    SET search_path = pg_catalog, mqlayer_app AS $$
+    WITH gone AS (
+        DELETE FROM mqlayer_app.fence_applied WHERE ctid IN (
+            SELECT ctid FROM mqlayer_app.fence_applied WHERE applied_at < now() - p_horizon LIMIT p_limit)
+        RETURNING 1)
+    SELECT count(*)::int FROM gone
+$$;
+
+-- Empty one slot of the outbox if every row in it is relayed. The lock proves that no open transaction wrote to the slot:
+-- such a one would hold it; so NOWAIT answers 'busy' and nothing waits behind us. The slot before the current one is
+-- left alone too: its rows are younger than what a Redis with a lazier fsync than "always" may lose.
+CREATE FUNCTION mqlayer_app.outbox_rotate_v1(p_slot smallint) RETURNS text LANGUAGE plpgsql
+    SET search_path = pg_catalog, mqlayer_app AS $$
+DECLARE
+    v_table text := format('mqlayer_app.outbox_%s', p_slot);
+    v_slots bigint := extract(epoch FROM clock_timestamp())::bigint / 900;
+    v_waits boolean;
+BEGIN
+    IF p_slot IN (v_slots % 4, (v_slots - 1) % 4) THEN
+        RETURN 'current';
+    END IF;
+    BEGIN
+        EXECUTE format('LOCK TABLE %s IN ACCESS EXCLUSIVE MODE NOWAIT', v_table);
+    EXCEPTION WHEN lock_not_available THEN
+        RETURN 'busy';
+    END;
+    EXECUTE format(
+        'SELECT EXISTS (SELECT FROM mqlayer_app.counter c
+            LEFT JOIN mqlayer_app.relayed r ON r.topic_id = c.topic_id AND r.lp = c.lp
+            CROSS JOIN LATERAL (SELECT o.seq FROM %s o WHERE o.topic_id = c.topic_id AND o.lp = c.lp
+                                ORDER BY o.topic_id DESC, o.lp DESC, o.seq DESC LIMIT 1) AS last
+            WHERE last.seq > coalesce(r.seq, 0))', v_table) INTO v_waits;
+    IF v_waits THEN
+        RETURN 'waiting';
+    END IF;
+    EXECUTE format('TRUNCATE %s', v_table);
+    RETURN 'emptied';
+END $$;
