@@ -1,0 +1,56 @@
+"""The account that a server runs under where it refuses to run as root."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+CANDIDATES: Final = ("postgres", "nobody")
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A user of this machine."""
+
+    name: str
+    uid: int
+    gid: int
+
+
+def unprivileged_account() -> Account | None:
+    """Return the account for Postgres when this process is root; None: run it as we are."""
+    if os.geteuid() != 0:
+        return None
+    for name in CANDIDATES:
+        try:
+            entry = pwd.getpwnam(name)
+        except KeyError:
+            continue
+        return Account(name, entry.pw_uid, entry.pw_gid)
+    return Account("65534", 65534, 65534)
+
+
+def can_enter(directory: Path, account: Account) -> bool:
+    """Return whether the account may pass through a directory and all above it (by mode bits)."""
+    resolved = directory.resolve()
+    return all(_may_pass(part, account) for part in (resolved, *resolved.parents))
+
+
+def give(directory: Path, account: Account | None) -> None:
+    """Make a directory the account's own and closed to others."""
+    if account is not None:
+        os.chown(directory, account.uid, account.gid)
+    directory.chmod(0o700)
+
+
+def _may_pass(directory: Path, account: Account) -> bool:
+    facts = directory.stat()
+    if facts.st_uid == account.uid:
+        return bool(facts.st_mode & stat.S_IXUSR)
+    if facts.st_gid == account.gid:
+        return bool(facts.st_mode & stat.S_IXGRP)
+    return bool(facts.st_mode & stat.S_IXOTH)

@@ -1,0 +1,308 @@
+"""A real Postgres as a child process."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+
+from mqlayer.errors import StoreUnavailable
+from mqlayer.postgres.database import Connection, connect
+from mqlayer.stack import processes
+from mqlayer.stack.accounts import give, unprivileged_account
+from mqlayer.stack.deadlines import comes_true
+from mqlayer.stack.errors import DirectoryRefused, ServerFailed
+from mqlayer.stack.placement import data_place, program_place
+from mqlayer.stack.ports import free_port
+from mqlayer.stack.programs import PostgresPrograms, best_postgres, postgres_programs
+from mqlayer.stack.records import ProcessRecord
+
+START_TRIES: Final = 3
+SUPERUSER: Final = "postgres"
+# A socket's path has to fit into sockaddr_un: 108 bytes on Linux, 104 elsewhere.
+SOCKET_PATH_LIMIT: Final = 80
+
+DEFAULT_OPTIONS: Final[Mapping[str, str]] = {
+    "fsync": "on",
+    "listen_addresses": "127.0.0.1",
+    "log_timezone": "UTC",
+    "max_connections": "200",
+    "timezone": "UTC",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresDatabases:
+    """The databases of a server that someone else runs, at an address that was given."""
+
+    base_dsn: str
+
+    def dsn(self, dbname: str = "postgres") -> str:
+        """Return the address of one database, for the driver only: it may hold a password."""
+        return make_conninfo(self.base_dsn, dbname=dbname)
+
+    def create_database(self, name: str, *, template: str | None = None) -> str:
+        """Create a database, as a copy of the template where one is given, and return its DSN."""
+        statement = sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name))
+        if template is not None:
+            statement += sql.SQL(" TEMPLATE {}").format(sql.Identifier(template))
+        self._execute(statement)
+        return self.dsn(name)
+
+    def drop_database(self, name: str) -> None:
+        """Drop a database with every connection to it; one that isn't there is no error."""
+        self._execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
+
+    def has_database(self, name: str) -> bool:
+        """Return whether the server has the database."""
+        with self._connection() as connection:
+            row = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [name]).fetchone()
+        return row is not None
+
+    def answers(self) -> bool:
+        """Return whether the server takes connections now."""
+        try:
+            with self._connection():
+                return True
+        except StoreUnavailable:
+            return False
+
+    def _execute(self, statement: sql.Composed) -> None:
+        with self._connection() as connection:
+            connection.execute(statement)
+
+    def _connection(self) -> Connection:
+        return connect(self.dsn(), application="mqlayer stack")
+
+
+class PostgresServer:
+    """One Postgres on 127.0.0.1 whose data, port and process belong to a directory.
+
+    The directory is all the state there is: an object made on it later, even by another process, finds the
+    server running, stops it, or starts it again with its data on the same port. Local clients are trusted.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        programs: PostgresPrograms | None = None,
+        port: int = 0,
+        options: Mapping[str, str] | None = None,
+    ) -> None:
+        self.directory = directory
+        self.options = {**DEFAULT_OPTIONS, **(options or {})}
+        self._account = unprivileged_account()
+        self._home = data_place(directory, self._account)
+        self.programs = program_place(programs or _programs_for(self._home / "data"), self._account)
+        self._wanted_port = port
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.programs} {self.directory} port={self.port}>"
+
+    @property
+    def port(self) -> int:
+        """The port in use, or of the last run; 0 before the first."""
+        return self._record.port
+
+    @property
+    def pid(self) -> int | None:
+        """The postmaster while it runs."""
+        return self._record.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the postmaster is alive."""
+        return self._record.running
+
+    @property
+    def log(self) -> Path:
+        """The server's log file."""
+        return self.directory / "postgres.log"
+
+    @property
+    def data(self) -> Path:
+        """The data directory (PGDATA)."""
+        return self._home / "data"
+
+    @property
+    def databases(self) -> PostgresDatabases:
+        """The databases of the server, over TCP."""
+        return PostgresDatabases(f"postgresql://{SUPERUSER}@127.0.0.1:{self.port}/")
+
+    def dsn(self, dbname: str = "postgres") -> str:
+        """Return the TCP address of one database, as its superuser."""
+        return f"postgresql://{SUPERUSER}@127.0.0.1:{self.port}/{dbname}"
+
+    def socket_dsn(self, dbname: str = "postgres") -> str:
+        """Return the Unix-socket address of one database; TCP's where the path is too long."""
+        if not self._socket_directory:
+            return self.dsn(dbname)
+        return f"host={self._socket_directory} port={self.port} user={SUPERUSER} dbname={dbname}"
+
+    def create_database(self, name: str, *, template: str | None = None) -> str:
+        """Create a database, as a copy of the template where one is given, and return its DSN."""
+        self.databases.create_database(name, template=template)
+        return self.dsn(name)
+
+    def drop_database(self, name: str) -> None:
+        """Drop a database with every connection to it; one that isn't there is no error."""
+        self.databases.drop_database(name)
+
+    def has_database(self, name: str) -> bool:
+        """Return whether the server has the database."""
+        return self.databases.has_database(name)
+
+    def start(self, *, within_s: float = 60.0) -> None:
+        """Return when the server takes connections; one that runs is left as it is.
+
+        The first start makes the data directory; later ones recover what is there. The port of the last run
+        is taken again if it is free.
+        """
+        if not self.running:
+            self._prepare()
+            self._start(within_s)
+
+    def stop(self) -> None:
+        """End the server in order (fast shutdown): open transactions are rolled back."""
+        self._end(signal.SIGINT)
+
+    def kill(self) -> None:
+        """End the postmaster with SIGKILL, as a crash would, and return when its children are gone too."""
+        process = self._record.process
+        children = processes.children_of(process) if process else []
+        self._end(signal.SIGKILL)
+        for child in children:
+            # A child notices between two pieces of work; a busy one would hold the shared memory for long.
+            processes.stop(child, by=signal.SIGCONT, within_s=2.0)
+
+    def restart(self) -> None:
+        """Stop and start again, same port, same data."""
+        self.stop()
+        self.start()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the postmaster."""
+        if process := self._record.process:
+            processes.send(process, number)
+
+    @property
+    def _socket_directory(self) -> Path | None:
+        path = self._home.resolve()
+        return path if len(str(path)) <= SOCKET_PATH_LIMIT else None
+
+    def _prepare(self) -> None:
+        """Make the directories, owned by the account of the server, and in them a database cluster."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.chmod(0o755)
+        self._home.mkdir(mode=0o700, exist_ok=True)
+        give(self._home, self._account)
+        if not (self.data / "PG_VERSION").exists():
+            self._initialise()
+
+    def _initialise(self) -> None:
+        """Make the cluster beside its place first: one that was cut off half-way is never taken for whole."""
+        draft = self._home / "data.new"
+        shutil.rmtree(draft, ignore_errors=True)
+        answer = self._run_initdb(draft, "C.UTF-8")
+        if answer.returncode != 0 and "locale" in answer.stderr:
+            answer = self._run_initdb(draft, "C")
+        if answer.returncode != 0:
+            self.log.write_text(answer.stdout + answer.stderr)
+            raise ServerFailed("initdb", "failed", self.log, processes.last_lines(self.log))
+        draft.rename(self.data)
+
+    def _run_initdb(self, target: Path, locale: str) -> subprocess.CompletedProcess[str]:
+        command: list[str | Path] = [self.programs.directory / "initdb", "--no-sync", "--auth=trust"]
+        command += [
+            "--encoding=UTF8",
+            f"--locale={locale}",
+            f"--username={SUPERUSER}",
+            "-D",
+            target.resolve(),
+        ]
+        return subprocess.run(
+            command,
+            cwd=self._home,
+            capture_output=True,
+            text=True,
+            check=False,
+            user=self._account.uid if self._account else None,
+            group=self._account.gid if self._account else None,
+            extra_groups=[] if self._account else None,
+        )
+
+    @property
+    def _record(self) -> ProcessRecord:
+        return ProcessRecord.load(self.directory)
+
+    def _start(self, within_s: float) -> None:
+        """Start, again on another port when some process took ours between the look and the bind."""
+        for _ in range(START_TRIES):
+            self._launch(free_port(self._record.port or self._wanted_port))
+            comes_true(lambda: self._ready() or not self.running, within_s=within_s)
+            if self.running and self._ready():
+                return
+            if self.running or "could not bind" not in self.log.read_text(errors="replace")[-4096:]:
+                break
+        self._give_up(within_s)
+
+    def _launch(self, port: int) -> None:
+        options = {
+            **self.options,
+            "port": str(port),
+            "unix_socket_directories": str(self._socket_directory or ""),
+        }
+        command: list[str | Path] = [self.programs.directory / "postgres", "-D", self.data.resolve()]
+        for name, value in options.items():
+            command += ["-c", f"{name}={value}"]
+        process = processes.spawn(command, log=self.log, account=self._account, directory=self._home)
+        ProcessRecord(port, process).save(self.directory)
+
+    def _ready(self) -> bool:
+        """Return whether the postmaster's file says so: its pid in the first line, its state in the last."""
+        with contextlib.suppress(FileNotFoundError):
+            lines = (self.data / "postmaster.pid").read_text().splitlines()
+            return len(lines) > 7 and lines[0] == str(self.pid) and lines[7].strip() == "ready"
+        return False
+
+    def _give_up(self, within_s: float) -> None:
+        reason = f"was not ready within {within_s:g} s" if self.running else "ended at once"
+        self.kill()
+        raise ServerFailed(str(self.programs), reason, self.log, processes.last_lines(self.log))
+
+    def _end(self, by: signal.Signals) -> None:
+        record = self._record
+        if record.process is not None:
+            processes.stop(record.process, by=by)
+            record.with_process(None).save(self.directory)
+
+
+def _programs_for(data: Path) -> PostgresPrograms:
+    """Return the first choice, among those of the version that wrote the data where there are any."""
+    try:
+        major = int((data / "PG_VERSION").read_text())
+    except FileNotFoundError:
+        return best_postgres()
+    for programs in postgres_programs():
+        if programs.version[0] == major:
+            return programs
+    raise DirectoryRefused(data, f"holds data of Postgres {major}, and no Postgres {major} is on this machine")

@@ -1,0 +1,167 @@
+"""A real Redis (or Valkey) as a child process, with the settings that the promise needs."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from mqlayer.stack import processes
+from mqlayer.stack.deadlines import comes_true
+from mqlayer.stack.errors import ServerFailed
+from mqlayer.stack.ports import free_port
+from mqlayer.stack.programs import RedisProgram, best_redis
+from mqlayer.stack.records import ProcessRecord
+
+START_TRIES: Final = 3
+
+# An answered write is on disk, a rewrite doesn't suspend that, and no stream is ever evicted.
+DURABLE_OPTIONS: Final[Mapping[str, str]] = {
+    "appendonly": "yes",
+    "appendfsync": "always",
+    "no-appendfsync-on-rewrite": "no",
+    "maxmemory-policy": "noeviction",
+    "save": "",
+}
+
+
+class RedisServer:
+    """One Redis on 127.0.0.1 whose data, port and process belong to a directory.
+
+    The directory is all the state there is: an object made on it later, even by another process, finds the
+    server running, stops it, or starts it again with its data on the same port.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        program: RedisProgram | None = None,
+        port: int = 0,
+        options: Mapping[str, str] | None = None,
+    ) -> None:
+        self.directory = directory
+        self.program = program or best_redis()
+        self.options = {**DURABLE_OPTIONS, **(options or {})}
+        self._wanted_port = port
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.program} {self.directory} port={self.port}>"
+
+    @property
+    def port(self) -> int:
+        """The port in use, or of the last run; 0 before the first."""
+        return self._record.port
+
+    @property
+    def pid(self) -> int | None:
+        """The process while it runs."""
+        return self._record.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is alive (a stopped one, SIGSTOP, is)."""
+        return self._record.running
+
+    @property
+    def url(self) -> str:
+        """The address for clients, database 0."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def log(self) -> Path:
+        """The server's log file."""
+        return self.directory / "redis.log"
+
+    def start(self, *, within_s: float = 30.0) -> None:
+        """Return when the server answers; one that runs is left as it is.
+
+        Data of earlier runs are loaded. The port of the last run is taken again if it is free.
+        """
+        if not self.running:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._start(within_s)
+
+    def stop(self) -> None:
+        """End the server in order (SIGTERM): what it holds is on disk afterwards."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the server with SIGKILL, as a crash would."""
+        self._end(signal.SIGKILL)
+
+    def restart(self) -> None:
+        """Stop and start again, same port, same data, another run id."""
+        self.stop()
+        self.start()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the server, such as SIGSTOP and SIGCONT."""
+        if process := self._record.process:
+            processes.send(process, number)
+
+    @property
+    def _record(self) -> ProcessRecord:
+        return ProcessRecord.load(self.directory)
+
+    def _start(self, within_s: float) -> None:
+        """Start, again on another port when some process took ours between the look and the bind."""
+        for _ in range(START_TRIES):
+            self._launch(free_port(self._record.port or self._wanted_port))
+            comes_true(lambda: answers_ping(self.port) or not self.running, within_s=within_s)
+            if self.running and answers_ping(self.port):
+                return
+            if self.running or "Address already in use" not in processes.last_lines(self.log):
+                break
+        self._give_up(within_s)
+
+    def _launch(self, port: int) -> None:
+        configuration = self.directory / "redis.conf"
+        configuration.write_text(self._configuration(port))
+        process = processes.spawn([self.program.path, configuration.resolve()], log=self.log)
+        ProcessRecord(port, process).save(self.directory)
+
+    def _configuration(self, port: int) -> str:
+        fixed = {"bind": "127.0.0.1", "port": str(port), "dir": str(self.directory.resolve())}
+        return "".join(f"{name} {_quoted(value)}\n" for name, value in {**fixed, **self.options}.items())
+
+    def _give_up(self, within_s: float) -> None:
+        reason = f"was not ready within {within_s:g} s" if self.running else "ended at once"
+        self.kill()
+        raise ServerFailed(str(self.program), reason, self.log, processes.last_lines(self.log))
+
+    def _end(self, by: signal.Signals) -> None:
+        record = self._record
+        if record.process is not None:
+            processes.stop(record.process, by=by)
+            record.with_process(None).save(self.directory)
+
+
+def answers_ping(port: int) -> bool:
+    """Return whether a Redis on the port is ready: loaded, and answering without an error."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+    except OSError:
+        return False
+
+
+def _quoted(value: str) -> str:
+    """Return a value as redis.conf reads it: plain words bare, others quoted."""
+    if value and not set(value) & {'"', "'", "\\"} and not value.startswith("/"):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -1,0 +1,19 @@
+"""Loads the fixture plugins and gives every test the mark of its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["tests.fixtures.servers"]
+
+TESTS = Path(__file__).parent
+MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder in MARKED_FOLDERS:
+            item.add_marker(folder)
