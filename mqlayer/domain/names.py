@@ -21,7 +21,8 @@ BATCH_BYTES_LIMIT: Final = 1_000_000
 
 def check_name(kind: str, name: str) -> str:
     """Return the name if it is a valid topic, group, node or member name; raise InvalidName otherwise."""
-    if not isinstance(name, str) or not NAME_FORM.fullmatch(name):
+    # Names come from configuration files and command lines, whatever the annotation says.
+    if not NAME_FORM.fullmatch(str(name)):
         raise InvalidName(kind, name)
     return name
 
@@ -50,7 +51,7 @@ def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
         raise ReservedHeader(f"{len(headers)} of them, at most {HEADER_COUNT_LIMIT}")
     size = 0
     for name, value in headers.items():
-        if not isinstance(name, str) or not isinstance(value, str):
+        if not all(isinstance(part, str) for part in (name, value)):
             raise ReservedHeader("names and values must be str")
         if name.startswith(RESERVED_PREFIX):
             raise ReservedHeader(f"names that begin with {RESERVED_PREFIX!r} are reserved, rename {name!r}")

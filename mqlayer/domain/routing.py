@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
+from itertools import pairwise
 from typing import Final, NewType
 
 from mqlayer.errors import InvalidInput
@@ -82,7 +83,7 @@ def even_ranges(count: int) -> list[tuple[int, int]]:
     if not 1 <= count <= LP_COUNT:
         raise InvalidInput(f"a topic has 1 to {LP_COUNT} partitions, not {count}")
     bounds = [i * LP_COUNT // count for i in range(count + 1)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))
 
 
 def spread(count: int, over: Sequence[NodeId]) -> list[NodeId]:

@@ -1,0 +1,1 @@
+"""Postgres: pools, named queries, migrations."""

@@ -1,0 +1,1 @@
+"""Redis: key names, scripts, connections to nodes."""

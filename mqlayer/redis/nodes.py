@@ -82,7 +82,8 @@ class NodeConnection:
             health_check_interval=0,
             retry=Retry(NoBackoff(), 0),
         )
-        self._line = pool.make_connection()
+        # The driver's connections are not typed.
+        self._line: Any = pool.make_connection()
         self._digests: dict[str, bytes] = {}
 
     def connect(self) -> ServerFacts:
@@ -149,6 +150,12 @@ class NodeConnection:
         self.facts = None
         self._line.disconnect()
 
+    def __enter__(self) -> NodeConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def reload_scripts(self) -> None:
         """Load the scripts again, after a server answered that it does not have them."""
         self._load_scripts(self.connect().version)
@@ -161,9 +168,7 @@ class NodeConnection:
         for reply in replies[:2]:
             if isinstance(reply, Exception):
                 raise reply
-        info = dict(
-            line.split(":", 1) for reply in replies[:2] for line in reply.decode().splitlines() if ":" in line
-        )
+        info = dict(line.split(":", 1) for reply in replies[:2] for line in reply.decode().splitlines() if ":" in line)
         settings: dict[str, str] = {}
         for name, reply in zip(WANTED, replies[2:], strict=True):
             # Managed servers forbid CONFIG: what can't be asked is the operator's word.

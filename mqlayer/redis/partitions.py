@@ -15,7 +15,8 @@ from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 RunWord = Literal["ok", "dup", "gap", "unowned"]
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Run:
     """Consecutive messages of a source in an LP; `fields` holds facts, key, body for each, flat."""
 
     lp: int
@@ -186,9 +187,7 @@ def trim_command(
     """Return the command that drops what all groups settled; `starts`: (group id, its start offset)."""
     keys = partition_keys(prefix, partition)
     locks = [group_keys(prefix, partition, group_id).lock for group_id, _ in starts]
-    return line.script(
-        "log_trim", (keys.meta, keys.log, *locks), limit, floor, *(offset for _, offset in starts)
-    )
+    return line.script("log_trim", (keys.meta, keys.log, *locks), limit, floor, *(offset for _, offset in starts))
 
 
 def _group(holder: Holder) -> Any:

@@ -29,24 +29,24 @@ def script_text(name: str, version: tuple[int, int, int]) -> str:
 
 
 @cache
-def _texts(headers: bool) -> Mapping[str, str]:
+def _texts(*, headers: bool) -> Mapping[str, str]:
     version = HEADERS_SINCE if headers else (6, 2, 0)
     return {name: script_text(name, version) for name in lua_names()}
 
 
 @cache
-def _digests(headers: bool) -> Mapping[str, bytes]:
+def _digests(*, headers: bool) -> Mapping[str, bytes]:
     return {
         name: sha1(text.encode(), usedforsecurity=False).hexdigest().encode()
-        for name, text in _texts(headers).items()
+        for name, text in _texts(headers=headers).items()
     }
 
 
 def script_texts(version: tuple[int, int, int]) -> Mapping[str, str]:
     """Return all scripts' texts for a server of this version."""
-    return _texts(version >= HEADERS_SINCE)
+    return _texts(headers=version >= HEADERS_SINCE)
 
 
 def script_digests(version: tuple[int, int, int]) -> Mapping[str, bytes]:
     """Return all scripts' SHA-1 digests, by which a server of this version calls them."""
-    return _digests(version >= HEADERS_SINCE)
+    return _digests(headers=version >= HEADERS_SINCE)

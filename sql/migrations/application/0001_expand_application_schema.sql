@@ -31,7 +31,7 @@ CREATE TABLE mqlayer_app.counter (
     CONSTRAINT counter_lp CHECK (lp BETWEEN 0 AND 1023)
 ) WITH (fillfactor = 20);
 
-CREATE SEQUENCE mqlayer_app.outbox_id;
+CREATE SEQUENCE mqlayer_app.outbox_number;
 
 -- Append-only. Four slots of time in a ring; a slot is emptied as a whole when all of it is relayed.
 -- id is a hint for scanning; the order is (topic_id, lp, seq).
@@ -140,7 +140,7 @@ BEGIN
             USING ERRCODE = 'MQ003', HINT = 'store it elsewhere and send a reference';
     END IF;
     INSERT INTO mqlayer_app.outbox (id, topic_id, lp, slot, seq, created_at, key, headers, body)
-        VALUES (nextval('mqlayer_app.outbox_id'), v_topic_id, p_lp,
+        VALUES (nextval('mqlayer_app.outbox_number'), v_topic_id, p_lp,
                 ((extract(epoch FROM v_at)::bigint / 900) % 4)::smallint, v_seq, v_at, p_key, p_headers::text, p_body);
     RETURN v_seq;
 END $$;

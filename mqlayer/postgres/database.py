@@ -1,0 +1,154 @@
+"""Connections to Postgres: pools, whole-transaction retries, and driver errors as errors of mqlayer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+import psycopg
+from psycopg import errors as pg_errors
+from psycopg.conninfo import conninfo_to_dict
+from psycopg_pool import ConnectionPool, PoolTimeout
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+
+from mqlayer.errors import (
+    InvalidInput,
+    MqlayerError,
+    NotFound,
+    ReservedHeader,
+    SchemaMismatch,
+    StoreUnavailable,
+    TransactionConflict,
+)
+
+Result = TypeVar("Result")
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+_KEEPALIVE: Final = {
+    "connect_timeout": 5,
+    "keepalives_idle": 10,
+    "keepalives_interval": 3,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+}
+_RETRYABLE: Final = (pg_errors.SerializationFailure, pg_errors.DeadlockDetected, pg_errors.LockNotAvailable)
+
+
+def address_of(dsn: str) -> str:
+    """Return host, port and database of a DSN, for messages: no user, no password."""
+    try:
+        parts = conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError:
+        return "postgres (the DSN can't be parsed)"
+    host, port = parts.get("host") or "localhost", parts.get("port") or 5432
+    return f"postgres at {host}:{port}/{parts.get('dbname') or parts.get('user') or ''}"
+
+
+def connect(dsn: str, *, autocommit: bool = True, application: str = "mqlayer") -> Connection:
+    """Return one connection. Raises StoreUnavailable."""
+    with driver_errors(address_of(dsn)):
+        return psycopg.connect(dsn, autocommit=autocommit, **_arguments(dsn, application))
+
+
+class Database:
+    """A pool of connections to one Postgres, opened at first use.
+
+    Not to be used across a fork: open it in the process that uses it. Every method raises StoreUnavailable when the
+    server can't be reached; `transaction` runs its work again as a whole on a conflict, so the work must have no
+    effect outside of the transaction.
+    """
+
+    def __init__(self, dsn: str, *, application: str = "mqlayer", max_size: int = 4, timeout_s: float = 5.0) -> None:
+        if not dsn:
+            raise InvalidInput("no database given: set MQLAYER_DSN, or start a stack with `mqlayer up`")
+        self.dsn, self.address = dsn, address_of(dsn)
+        self._pool: ConnectionPool[Connection] = ConnectionPool(
+            dsn,
+            kwargs={"autocommit": True, **_arguments(dsn, application)},
+            min_size=0,
+            max_size=max_size,
+            max_idle=60,
+            max_lifetime=1200,
+            timeout=timeout_s,
+            reconnect_timeout=timeout_s,
+            check=ConnectionPool.check_connection,
+            open=False,
+        )
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection]:
+        """Lend a connection in autocommit mode."""
+        with driver_errors(self.address):
+            self._pool.open()
+            with self._pool.connection() as connection:
+                yield connection
+
+    def transaction(self, work: Callable[[Connection], Result], *, timeout_s: float = 10.0) -> Result:
+        """Run `work` in a transaction; again as a whole after a conflict; raise the last error after the time."""
+        retrying = Retrying(
+            retry=retry_if_exception_type(TransactionConflict),
+            wait=wait_random_exponential(multiplier=0.02, max=0.5),
+            stop=stop_after_delay(timeout_s),
+            reraise=True,
+        )
+        result: Result = retrying(self._run, work)
+        return result
+
+    def _run(self, work: Callable[[Connection], Result]) -> Result:
+        with self.connection() as connection, driver_errors(self.address), connection.transaction():
+            return work(connection)
+
+    def close(self) -> None:
+        """Close the pool."""
+        self._pool.close(timeout=2)
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def driver_errors(address: str) -> Iterator[None]:
+    """Turn the driver's errors into those of mqlayer; others pass."""
+    try:
+        yield
+    except (psycopg.Error, PoolTimeout) as error:
+        raise translate(error, address) from error
+
+
+def translate(error: Exception, address: str = "postgres") -> MqlayerError:
+    """Return mqlayer's error for one of the driver's."""
+    state = getattr(error, "sqlstate", None) or ""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if isinstance(error, _RETRYABLE):
+        return TransactionConflict(state, text)
+    if state.startswith("MQ"):
+        return _published_error(error, state, text)
+    if isinstance(error, pg_errors.UndefinedTable | pg_errors.InvalidSchemaName | pg_errors.UndefinedFunction):
+        return SchemaMismatch(address, "missing or older", "migrated", f"run `mqlayer migrate` ({text})")
+    return StoreUnavailable(address, text)
+
+
+def _published_error(error: Exception, state: str, text: str) -> MqlayerError:
+    """Return the error for what a function of the application schema refused."""
+    hint = getattr(getattr(error, "diag", None), "message_hint", None) or ""
+    if state == "MQ001":
+        return NotFound("topic", text.split('"')[1] if '"' in text else text, hint)
+    if state == "MQ004":
+        return ReservedHeader(text)
+    return InvalidInput(f"{text}: {hint}" if hint else text)
+
+
+def _arguments(dsn: str, application: str) -> dict[str, Any]:
+    """Return connection arguments that the DSN leaves open."""
+    try:
+        given = conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError:
+        raise InvalidInput("MQLAYER_DSN can't be parsed: give postgresql://user@host:port/database") from None
+    return {"application_name": application} | {k: v for k, v in _KEEPALIVE.items() if k not in given}
+
+
+__all__ = ["Connection", "Database", "address_of", "connect", "driver_errors", "translate"]

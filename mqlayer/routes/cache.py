@@ -1,0 +1,130 @@
+"""The newest known route of each topic, and the nodes: refreshed on refusal, by age and by notification.
+
+A cached route is only ever a hint: the append script of the partition decides (invariant 4). An old one costs a
+refused call, never order.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Final
+
+import psycopg
+
+from mqlayer.domain.names import check_name
+from mqlayer.domain.routing import NodeId, PartitionId, Range, Route, RouteVersion
+from mqlayer.errors import NotFound, StoreUnavailable
+from mqlayer.postgres.database import Database, connect
+from mqlayer.postgres.queries import query
+from mqlayer.redis.nodes import Node
+
+log = logging.getLogger(__name__)
+
+MAX_AGE_S: Final = 30.0
+
+
+class RouteCache:
+    """Routes and nodes from the control database, kept in this process. Safe to use from many threads.
+
+    While Postgres can't be reached, what is known goes on being used.
+    """
+
+    def __init__(self, database: Database, *, max_age_s: float = MAX_AGE_S) -> None:
+        self._database, self._max_age_s = database, max_age_s
+        self._routes: dict[str, tuple[Route, float]] = {}
+        self._nodes: dict[NodeId, Node] = {}
+        self._lock = threading.Lock()
+        self._listener: threading.Thread | None = None
+        self._stopping = threading.Event()
+
+    def route(self, topic: str) -> Route:
+        """Return the topic's route, not older than the maximal age while Postgres answers.
+
+        Raises NotFound for a topic that nobody created, StoreUnavailable where nothing is known yet.
+        """
+        known = self._routes.get(topic)
+        if known is not None and time.monotonic() - known[1] < self._max_age_s:
+            return known[0]
+        try:
+            return self.refresh(topic)
+        except StoreUnavailable:
+            if known is None:
+                raise
+            return known[0]
+
+    def refresh(self, topic: str) -> Route:
+        """Read the topic's route from Postgres: after a refusal, a notification, or when it is old."""
+        check_name("topic", topic)
+        route = load_route(self._database, topic)
+        with self._lock:
+            known = self._routes.get(topic)
+            # A slower reader must not put an older version back.
+            if known is None or known[0].topic_id != route.topic_id or known[0].version <= route.version:
+                self._routes[topic] = (route, time.monotonic())
+            return self._routes[topic][0]
+
+    def node(self, node_id: NodeId) -> Node:
+        """Return a node as last read from Postgres."""
+        node = self._nodes.get(node_id)
+        return node if node is not None else self.refresh_nodes()[node_id]
+
+    def refresh_nodes(self) -> dict[NodeId, Node]:
+        """Read all nodes from Postgres: after one turned out not to be the armed run."""
+        nodes = {node.node_id: node for node in load_nodes(self._database)}
+        self._nodes = nodes
+        return nodes
+
+    def listen(self) -> None:
+        """Forget a topic's route as soon as Postgres notifies of a new version; best effort."""
+        if self._listener is None:
+            self._listener = threading.Thread(target=self._listen, name="mqlayer-routes", daemon=True)
+            self._listener.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._stopping.set()
+        if self._listener is not None:
+            self._listener.join(timeout=5)
+
+    def _listen(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                with connect(self._database.dsn, application="mqlayer routes") as connection:
+                    connection.execute("LISTEN mqlayer_route")
+                    while not self._stopping.is_set():
+                        for notification in connection.notifies(timeout=0.5):
+                            self._forget(notification.payload)
+            except (StoreUnavailable, psycopg.Error) as error:
+                log.debug("route_listener_lost", extra={"reason": type(error).__name__})
+                self._stopping.wait(1.0)
+
+    def _forget(self, topic: str) -> None:
+        with self._lock:
+            known = self._routes.get(topic)
+            if known is not None:
+                self._routes[topic] = (known[0], float("-inf"))
+
+
+def load_route(database: Database, topic: str) -> Route:
+    """Read the route version in force. Raises NotFound."""
+    with database.connection() as connection:
+        rows = connection.execute(query("route_in_force"), {"name": topic}).fetchall()
+    if not rows:
+        raise NotFound("topic", topic, f"create it: mqlayer topic create {topic}")
+    topic_id, version, body_limit, backlog_limit = rows[0][:4]
+    if version is None:
+        raise NotFound("topic", topic, f"its creation was cut off, finish it: mqlayer topic create {topic}")
+    ranges = tuple(
+        Range(lp_from, lp_to, PartitionId(partition), NodeId(node))
+        for _, _, _, _, lp_from, lp_to, partition, node in rows
+    )
+    return Route(topic_id, topic, RouteVersion(version), ranges, body_limit, backlog_limit)
+
+
+def load_nodes(database: Database) -> list[Node]:
+    """Read all registered nodes."""
+    with database.connection() as connection:
+        rows = connection.execute(query("node_list")).fetchall()
+    return [Node(NodeId(node_id), name, url, run_id) for node_id, name, url, run_id in rows]

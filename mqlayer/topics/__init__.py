@@ -1,0 +1,15 @@
+"""Nodes and topics: registering, creating, arming."""
+
+from mqlayer.topics.nodes import find_node, list_nodes, rearm_node, register_node
+from mqlayer.topics.topics import TopicSummary, attach_topics, create_topic, list_topics
+
+__all__ = [
+    "TopicSummary",
+    "attach_topics",
+    "create_topic",
+    "find_node",
+    "list_nodes",
+    "list_topics",
+    "rearm_node",
+    "register_node",
+]

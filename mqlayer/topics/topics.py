@@ -1,0 +1,162 @@
+"""Create topics: rows in Postgres, partitions on nodes, the first route version.
+
+States of a creation, and who repairs a crash between two of them:
+
+1. topic and partition rows exist, partitions ``importing``, no version: nobody sees a route. Creating it again goes on.
+2. the partitions' metas exist in Redis: as before.
+3. route version 1 in force, partitions ``open``: done. Creating it again changes nothing.
+4. the application database knows the topic: the relay repeats this step at its start and every minute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT, check_name
+from mqlayer.domain.routing import NodeId, Route, even_ranges, spread
+from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.partitions import create
+from mqlayer.routes.cache import load_nodes, load_route
+from mqlayer.topics.nodes import note
+
+Strategy = Literal["strict", "best_effort"]
+
+
+@dataclass(frozen=True, slots=True)
+class TopicSummary:
+    """A topic as lists show it; version is None while its creation is not finished."""
+
+    topic_id: int
+    name: str
+    strategy: Strategy
+    body_limit: int
+    backlog_limit: int
+    version: int | None
+    partitions: int
+
+
+def create_topic(
+    database: Database,
+    name: str,
+    *,
+    prefix: str,
+    partitions: int = 8,
+    strategy: Strategy = "strict",
+    body_limit: int = DEFAULT_BODY_LIMIT,
+    backlog_limit: int = 0,
+    application: Database | None = None,
+    actor: str = "api",
+    unsafe: bool = False,
+) -> Route:
+    """Create a topic with `partitions` partitions spread over all nodes, and its first route version.
+
+    Idempotent: the same again finishes what a crash left open and returns the route; two at once make one version.
+    `backlog_limit` is in messages per partition, 0 for none. `application` is a database whose outbox shall publish to
+    the topic. Raises Conflict when it exists with other limits.
+    """
+    check_name("topic", name)
+    ranges = even_ranges(partitions)
+    if not 1 <= body_limit <= BODY_LIMIT or backlog_limit < 0 or strategy not in ("strict", "best_effort"):
+        raise InvalidInput(f"a topic takes bodies of 1 to {BODY_LIMIT} bytes, a backlog limit of 0 or more, and "
+                           "the strategy strict or best_effort")  # fmt: skip
+    nodes = [node.node_id for node in load_nodes(database)]
+    if not nodes:
+        raise NotFound("node", "(any)", "register one first: mqlayer node register NAME URL")
+    limits = {"strategy": strategy, "body_limit": body_limit, "backlog_limit": backlog_limit}
+
+    def allocate(connection: Connection) -> int:
+        connection.execute(query("topic_insert"), {"name": name} | limits)
+        row = connection.execute(query("topic_lock"), {"name": name}).fetchone()
+        if row is None:
+            raise NotFound("topic", name, "somebody removed it while it was created: try again")
+        _check_same(name, dict(zip(limits, row[1:4], strict=True)), limits)
+        if not connection.execute(query("partition_list"), {"topic_id": row[0]}).fetchall():
+            for (lp_from, lp_to), node in zip(ranges, spread(len(ranges), nodes), strict=True):
+                facts = {"topic_id": row[0], "node_id": node, "lp_from": lp_from, "lp_to": lp_to}
+                connection.execute(query("partition_insert"), facts)
+            note(connection, actor, "topic create", name, limits | {"partitions": partitions})
+        return int(row[0])
+
+    topic_id = database.transaction(allocate)
+    failpoint("topic.after_allocate")
+    _make_partitions(database, name, topic_id, prefix=prefix, unsafe=unsafe)
+    failpoint("topic.after_make")
+    _activate(database, name, topic_id)
+    failpoint("topic.after_activate")
+    if application is not None:
+        _attach(application, topic_id, name, body_limit)
+    return load_route(database, name)
+
+
+def list_topics(database: Database) -> list[TopicSummary]:
+    """Return all topics by name."""
+    with database.connection() as connection:
+        return [TopicSummary(*row) for row in connection.execute(query("topic_list")).fetchall()]
+
+
+def attach_topics(database: Database, application: Database) -> int:
+    """Let an application database publish to every topic that has a route; return how many there are. Idempotent."""
+    ready = [topic for topic in list_topics(database) if topic.version is not None]
+    with application.connection() as connection:
+        known = {row[0]: row[2] for row in connection.execute(query("outbox_topics")).fetchall()}
+    for topic in ready:
+        if known.get(topic.topic_id) != topic.body_limit:
+            _attach(application, topic.topic_id, topic.name, topic.body_limit)
+    return len(ready)
+
+
+def _check_same(name: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    other = {key: value for key, value in found.items() if value != wanted[key]}
+    if other:
+        shown = ", ".join(f"{key}={value}" for key, value in other.items())
+        raise Conflict(f"topic {name!r} exists with {shown}", "nothing was changed")
+
+
+def _make_partitions(database: Database, name: str, topic_id: int, *, prefix: str, unsafe: bool) -> None:
+    """Make the metas of partitions that are not open yet; a meta that is there already is left as it is."""
+    with database.connection() as connection:
+        rows = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
+    nodes = {node.node_id: node for node in load_nodes(database)}
+    lines: dict[NodeId, NodeConnection] = {}
+    try:
+        for partition, node_id, lp_from, lp_to, state in rows:
+            if state != "importing":
+                continue
+            line = lines.setdefault(node_id, NodeConnection(nodes[node_id], unsafe=unsafe))
+            word = create(line, prefix, partition, name, lp_from, lp_to, "open", "")
+            if word == "conflict":
+                raise Conflict(
+                    f"partition {partition} exists on {line.node.address} with another range",
+                    "this Redis holds data of another control database: use another MQLAYER_KEY_PREFIX",
+                )
+    finally:
+        for line in lines.values():
+            line.close()
+
+
+def _activate(database: Database, name: str, topic_id: int) -> None:
+    """Put route version 1 in force unless a version is."""
+
+    def work(connection: Connection) -> None:
+        row = connection.execute(query("topic_lock"), {"name": name}).fetchone()
+        if row is None or row[4] is not None:
+            return
+        connection.execute(query("partition_open"), {"topic_id": topic_id})
+        connection.execute(query("route_insert_first"), {"topic_id": topic_id})
+        connection.execute(query("topic_version_raise"), {"topic_id": topic_id, "version": None})
+
+    database.transaction(work)
+
+
+def _attach(application: Database, topic_id: int, name: str, body_limit: int) -> None:
+    def work(connection: Connection) -> None:
+        facts = {"topic_id": topic_id, "name": name, "body_limit": body_limit}
+        connection.execute(query("outbox_topic_put"), facts)
+        connection.execute(query("outbox_counters_put"), facts)
+
+    application.transaction(work)

@@ -1,0 +1,140 @@
+-- name: outbox_topic_put
+-- Let an application database publish to a topic: its limits, and a counter for each LP.
+WITH put AS (
+    INSERT INTO mqlayer_app.topic AS t (topic_id, name, body_limit)
+    VALUES (%(topic_id)s, %(name)s, %(body_limit)s)
+    ON CONFLICT (topic_id) DO UPDATE SET body_limit = excluded.body_limit
+        WHERE t.body_limit <> excluded.body_limit
+)
+SELECT 1;
+
+-- name: outbox_counters_put
+-- The counters of a topic, once.
+INSERT INTO mqlayer_app.counter (topic_id, lp)
+SELECT %(topic_id)s, lp FROM generate_series(0, 1023) AS lp
+ON CONFLICT (topic_id, lp) DO NOTHING;
+
+-- name: outbox_topics
+-- Topics that this database may publish to.
+SELECT topic_id, name, body_limit FROM mqlayer_app.topic ORDER BY topic_id;
+
+-- name: outbox_identity_put
+-- Make this outbox's identity, once.
+INSERT INTO mqlayer_app.identity DEFAULT VALUES ON CONFLICT (only_one) DO NOTHING;
+
+-- name: outbox_identity
+-- This outbox's identity, and the cluster and database it is in now.
+SELECT i.outbox_uuid, current_database() AS name,
+       (SELECT system_identifier FROM pg_control_system())::text || '/' || current_database() AS cluster
+FROM mqlayer_app.identity i;
+
+-- name: outbox_scan
+-- The next rows by id, of the LP sets given: a hint of what is new, in about the order of insertion.
+SELECT id, topic_id, lp, seq, (extract(epoch FROM created_at) * 1000)::bigint AS at_ms, key, headers, body
+FROM mqlayer_app.outbox
+WHERE id > %(after)s AND (lp >> 6) = ANY(%(lp_sets)s::int[]) ORDER BY id LIMIT %(limit)s;
+
+-- name: outbox_late
+-- Rows of given ids that were not visible before.
+SELECT id, topic_id, lp, seq, (extract(epoch FROM created_at) * 1000)::bigint AS at_ms, key, headers, body
+FROM mqlayer_app.outbox WHERE id = ANY(%(ids)s::bigint[]) ORDER BY id;
+
+-- name: outbox_of_lp
+-- The next rows of one LP after a seq: the order that counts.
+SELECT id, topic_id, lp, seq, (extract(epoch FROM created_at) * 1000)::bigint AS at_ms, key, headers, body
+FROM mqlayer_app.outbox
+WHERE topic_id = %(topic_id)s AND lp = %(lp)s AND seq > %(after)s ORDER BY seq LIMIT %(limit)s;
+
+-- name: outbox_last_id
+-- The highest id given out.
+SELECT CASE WHEN is_called THEN last_value ELSE 0 END AS id FROM mqlayer_app.outbox_number;
+
+-- name: counter_news
+-- LPs of the sets given whose counter is past what is recorded as relayed.
+SELECT c.topic_id, c.lp, c.seq, coalesce(r.seq, 0) AS relayed
+FROM mqlayer_app.counter c
+LEFT JOIN mqlayer_app.relayed r ON r.topic_id = c.topic_id AND r.lp = c.lp
+WHERE c.seq > coalesce(r.seq, 0) AND (c.lp >> 6) = ANY(%(lp_sets)s::int[]);
+
+-- name: relayed_put
+-- Record how far LPs are in Redis; never backwards.
+INSERT INTO mqlayer_app.relayed AS r (topic_id, lp, seq)
+SELECT * FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[])
+ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq WHERE r.seq < excluded.seq;
+
+-- name: relayed_list
+-- How far LPs of the sets given are recorded to be in Redis.
+SELECT topic_id, lp, seq FROM mqlayer_app.relayed WHERE (lp >> 6) = ANY(%(lp_sets)s::int[]);
+
+-- name: set_aside_put
+-- Set a row aside; its LP waits.
+INSERT INTO mqlayer_app.set_aside (topic_id, lp, seq, reason)
+VALUES (%(topic_id)s, %(lp)s, %(seq)s, %(reason)s)
+ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq, reason = excluded.reason, set_aside_at = now();
+
+-- name: set_aside_list
+-- Rows set aside, with their topic, for people and for relays.
+SELECT s.topic_id, t.name AS topic, s.lp, s.seq, s.reason, s.set_aside_at
+FROM mqlayer_app.set_aside s LEFT JOIN mqlayer_app.topic t USING (topic_id) ORDER BY s.topic_id, s.lp;
+
+-- name: set_aside_remove
+-- Let relays try an LP again.
+DELETE FROM mqlayer_app.set_aside WHERE topic_id = %(topic_id)s AND lp = %(lp)s RETURNING seq;
+
+-- name: relay_beat
+-- Extend a relay's lease and say how many relays live, by the database's clock.
+WITH beat AS (
+    INSERT INTO mqlayer_app.relay (relay_id, lease_until)
+    VALUES (%(relay_id)s, now() + make_interval(secs => %(lease_s)s))
+    ON CONFLICT (relay_id) DO UPDATE SET lease_until = excluded.lease_until
+), gone AS (
+    DELETE FROM mqlayer_app.relay WHERE lease_until < now() - interval '1 hour'
+)
+SELECT count(*) + 1 AS live FROM mqlayer_app.relay WHERE lease_until >= now() AND relay_id <> %(relay_id)s;
+
+-- name: lp_set_keep
+-- Extend the lease of the LP sets that a relay holds.
+UPDATE mqlayer_app.lp_set SET lease_until = now() + make_interval(secs => %(lease_s)s)
+WHERE relay_id = %(relay_id)s AND lease_until >= now() RETURNING lp_set;
+
+-- name: lp_set_take
+-- Take up to so many LP sets that nobody holds.
+UPDATE mqlayer_app.lp_set s SET relay_id = %(relay_id)s, epoch = nextval('mqlayer_app.relay_epoch'),
+    lease_until = now() + make_interval(secs => %(lease_s)s)
+FROM (SELECT lp_set FROM mqlayer_app.lp_set WHERE relay_id IS NULL OR lease_until < now()
+      ORDER BY lp_set LIMIT %(count)s FOR UPDATE SKIP LOCKED) AS free
+WHERE s.lp_set = free.lp_set RETURNING s.lp_set;
+
+-- name: lp_set_release
+-- Give LP sets back.
+UPDATE mqlayer_app.lp_set SET relay_id = NULL, lease_until = '-infinity'
+WHERE relay_id = %(relay_id)s AND lp_set = ANY(%(lp_sets)s::int[]);
+
+-- name: relay_leave
+-- A relay is gone by its own word.
+DELETE FROM mqlayer_app.relay WHERE relay_id = %(relay_id)s;
+
+-- name: outbox_rotate
+-- Empty one slot of the outbox where that is safe.
+SELECT mqlayer_app.outbox_rotate_v1(%(slot)s::smallint) AS answer;
+
+-- name: outbox_publish
+-- Publish one message in the caller's transaction.
+SELECT mqlayer_app.publish_v1(%(topic)s, %(key)s, %(body)s, %(headers)s::jsonb);
+
+-- name: outbox_publish_many
+-- Publish several messages in the caller's transaction.
+SELECT mqlayer_app.publish_many_v1(%(topics)s::text[], %(keys)s::text[], %(bodies)s::bytea[], %(headers)s::jsonb[]);
+
+-- name: fence
+-- Check and note a message in the effect's own transaction.
+SELECT answer, epoch
+FROM mqlayer_app.fence_v1(%(group_id)s, %(lp)s::smallint, %(source)s, %(key)s, %(seq)s, %(epoch)s);
+
+-- name: fence_raise
+-- Raise the epoch of a range of LPs for a new owner.
+SELECT mqlayer_app.fence_raise_v1(%(group_id)s, %(lp_from)s::smallint, %(lp_to)s::smallint, %(epoch)s);
+
+-- name: fence_clean
+-- Forget applied seqs beyond the redelivery horizon.
+SELECT mqlayer_app.fence_clean_v1(make_interval(secs => %(horizon_s)s), %(limit)s);

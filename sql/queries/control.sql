@@ -1,0 +1,122 @@
+-- name: node_insert
+-- Register a node; nothing where the name is taken.
+INSERT INTO mqlayer.node (name, url, armed_run_id, armed_at)
+VALUES (%(name)s, %(url)s, %(run_id)s, now())
+ON CONFLICT (name) DO NOTHING
+RETURNING node_id;
+
+-- name: node_list
+-- All nodes, oldest first.
+SELECT node_id, name, url, armed_run_id FROM mqlayer.node ORDER BY node_id;
+
+-- name: node_lock
+-- Lock one node for re-arming or a change of its address.
+SELECT node_id, name, url, armed_run_id FROM mqlayer.node WHERE name = %(name)s FOR UPDATE;
+
+-- name: node_move
+-- Record a node's new address.
+UPDATE mqlayer.node SET url = %(url)s WHERE node_id = %(node_id)s;
+
+-- name: node_arm
+-- Record the run that may be served.
+UPDATE mqlayer.node SET armed_run_id = %(run_id)s, armed_at = now() WHERE node_id = %(node_id)s;
+
+-- name: node_epochs_raise
+-- Give every assignment on a node a new epoch and say which, so that Redis can refuse all earlier ones.
+UPDATE mqlayer.assignment a SET epoch = nextval('mqlayer.epoch'), changed_at = now()
+FROM mqlayer.partition p
+WHERE p.partition_id = a.partition_id AND p.node_id = %(node_id)s
+RETURNING a.group_id, a.partition_id, a.epoch;
+
+-- name: topic_insert
+-- Create a topic without a route; nothing where the name is taken.
+INSERT INTO mqlayer.topic (name, strategy, body_limit, backlog_limit)
+VALUES (%(name)s, %(strategy)s, %(body_limit)s, %(backlog_limit)s)
+ON CONFLICT (name) DO NOTHING;
+
+-- name: topic_lock
+-- Lock one topic.
+SELECT topic_id, strategy, body_limit, backlog_limit, version FROM mqlayer.topic WHERE name = %(name)s FOR UPDATE;
+
+-- name: topic_list
+-- All topics with their limits and the number of partitions in force.
+SELECT t.topic_id, t.name, t.strategy, t.body_limit, t.backlog_limit, t.version,
+       (SELECT count(*) FROM mqlayer.route r WHERE r.topic_id = t.topic_id AND r.version = t.version) AS partitions
+FROM mqlayer.topic t ORDER BY t.name;
+
+-- name: partition_insert
+-- Allocate a partition that waits to be made in Redis.
+INSERT INTO mqlayer.partition (topic_id, node_id, lp_from, lp_to)
+VALUES (%(topic_id)s, %(node_id)s, %(lp_from)s, %(lp_to)s);
+
+-- name: partition_list
+-- A topic's partitions that are not deleted.
+SELECT partition_id, node_id, lp_from, lp_to, state FROM mqlayer.partition
+WHERE topic_id = %(topic_id)s AND state <> 'deleted' ORDER BY lp_from, partition_id;
+
+-- name: partition_open
+-- Say that partitions exist in Redis and are open.
+UPDATE mqlayer.partition SET state = 'open' WHERE topic_id = %(topic_id)s AND state = 'importing';
+
+-- name: route_insert_first
+-- The first route version: one range per partition.
+INSERT INTO mqlayer.route (topic_id, version, lp_from, lp_to, partition_id)
+SELECT topic_id, 1, lp_from, lp_to, partition_id FROM mqlayer.partition WHERE topic_id = %(topic_id)s;
+
+-- name: topic_version_raise
+-- Put the next route version in force, if this one still is.
+UPDATE mqlayer.topic SET version = coalesce(version, 0) + 1
+WHERE topic_id = %(topic_id)s AND version IS NOT DISTINCT FROM %(version)s;
+
+-- name: route_in_force
+-- The route version in force of one topic: a line per range.
+SELECT t.topic_id, t.version, t.body_limit, t.backlog_limit, r.lp_from, r.lp_to, r.partition_id, p.node_id
+FROM mqlayer.topic t
+LEFT JOIN mqlayer.route r ON r.topic_id = t.topic_id AND r.version = t.version
+LEFT JOIN mqlayer.partition p ON p.partition_id = r.partition_id
+WHERE t.name = %(name)s ORDER BY r.lp_from;
+
+-- name: source_open_direct
+-- A new incarnation of a direct producer.
+INSERT INTO mqlayer.source (kind, name) VALUES ('direct', %(name)s) RETURNING source_id;
+
+-- name: source_close
+-- A direct producer ended; the worker may remove its marks.
+UPDATE mqlayer.source SET closed_at = now() WHERE source_id = %(source_id)s AND closed_at IS NULL;
+
+-- name: source_open_outbox
+-- The incarnation of an outbox: made once.
+INSERT INTO mqlayer.source (kind, name, outbox_uuid, cluster)
+VALUES ('outbox', %(name)s, %(outbox_uuid)s, %(cluster)s)
+ON CONFLICT (outbox_uuid) WHERE kind = 'outbox' AND closed_at IS NULL DO NOTHING;
+
+-- name: source_of_outbox
+-- The live incarnation of an outbox.
+SELECT source_id, cluster FROM mqlayer.source
+WHERE outbox_uuid = %(outbox_uuid)s AND kind = 'outbox' AND closed_at IS NULL;
+
+-- name: trim_work
+-- Every live partition of a topic with the groups whose settling bounds its trimming, and where they start.
+SELECT p.partition_id, p.node_id,
+       coalesce(array_agg(g.group_id ORDER BY g.group_id) FILTER (WHERE g.group_id IS NOT NULL), '{}') AS group_ids,
+       coalesce(array_agg(coalesce(s.start_offset, 1) ORDER BY g.group_id)
+                FILTER (WHERE g.group_id IS NOT NULL), '{}') AS starts
+FROM mqlayer.topic t
+JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.state IN ('open', 'sealed')
+LEFT JOIN mqlayer.consumer_group g ON g.topic_id = t.topic_id AND g.state <> 'retired'
+LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id
+WHERE t.name = %(topic)s
+GROUP BY p.partition_id, p.node_id ORDER BY p.partition_id;
+
+-- name: job_claim
+-- Claim a periodic job that is due; whoever gets a row runs it.
+INSERT INTO mqlayer.job AS j (name, epoch, next_at, last_at)
+VALUES (%(name)s, 1, now() + make_interval(secs => %(every_s)s), now())
+ON CONFLICT (name) DO UPDATE
+SET epoch = j.epoch + 1, last_at = now(), next_at = now() + make_interval(secs => %(every_s)s)
+WHERE j.next_at <= now()
+RETURNING epoch;
+
+-- name: audit_insert
+-- Note an operator's act.
+INSERT INTO mqlayer.audit (actor, act, object, facts) VALUES (%(actor)s, %(act)s, %(object)s, %(facts)s);

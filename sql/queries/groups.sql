@@ -1,0 +1,122 @@
+-- name: group_insert
+-- Create a group that is not live yet; nothing where the name is taken.
+INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s)
+SELECT topic_id, %(name)s, %(start)s, %(backoff_s)s FROM mqlayer.topic WHERE name = %(topic)s
+ON CONFLICT (topic_id, name) DO NOTHING;
+
+-- name: group_find
+-- One group of a topic.
+SELECT g.group_id, g.topic_id, g.state, g.start, g.backoff_s, g.allocation
+FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+WHERE t.name = %(topic)s AND g.name = %(name)s;
+
+-- name: group_start_insert
+-- Where a group starts in a partition: said once.
+INSERT INTO mqlayer.group_start (group_id, partition_id, start_offset)
+VALUES (%(group_id)s, %(partition_id)s, %(start_offset)s)
+ON CONFLICT (group_id, partition_id) DO NOTHING;
+
+-- name: group_live
+-- All starting points of a group are stored: let members in.
+UPDATE mqlayer.consumer_group SET state = 'live' WHERE group_id = %(group_id)s AND state = 'creating';
+
+-- name: group_lock
+-- Lock a group for a change of its membership or assignments.
+SELECT group_id, topic_id, backoff_s, allocation FROM mqlayer.consumer_group
+WHERE group_id = %(group_id)s FOR NO KEY UPDATE;
+
+-- name: member_join
+-- A member (again): a new session, so that an earlier process of this id is refused.
+INSERT INTO mqlayer.member (group_id, member_id, host, pid, lease_until)
+VALUES (%(group_id)s, %(member_id)s, %(host)s, %(pid)s, now() + make_interval(secs => %(lease_s)s))
+ON CONFLICT (group_id, member_id) DO UPDATE
+SET session = nextval('mqlayer.member_session'), host = excluded.host, pid = excluded.pid, leaving = false,
+    joined_at = now(), lease_until = excluded.lease_until
+RETURNING session;
+
+-- name: member_beat
+-- Extend a member's lease by the database's clock, and say whether its group needs a look: a lease ran out, a partition
+-- has no owner, or one waits for a release that came.
+WITH beat AS (
+    UPDATE mqlayer.member SET lease_until = now() + make_interval(secs => %(lease_s)s),
+                              leaving = leaving OR %(leaving)s
+    WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s
+    RETURNING member_id
+)
+SELECT (SELECT count(*) FROM beat) AS known,
+       EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = %(group_id)s AND m.lease_until < now()
+               AND m.member_id <> %(member_id)s) AS expired,
+       EXISTS (SELECT FROM mqlayer.assignment a WHERE a.group_id = %(group_id)s AND a.member_id IS NULL) AS free,
+       (SELECT count(*) FROM mqlayer.assignment a WHERE a.group_id = %(group_id)s) AS assigned,
+       (SELECT count(*) FROM mqlayer.partition p JOIN mqlayer.consumer_group g USING (topic_id)
+        WHERE g.group_id = %(group_id)s AND p.state IN ('open', 'sealed')) AS readable;
+
+-- name: member_assignments
+-- What a member holds: partition, node, epoch, start, and whether it shall release it.
+SELECT a.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_offset, 1) AS start_offset,
+       a.target IS DISTINCT FROM a.member_id AS release, g.allocation, g.backoff_s
+FROM mqlayer.consumer_group g
+LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.member_id = %(member_id)s
+LEFT JOIN mqlayer.partition p ON p.partition_id = a.partition_id
+LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = a.partition_id
+WHERE g.group_id = %(group_id)s ORDER BY a.partition_id;
+
+-- name: member_list
+-- A group's members and whether their lease holds, by the database's clock.
+SELECT member_id, session, host, pid, leaving, joined_at, lease_until, lease_until >= now() AS live
+FROM mqlayer.member WHERE group_id = %(group_id)s ORDER BY member_id;
+
+-- name: member_live
+-- Members that may own partitions.
+SELECT member_id, session, leaving FROM mqlayer.member
+WHERE group_id = %(group_id)s AND lease_until >= now() ORDER BY member_id;
+
+-- name: member_gone
+-- Forget members whose lease ran out long ago and who own nothing.
+DELETE FROM mqlayer.member m
+WHERE m.group_id = %(group_id)s AND m.lease_until < now() - interval '1 hour'
+  AND NOT EXISTS (SELECT FROM mqlayer.assignment a WHERE a.group_id = m.group_id AND a.member_id = m.member_id);
+
+-- name: member_leave
+-- A member is gone by its own word.
+UPDATE mqlayer.member SET leaving = true, lease_until = '-infinity'
+WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s;
+
+-- name: assignment_list
+-- Who owns what in a group, and who shall.
+SELECT p.partition_id, a.member_id, a.epoch, a.target
+FROM mqlayer.consumer_group g
+JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')
+LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.partition_id = p.partition_id
+WHERE g.group_id = %(group_id)s ORDER BY p.partition_id;
+
+-- name: assignment_put
+-- Give a partition to a member, under a new epoch.
+INSERT INTO mqlayer.assignment AS a (group_id, partition_id, member_id, target, epoch)
+VALUES (%(group_id)s, %(partition_id)s, %(member_id)s, %(member_id)s, nextval('mqlayer.epoch'))
+ON CONFLICT (group_id, partition_id) DO UPDATE
+SET member_id = excluded.member_id, target = excluded.target, epoch = excluded.epoch, changed_at = now();
+
+-- name: assignment_target
+-- Ask the owner of a partition to release it for another.
+UPDATE mqlayer.assignment SET target = %(target)s, changed_at = now()
+WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s;
+
+-- name: assignment_free
+-- Take a partition from a member that is gone; its epoch stays until the next owner's.
+UPDATE mqlayer.assignment SET member_id = NULL, target = NULL, changed_at = now()
+WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s;
+
+-- name: assignment_release
+-- The owner gives a partition back; nothing where its epoch is not in force any more.
+UPDATE mqlayer.assignment SET member_id = NULL, changed_at = now()
+WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND member_id = %(member_id)s AND epoch = %(epoch)s;
+
+-- name: assignment_renew
+-- A member joined again under its id: what it held goes on under new epochs.
+UPDATE mqlayer.assignment SET epoch = nextval('mqlayer.epoch'), changed_at = now()
+WHERE group_id = %(group_id)s AND member_id = %(member_id)s;
+
+-- name: allocation_raise
+-- Note that assignments of a group changed.
+UPDATE mqlayer.consumer_group SET allocation = allocation + 1 WHERE group_id = %(group_id)s RETURNING allocation;
