@@ -35,21 +35,22 @@ SET session = nextval('mqlayer.member_session'), host = excluded.host, pid = exc
 RETURNING session;
 
 -- name: member_beat
--- Extend a member's lease by the database's clock, and say whether its group needs a look: a lease ran out, a partition
--- has no owner, or one waits for a release that came.
+-- Extend a member's lease by the database's clock, unless it ran out; and say whether the group needs a look: a lease ran
+-- out, a partition has no owner, or partitions came or went.
 WITH beat AS (
-    UPDATE mqlayer.member SET lease_until = now() + make_interval(secs => %(lease_s)s),
-                              leaving = leaving OR %(leaving)s
-    WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s
+    UPDATE mqlayer.member SET lease_until = now() + make_interval(secs => %(lease_s)s)
+    WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s AND lease_until >= now()
     RETURNING member_id
 )
 SELECT (SELECT count(*) FROM beat) AS known,
-       EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = %(group_id)s AND m.lease_until < now()
-               AND m.member_id <> %(member_id)s) AS expired,
-       EXISTS (SELECT FROM mqlayer.assignment a WHERE a.group_id = %(group_id)s AND a.member_id IS NULL) AS free,
-       (SELECT count(*) FROM mqlayer.assignment a WHERE a.group_id = %(group_id)s) AS assigned,
-       (SELECT count(*) FROM mqlayer.partition p JOIN mqlayer.consumer_group g USING (topic_id)
-        WHERE g.group_id = %(group_id)s AND p.state IN ('open', 'sealed')) AS readable;
+       (SELECT m.session FROM mqlayer.member m
+        WHERE m.group_id = %(group_id)s AND m.member_id = %(member_id)s) AS session,
+       EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = %(group_id)s AND m.member_id <> %(member_id)s
+               AND m.lease_until < now() AND m.lease_until > '-infinity')
+       OR EXISTS (SELECT FROM mqlayer.consumer_group g
+                  JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')
+                  LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.partition_id = p.partition_id
+                  WHERE g.group_id = %(group_id)s AND a.member_id IS NULL) AS unbalanced;
 
 -- name: member_assignments
 -- What a member holds: partition, node, epoch, start, and whether it shall release it.
@@ -66,15 +67,25 @@ WHERE g.group_id = %(group_id)s ORDER BY a.partition_id;
 SELECT member_id, session, host, pid, leaving, joined_at, lease_until, lease_until >= now() AS live
 FROM mqlayer.member WHERE group_id = %(group_id)s ORDER BY member_id;
 
--- name: member_live
--- Members that may own partitions.
-SELECT member_id, session, leaving FROM mqlayer.member
-WHERE group_id = %(group_id)s AND lease_until >= now() ORDER BY member_id;
+-- name: member_expire
+-- Note for good that leases ran out, so that a heartbeat on its way can't bring one back.
+UPDATE mqlayer.member SET lease_until = '-infinity'
+WHERE group_id = %(group_id)s AND lease_until < now() AND lease_until > '-infinity';
 
--- name: member_gone
--- Forget members whose lease ran out long ago and who own nothing.
+-- name: member_live
+-- Members whose lease was not noted as run out.
+SELECT member_id, leaving FROM mqlayer.member
+WHERE group_id = %(group_id)s AND lease_until > '-infinity' ORDER BY member_id;
+
+-- name: member_leaving
+-- A member wants to give its partitions away, and lives until it has.
+UPDATE mqlayer.member SET leaving = true
+WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s;
+
+-- name: member_forget
+-- Forget members that are gone, joined long ago and own nothing.
 DELETE FROM mqlayer.member m
-WHERE m.group_id = %(group_id)s AND m.lease_until < now() - interval '1 hour'
+WHERE m.group_id = %(group_id)s AND m.lease_until = '-infinity' AND m.joined_at < now() - interval '1 hour'
   AND NOT EXISTS (SELECT FROM mqlayer.assignment a WHERE a.group_id = m.group_id AND a.member_id = m.member_id);
 
 -- name: member_leave
@@ -109,7 +120,7 @@ WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s;
 
 -- name: assignment_release
 -- The owner gives a partition back; nothing where its epoch is not in force any more.
-UPDATE mqlayer.assignment SET member_id = NULL, changed_at = now()
+UPDATE mqlayer.assignment SET member_id = NULL, target = NULL, changed_at = now()
 WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND member_id = %(member_id)s AND epoch = %(epoch)s;
 
 -- name: assignment_renew

@@ -1,0 +1,133 @@
+"""A member's dealings with Postgres: join, heartbeat, release, leave."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+from mqlayer.domain.names import check_name
+from mqlayer.domain.routing import NodeId, PartitionId
+from mqlayer.failpoints import failpoint
+from mqlayer.membership.rebalance import rebalance
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One joining of a member id; a later one of the same id refuses this."""
+
+    group_id: int
+    member_id: str
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """A partition that a member may consume, under an epoch; `release` asks to give it up."""
+
+    partition: PartitionId
+    node: NodeId
+    lp_from: int
+    lp_to: int
+    epoch: int
+    start: int
+    release: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The answer to a heartbeat. `known` is False when the lease had run out or another process took the id."""
+
+    known: bool
+    replaced: bool
+    allocation: int = 0
+    backoff_s: tuple[float, ...] = ()
+    assignments: tuple[Assigned, ...] = ()
+
+
+def join(database: Database, *, group_id: int, member_id: str, lease_s: float) -> Session:
+    """Join a group: a new session, partitions given by the rebalance in the same transaction."""
+    check_name("member", member_id)
+    facts = {
+        "group_id": group_id,
+        "member_id": member_id,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "lease_s": lease_s,
+    }
+
+    def work(connection: Connection) -> Session:
+        connection.execute(query("group_lock"), facts)
+        row = connection.execute(query("member_join"), facts).fetchone()
+        # What an earlier process of this id holds goes on under new epochs, so that its acks are refused.
+        connection.execute(query("assignment_renew"), facts)
+        rebalance(connection, group_id)
+        failpoint("member.before_join_commit")
+        return Session(group_id, member_id, row[0] if row else 0)
+
+    return database.transaction(work)
+
+
+def beat(database: Database, session: Session, *, lease_s: float) -> Beat:
+    """Extend the lease and return what the member may consume; rebalance first where the group needs it."""
+    facts = {
+        "group_id": session.group_id,
+        "member_id": session.member_id,
+        "session": session.session,
+        "lease_s": lease_s,
+    }
+    with database.connection() as connection:
+        row = connection.execute(query("member_beat"), facts).fetchone()
+    known, newest, unbalanced = row or (0, None, False)
+    if not known:
+        return Beat(known=False, replaced=newest is not None and newest != session.session)
+    if unbalanced:
+        database.transaction(lambda connection: rebalance(connection, session.group_id))
+    with database.connection() as connection:
+        rows = connection.execute(query("member_assignments"), facts).fetchall()
+    allocation, backoff_s = (rows[0][7], tuple(rows[0][8])) if rows else (0, ())
+    assigned = tuple(Assigned(*row[:7]) for row in rows if row[0] is not None)
+    return Beat(True, False, allocation, backoff_s, assigned)
+
+
+def release(database: Database, session: Session, assigned: Assigned) -> None:
+    """Give a partition back and let the rebalance pass it on at once."""
+    facts = {
+        "group_id": session.group_id,
+        "member_id": session.member_id,
+        "partition_id": assigned.partition,
+        "epoch": assigned.epoch,
+    }
+
+    def work(connection: Connection) -> None:
+        connection.execute(query("group_lock"), facts)
+        connection.execute(query("assignment_release"), facts)
+        rebalance(connection, session.group_id)
+
+    database.transaction(work)
+
+
+def start_leaving(database: Database, session: Session) -> None:
+    """Say that the member wants to give its partitions away; it lives until it has."""
+    facts = {"group_id": session.group_id, "member_id": session.member_id, "session": session.session}
+
+    def work(connection: Connection) -> None:
+        connection.execute(query("group_lock"), facts)
+        connection.execute(query("member_leaving"), facts)
+        rebalance(connection, session.group_id)
+
+    database.transaction(work)
+
+
+def leave(database: Database, session: Session) -> None:
+    """Say that the member is gone; what it still owns is given to others at once."""
+    facts = {"group_id": session.group_id, "member_id": session.member_id, "session": session.session}
+
+    def work(connection: Connection) -> None:
+        connection.execute(query("group_lock"), facts)
+        connection.execute(query("member_leave"), facts)
+        rebalance(connection, session.group_id)
+
+    database.transaction(work)

@@ -1,0 +1,46 @@
+"""Who owns what in a group: one transaction under the group's row lock.
+
+States of an assignment: *free* (no member), *held* (member, target the same), *releasing* (target differs: the owner
+drains and releases). A partition is given on when its owner released it or the owner's lease ran out; every new owner
+gets a new epoch. A crash at any line rolls back; the next heartbeat of any member, or the scan, does it again.
+"""
+
+from __future__ import annotations
+
+from mqlayer.domain.assignment import assign
+from mqlayer.domain.routing import PartitionId
+from mqlayer.postgres.database import Connection
+from mqlayer.postgres.queries import query
+
+
+def rebalance(connection: Connection, group_id: int) -> bool:
+    """Bring the group's assignments up to its live members, in the caller's transaction; say whether any changed."""
+    group = {"group_id": group_id}
+    connection.execute(query("group_lock"), group)
+    connection.execute(query("member_expire"), group)
+    live: dict[str, bool] = dict(connection.execute(query("member_live"), group).fetchall())
+    rows = connection.execute(query("assignment_list"), group).fetchall()
+    partitions = [PartitionId(row[0]) for row in rows]
+    staying = [member for member, leaving in live.items() if not leaving]
+    desired = assign(partitions, staying, {PartitionId(p): t or m for p, m, _, t in rows if t or m})
+    changed = False
+    for partition, owner, _, target in rows:
+        wanted = desired.get(PartitionId(partition))
+        facts = {"group_id": group_id, "partition_id": partition, "member_id": wanted, "target": wanted}
+        name = _step(owner if owner in live else None, wanted, target, held=owner is not None)
+        if name is not None:
+            connection.execute(query(name), facts)
+            changed = True
+    if changed:
+        connection.execute(query("allocation_raise"), group)
+    connection.execute(query("member_forget"), group)
+    return changed
+
+
+def _step(live_owner: str | None, wanted: str | None, target: str | None, *, held: bool) -> str | None:
+    """Return the statement that moves one assignment on, or None where it is as it should be."""
+    if live_owner is None:
+        if wanted is not None:
+            return "assignment_put"
+        return "assignment_free" if held else None
+    return "assignment_target" if target != wanted else None

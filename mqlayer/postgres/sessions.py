@@ -1,0 +1,53 @@
+"""One statement on whatever connection an application has: psycopg, SQLAlchemy or Django.
+
+The statement runs in the caller's own transaction, on the caller's own connection. The libraries are recognised by
+their objects; none is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import psycopg
+
+from mqlayer.errors import InvalidInput
+
+
+def run_one(connection: Any, statement: str, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Run a statement that answers one row; return it. Driver errors pass as they are."""
+    with_cursor = driver_cursor(connection)
+    with with_cursor as cursor:
+        cursor.execute(statement, parameters)
+        row = cursor.fetchone()
+    return tuple(row.values()) if isinstance(row, dict) else tuple(row)
+
+
+async def run_one_async(connection: Any, statement: str, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Do the same on a psycopg AsyncConnection or a SQLAlchemy async session."""
+    if isinstance(connection, psycopg.AsyncConnection):
+        async with connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
+            await cursor.execute(statement, parameters)
+            row = await cursor.fetchone()
+        return tuple(row or ())
+    if hasattr(connection, "run_sync"):
+        result: tuple[Any, ...] = await connection.run_sync(lambda inner: run_one(inner, statement, parameters))
+        return result
+    raise InvalidInput(f"can't use a {type(connection).__name__}: give a psycopg or SQLAlchemy async connection")
+
+
+def driver_cursor(connection: Any) -> Any:
+    """Return a psycopg cursor, as a context manager, on the connection that this object stands for."""
+    if isinstance(connection, psycopg.Connection):
+        return connection.cursor(row_factory=psycopg.rows.tuple_row)
+    # SQLAlchemy: Session.connection() -> Connection.connection -> the driver's connection.
+    owner = type(connection).__module__
+    if owner.startswith("sqlalchemy."):
+        core = connection.connection() if callable(connection.connection) else connection
+        return driver_cursor(core.connection.driver_connection)
+    if owner.startswith("django."):
+        return connection.cursor()
+    raise InvalidInput(
+        f"can't use a {type(connection).__name__}: give a psycopg 3 connection, a SQLAlchemy session on psycopg, "
+        "or a Django database connection"
+    )
