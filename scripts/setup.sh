@@ -22,10 +22,14 @@ find_python() {
     return 1
 }
 
-# What .venv was made from: it is left alone for as long as none of this changes.
+# What .venv was made from: it is left alone for as long as none of this changes. Tools' settings don't count.
 venv_stamp() {
-    { pwd -P; cat pyproject.toml scripts/setup.sh; } | "$1" -c 'import hashlib, sys
-print(hashlib.sha256(sys.stdin.buffer.read() + sys.version.encode()).hexdigest())'
+    "$1" - "$(pwd -P)" <<'EOT'
+import hashlib, json, pathlib, sys, tomllib
+facts = tomllib.loads(pathlib.Path("pyproject.toml").read_text())
+parts = [facts["build-system"], facts["project"], facts["tool"]["setuptools"], sys.version, sys.argv[1]]
+print(hashlib.sha256(json.dumps(parts).encode()).hexdigest())
+EOT
 }
 
 venv_is_current() {

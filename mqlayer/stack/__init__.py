@@ -1,5 +1,7 @@
 """Real servers for development, demonstrations and tests, as child processes whose state is a directory."""
 
+from mqlayer.stack.addresses import Addresses, GivenAddresses
+from mqlayer.stack.choice import AnyPostgres, AnyRedis, postgres_for, redis_for
 from mqlayer.stack.errors import DirectoryRefused, NoServerProgram, ServerFailed, StackError
 from mqlayer.stack.postgres_server import PostgresDatabases, PostgresServer
 from mqlayer.stack.programs import (
@@ -11,9 +13,15 @@ from mqlayer.stack.programs import (
     redis_programs,
 )
 from mqlayer.stack.redis_server import RedisServer
+from mqlayer.stack.stack import ComponentStatus, Stack
 
 __all__ = [
+    "Addresses",
+    "AnyPostgres",
+    "AnyRedis",
+    "ComponentStatus",
     "DirectoryRefused",
+    "GivenAddresses",
     "NoServerProgram",
     "PostgresDatabases",
     "PostgresPrograms",
@@ -21,9 +29,12 @@ __all__ = [
     "RedisProgram",
     "RedisServer",
     "ServerFailed",
+    "Stack",
     "StackError",
     "best_postgres",
     "best_redis",
+    "postgres_for",
     "postgres_programs",
+    "redis_for",
     "redis_programs",
 ]

@@ -20,6 +20,7 @@ class ProcessRecord:
 
     port: int = 0
     process: ProcessId | None = None
+    container: str = ""
 
     @classmethod
     def load(cls, directory: Path) -> Self:

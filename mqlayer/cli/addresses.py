@@ -1,0 +1,21 @@
+"""Which servers a command works on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from mqlayer.settings import Settings
+from mqlayer.stack import Stack
+
+
+def settings_here(directory: Path | None = None) -> Settings:
+    """Return the process's settings; addresses that MQLAYER_* doesn't give are those of the stack here."""
+    settings = Settings()
+    addresses = (Stack() if directory is None else Stack(directory)).addresses()
+    if addresses is None or settings.control_dsn():
+        return settings
+    found = {"dsn": SecretStr(addresses.dsn), "broker_url": SecretStr(addresses.broker_url)}
+    missing = {name: address for name, address in found.items() if name not in settings.model_fields_set}
+    return settings.model_copy(update=missing)

@@ -1,0 +1,40 @@
+"""The `mqlayer` command.
+
+A module of this package holds one group of commands and offers `add_to(app)`; its line at the end of this module
+puts them in. Commands let every MqlayerError pass: it is shown here, as one line on standard error, with exit code 1.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import mqlayer
+from mqlayer.cli import stack
+from mqlayer.cli.failures import FailureShowingGroup
+from mqlayer.cli.logs import configure_logging
+
+app = typer.Typer(
+    name="mqlayer",
+    cls=FailureShowingGroup,
+    help="Strictly ordered, elastic messaging on Redis Streams and Postgres.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and end.", is_eager=True)] = False,
+    log_level: Annotated[str, typer.Option(envvar="MQLAYER_LOG_LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+) -> None:
+    """Set logging up for all commands."""
+    if version:
+        typer.echo(mqlayer.__version__)
+        raise typer.Exit
+    configure_logging(log_level)
+
+
+stack.add_to(app)

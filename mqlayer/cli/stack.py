@@ -1,0 +1,102 @@
+"""`up`, `down`, `status`: the local stack."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mqlayer.settings import Settings
+from mqlayer.stack import Addresses, ComponentStatus, GivenAddresses, Stack
+
+DirectoryOption = Annotated[Path, typer.Option("--directory", "-d", help="Where the stack keeps its data and logs.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line and nothing else.")]
+
+DEFAULT_DIRECTORY: Final = Path(".mqlayer")
+WIDE: Final = 1000
+STATE_STYLES: Final = {"running": "green", "stopped": "red", "not reached": "red"}
+
+
+def add_to(app: typer.Typer) -> None:
+    """Put the commands into the application."""
+    app.command()(up)
+    app.command()(down)
+    app.command()(status)
+
+
+def up(
+    directory: DirectoryOption = DEFAULT_DIRECTORY,
+    nodes: Annotated[int, typer.Option(min=1, max=16, help="How many partition nodes to run.")] = 2,
+    servers_only: Annotated[bool, typer.Option(help="Leave the relay and the Celery worker out.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Start the stack, or what of it is down, and print its addresses. Data of earlier runs are kept.
+
+    Servers named by MQLAYER_DSN, MQLAYER_REDIS_URL (several by commas) and MQLAYER_BROKER_URL are used as they are.
+    """
+    stack = _stack(directory, node_count=nodes)
+    addresses = stack.up(servers_only=servers_only)
+    _show(stack.status(), as_json=as_json)
+    if not as_json:
+        typer.echo(f"data and logs: {directory}")
+        _show_exports(addresses)
+
+
+def down(directory: DirectoryOption = DEFAULT_DIRECTORY) -> None:
+    """Stop the stack. Its data stay for the next `up`."""
+    _stack(directory).down()
+
+
+def status(directory: DirectoryOption = DEFAULT_DIRECTORY, as_json: JsonOption = False) -> None:
+    """Show every part of the stack; exit code 1 if one of them is not running."""
+    parts = _stack(directory).status()
+    if not parts:
+        typer.echo(f"no stack in {directory}: start one with `mqlayer up`", err=True)
+        raise typer.Exit(1)
+    _show(parts, as_json=as_json)
+    if any(part.state != "running" for part in parts):
+        raise typer.Exit(1)
+
+
+def _stack(directory: Path, *, node_count: int = 2) -> Stack:
+    return Stack(
+        directory, node_count=node_count, given=GivenAddresses.from_environment(), key_prefix=Settings().key_prefix
+    )
+
+
+def _show_exports(addresses: Addresses) -> None:
+    """Print what to export to use the stack from elsewhere; what the environment has already may hold a password."""
+    for name, value in addresses.environment().items():
+        if name not in os.environ:
+            typer.echo(f"export {name}={shlex.quote(value)}")
+
+
+def _show(parts: list[ComponentStatus], *, as_json: bool) -> None:
+    if as_json:
+        for part in parts:
+            typer.echo(json.dumps(_facts(part)))
+        return
+    table = Table("part", "state", "pid", box=None, header_style="bold", pad_edge=False)
+    table.add_column("address", overflow="fold")
+    for part in parts:
+        style = STATE_STYLES[part.state]
+        table.add_row(part.name, f"[{style}]{part.state}[/]", str(part.pid or ""), part.address)
+    # A terminal folds what is too wide for it; a file or a pipe gets whole lines.
+    Console(width=None if sys.stdout.isatty() else WIDE).print(table)
+
+
+def _facts(part: ComponentStatus) -> dict[str, object]:
+    return {
+        "name": part.name,
+        "state": part.state,
+        "pid": part.pid,
+        "address": part.address,
+        "log": str(part.log or ""),
+    }

@@ -1,0 +1,53 @@
+"""Where the parts of a stack are: found out, or given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from mqlayer.errors import redact
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the parts of a stack are. Secret where they hold passwords: `repr` shows none."""
+
+    dsn: str
+    nodes: dict[str, str]
+    broker_url: str
+
+    def __repr__(self) -> str:
+        nodes = {name: redact(url) for name, url in self.nodes.items()}
+        return f"Addresses(dsn={redact(self.dsn)!r}, nodes={nodes!r}, broker_url={redact(self.broker_url)!r})"
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables that make a process use this stack."""
+        return {"MQLAYER_DSN": self.dsn, "MQLAYER_BROKER_URL": self.broker_url}
+
+
+@dataclass(frozen=True, slots=True)
+class GivenAddresses:
+    """Servers that someone else runs, to be used in place of our own."""
+
+    dsn: str = field(default="", repr=False)
+    redis_urls: tuple[str, ...] = field(default=(), repr=False)
+    broker_url: str = field(default="", repr=False)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
+        """Read MQLAYER_DSN, MQLAYER_REDIS_URL (several by commas) and MQLAYER_BROKER_URL."""
+        source = os.environ if environment is None else environment
+        urls = tuple(url.strip() for url in source.get("MQLAYER_REDIS_URL", "").split(",") if url.strip())
+        return cls(source.get("MQLAYER_DSN", ""), urls, source.get("MQLAYER_BROKER_URL", ""))
+
+    def without(self, own: Addresses | None) -> GivenAddresses:
+        """Return what is left when a stack's own addresses, exported by its user, are not taken for given."""
+        if own is None:
+            return self
+        return GivenAddresses(
+            dsn="" if self.dsn == own.dsn else self.dsn,
+            redis_urls=tuple(url for url in self.redis_urls if url not in own.nodes.values()),
+            broker_url="" if self.broker_url == own.broker_url else self.broker_url,
+        )

@@ -1,0 +1,213 @@
+"""Servers in containers, where a Docker engine answers and no program is on the machine.
+
+A container belongs to a directory as a process does: its name and its port on 127.0.0.1 are recorded there. It is
+stopped, not removed, so that its data survive, and started again on the same port.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from mqlayer.stack.deadlines import comes_true
+from mqlayer.stack.errors import ServerFailed
+from mqlayer.stack.ports import free_port
+from mqlayer.stack.postgres_server import DEFAULT_OPTIONS, SUPERUSER, PostgresDatabases
+from mqlayer.stack.records import ProcessRecord
+from mqlayer.stack.redis_server import DURABLE_OPTIONS, answers_ping
+
+REDIS_IMAGE: Final = "redis:8"
+POSTGRES_IMAGE: Final = "postgres:18"
+READY_WITHIN_S: Final = 120.0
+
+
+@cache
+def docker_answers() -> bool:
+    """Return whether containers can be run here: the library is installed and a local engine answers."""
+    return importlib.util.find_spec("testcontainers") is not None and engine_answers(_engine_socket())
+
+
+def engine_answers(path: str) -> bool:
+    """Return whether a Docker engine answers on a Unix socket; quick in either case."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(1.0)
+            connection.connect(path)
+            connection.sendall(b"GET /_ping HTTP/1.0\r\nHost: docker\r\n\r\n")
+            return b" 200 " in connection.recv(64)
+    except OSError:
+        return False
+
+
+def _engine_socket() -> str:
+    return os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
+
+
+class ServerContainer:
+    """One container whose name and port belong to a directory."""
+
+    image: str
+    inner_port: int
+
+    def __init__(self, directory: Path, *, options: Mapping[str, str]) -> None:
+        self.directory = directory
+        self.options = options
+
+    @property
+    def name(self) -> str:
+        """The container's name, made from the directory's path."""
+        path = hashlib.sha256(str(self.directory.resolve()).encode()).hexdigest()[:12]
+        return f"mqlayer-{self.directory.name}-{path}"
+
+    @property
+    def port(self) -> int:
+        """The port on 127.0.0.1; 0 before the first start."""
+        return ProcessRecord.load(self.directory).port
+
+    @property
+    def pid(self) -> int | None:
+        """The engine knows the process; we don't."""
+        return None
+
+    @property
+    def running(self) -> bool:
+        """Whether the engine runs the container."""
+        found = self._container()
+        return found is not None and found.status == "running"
+
+    @property
+    def log(self) -> Path:
+        """Where the container's last output is kept when it could not be started."""
+        return self.directory / "container.log"
+
+    def start(self, *, within_s: float = READY_WITHIN_S) -> None:
+        """Return when the server answers; one that runs is left as it is."""
+        if self.running:
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        found = self._container()
+        if found is None:
+            self._create()
+        else:
+            found.start()
+        if not comes_true(self._ready, within_s=within_s):
+            self._give_up(within_s)
+
+    def stop(self) -> None:
+        """End the server in order; its data stay in the container."""
+        if self.running:
+            self._container().stop()
+
+    def kill(self) -> None:
+        """End the server with SIGKILL."""
+        if self.running:
+            self._container().kill()
+
+    def restart(self) -> None:
+        """Stop and start again, same port, same data."""
+        self.stop()
+        self.start()
+
+    def _create(self) -> None:
+        from testcontainers.core.config import testcontainers_config
+        from testcontainers.core.container import DockerContainer
+
+        # The reaper would remove the container when this process ends.
+        testcontainers_config.ryuk_disabled = True
+        port = free_port(self.port)
+        container = DockerContainer(self.image, name=self.name, env=self._environment())
+        container.ports[f"{self.inner_port}/tcp"] = ("127.0.0.1", port)
+        container.with_command(self._command()).start()
+        ProcessRecord(port, container=self.name).save(self.directory)
+
+    def _container(self) -> Any:
+        """Return the engine's container of our name, or None."""
+        import docker
+
+        client = docker.from_env()
+        try:
+            return client.containers.get(self.name)
+        except docker.errors.NotFound:
+            return None
+
+    def _give_up(self, within_s: float) -> None:
+        self.log.write_bytes(self._container().logs(tail=200))
+        raise ServerFailed(self.name, f"was not ready within {within_s:g} s", self.log)
+
+    def _ready(self) -> bool:
+        raise NotImplementedError
+
+    def _command(self) -> Sequence[str]:
+        raise NotImplementedError
+
+    def _environment(self) -> dict[str, str]:
+        return {}
+
+
+class RedisContainer(ServerContainer):
+    """A Redis in a container."""
+
+    image = REDIS_IMAGE
+    inner_port = 6379
+
+    def __init__(self, directory: Path, *, options: Mapping[str, str] | None = None) -> None:
+        super().__init__(directory, options={**DURABLE_OPTIONS, **(options or {})})
+
+    @property
+    def url(self) -> str:
+        """The address for clients, database 0."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def _ready(self) -> bool:
+        return answers_ping(self.port)
+
+    def _command(self) -> Sequence[str]:
+        pairs = ([f"--{name}", value] for name, value in self.options.items())
+        return ["redis-server", *(word for pair in pairs for word in pair)]
+
+
+class PostgresContainer(ServerContainer):
+    """A Postgres in a container."""
+
+    image = POSTGRES_IMAGE
+    inner_port = 5432
+
+    def __init__(self, directory: Path, *, options: Mapping[str, str] | None = None) -> None:
+        super().__init__(directory, options={**DEFAULT_OPTIONS, "listen_addresses": "*", **(options or {})})
+
+    @property
+    def databases(self) -> PostgresDatabases:
+        """The databases of the server."""
+        return PostgresDatabases(f"postgresql://{SUPERUSER}@127.0.0.1:{self.port}/")
+
+    def dsn(self, dbname: str = "postgres") -> str:
+        """Return the address of one database, as its superuser."""
+        return f"postgresql://{SUPERUSER}@127.0.0.1:{self.port}/{dbname}"
+
+    def create_database(self, name: str, *, template: str | None = None) -> str:
+        """Create a database, as a copy of the template where one is given, and return its DSN."""
+        return self.databases.create_database(name, template=template)
+
+    def drop_database(self, name: str) -> None:
+        """Drop a database with every connection to it; one that isn't there is no error."""
+        self.databases.drop_database(name)
+
+    def has_database(self, name: str) -> bool:
+        """Return whether the server has the database."""
+        return self.databases.has_database(name)
+
+    def _ready(self) -> bool:
+        return self.databases.answers()
+
+    def _command(self) -> Sequence[str]:
+        pairs = (["-c", f"{name}={value}"] for name, value in self.options.items())
+        return ["postgres", *(word for pair in pairs for word in pair)]
+
+    def _environment(self) -> dict[str, str]:
+        return {"POSTGRES_HOST_AUTH_METHOD": "trust"}

@@ -1,0 +1,250 @@
+"""The local stack: Postgres, partition nodes, a broker, a relay and a Celery worker, in one directory.
+
+```text
+.mqlayer/
+  stack.json     the addresses, for everything that wants to use the stack
+  postgres/      each component's data, log, and a record of its port and process
+  node-1/ …
+  broker/
+  relay/  worker/
+```
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import StoreUnavailable, redact
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.migrations import migrate
+from mqlayer.redis.nodes import Node, NodeConnection
+from mqlayer.stack.addresses import Addresses, GivenAddresses
+from mqlayer.stack.background import BackgroundProcess
+from mqlayer.stack.choice import AnyPostgres, AnyRedis, postgres_for, redis_for
+from mqlayer.stack.errors import DirectoryRefused, StackError
+from mqlayer.stack.postgres_server import PostgresDatabases
+from mqlayer.topics import rearm_node, register_node
+
+DEFAULT_DIRECTORY: Final = Path(".mqlayer")
+DATABASE: Final = "mqlayer"
+DEFAULT_KEY_PREFIX: Final = "mq"
+
+Component = AnyPostgres | AnyRedis | BackgroundProcess
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentStatus:
+    """One part of a stack as it is now. The address shows no password."""
+
+    name: str
+    address: str
+    state: Literal["running", "stopped", "not reached"]
+    pid: int | None
+    log: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What stack.json holds: the addresses, and which of the servers are ours."""
+
+    addresses: Addresses
+    given: tuple[str, ...] = ()
+
+
+class Stack:
+    """The stack of one directory. Any process may make the object; the state is in the directory."""
+
+    def __init__(
+        self,
+        directory: Path = DEFAULT_DIRECTORY,
+        *,
+        node_count: int = 2,
+        given: GivenAddresses | None = None,
+        postgres_options: Mapping[str, str] | None = None,
+        key_prefix: str = DEFAULT_KEY_PREFIX,
+    ) -> None:
+        self.directory = directory.resolve()
+        self.key_prefix = key_prefix
+        self._node_count = node_count
+        self._postgres_options = postgres_options
+        self._given = given or GivenAddresses()
+
+    def up(self, *, servers_only: bool = False) -> Addresses:
+        """Bring everything up that isn't, and return the addresses. Data of earlier runs are there again.
+
+        The database is migrated, the nodes registered and armed for their present run; relay and worker come
+        last, unless `servers_only`.
+        """
+        with self._locked():
+            addresses = self._start_servers()
+            migrate(addresses.dsn)
+            self._register_nodes(addresses)
+            if not servers_only:
+                self._start_processes(addresses)
+            return addresses
+
+    def down(self) -> None:
+        """Stop what we started, in the order that loses no work; data stay. What is down already is no error."""
+        if not self.directory.exists():
+            return
+        with self._locked():
+            for component in (*self._processes(), *self._own_servers()):
+                component.stop()
+
+    def addresses(self) -> Addresses | None:
+        """Return the addresses of the last `up`, or None before the first."""
+        contents = self._contents()
+        return contents.addresses if contents else None
+
+    def status(self) -> list[ComponentStatus]:
+        """Return every part of the stack as it is now; an empty list before the first `up`."""
+        contents = self._contents()
+        if contents is None:
+            return []
+        servers = [self._server_status(name, contents) for name in _server_names(contents.addresses)]
+        processes = [_own_status(process, "") for process in self._processes() if process.directory.exists()]
+        return servers + processes
+
+    def _start_servers(self) -> Addresses:
+        previous = self.addresses()
+        given = self._given.without(previous)
+        names = _node_names(len(given.redis_urls) or max(self._node_count, len(previous.nodes) if previous else 0))
+        nodes = dict(zip(names, given.redis_urls, strict=True)) if given.redis_urls else self._start_nodes(names)
+        addresses = Addresses(
+            dsn=given.dsn or self._start_postgres(),
+            nodes=nodes,
+            broker_url=given.broker_url or self._start_redis("broker"),
+        )
+        ours = {"postgres": given.dsn, "broker": given.broker_url, **dict.fromkeys(nodes, "".join(given.redis_urls))}
+        self._write(_Contents(addresses, given=tuple(name for name, address in ours.items() if address)))
+        return addresses
+
+    def _start_postgres(self) -> str:
+        server = self._postgres()
+        server.start()
+        if not server.has_database(DATABASE):
+            server.create_database(DATABASE)
+        return server.dsn(DATABASE)
+
+    def _start_nodes(self, names: Sequence[str]) -> dict[str, str]:
+        return {name: self._start_redis(name) for name in names}
+
+    def _start_redis(self, name: str) -> str:
+        server = self._redis(name)
+        server.start()
+        return server.url
+
+    def _register_nodes(self, addresses: Addresses) -> None:
+        """Register new nodes, and arm known ones again: after a restart each has another run id."""
+        with Database(addresses.dsn, application="mqlayer up") as database:
+            for name, url in addresses.nodes.items():
+                register_node(database, name=name, url=url, actor="up")
+                rearm_node(database, name, prefix=self.key_prefix, actor="up")
+
+    def _start_processes(self, addresses: Addresses) -> None:
+        for process in self._processes(addresses.environment()):
+            process.start()
+
+    def _processes(self, environment: Mapping[str, str] | None = None) -> tuple[BackgroundProcess, ...]:
+        return (_worker(self.directory, environment or {}), _relay(self.directory, environment or {}))
+
+    def _own_servers(self) -> Iterator[Component]:
+        """Yield the servers that have a directory here: ours, also those of an `up` that failed half-way."""
+        for place in sorted(path for path in self.directory.iterdir() if path.is_dir()):
+            if place.name == "postgres":
+                yield self._postgres()
+            elif place.name == "broker" or place.name.startswith("node-"):
+                yield self._redis(place.name)
+
+    def _postgres(self) -> AnyPostgres:
+        return postgres_for(self.directory / "postgres", options=self._postgres_options)
+
+    def _redis(self, name: str) -> AnyRedis:
+        return redis_for(self.directory / name)
+
+    def _server_status(self, name: str, contents: _Contents) -> ComponentStatus:
+        address = _address(name, contents.addresses)
+        if name in contents.given:
+            state: Literal["running", "not reached"] = (
+                "running" if _answers(name, contents.addresses) else "not reached"
+            )
+            return ComponentStatus(name, address, state, None, None)
+        server = self._postgres() if name == "postgres" else self._redis(name)
+        return _own_status(server, address)
+
+    def _contents(self) -> _Contents | None:
+        file = self.directory / "stack.json"
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=_Contents)
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise DirectoryRefused(self.directory, f"stack.json is not readable ({error}): remove it") from error
+
+    def _write(self, contents: _Contents) -> None:
+        """Write stack.json for its owner only: a given address may hold a password."""
+        draft = self.directory / "stack.json.new"
+        draft.touch(mode=0o600)
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(contents)))
+        draft.replace(self.directory / "stack.json")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Let one command at a time change the stack."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StackError(f"{self.directory}: another `up` or `down` is at work; wait for it to end") from None
+            yield
+
+
+def _relay(directory: Path, environment: Mapping[str, str]) -> BackgroundProcess:
+    return BackgroundProcess(directory / "relay", ("-m", "mqlayer", "relay"), environment, ready_line="relay_started")
+
+
+def _worker(directory: Path, environment: Mapping[str, str]) -> BackgroundProcess:
+    schedule = directory / "worker" / "schedule"
+    arguments = ["-m", "celery", "-A", "mqlayer.workers.app", "worker", "--beat", "--schedule", str(schedule)]
+    arguments += ["--loglevel", "INFO", "--concurrency", "2", "--without-gossip", "--without-mingle"]
+    return BackgroundProcess(directory / "worker", arguments, environment, ready_line=" ready.")
+
+
+def _node_names(count: int) -> list[str]:
+    return [f"node-{number}" for number in range(1, count + 1)]
+
+
+def _server_names(addresses: Addresses) -> list[str]:
+    return ["postgres", *addresses.nodes, "broker"]
+
+
+def _address(name: str, addresses: Addresses) -> str:
+    if name == "postgres":
+        return redact(addresses.dsn)
+    return redact(addresses.broker_url if name == "broker" else addresses.nodes[name])
+
+
+def _answers(name: str, addresses: Addresses) -> bool:
+    if name == "postgres":
+        return PostgresDatabases(addresses.dsn).answers()
+    url = addresses.broker_url if name == "broker" else addresses.nodes[name]
+    try:
+        with NodeConnection(Node(NodeId(0), name, url, None), any_run=True, unsafe=True) as line:
+            line.connect()
+    except StoreUnavailable:
+        return False
+    return True
+
+
+def _own_status(component: Component, address: str) -> ComponentStatus:
+    state: Literal["running", "stopped"] = "running" if component.running else "stopped"
+    return ComponentStatus(component.directory.name, address, state, component.pid, component.log)

@@ -1,0 +1,188 @@
+"""`mqlayer up`, `status` and `down`: the whole stack in one directory."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+import redis
+from typer.testing import CliRunner, Result
+
+from mqlayer.cli.main import app
+from mqlayer.stack import Addresses, GivenAddresses, Stack
+from mqlayer.stack.processes import ProcessId
+from mqlayer.stack.records import ProcessRecord
+from tests.fixtures.servers import Postgres
+
+SECRET = "s3cret"
+
+
+@pytest.fixture
+def place(server_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory for a stack of the test's own, which is down afterwards; no address is given."""
+    for name in ("MQLAYER_DSN", "MQLAYER_REDIS_URL", "MQLAYER_BROKER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    place = Path(tempfile.mkdtemp(dir=server_directory, prefix="stack-")) / ".mqlayer"
+    yield place
+    Stack(place).down()
+
+
+def run(*arguments: str | Path, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result
+
+
+def up(place: Path, *arguments: str) -> Addresses:
+    run("up", "--servers-only", "--directory", place, *arguments)
+    addresses = Stack(place).addresses()
+    assert addresses is not None
+    return addresses
+
+
+def states(place: Path) -> dict[str, str]:
+    return {part.name: part.state for part in Stack(place).status()}
+
+
+def test_up_starts_all_servers_and_registers_the_nodes(place: Path) -> None:
+    addresses = up(place)
+
+    assert states(place) == dict.fromkeys(["postgres", "node-1", "node-2", "broker"], "running")
+    with psycopg.connect(addresses.dsn) as connection:
+        nodes: dict[str, str] = dict(connection.execute("SELECT name, url FROM mqlayer.node").fetchall())
+    assert nodes == addresses.nodes
+
+
+def test_up_twice_changes_nothing(place: Path) -> None:
+    first = up(place)
+    pids = [part.pid for part in Stack(place).status()]
+    assert up(place) == first
+    assert [part.pid for part in Stack(place).status()] == pids
+
+
+def test_data_and_addresses_survive_down_and_up(place: Path) -> None:
+    before = up(place)
+    with psycopg.connect(before.dsn) as connection:
+        connection.execute("CREATE TABLE kept AS SELECT 42 AS answer")
+    with redis.Redis.from_url(before.nodes["node-2"]) as node:
+        node.set("kept", "yes")
+
+    run("down", "--directory", place)
+    assert set(states(place).values()) == {"stopped"}
+    run("status", "--directory", place, code=1)
+    after = up(place)
+
+    assert after == before
+    with psycopg.connect(after.dsn) as connection:
+        assert connection.execute("SELECT answer FROM kept").fetchone() == (42,)
+    with redis.Redis.from_url(after.nodes["node-2"]) as node:
+        assert node.get("kept") == b"yes"
+
+
+def test_nodes_are_armed_for_their_present_run_after_a_restart(place: Path) -> None:
+    up(place)
+    run("down", "--directory", place)
+    addresses = up(place)
+
+    with psycopg.connect(addresses.dsn) as connection:
+        armed: dict[str, str] = dict(connection.execute("SELECT name, armed_run_id FROM mqlayer.node").fetchall())
+    for name, url in addresses.nodes.items():
+        with redis.Redis.from_url(url, decode_responses=True) as node:
+            assert armed[name] == node.info("server")["run_id"]
+
+
+def test_up_again_brings_back_what_was_killed(place: Path) -> None:
+    before = up(place)
+    stack = Stack(place)
+    stack._redis("node-1").kill()
+    stack._postgres().kill()
+    assert states(place)["node-1"] == states(place)["postgres"] == "stopped"
+
+    assert up(place) == before
+    assert set(states(place).values()) == {"running"}
+
+
+def test_status_prints_one_json_object_per_part(place: Path) -> None:
+    up(place, "--nodes", "1")
+    lines = run("status", "--json", "--directory", place).stdout.splitlines()
+    parts = [json.loads(line) for line in lines]
+    assert [part["name"] for part in parts] == ["postgres", "node-1", "broker"]
+    assert all(part["state"] == "running" and Path(part["log"]).exists() for part in parts)
+
+
+def test_nothing_is_there_before_the_first_up(place: Path) -> None:
+    assert "mqlayer up" in run("status", "--directory", place, code=1).stderr
+    run("down", "--directory", place)
+    assert not place.exists()
+
+
+def test_given_servers_are_used_and_left_running(
+    place: Path, postgres_server: Postgres, empty_database_dsn: str, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MQLAYER_DSN", empty_database_dsn)
+    monkeypatch.setenv("MQLAYER_REDIS_URL", redis_url)
+    monkeypatch.setenv("MQLAYER_BROKER_URL", redis_url.removesuffix("/0") + "/1")
+
+    addresses = up(place)
+
+    assert addresses.dsn == empty_database_dsn
+    assert addresses.nodes == {"node-1": redis_url}
+    assert {path.name for path in place.iterdir()} == {"lock", "stack.json"}
+    run("down", "--directory", place)
+    assert set(states(place).values()) == {"running"}
+
+
+def test_a_given_server_that_is_down_fails_in_one_line_without_its_password(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MQLAYER_DSN", f"postgresql://bob:{SECRET}@127.0.0.1:1/bank")
+    monkeypatch.setenv("MQLAYER_REDIS_URL", "redis://127.0.0.1:1/0")
+    monkeypatch.setenv("MQLAYER_BROKER_URL", f"redis://:{SECRET}@127.0.0.1:1/0")
+
+    result = run("up", "--servers-only", "--directory", place, code=1)
+
+    assert "127.0.0.1:1/bank is not available" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert SECRET not in result.output
+    shown = run("status", "--directory", place, code=1)
+    assert "not reached" in shown.stdout
+    assert SECRET not in shown.output
+    assert place.joinpath("stack.json").stat().st_mode & 0o077 == 0
+
+
+def test_addresses_of_the_stack_itself_in_the_environment_are_not_taken_for_given(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in up(place).environment().items():
+        monkeypatch.setenv(name, value)
+    run("down", "--directory", place)
+    up(place)
+    assert set(states(place).values()) == {"running"}
+
+
+def test_addresses_show_no_password() -> None:
+    given = GivenAddresses(f"postgresql://bob:{SECRET}@db/x", (f"redis://:{SECRET}@r",), f"redis://:{SECRET}@r")
+    addresses = Addresses(given.dsn, {"node-1": given.redis_urls[0]}, given.broker_url)
+    assert SECRET not in repr(given) + repr(addresses)
+
+
+def test_a_later_owner_of_a_recorded_pid_is_not_taken_for_the_server(place: Path) -> None:
+    up(place, "--nodes", "1")
+    stack = Stack(place)
+    stack._redis("node-1").kill()
+    broker = ProcessRecord.load(place / "broker").process
+    assert broker is not None
+    ProcessRecord(port=stack._redis("node-1").port, process=ProcessId(broker.pid, "0")).save(place / "node-1")
+
+    assert states(place)["node-1"] == "stopped"
+    stack._redis("node-1").stop()
+    assert states(place)["broker"] == "running"
+
+
+def test_two_commands_at_once_do_not_change_one_stack(place: Path) -> None:
+    with Stack(place)._locked():
+        assert "another `up` or `down`" in run("up", "--directory", place, code=1).stderr
