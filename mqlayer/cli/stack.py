@@ -49,9 +49,15 @@ def up(
         _show_exports(addresses)
 
 
-def down(directory: DirectoryOption = DEFAULT_DIRECTORY) -> None:
+def down(
+    directory: DirectoryOption = DEFAULT_DIRECTORY,
+    erase: Annotated[bool, typer.Option("--erase", help="Remove the data too.")] = False,
+) -> None:
     """Stop the stack. Its data stay for the next `up`."""
-    _stack(directory).down()
+    if erase:
+        _stack(directory).erase()
+    else:
+        _stack(directory).down()
 
 
 def status(directory: DirectoryOption = DEFAULT_DIRECTORY, as_json: JsonOption = False) -> None:

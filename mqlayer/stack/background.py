@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,11 @@ class BackgroundProcess:
         if record.process is not None:
             processes.stop(record.process, by=signal.SIGTERM)
             record.with_process(None).save(self.directory)
+
+    def erase(self) -> None:
+        """Stop the process and remove its log and state."""
+        self.stop()
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def _says_ready(self, seen: int) -> bool:
         with self.log.open("rb") as log:

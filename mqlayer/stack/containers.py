@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import shutil
 import socket
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -113,6 +114,13 @@ class ServerContainer:
         """Stop and start again, same port, same data."""
         self.stop()
         self.start()
+
+    def erase(self) -> None:
+        """Remove the container with its data."""
+        found = self._container()
+        if found is not None:
+            found.remove(force=True, v=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def _create(self) -> None:
         from testcontainers.core.config import testcontainers_config

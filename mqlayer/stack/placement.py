@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -42,13 +43,22 @@ def _copy_of_wheel(programs: PostgresPrograms) -> Path:
     package = installed.parent
     target = _checked(OPEN_PLACE / f"mqlayer-{programs}-{_name_for(installed)}", {0})
     if not target.exists():
-        draft = target.with_name(f"{target.name}.new")
-        shutil.rmtree(draft, ignore_errors=True)
-        shutil.copytree(installed, draft / package.name / installed.name, symlinks=True)
-        if (libraries := package.parent / WHEEL_LIBRARIES).exists():
-            shutil.copytree(libraries, draft / WHEEL_LIBRARIES, symlinks=True)
-        draft.rename(target)
+        with tempfile.TemporaryDirectory(dir=OPEN_PLACE, prefix="mqlayer-copy-") as draft:
+            whole = Path(draft) / "whole"
+            shutil.copytree(installed, whole / package.name / installed.name, symlinks=True)
+            if (libraries := package.parent / WHEEL_LIBRARIES).exists():
+                shutil.copytree(libraries, whole / WHEEL_LIBRARIES, symlinks=True)
+            _put_unless_there(whole, target)
     return target / package.name / installed.name / "bin"
+
+
+def _put_unless_there(whole: Path, target: Path) -> None:
+    """Move a whole copy to its place; another process may have been faster with the same copy."""
+    try:
+        whole.rename(target)
+    except OSError:
+        if not target.exists():
+            raise
 
 
 def _checked(place: Path, owners: set[int]) -> Path:

@@ -103,7 +103,7 @@ class PostgresServer:
         self.options = {**DEFAULT_OPTIONS, **(options or {})}
         self._account = unprivileged_account()
         self._home = data_place(directory, self._account)
-        self.programs = program_place(programs or _programs_for(self._home / "data"), self._account)
+        self.programs = programs or _programs_for(self._home / "data")
         self._wanted_port = port
 
     def __enter__(self) -> Self:
@@ -199,6 +199,12 @@ class PostgresServer:
         self.stop()
         self.start()
 
+    def erase(self) -> None:
+        """Stop the server and remove all its data."""
+        self.kill()
+        shutil.rmtree(self._home, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the postmaster."""
         if process := self._record.process:
@@ -231,7 +237,7 @@ class PostgresServer:
         draft.rename(self.data)
 
     def _run_initdb(self, target: Path, locale: str) -> subprocess.CompletedProcess[str]:
-        command: list[str | Path] = [self.programs.directory / "initdb", "--no-sync", "--auth=trust"]
+        command: list[str | Path] = [self._program("initdb"), "--no-sync", "--auth=trust"]
         command += [
             "--encoding=UTF8",
             f"--locale={locale}",
@@ -254,6 +260,9 @@ class PostgresServer:
     def _record(self) -> ProcessRecord:
         return ProcessRecord.load(self.directory)
 
+    def _program(self, name: str) -> Path:
+        return program_place(self.programs, self._account).directory / name
+
     def _start(self, within_s: float) -> None:
         """Start, again on another port when some process took ours between the look and the bind."""
         for _ in range(START_TRIES):
@@ -271,7 +280,7 @@ class PostgresServer:
             "port": str(port),
             "unix_socket_directories": str(self._socket_directory or ""),
         }
-        command: list[str | Path] = [self.programs.directory / "postgres", "-D", self.data.resolve()]
+        command: list[str | Path] = [self._program("postgres"), "-D", self.data.resolve()]
         for name, value in options.items():
             command += ["-c", f"{name}={value}"]
         process = processes.spawn(command, log=self.log, account=self._account, directory=self._home)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 from collections.abc import Mapping
@@ -106,6 +107,11 @@ class RedisServer:
         """Stop and start again, same port, same data, another run id."""
         self.stop()
         self.start()
+
+    def erase(self) -> None:
+        """Stop the server and remove all its data."""
+        self.kill()
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the server, such as SIGSTOP and SIGCONT."""

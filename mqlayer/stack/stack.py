@@ -12,9 +12,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -34,6 +34,8 @@ from mqlayer.stack.postgres_server import PostgresDatabases
 from mqlayer.topics import rearm_node, register_node
 
 DEFAULT_DIRECTORY: Final = Path(".mqlayer")
+CONTENTS: Final = "stack.json"
+LOCK: Final = "lock"
 DATABASE: Final = "mqlayer"
 DEFAULT_KEY_PREFIX: Final = "mq"
 
@@ -98,6 +100,18 @@ class Stack:
         with self._locked():
             for component in (*self._processes(), *self._own_servers()):
                 component.stop()
+
+    def erase(self) -> None:
+        """Stop what we started and remove its data; what else is in the directory is left there."""
+        if not self.directory.exists():
+            return
+        with self._locked():
+            for component in (*self._processes(), *self._own_servers()):
+                component.erase()
+            for name in (CONTENTS, LOCK):
+                (self.directory / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.directory.rmdir()
 
     def addresses(self) -> Addresses | None:
         """Return the addresses of the last `up`, or None before the first."""
@@ -181,26 +195,26 @@ class Stack:
         return _own_status(server, address)
 
     def _contents(self) -> _Contents | None:
-        file = self.directory / "stack.json"
+        file = self.directory / CONTENTS
         try:
             return msgspec.json.decode(file.read_bytes(), type=_Contents)
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:
-            raise DirectoryRefused(self.directory, f"stack.json is not readable ({error}): remove it") from error
+            raise DirectoryRefused(self.directory, f"{CONTENTS} is not readable ({error}): remove it") from error
 
     def _write(self, contents: _Contents) -> None:
         """Write stack.json for its owner only: a given address may hold a password."""
-        draft = self.directory / "stack.json.new"
+        draft = self.directory / f"{CONTENTS}.new"
         draft.touch(mode=0o600)
         draft.write_bytes(msgspec.json.format(msgspec.json.encode(contents)))
-        draft.replace(self.directory / "stack.json")
+        draft.replace(self.directory / CONTENTS)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Let one command at a time change the stack."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        with (self.directory / "lock").open("w") as lock:
+        with (self.directory / LOCK).open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -26,9 +26,10 @@ def place(server_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     """A directory for a stack of the test's own, which is down afterwards; no address is given."""
     for name in ("MQLAYER_DSN", "MQLAYER_REDIS_URL", "MQLAYER_BROKER_URL"):
         monkeypatch.delenv(name, raising=False)
-    place = Path(tempfile.mkdtemp(dir=server_directory, prefix="stack-")) / ".mqlayer"
-    yield place
-    Stack(place).down()
+    home = Path(tempfile.mkdtemp(dir=server_directory, prefix="stack-"))
+    home.chmod(0o755)
+    yield home / ".mqlayer"
+    Stack(home / ".mqlayer").erase()
 
 
 def run(*arguments: str | Path, code: int = 0) -> Result:
@@ -104,6 +105,19 @@ def test_up_again_brings_back_what_was_killed(place: Path) -> None:
 
     assert up(place) == before
     assert set(states(place).values()) == {"running"}
+
+
+def test_down_erases_the_data_only_when_told_to(place: Path) -> None:
+    up(place)
+    run("down", "--erase", "--directory", place)
+    assert not place.exists()
+
+
+def test_erasing_leaves_the_files_of_others(place: Path) -> None:
+    up(place, "--nodes", "1")
+    (place / "notes").mkdir()
+    run("down", "--erase", "--directory", place)
+    assert [path.name for path in place.iterdir()] == ["notes"]
 
 
 def test_status_prints_one_json_object_per_part(place: Path) -> None:
