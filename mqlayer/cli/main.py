@@ -25,15 +25,21 @@ app = typer.Typer(
 )
 
 
+def show_version(wanted: bool) -> None:
+    """Show the version and end."""
+    if wanted:
+        typer.echo(mqlayer.__version__)
+        raise typer.Exit
+
+
 @app.callback()
 def main(
-    version: Annotated[bool, typer.Option("--version", help="Show the version and end.", is_eager=True)] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Show the version and end.", is_eager=True, callback=show_version)
+    ] = False,
     log_level: Annotated[str, typer.Option(envvar="MQLAYER_LOG_LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
     """Set logging up for all commands."""
-    if version:
-        typer.echo(mqlayer.__version__)
-        raise typer.Exit
     configure_logging(log_level)
 
 
