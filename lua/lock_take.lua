@@ -15,10 +15,11 @@ ARGV
   1 member        string  who asks
   2 epoch         int     fencing epoch of its assignment
   3 start         int     offset at which the group starts here, used where nothing is committed yet
+  4 afresh        int     1: answer "taken" also where it is ours already (the answer to the taking was lost)
 
 RETURNS
   {"kept", committed}                                 ours already
-  {"taken", committed, next, base, bits, {offset, attempts, ...}}   ours, by a higher epoch
+  {"taken", committed, next, base, bits, {offset, attempts, ...}}   ours now
   {"fenced", epoch}                                   another epoch is in force: stop
   {"absent"}                                          no such partition on this node
 ]]
@@ -29,6 +30,7 @@ local attempts_key = KEYS[4]
 local member = ARGV[1]
 local epoch = tonumber(ARGV[2])
 local start = tonumber(ARGV[3])
+local afresh = ARGV[4] == '1'
 
 local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first')
 if not meta[1] then return {'absent'} end
@@ -40,9 +42,10 @@ if held == epoch and lock[1] == member then
   if math.abs(now - tonumber(lock[3] or '0')) >= 1 then
     redis.call('HSET', lock_key, 'refreshed_at', string.format('%d', now))
   end
-  return {'kept', tonumber(lock[4])}
+  if not afresh then return {'kept', tonumber(lock[4])} end
+elseif held >= epoch then
+  return {'fenced', held}
 end
-if held >= epoch then return {'fenced', held} end
 
 local committed = tonumber(lock[4] or '0')
 local base = tonumber(lock[5] or '0')

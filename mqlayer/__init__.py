@@ -1,3 +1,8 @@
-"""Strictly ordered, elastic messaging on the Redis and Postgres that a team already runs."""
+"""Strictly ordered, elastic messaging on the Redis and Postgres that teams already run."""
+
+from mqlayer.consuming import App, Context, MemberOptions
+from mqlayer.settings import Settings
 
 __version__ = "0.1.0"
+
+__all__ = ["App", "Context", "MemberOptions", "Settings", "__version__"]

@@ -112,11 +112,16 @@ class Fenced(NamedTuple):
     epoch: int
 
 
-def take_command(line: NodeConnection, holder: Holder, *, start: int) -> Command:
-    """Return the command that takes or refreshes the pull lock."""
+def take_command(line: NodeConnection, holder: Holder, *, start: int, afresh: bool = False) -> Command:
+    """Return the command that takes or refreshes the pull lock; `afresh` asks for what the former owner left."""
     keys, group = partition_keys(holder.prefix, holder.partition), _group(holder)
     return line.script(
-        "lock_take", (keys.meta, group.lock, group.acks, group.attempts), holder.member, holder.epoch, start
+        "lock_take",
+        (keys.meta, group.lock, group.acks, group.attempts),
+        holder.member,
+        holder.epoch,
+        start,
+        int(afresh),
     )
 
 
@@ -157,11 +162,15 @@ def settle_reply(reply: Any, address: str) -> Kept | Fenced | Refused:
     return Kept(reply[1]) if reply[0] == b"settled" else _fenced_or_refused(reply)
 
 
-def count_attempt(line: NodeConnection, holder: Holder, offset: int) -> int | Fenced:
-    """Count a failed attempt of a message; return how many there are now."""
+def attempt_command(line: NodeConnection, holder: Holder, offset: int) -> Command:
+    """Return the command that counts a failed attempt of a message."""
     group = _group(holder)
-    command = line.script("attempt_count", (group.lock, group.attempts), holder.member, holder.epoch, offset)
-    reply = raise_for_reply(line.call([command])[0], line.node.address)
+    return line.script("attempt_count", (group.lock, group.attempts), holder.member, holder.epoch, offset)
+
+
+def attempt_reply(reply: Any, address: str) -> int | Fenced:
+    """Return what attempt_count says: how many failed attempts there are now."""
+    reply = raise_for_reply(reply, address)
     return int(reply[1]) if reply[0] == b"counted" else Fenced(reply[1])
 
 

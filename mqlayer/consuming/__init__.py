@@ -1,0 +1,7 @@
+"""Consume partitions in order per key: the application object, the member runtime, the fence."""
+
+from mqlayer.consuming.app import App, Consumer
+from mqlayer.consuming.context import Context
+from mqlayer.consuming.member import Member, MemberOptions
+
+__all__ = ["App", "Consumer", "Context", "Member", "MemberOptions"]

@@ -1,0 +1,225 @@
+"""The application object: handlers registered by a decorator, run as members of their groups.
+
+```python
+app = mqlayer.App()
+
+@app.consumer("orders", group="ledger")
+def book(order: Order, ctx: mqlayer.Context) -> None:
+    with database.transaction() as connection:
+        ctx.fence(connection)
+        connection.execute(...)
+
+app.run()                     # or: mqlayer consume module:app --processes 4
+```
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Any, TypeVar, get_type_hints
+
+from mqlayer.consuming.bodies import decoder_for
+from mqlayer.consuming.context import Context
+from mqlayer.consuming.holdings import Held
+from mqlayer.consuming.member import Member, MemberOptions
+from mqlayer.domain.message import Record
+from mqlayer.domain.names import check_name
+from mqlayer.errors import Conflict, InvalidInput, MqlayerError
+from mqlayer.membership.groups import Group, GroupSettings, Start, ensure_group
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.migrations import check_schema
+from mqlayer.routes.cache import RouteCache
+from mqlayer.settings import Settings
+
+log = logging.getLogger(__name__)
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """A handler with what it consumes."""
+
+    topic: str
+    group: str
+    handler: Callable[..., Any]
+    body_type: Any
+    with_context: bool
+    is_async: bool
+    group_settings: GroupSettings
+    options: MemberOptions
+
+
+class App:
+    """The consumers of an application, and their life in this process."""
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        self._settings = settings
+        self.consumers: list[Consumer] = []
+        self.members: list[Member] = []
+        self._open: list[Any] = []
+
+    @property
+    def settings(self) -> Settings:
+        """The settings given, or those of the environment."""
+        if self._settings is None:
+            self._settings = Settings()
+        return self._settings
+
+    def consumer(
+        self,
+        topic: str,
+        *,
+        group: str,
+        body: Any = None,
+        start: Start = "earliest",
+        backoff_s: tuple[float, ...] | None = None,
+        options: MemberOptions | None = None,
+    ) -> Callable[[Handler], Handler]:
+        """Register a handler, plain or `async def`, for a topic and a group.
+
+        The handler takes the body and, if it has a second parameter, the Context. `body` is the type to decode to: a
+        msgspec Struct, a pydantic model, a dataclass, bytes, str, or anything msgspec reads from JSON; the first
+        parameter's annotation where it is not given. An exception of the handler is a failed attempt: the message is
+        tried again after the group's backoff, its key waits, others go on. A body that does not fit is one too.
+        `start` and `backoff_s` serve when the group is created; an existing one keeps its own.
+        """
+        check_name("topic", topic)
+        check_name("group", group)
+        if any((c.topic, c.group) == (topic, group) for c in self.consumers):
+            raise Conflict(f"group {group!r} of topic {topic!r} has a handler already", "use another group")
+        group_settings = GroupSettings(start) if backoff_s is None else GroupSettings(start, tuple(backoff_s))
+
+        def register(handler: Handler) -> Handler:
+            body_type, with_context = _parameters(handler, body)
+            is_async = inspect.iscoroutinefunction(handler)
+            self.consumers.append(
+                Consumer(
+                    topic, group, handler, body_type, with_context, is_async, group_settings, options or MemberOptions()
+                )
+            )
+            return handler
+
+        return register
+
+    def start(self) -> None:
+        """Join all groups and start consuming; returns at once. Raises what a store answers that is not ready."""
+        if not self.consumers:
+            raise InvalidInput("the application has no consumers: register one with @app.consumer(topic, group=…)")
+        if self.members:
+            raise Conflict("the application is running", "stop it first")
+        settings = self.settings
+        database = Database(settings.control_dsn(), application="mqlayer consumer", max_size=4)
+        application = Database(settings.application_dsn(), application="mqlayer consumer", max_size=2)
+        routes = RouteCache(database)
+        self._open = [routes, database, application]
+        try:
+            with database.connection() as connection:
+                check_schema(connection, "control", database.address)
+            fenced = _has_fence(application)
+            for consumer in self.consumers:
+                member = self._member(consumer, database, routes, application if fenced else None)
+                member.start()
+                self.members.append(member)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> bool:
+        """Stop all members, side by side; True when every handler had ended. No message is handled after that."""
+        ended: list[bool] = []
+        threads = [threading.Thread(target=lambda m=member: ended.append(m.stop())) for member in self.members]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.members = []
+        for resource in self._open:
+            resource.close()
+        self._open = []
+        return all(ended)
+
+    def run(self) -> None:
+        """Consume until SIGTERM or SIGINT, then stop in order. For the main thread."""
+        done = threading.Event()
+
+        def end(_signal: int, _frame: FrameType | None) -> None:
+            done.set()
+
+        before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            self.start()
+            # A member ends by itself when another process takes its id.
+            while not done.wait(0.5) and any(member.running for member in self.members):
+                pass
+        finally:
+            self.stop()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _member(
+        self, consumer: Consumer, database: Database, routes: RouteCache, application: Database | None
+    ) -> Member:
+        settings = self.settings
+        group = ensure_group(
+            database,
+            routes,
+            topic=consumer.topic,
+            name=consumer.group,
+            prefix=settings.key_prefix,
+            settings=consumer.group_settings,
+            unsafe=settings.allow_unsafe_redis,
+        )
+        return Member(
+            settings=settings,
+            database=database,
+            routes=routes,
+            group=group,
+            handle=_handle(consumer, group),
+            is_async=consumer.is_async,
+            options=consumer.options,
+            application=application,
+        )
+
+
+def _parameters(handler: Callable[..., Any], body: Any) -> tuple[Any, bool]:
+    """Return the body type a handler wants, and whether it takes a context."""
+    parameters = [
+        p
+        for p in inspect.signature(handler).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if not 1 <= len(parameters) <= 2:
+        raise InvalidInput(f"handler {handler.__name__!r} must take the body, or the body and the context")
+    if body is None:
+        hints = get_type_hints(handler)
+        body = hints.get(parameters[0].name, bytes)
+    return body, len(parameters) == 2
+
+
+def _handle(consumer: Consumer, group: Group) -> Callable[[Held, Record], Any]:
+    """Return what a worker calls for a record: decode, then the handler."""
+    handler, decode = consumer.handler, decoder_for(consumer.body_type)
+    context = partial(Context, consumer.topic, consumer.group, group.group_id)
+    if consumer.with_context:
+        return lambda held, record: handler(decode(record.body), context(held, record))
+    if consumer.body_type is bytes:
+        return lambda _, record: handler(record.body)
+    return lambda _, record: handler(decode(record.body))
+
+
+def _has_fence(application: Database) -> bool:
+    try:
+        with application.connection() as connection:
+            check_schema(connection, "application", application.address)
+    except MqlayerError as error:
+        log.info("no_fence", extra={"reason": str(error)})
+        return False
+    return True

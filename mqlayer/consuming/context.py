@@ -1,0 +1,122 @@
+"""What a handler knows of the message it handles, and the fence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import psycopg
+
+from mqlayer.consuming.holdings import Held
+from mqlayer.domain.message import NO_KEY, Identity, Record
+from mqlayer.errors import AlreadyApplied, StaleOwner
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import translate
+from mqlayer.postgres.queries import query
+from mqlayer.postgres.sessions import run_one, run_one_async
+
+
+class Context:
+    """The message under way: where it comes from, which attempt this is, and `fence`."""
+
+    __slots__ = ("_group", "_group_id", "_held", "_record", "_topic")
+
+    def __init__(self, topic: str, group: str, group_id: int, held: Held, record: Record) -> None:
+        self._topic, self._group, self._group_id = topic, group, group_id
+        self._held, self._record = held, record
+
+    @property
+    def topic(self) -> str:
+        """The topic."""
+        return self._topic
+
+    @property
+    def group(self) -> str:
+        """The group that this process consumes for."""
+        return self._group
+
+    @property
+    def key(self) -> str | None:
+        """The message key, None where it has none."""
+        return None if self._record.key == NO_KEY else self._record.key.decode()
+
+    @property
+    def identity(self) -> Identity:
+        """Source incarnation, LP and seq: the same at every delivery. Use it as idempotency key for other effects."""
+        return self._record.identity
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The message's headers."""
+        return self._record.headers
+
+    @property
+    def body(self) -> bytes:
+        """The body as it was sent."""
+        return self._record.body
+
+    @property
+    def at_ms(self) -> int:
+        """When it was published, ms of Unix time by the publisher's clock: for figures, never for order."""
+        return self._record.at_ms
+
+    @property
+    def partition(self) -> int:
+        """The partition it was read from."""
+        return self._held.partition
+
+    @property
+    def offset(self) -> int:
+        """Its position in the partition: not an identity, a node that falls back gives it out again."""
+        return self._record.offset
+
+    @property
+    def epoch(self) -> int:
+        """The fencing number of this process's assignment."""
+        return self._held.epoch
+
+    @property
+    def attempt(self) -> int:
+        """1 at the first delivery; one more after each failure."""
+        return self._held.attempts.get(self._record.offset, 0) + 1
+
+    def fence(self, connection: Any) -> None:
+        """Check, in the effect's own transaction, that this process is still the owner and the message not applied.
+
+        Call it first in the transaction, on the connection of the effect (psycopg, SQLAlchemy, Django). When the
+        transaction commits the message counts as applied. Let AlreadyApplied and StaleOwner pass through: both roll the
+        transaction back; the member settles the message after the first and drops the partition after the second.
+        """
+        failpoint("fence.before")
+        try:
+            answer, epoch = run_one(connection, query("fence"), self._fence_facts())
+        except psycopg.Error as error:
+            raise translate(error) from error
+        self._judge(answer, epoch)
+        failpoint("fence.after")
+
+    async def afence(self, connection: Any) -> None:
+        """Do what `fence` does on an async connection."""
+        try:
+            answer, epoch = await run_one_async(connection, query("fence"), self._fence_facts())
+        except psycopg.Error as error:
+            raise translate(error) from error
+        self._judge(answer, epoch)
+
+    def _fence_facts(self) -> Mapping[str, Any]:
+        source, lp, seq = self._record.identity
+        return {
+            "group_id": self._group_id,
+            "lp": lp,
+            "source": source,
+            "key": self.key,
+            "seq": seq,
+            "epoch": self._held.epoch,
+        }
+
+    def _judge(self, answer: str, epoch: int) -> None:
+        identity = self._record.identity
+        if answer == "applied":
+            raise AlreadyApplied(self._group, self._topic, identity.lp, identity.seq)
+        if answer == "stale":
+            raise StaleOwner(self._group, self._topic, identity.lp, self._held.epoch, epoch)
