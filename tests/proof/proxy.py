@@ -112,9 +112,7 @@ class TcpProxy:
         """Let nothing arrive and tell nobody; what is sent meanwhile, even an end, arrives after `heal`."""
         self._change_lanes(lambda lane: lane.passable.clear(), direction)
 
-    def cut_after(
-        self, *, server_bytes: int | None = None, client_bytes: int | None = None, times: int = 1
-    ) -> None:
+    def cut_after(self, *, server_bytes: int | None = None, client_bytes: int | None = None, times: int = 1) -> None:
         """Let exactly n more bytes of the server (or the client) pass on each connection; the next ends it.
 
         So `server_bytes=0` loses the reply after the server did the work, `client_bytes=0` the request.
@@ -319,9 +317,7 @@ class _Lane:
         self.cut = None
         self.passable.set()
 
-    async def carry(
-        self, connection: _Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def carry(self, connection: _Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Bring everything from the reader to the writer; _CutReached or OSError when that ends early."""
         under_way: asyncio.Queue[_Chunk] = asyncio.Queue(CHUNKS_UNDER_WAY)
         async with asyncio.TaskGroup() as group:

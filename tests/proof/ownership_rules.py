@@ -1,0 +1,174 @@
+"""Rules about who may act: epochs, leases and the gates of successor partitions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from tests.proof.evidence import NEVER, Evidence, Flow, Identity, Step, identity
+from tests.proof.history import Ack, Assignment, Deliver, Gate, SetAside
+from tests.proof.order_rules import fenced_effects
+from tests.proof.violations import Breach, Violation
+
+Place: TypeAlias = tuple[str, str, int]
+"""A topic, a group and a partition: what one member owns."""
+
+Owned = TypeVar("Owned", Ack, Assignment, Deliver, Gate)
+Epoched = TypeVar("Epoched", Ack, Assignment)
+
+
+class Lease(NamedTuple):
+    """A time in which a member may act, by what it knows."""
+
+    from_ns: int
+    to_ns: int
+    member: str
+    epoch: int
+
+
+def stale_effects(evidence: Evidence) -> Iterator[Violation]:
+    """Epochs of fenced effects never fall within a group and LP."""
+    highest: defaultdict[tuple[str, str, int], int] = defaultdict(int)
+    for step in fenced_effects(evidence):
+        event = step.event
+        where = (event.group, event.topic, event.lp)
+        if event.epoch < highest[where]:
+            yield Violation(
+                Breach.STALE_EFFECT,
+                f"{where}: effect of {identity(event)} under epoch {event.epoch} after one under {highest[where]}",
+            )
+        highest[where] = max(highest[where], event.epoch)
+
+
+def stale_acks(evidence: Evidence) -> Iterator[Violation]:
+    """No ack is accepted that began after a higher epoch had been taken."""
+    taken = _taken(evidence)
+    acks = (step for step in evidence.acks if step.outcome == "ok")
+    for place, of_place in _by_place(acks).items():
+        for step, higher in _outdated(of_place, taken.get(place, [])):
+            yield Violation(
+                Breach.STALE_ACK, f"{place}: ack of {identity(step.event)}, epoch {step.event.epoch} after {higher}"
+            )
+
+
+def owners(evidence: Evidence) -> Iterator[Violation]:
+    """Each epoch has one owner, a lower one is not taken after a higher one, and leases do not overlap."""
+    for place, taken in _taken(evidence).items():
+        yield from _shared_epochs(place, taken)
+        for step, higher in _outdated(taken, taken):
+            yield Violation(
+                Breach.TWO_OWNERS, f"{place}: {step.event.member} took epoch {step.event.epoch} after {higher}"
+            )
+    for place, steps in _by_place(evidence.assignments).items():
+        yield from _overlapping_leases(place, steps)
+
+
+def _taken(evidence: Evidence) -> Mapping[Place, list[Step[Assignment]]]:
+    return _by_place(step for step in evidence.assignments if step.event.change == "taken" and step.outcome == "ok")
+
+
+def _by_place(steps: Iterable[Step[Owned]]) -> Mapping[Place, list[Step[Owned]]]:
+    places: defaultdict[Place, list[Step[Owned]]] = defaultdict(list)
+    for step in sorted(steps, key=lambda step: step.began):
+        places[step.event.topic, step.event.group, step.event.partition].append(step)
+    return places
+
+
+def _outdated(steps: Sequence[Step[Epoched]], taken: Sequence[Step[Assignment]]) -> Iterator[tuple[Step[Epoched], int]]:
+    """Return the steps that began when a higher epoch was taken already, with that epoch."""
+    by_end = sorted(taken, key=lambda step: step.ended)
+    highest, passed = 0, 0
+    for step in steps:
+        while passed < len(by_end) and by_end[passed].ended < step.began:
+            highest = max(highest, by_end[passed].event.epoch)
+            passed += 1
+        if step.event.epoch < highest:
+            yield step, highest
+
+
+def _shared_epochs(place: Place, taken: Iterable[Step[Assignment]]) -> Iterator[Violation]:
+    owner_of: dict[int, tuple[str, str]] = {}
+    for step in taken:
+        owner = (step.event.member, step.writer)
+        first = owner_of.setdefault(step.event.epoch, owner)
+        if first != owner:
+            yield Violation(Breach.TWO_OWNERS, f"{place}: epoch {step.event.epoch} taken by {first} and {owner}")
+
+
+def _overlapping_leases(place: Place, steps: Iterable[Step[Assignment]]) -> Iterator[Violation]:
+    longest: Lease | None = None
+    for lease in sorted(_leases(steps)):
+        if longest and lease.from_ns < longest.to_ns and lease.member != longest.member:
+            yield Violation(
+                Breach.TWO_OWNERS,
+                f"{place}: {lease.member} (epoch {lease.epoch}) owned it from {lease.from_ns} ns, "
+                f"{longest.member} (epoch {longest.epoch}) up to {longest.to_ns} ns",
+            )
+        if longest is None or lease.to_ns > longest.to_ns:
+            longest = lease
+
+
+def _leases(steps: Iterable[Step[Assignment]]) -> Iterator[Lease]:
+    """Return when members were sure to be owners: from each answer on, until the lease's end or their release."""
+    steps = [step for step in steps if step.possible]
+    released = {(s.event.member, s.event.epoch): s.began_ns for s in steps if s.event.change == "released"}
+    for step in steps:
+        event = step.event
+        if step.outcome == "ok" and event.change != "released" and event.until_ns is not None:
+            to_ns = min(event.until_ns, released.get((event.member, event.epoch), NEVER))
+            yield Lease(step.ended_ns, to_ns, event.member, event.epoch)
+
+
+def gates(evidence: Evidence) -> Iterator[Violation]:
+    """Nothing of a successor is delivered before its gate opens, nor before all of its parents is settled."""
+    of_place = _by_place(step for step in evidence.gates if step.possible)
+    delivered = _by_place(evidence.delivers)
+    drained_at = _drained_times(evidence)
+    for place, opened in of_place.items():
+        topic, group, _ = place
+        opened_at = opened[0].began
+        parents = {parent for step in opened for parent in step.event.parents}
+        settled_at = max((drained_at.get((topic, group, parent), 0) for parent in parents), default=0)
+        for step in delivered.get(place, []):
+            if step.began < opened_at:
+                yield Violation(Breach.BEFORE_GATE, f"{place}: {identity(step.event)} delivered before it was opened")
+            elif step.began < settled_at:
+                yield Violation(
+                    Breach.BEFORE_GATE,
+                    f"{place}: {identity(step.event)} delivered before {sorted(parents)} was settled",
+                )
+
+
+def _drained_times(evidence: Evidence) -> Mapping[Place, int]:
+    """Return when the last message of each partition was first settled by each group whose acks are known."""
+    held = _held(evidence)
+    drained: dict[Place, int] = {}
+    for flow in evidence.flows:
+        group, topic = flow
+        if group in evidence.acking_groups:
+            settled = _first_settled(evidence, flow)
+            for partition, messages in held[topic].items():
+                drained[topic, group, partition] = max(settled.get(message, NEVER) for message in messages)
+    return drained
+
+
+def _held(evidence: Evidence) -> Mapping[str, Mapping[int, set[Identity]]]:
+    """Return which messages each partition of each topic holds."""
+    held: defaultdict[str, defaultdict[int, set[Identity]]] = defaultdict(lambda: defaultdict(set))
+    for append in evidence.appends:
+        if append.outcome == "ok":
+            held[append.event.topic][append.event.partition].add(identity(append.event))
+    for deliver in evidence.delivers:
+        held[deliver.event.topic][deliver.event.partition].add(identity(deliver.event))
+    return held
+
+
+def _first_settled(evidence: Evidence, flow: Flow) -> Mapping[Identity, int]:
+    settled: dict[Identity, int] = {}
+    steps: list[Step[Ack] | Step[SetAside]] = [*evidence.acks, *evidence.set_asides]
+    for step in steps:
+        if step.possible and (step.event.group, step.event.topic) == flow:
+            of = identity(step.event)
+            settled[of] = min(settled.get(of, NEVER), step.began)
+    return settled
