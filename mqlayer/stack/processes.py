@@ -79,6 +79,8 @@ def ends(process: ProcessId, *, within_s: float) -> bool:
 def stop(process: ProcessId, *, by: signal.Signals = signal.SIGTERM, within_s: float = 30.0) -> bool:
     """Ask the process to end, kill it when it doesn't, and return whether it went by itself."""
     send(process, by)
+    # A stopped process reads its signals only once it goes on.
+    send(process, signal.SIGCONT)
     if ends(process, within_s=within_s):
         return True
     kill(process)
