@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final
 
-if hasattr(time, "CLOCK_BOOTTIME"):
-
-    def clock() -> float:
-        """Return seconds since some fixed moment, time spent suspended included."""
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-else:
-    clock = time.monotonic
+# Asked before every message: a partial costs a third of a function.
+clock: Final[Callable[[], float]] = (
+    partial(time.clock_gettime, time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
+)
+"""Seconds since some fixed moment, time spent suspended included where the system can tell."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 from typing import Final
 
@@ -30,11 +30,11 @@ class Dispatcher:
     `lock` guards every field of holdings and lanes marked (lock).
     """
 
-    def __init__(self, *, may_start: Callable[[Held], bool]) -> None:
+    def __init__(self, *, lease_holds: Callable[[], bool]) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.stopping = False
-        self._may_start = may_start
+        self._lease_holds = lease_holds
         self._ready: deque[Lane] = deque()
         self._delayed: list[tuple[float, int, Lane]] = []
         self._order = count()
@@ -113,12 +113,11 @@ class Dispatcher:
             heapq.heapify(self._delayed)
             self.changed.notify_all()
 
-    def acknowledged(self, held: Held, records: Iterable[Record]) -> None:
+    def acknowledged(self, held: Held, records: list[Record]) -> None:
         """Make room for what the server knows to be settled."""
         with self.lock:
-            for record in records:
-                held.count_in_hand -= 1
-                held.bytes_in_hand -= record.size
+            held.count_in_hand -= len(records)
+            held.bytes_in_hand -= sum(len(m) + len(key) + len(body) for _, m, key, body in records)
 
     def stop(self) -> None:
         """Let workers end."""
@@ -133,18 +132,13 @@ class Dispatcher:
         if self.stopping:
             return False
         wanted = min(CHUNK, 1 + len(self._ready) // max(1, len(self._hands))) if self._message_s < QUICK_S else 1
-        kept_back: list[Lane] = []
-        while self._ready and len(hand) < wanted:
-            lane = self._ready.popleft()
-            if lane.held.state is not State.OPEN:
-                continue
-            if not self._may_start(lane.held):
-                kept_back.append(lane)
-                continue
-            lane.batch, lane.records = lane.records, []
-            lane.held.busy += 1
-            hand.append(lane)
-        self._ready.extendleft(reversed(kept_back))
+        may_start, ready = self._lease_holds(), self._ready
+        while ready and may_start and len(hand) < wanted:
+            lane = ready.popleft()
+            if lane.held.state is State.OPEN:
+                lane.batch, lane.records = lane.records, []
+                lane.held.busy += 1
+                hand.append(lane)
         if not hand:
             self._take_over(hand)
         return bool(hand)

@@ -94,29 +94,36 @@ class Held:
         self.state = State.OPEN
 
     def admit(self, records: list[Record]) -> list[Lane]:
-        """Put new records into their lanes; return the lanes that got ready by it. Call under the lock."""
+        """Put new records (one at the least) into their lanes; return those that got ready. Call under the lock."""
         ready: list[Lane] = []
-        lanes, before = self.lanes, self.settled_before
+        lanes, last = self.lanes, records[-1].offset
+        if self.settled_before:
+            records = self._without_settled(records)
         size = 0
         for record in records:
-            if before and record.offset in before:
-                before.discard(record.offset)
-                continue
-            size += record.size
-            self.count_in_hand += 1
-            # Messages without a key wait for nobody: each has a lane of its own.
-            key = record.key if record.key != NO_KEY else b"\xff%d" % record.offset
+            offset, m, key, body = record
+            size += len(m) + len(key) + len(body)
+            if key == NO_KEY:
+                # Messages without a key wait for nobody: each has a lane of its own.
+                key += b"%d" % offset
             lane = lanes.get(key)
             if lane is None:
                 lanes[key] = lane = Lane(self, key, record)
                 ready.append(lane)
             else:
                 lane.records.append(record)
+        self.count_in_hand += len(records)
         self.bytes_in_hand += size
-        if records:
-            self.next_read = records[-1].offset + 1
-            self.record_bytes = max(size / len(records), 0.9 * self.record_bytes)
+        self.next_read = last + 1
+        self.record_bytes = max(size / max(1, len(records)), 0.9 * self.record_bytes)
         return ready
+
+    def _without_settled(self, records: list[Record]) -> list[Record]:
+        """Leave out what the former owner settled above committed."""
+        before = self.settled_before
+        kept = [record for record in records if record.offset not in before]
+        before.difference_update(record.offset for record in records)
+        return kept
 
     def room(self, count_share: int, bytes_share: int) -> int:
         """Return how many more records may be read: bounded by count, by bytes, and by the ack bitmap's reach."""

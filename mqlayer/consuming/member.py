@@ -106,7 +106,7 @@ class Member:
         self.options = options or MemberOptions()
         self.member_id = self.options.member_id or new_member_id()
         self.stats = MemberStats()
-        self.dispatcher = Dispatcher(may_start=self.may_start)
+        self.dispatcher = Dispatcher(lease_holds=self.may_read)
         self.error: MqlayerError | None = None
         self._database, self._routes, self._application = database, routes, application
         self._backoff_s: tuple[float, ...] = group.backoff_s

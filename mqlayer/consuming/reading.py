@@ -13,7 +13,7 @@ import threading
 from typing import Any, Final, Protocol
 
 from mqlayer.consuming.holdings import Held, State
-from mqlayer.domain.message import Record
+from mqlayer.domain.message import Record, records_of
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import NodeNotArmed, StoreUnavailable
 from mqlayer.failpoints import failpoint
@@ -141,7 +141,7 @@ class Reader:
             if isinstance(answer, Fenced | Refused):
                 self._lost(held, answer)
             elif key in by_key:
-                self._owner.read(held, [Record(int(e[:-2]), f[1], f[3], f[5]) for e, f in by_key[key]])
+                self._owner.read(held, records_of(by_key[key]))
 
     def _lost(self, held: Held, answer: object) -> None:
         if isinstance(answer, Refused):

@@ -7,11 +7,14 @@ from collections.abc import Iterable
 
 def as_ranges(offsets: Iterable[int]) -> list[tuple[int, int]]:
     """Return offsets as sorted, disjoint ranges [first, last] that do not touch."""
+    distinct = sorted(set(offsets))
+    if distinct and distinct[-1] - distinct[0] + 1 == len(distinct):
+        return [(distinct[0], distinct[-1])]
     ranges: list[tuple[int, int]] = []
     first = last = None
-    for offset in sorted(offsets):
-        if last is not None and offset <= last + 1:
-            last = max(last, offset)
+    for offset in distinct:
+        if last is not None and offset == last + 1:
+            last = offset
             continue
         if first is not None and last is not None:
             ranges.append((first, last))
