@@ -72,8 +72,13 @@ def status(directory: DirectoryOption = DEFAULT_DIRECTORY, as_json: JsonOption =
 
 
 def _stack(directory: Path, *, node_count: int = 2) -> Stack:
+    settings = Settings()
     return Stack(
-        directory, node_count=node_count, given=GivenAddresses.from_environment(), key_prefix=Settings().key_prefix
+        directory,
+        node_count=node_count,
+        given=GivenAddresses.from_environment(),
+        key_prefix=settings.key_prefix,
+        allow_unsafe_redis=settings.allow_unsafe_redis,
     )
 
 

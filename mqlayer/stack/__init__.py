@@ -2,8 +2,9 @@
 
 from mqlayer.stack.addresses import Addresses, GivenAddresses
 from mqlayer.stack.choice import AnyPostgres, AnyRedis, postgres_for, redis_for
+from mqlayer.stack.databases import PostgresDatabases
 from mqlayer.stack.errors import DirectoryRefused, NoServerProgram, ServerFailed, StackError
-from mqlayer.stack.postgres_server import PostgresDatabases, PostgresServer
+from mqlayer.stack.postgres_server import PostgresServer
 from mqlayer.stack.programs import (
     PostgresPrograms,
     RedisProgram,

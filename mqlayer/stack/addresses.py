@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -42,12 +42,7 @@ class GivenAddresses:
         urls = tuple(url.strip() for url in source.get("MQLAYER_REDIS_URL", "").split(",") if url.strip())
         return cls(source.get("MQLAYER_DSN", ""), urls, source.get("MQLAYER_BROKER_URL", ""))
 
-    def without(self, own: Addresses | None) -> GivenAddresses:
-        """Return what is left when a stack's own addresses, exported by its user, are not taken for given."""
-        if own is None:
-            return self
-        return GivenAddresses(
-            dsn="" if self.dsn == own.dsn else self.dsn,
-            redis_urls=tuple(url for url in self.redis_urls if url not in own.nodes.values()),
-            broker_url="" if self.broker_url == own.broker_url else self.broker_url,
-        )
+    def names(self, nodes: Iterable[str]) -> tuple[str, ...]:
+        """Return which of a stack's servers are given, where its nodes have these names."""
+        singles = (("postgres", self.dsn), ("broker", self.broker_url))
+        return (*(name for name, address in singles if address), *(nodes if self.redis_urls else ()))

@@ -16,10 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from mqlayer.stack.databases import PostgresDatabases
 from mqlayer.stack.deadlines import comes_true
 from mqlayer.stack.errors import ServerFailed
 from mqlayer.stack.ports import free_port
-from mqlayer.stack.postgres_server import DEFAULT_OPTIONS, SUPERUSER, PostgresDatabases
+from mqlayer.stack.postgres_server import DEFAULT_OPTIONS, SUPERUSER
 from mqlayer.stack.records import ProcessRecord
 from mqlayer.stack.redis_server import DURABLE_OPTIONS, answers_ping
 

@@ -7,18 +7,13 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from psycopg import sql
-from psycopg.conninfo import make_conninfo
-
-from mqlayer.errors import StoreUnavailable
-from mqlayer.postgres.database import Connection, connect
 from mqlayer.stack import processes
 from mqlayer.stack.accounts import give, unprivileged_account
+from mqlayer.stack.databases import PostgresDatabases
 from mqlayer.stack.deadlines import comes_true
 from mqlayer.stack.errors import DirectoryRefused, ServerFailed
 from mqlayer.stack.placement import data_place, program_place
@@ -38,50 +33,6 @@ DEFAULT_OPTIONS: Final[Mapping[str, str]] = {
     "max_connections": "200",
     "timezone": "UTC",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class PostgresDatabases:
-    """The databases of a server that someone else runs, at an address that was given."""
-
-    base_dsn: str
-
-    def dsn(self, dbname: str = "postgres") -> str:
-        """Return the address of one database, for the driver only: it may hold a password."""
-        return make_conninfo(self.base_dsn, dbname=dbname)
-
-    def create_database(self, name: str, *, template: str | None = None) -> str:
-        """Create a database, as a copy of the template where one is given, and return its DSN."""
-        statement = sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name))
-        if template is not None:
-            statement += sql.SQL(" TEMPLATE {}").format(sql.Identifier(template))
-        self._execute(statement)
-        return self.dsn(name)
-
-    def drop_database(self, name: str) -> None:
-        """Drop a database with every connection to it; one that isn't there is no error."""
-        self._execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
-
-    def has_database(self, name: str) -> bool:
-        """Return whether the server has the database."""
-        with self._connection() as connection:
-            row = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [name]).fetchone()
-        return row is not None
-
-    def answers(self) -> bool:
-        """Return whether the server takes connections now."""
-        try:
-            with self._connection():
-                return True
-        except StoreUnavailable:
-            return False
-
-    def _execute(self, statement: sql.Composed) -> None:
-        with self._connection() as connection:
-            connection.execute(statement)
-
-    def _connection(self) -> Connection:
-        return connect(self.dsn(), application="mqlayer stack")
 
 
 class PostgresServer:

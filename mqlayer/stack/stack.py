@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
-
-import msgspec
 
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import StoreUnavailable, redact
@@ -29,16 +27,18 @@ from mqlayer.redis.nodes import Node, NodeConnection
 from mqlayer.stack.addresses import Addresses, GivenAddresses
 from mqlayer.stack.background import BackgroundProcess
 from mqlayer.stack.choice import AnyPostgres, AnyRedis, postgres_for, redis_for
-from mqlayer.stack.errors import DirectoryRefused, StackError
-from mqlayer.stack.postgres_server import PostgresDatabases
+from mqlayer.stack.contents import FILE_NAME as CONTENTS
+from mqlayer.stack.contents import StackContents
+from mqlayer.stack.databases import PostgresDatabases
+from mqlayer.stack.errors import StackError
 from mqlayer.topics import rearm_node, register_node
 
 DEFAULT_DIRECTORY: Final = Path(".mqlayer")
-CONTENTS: Final = "stack.json"
 LOCK: Final = "lock"
 DATABASE: Final = "mqlayer"
 DEFAULT_KEY_PREFIX: Final = "mq"
 
+State = Literal["running", "stopped", "not reached"]
 Component = AnyPostgres | AnyRedis | BackgroundProcess
 
 
@@ -48,17 +48,9 @@ class ComponentStatus:
 
     name: str
     address: str
-    state: Literal["running", "stopped", "not reached"]
+    state: State
     pid: int | None
     log: Path | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Contents:
-    """What stack.json holds: the addresses, and which of the servers are ours."""
-
-    addresses: Addresses
-    given: tuple[str, ...] = ()
 
 
 class Stack:
@@ -72,9 +64,11 @@ class Stack:
         given: GivenAddresses | None = None,
         postgres_options: Mapping[str, str] | None = None,
         key_prefix: str = DEFAULT_KEY_PREFIX,
+        allow_unsafe_redis: bool = False,
     ) -> None:
         self.directory = directory.resolve()
-        self.key_prefix = key_prefix
+        self._key_prefix = key_prefix
+        self._unsafe = allow_unsafe_redis
         self._node_count = node_count
         self._postgres_options = postgres_options
         self._given = given or GivenAddresses()
@@ -115,30 +109,28 @@ class Stack:
 
     def addresses(self) -> Addresses | None:
         """Return the addresses of the last `up`, or None before the first."""
-        contents = self._contents()
+        contents = StackContents.load(self.directory)
         return contents.addresses if contents else None
 
     def status(self) -> list[ComponentStatus]:
         """Return every part of the stack as it is now; an empty list before the first `up`."""
-        contents = self._contents()
+        contents = StackContents.load(self.directory)
         if contents is None:
             return []
-        servers = [self._server_status(name, contents) for name in _server_names(contents.addresses)]
+        servers = [self._server_status(name, contents) for name in contents.names()]
         processes = [_own_status(process, "") for process in self._processes() if process.directory.exists()]
         return servers + processes
 
     def _start_servers(self) -> Addresses:
-        previous = self.addresses()
-        given = self._given.without(previous)
-        names = _node_names(len(given.redis_urls) or max(self._node_count, len(previous.nodes) if previous else 0))
-        nodes = dict(zip(names, given.redis_urls, strict=True)) if given.redis_urls else self._start_nodes(names)
+        previous = StackContents.load(self.directory)
+        given = previous.truly_given(self._given) if previous else self._given
+        nodes = self._start_nodes(given, len(previous.addresses.nodes) if previous else 0)
         addresses = Addresses(
             dsn=given.dsn or self._start_postgres(),
             nodes=nodes,
             broker_url=given.broker_url or self._start_redis("broker"),
         )
-        ours = {"postgres": given.dsn, "broker": given.broker_url, **dict.fromkeys(nodes, "".join(given.redis_urls))}
-        self._write(_Contents(addresses, given=tuple(name for name, address in ours.items() if address)))
+        StackContents(addresses, given=given.names(nodes)).save(self.directory)
         return addresses
 
     def _start_postgres(self) -> str:
@@ -148,7 +140,11 @@ class Stack:
             server.create_database(DATABASE)
         return server.dsn(DATABASE)
 
-    def _start_nodes(self, names: Sequence[str]) -> dict[str, str]:
+    def _start_nodes(self, given: GivenAddresses, known_count: int) -> dict[str, str]:
+        """Return the nodes by name. A node that is registered is never left out for a smaller count."""
+        if given.redis_urls:
+            return {f"node-{number}": url for number, url in enumerate(given.redis_urls, start=1)}
+        names = [f"node-{number}" for number in range(1, max(self._node_count, known_count) + 1)]
         return {name: self._start_redis(name) for name in names}
 
     def _start_redis(self, name: str) -> str:
@@ -160,8 +156,8 @@ class Stack:
         """Register new nodes, and arm known ones again: after a restart each has another run id."""
         with Database(addresses.dsn, application="mqlayer up") as database:
             for name, url in addresses.nodes.items():
-                register_node(database, name=name, url=url, actor="up")
-                rearm_node(database, name, prefix=self.key_prefix, actor="up")
+                register_node(database, name=name, url=url, actor="up", unsafe=self._unsafe)
+                rearm_node(database, name, prefix=self._key_prefix, actor="up", unsafe=self._unsafe)
 
     def _start_processes(self, addresses: Addresses) -> None:
         for process in self._processes(addresses.environment()):
@@ -184,31 +180,13 @@ class Stack:
     def _redis(self, name: str) -> AnyRedis:
         return redis_for(self.directory / name)
 
-    def _server_status(self, name: str, contents: _Contents) -> ComponentStatus:
-        address = _address(name, contents.addresses)
+    def _server_status(self, name: str, contents: StackContents) -> ComponentStatus:
+        address = contents.address(name)
         if name in contents.given:
-            state: Literal["running", "not reached"] = (
-                "running" if _answers(name, contents.addresses) else "not reached"
-            )
-            return ComponentStatus(name, address, state, None, None)
+            state: State = "running" if _answers(name, address) else "not reached"
+            return ComponentStatus(name, redact(address), state, None, None)
         server = self._postgres() if name == "postgres" else self._redis(name)
-        return _own_status(server, address)
-
-    def _contents(self) -> _Contents | None:
-        file = self.directory / CONTENTS
-        try:
-            return msgspec.json.decode(file.read_bytes(), type=_Contents)
-        except FileNotFoundError:
-            return None
-        except msgspec.MsgspecError as error:
-            raise DirectoryRefused(self.directory, f"{CONTENTS} is not readable ({error}): remove it") from error
-
-    def _write(self, contents: _Contents) -> None:
-        """Write stack.json for its owner only: a given address may hold a password."""
-        draft = self.directory / f"{CONTENTS}.new"
-        draft.touch(mode=0o600)
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(contents)))
-        draft.replace(self.directory / CONTENTS)
+        return _own_status(server, redact(address))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -233,26 +211,11 @@ def _worker(directory: Path, environment: Mapping[str, str]) -> BackgroundProces
     return BackgroundProcess(directory / "worker", arguments, environment, ready_line=" ready.")
 
 
-def _node_names(count: int) -> list[str]:
-    return [f"node-{number}" for number in range(1, count + 1)]
-
-
-def _server_names(addresses: Addresses) -> list[str]:
-    return ["postgres", *addresses.nodes, "broker"]
-
-
-def _address(name: str, addresses: Addresses) -> str:
+def _answers(name: str, address: str) -> bool:
     if name == "postgres":
-        return redact(addresses.dsn)
-    return redact(addresses.broker_url if name == "broker" else addresses.nodes[name])
-
-
-def _answers(name: str, addresses: Addresses) -> bool:
-    if name == "postgres":
-        return PostgresDatabases(addresses.dsn).answers()
-    url = addresses.broker_url if name == "broker" else addresses.nodes[name]
+        return PostgresDatabases(address).answers()
     try:
-        with NodeConnection(Node(NodeId(0), name, url, None), any_run=True, unsafe=True) as line:
+        with NodeConnection(Node(NodeId(0), name, address, None), any_run=True, unsafe=True) as line:
             line.connect()
     except StoreUnavailable:
         return False
@@ -260,5 +223,5 @@ def _answers(name: str, addresses: Addresses) -> bool:
 
 
 def _own_status(component: Component, address: str) -> ComponentStatus:
-    state: Literal["running", "stopped"] = "running" if component.running else "stopped"
+    state: State = "running" if component.running else "stopped"
     return ComponentStatus(component.directory.name, address, state, component.pid, component.log)

@@ -142,6 +142,7 @@ def test_given_servers_are_used_and_left_running(
     monkeypatch.setenv("MQLAYER_BROKER_URL", redis_url.removesuffix("/0") + "/1")
 
     addresses = up(place)
+    assert up(place) == addresses
 
     assert addresses.dsn == empty_database_dsn
     assert addresses.nodes == {"node-1": redis_url}

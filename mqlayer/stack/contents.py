@@ -1,0 +1,58 @@
+"""What a stack's directory says of the stack as a whole: `stack.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+import msgspec
+
+from mqlayer.stack.addresses import Addresses, GivenAddresses
+from mqlayer.stack.errors import DirectoryRefused
+
+FILE_NAME: Final = "stack.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StackContents:
+    """The addresses of a stack, and the names of the servers that someone else runs."""
+
+    addresses: Addresses
+    given: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, directory: Path) -> Self | None:
+        """Return what the directory says; None before the first `up`."""
+        try:
+            return msgspec.json.decode((directory / FILE_NAME).read_bytes(), type=cls)
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise DirectoryRefused(directory, f"{FILE_NAME} is not readable ({error}): remove it") from error
+
+    def save(self, directory: Path) -> None:
+        """Write the file for its owner only: a given address may hold a password."""
+        draft = directory / f"{FILE_NAME}.new"
+        draft.unlink(missing_ok=True)
+        draft.touch(mode=0o600)
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
+        draft.replace(directory / FILE_NAME)
+
+    def names(self) -> list[str]:
+        """Return the servers' names."""
+        return ["postgres", *self.addresses.nodes, "broker"]
+
+    def address(self, name: str) -> str:
+        """Return a server's address, for the driver only."""
+        known = {"postgres": self.addresses.dsn, "broker": self.addresses.broker_url, **self.addresses.nodes}
+        return known[name]
+
+    def truly_given(self, given: GivenAddresses) -> GivenAddresses:
+        """Return what is left when the stack's own addresses, exported by its user, are not taken for given."""
+        own = {self.address(name) for name in self.names() if name not in self.given}
+        return GivenAddresses(
+            dsn="" if given.dsn in own else given.dsn,
+            redis_urls=tuple(url for url in given.redis_urls if url not in own),
+            broker_url="" if given.broker_url in own else given.broker_url,
+        )

@@ -1,0 +1,55 @@
+"""The databases of a running Postgres."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+
+from mqlayer.errors import StoreUnavailable
+from mqlayer.postgres.database import Connection, connect
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresDatabases:
+    """The databases of a server, reached with a DSN whose database name is replaced."""
+
+    base_dsn: str
+
+    def dsn(self, dbname: str = "postgres") -> str:
+        """Return the address of one database, for the driver only: it may hold a password."""
+        return make_conninfo(self.base_dsn, dbname=dbname)
+
+    def create_database(self, name: str, *, template: str | None = None) -> str:
+        """Create a database, as a copy of the template where one is given, and return its DSN."""
+        statement = sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name))
+        if template is not None:
+            statement += sql.SQL(" TEMPLATE {}").format(sql.Identifier(template))
+        self._execute(statement)
+        return self.dsn(name)
+
+    def drop_database(self, name: str) -> None:
+        """Drop a database with every connection to it; one that isn't there is no error."""
+        self._execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
+
+    def has_database(self, name: str) -> bool:
+        """Return whether the server has the database."""
+        with self._connection() as connection:
+            row = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [name]).fetchone()
+        return row is not None
+
+    def answers(self) -> bool:
+        """Return whether the server takes connections now."""
+        try:
+            with self._connection():
+                return True
+        except StoreUnavailable:
+            return False
+
+    def _execute(self, statement: sql.Composed) -> None:
+        with self._connection() as connection:
+            connection.execute(statement)
+
+    def _connection(self) -> Connection:
+        return connect(self.dsn(), application="mqlayer stack")
