@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mqlayer.failpoints import ENVIRONMENT_VARIABLE, FailpointHit, arm, disarm_all, failpoint
+from tests.fixtures.waiting import wait_until
 from tests.proof.failpoint_names import failpoint_names, failpoint_uses
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -119,9 +120,7 @@ def test_wait_gives_up_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         failpoint("relay.after_append")
 
 
-@pytest.mark.parametrize(
-    "name", ["relay", "Relay.append", "relay.", ".append", "relay..append", "relay.2", "a.b\n"]
-)
+@pytest.mark.parametrize("name", ["relay", "Relay.append", "relay.", ".append", "relay..append", "relay.2", "a.b\n"])
 def test_a_malformed_name_is_refused(name: str) -> None:
     """Names are lower-case words joined by dots."""
     with pytest.raises(ValueError, match="must be lower-case words"):
@@ -174,7 +173,7 @@ def test_stop_holds_the_process_until_it_is_continued() -> None:
     )
     process = start_python(program, "ack.before_send=stop")
     try:
-        wait_until_stopped(process.pid)
+        wait_until(lambda: is_stopped(process.pid), what="the process stopped")
     finally:
         process.send_signal(signal.SIGCONT)
     output, _ = process.communicate(timeout=20)
@@ -206,10 +205,8 @@ def test_a_path_may_hold_the_sign_of_the_occurrence(tmp_path: Path) -> None:
     assert marked.read_bytes() == b".."
 
 
-def wait_until_stopped(pid: int) -> None:
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < deadline, "the process was not stopped"
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def test_the_scan_finds_names_also_behind_symlinks(tmp_path: Path) -> None:
@@ -217,9 +214,7 @@ def test_the_scan_finds_names_also_behind_symlinks(tmp_path: Path) -> None:
     package, linked = tmp_path / "package", tmp_path / "linked"
     package.mkdir()
     linked.mkdir()
-    (package / "relay.py").write_text(
-        "failpoint('relay.after_append')\nfailpoints.failpoint('relay.before_append')\n"
-    )
+    (package / "relay.py").write_text("failpoint('relay.after_append')\nfailpoints.failpoint('relay.before_append')\n")
     (linked / "tasks.py").write_text("def run():\n    failpoint('task.before_claim')\n")
     (package / "workers").symlink_to(linked)
     assert failpoint_names(package) == {"relay.after_append", "relay.before_append", "task.before_claim"}

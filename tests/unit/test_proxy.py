@@ -9,6 +9,7 @@ from contextlib import closing
 
 import pytest
 
+from tests.fixtures.waiting import wait_until
 from tests.proof.proxy import Direction, TcpProxy
 
 LIMIT_S = 10.0
@@ -111,13 +112,6 @@ def assert_silent(connection: socket.socket) -> None:
     with pytest.raises(TimeoutError):
         connection.recv(1)
     connection.settimeout(LIMIT_S)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.001)
 
 
 def test_bytes_pass_both_ways(connect: Connect) -> None:
@@ -232,9 +226,7 @@ def test_a_blackhole_holds_back_until_it_is_healed(
     assert receive(connection, 7) == b"one two"
 
 
-def test_a_blackhole_one_way_lets_the_other_way_pass(
-    connect: Connect, proxy: TcpProxy, server: EchoServer
-) -> None:
+def test_a_blackhole_one_way_lets_the_other_way_pass(connect: Connect, proxy: TcpProxy, server: EchoServer) -> None:
     """The server does the work, its reply does not come."""
     connection = connect()
     proxy.blackhole("server_to_client")
@@ -259,7 +251,7 @@ def test_half_open_accepts_and_never_answers(connect: Connect, proxy: TcpProxy, 
     proxy.half_open()
     silent = connect()
     silent.sendall(b"hello?")
-    wait_until(lambda: proxy.connection_count == 1)
+    wait_until(lambda: proxy.connection_count == 1, what="1 connections at the proxy")
     proxy.heal()
     assert_silent(silent)
     answered = connect()
@@ -283,7 +275,7 @@ def test_new_connections_are_reset_and_open_ones_spared(connect: Connect, proxy:
 def test_new_connections_are_refused_until_healed(connect: Connect, proxy: TcpProxy) -> None:
     """Refused at connect; open ones go on; the port is the same afterwards."""
     earlier = connect()
-    wait_until(lambda: proxy.connection_count == 1)
+    wait_until(lambda: proxy.connection_count == 1, what="1 connections at the proxy")
     proxy.refuse_new()
     with pytest.raises(ConnectionRefusedError):
         connect()
@@ -298,7 +290,7 @@ def test_new_connections_are_refused_until_healed(connect: Connect, proxy: TcpPr
 def test_reset_all_resets_every_open_connection(connect: Connect, proxy: TcpProxy) -> None:
     """All clients see a reset, also those that a blackhole holds."""
     connections = [connect() for _ in range(3)]
-    wait_until(lambda: proxy.connection_count == 3)
+    wait_until(lambda: proxy.connection_count == 3, what="3 connections at the proxy")
     proxy.blackhole()
     connections[0].sendall(b"held")
     assert proxy.reset_all() == 3

@@ -1,0 +1,99 @@
+"""Cases 72 to 74: writers race on a few keys without a lock of their own, and the outbox keeps the order of commits.
+
+The same writers and the same judge show that two published recipes do not: see tests/proof/planted.py.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psycopg
+
+from mqlayer.domain.routing import lp_of
+from mqlayer.postgres.database import Connection
+from mqlayer.postgres.queries import query
+from tests.proof.checker import Breach, Verdict
+from tests.proof.history import MessageEvent, Publish
+from tests.proof.outbox_race import Race, run_race
+from tests.proof.planted import Outbox, OutboxById, OutboxByTransaction
+
+ROUNDS_LIMIT_S = 60.0
+"""How long a wrong recipe may go unnoticed; it takes one or two rounds of half a second."""
+
+TOPIC = "orders"
+TOPIC_ID = 1
+
+
+class OurOutbox:
+    """Our SQL function, read by the rule of our relay: per LP, `seq > cursor` in the order of seq."""
+
+    topic = TOPIC
+
+    def prepare(self, connection: Connection) -> None:
+        facts = {"topic_id": TOPIC_ID, "name": TOPIC, "body_limit": 1_000}
+        connection.execute(query("outbox_topic_put"), facts)
+        connection.execute(query("outbox_counters_put"), facts)
+
+    def publish(self, connection: Connection, key: str, value: str) -> MessageEvent:
+        row = connection.execute("SELECT mqlayer_app.publish_v1(%s, %s, %s)", (TOPIC, key, value.encode())).fetchone()
+        assert row is not None
+        return Publish(topic=TOPIC, key=key, source=1, lp=lp_of(key.encode()), seq=row[0], value=value)
+
+    def reader(self) -> OurReader:
+        return OurReader()
+
+
+class OurReader:
+    def __init__(self) -> None:
+        self._cursors: dict[int, int] = {}
+
+    def read(self, connection: Connection) -> list[MessageEvent]:
+        lps = connection.execute("SELECT lp FROM mqlayer_app.counter WHERE seq > 0 ORDER BY lp").fetchall()
+        return [message for (lp,) in lps for message in self._read_lp(connection, lp)]
+
+    def _read_lp(self, connection: Connection, lp: int) -> list[MessageEvent]:
+        rows = connection.execute(
+            "SELECT seq, key, body FROM mqlayer_app.outbox WHERE topic_id = %s AND lp = %s AND seq > %s ORDER BY seq",
+            (TOPIC_ID, lp, self._cursors.get(lp, 0)),
+        ).fetchall()
+        if rows:
+            self._cursors[lp] = rows[-1][0]
+        return [Publish(topic=TOPIC, key=key, source=1, lp=lp, seq=seq, value=body.decode()) for seq, key, body in rows]
+
+
+def prepare(outbox: Outbox, dsn: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        outbox.prepare(connection)
+
+
+def race_until(breach: Breach, outbox: Outbox, dsn: str, directory: Path) -> Verdict:
+    """Return the verdict of the first round that shows the breach, or of the last one."""
+    deadline = time.monotonic() + ROUNDS_LIMIT_S
+    verdict, seed = None, 0
+    while verdict is None or (breach not in verdict.broken and time.monotonic() < deadline):
+        seed += 1
+        round_directory = directory / str(seed)
+        round_directory.mkdir()
+        prepare(outbox, dsn)
+        verdict = run_race(Race(seed=seed), outbox, dsn, round_directory)
+    return verdict
+
+
+def test_our_outbox_loses_nothing_and_keeps_the_order_of_commits(database_dsn: str, tmp_path: Path) -> None:
+    outbox = OurOutbox()
+    prepare(outbox, database_dsn)
+    verdict = run_race(Race(transactions_each=250), outbox, database_dsn, tmp_path)
+    assert verdict.clean, verdict
+    assert verdict.delivered == verdict.messages > 1_500
+
+
+def test_reading_by_id_loses_messages_that_become_visible_late(empty_database_dsn: str, tmp_path: Path) -> None:
+    verdict = race_until(Breach.LOST, OutboxById(), empty_database_dsn, tmp_path)
+    assert verdict.counts[Breach.LOST] > 0, verdict
+
+
+def test_reading_by_transaction_reverses_messages_in_real_time(empty_database_dsn: str, tmp_path: Path) -> None:
+    verdict = race_until(Breach.REAL_TIME_INVERSION, OutboxByTransaction(), empty_database_dsn, tmp_path)
+    assert verdict.counts[Breach.REAL_TIME_INVERSION] > 0, verdict
+    assert verdict.counts[Breach.LOST] == 0, verdict
