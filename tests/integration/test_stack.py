@@ -12,6 +12,7 @@ import pytest
 import redis
 from typer.testing import CliRunner, Result
 
+from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.main import app
 from mqlayer.stack import Addresses, GivenAddresses, Stack
 from mqlayer.stack.processes import ProcessId
@@ -201,3 +202,19 @@ def test_a_later_owner_of_a_recorded_pid_is_not_taken_for_the_server(place: Path
 def test_two_commands_at_once_do_not_change_one_stack(place: Path) -> None:
     with Stack(place)._locked():
         assert "another `up` or `down`" in run("up", "--directory", place, code=1).stderr
+
+
+def test_commands_use_the_stack_that_is_here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings_here(place).control_dsn() == ""
+    addresses = up(place, "--nodes", "1")
+    monkeypatch.setenv("MQLAYER_LEASE_S", "3")
+    settings = settings_here(place)
+    assert settings.control_dsn() == addresses.dsn
+    assert settings.broker_url.get_secret_value() == addresses.broker_url
+    assert settings.lease_s == 3
+
+
+def test_commands_prefer_the_addresses_in_the_environment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    up(place, "--nodes", "1")
+    monkeypatch.setenv("MQLAYER_DSN", "postgresql://elsewhere/x")
+    assert settings_here(place).control_dsn() == "postgresql://elsewhere/x"
