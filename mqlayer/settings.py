@@ -33,6 +33,9 @@ class Settings(BaseSettings):
     socket_timeout_s: float = Field(default=10.0, gt=0)
     delivery_timeout_s: float = Field(default=30.0, gt=0)
     """How long a synchronous publish waits for an outcome."""
+    relay_chunk_rows: int = Field(default=2_000, ge=1)
+    relay_chunk_bytes: int = Field(default=4_000_000, ge=1)
+    """How much a relay reads from an outbox at once; its memory is a few times that, whatever the backlog."""
     allow_unsafe_redis: bool = False
     """Serve on Redis settings that void the promise (tests of such settings, throw-away data)."""
 

@@ -121,6 +121,15 @@ class NodeConnection:
             self.close()
             raise StoreUnavailable(self.node.address, str(error)) from error
 
+    def ready(self, timeout_s: float) -> bool:
+        """Say whether a reply, or the news that the line broke, comes within the time."""
+        self.connect()
+        try:
+            return bool(self._line.can_read(timeout_s))
+        except (redis.RedisError, OSError) as error:
+            self.close()
+            raise StoreUnavailable(self.node.address, str(error) or type(error).__name__) from error
+
     def receive(self, count: int) -> list[Any]:
         """Return the next `count` replies; an error reply is an exception in the list."""
         replies: list[Any] = []

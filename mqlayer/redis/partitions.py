@@ -22,7 +22,7 @@ class Run:
     lp: int
     first: int
     count: int
-    fields: list[bytes]
+    fields: Sequence[bytes | str]
 
 
 class RunOutcome(NamedTuple):

@@ -29,21 +29,51 @@ SELECT i.outbox_uuid, current_database() AS name,
 FROM mqlayer_app.identity i;
 
 -- name: outbox_scan
--- The next rows by id, of the LP sets given: a hint of what is new, in about the order of insertion.
-SELECT id, topic_id, lp, seq, (extract(epoch FROM created_at) * 1000)::bigint AS at_ms, key, headers, body
-FROM mqlayer_app.outbox
-WHERE id > %(after)s AND (lp >> 6) = ANY(%(lp_sets)s::int[]) ORDER BY id LIMIT %(limit)s;
+-- The next rows by id, up to so many bytes of bodies: a hint of what is new. Other relays' LPs come without content.
+SELECT id, CASE WHEN ours THEN topic_id * 1024::bigint + lp END AS chain, seq, facts, key, CASE WHEN ours THEN body END
+FROM (
+    SELECT m.*, (m.lp >> 6) = ANY(%(lp_sets)s::int[]) AS ours,
+           sum(m.size) OVER (ORDER BY m.id ROWS UNBOUNDED PRECEDING) - m.size AS bytes_before
+    FROM (SELECT * FROM mqlayer_app.outbox_message WHERE id > %(after)s ORDER BY id LIMIT %(limit)s) AS m
+) AS bounded
+WHERE bytes_before < %(bytes)s ORDER BY id;
 
 -- name: outbox_late
--- Rows of given ids that were not visible before.
-SELECT id, topic_id, lp, seq, (extract(epoch FROM created_at) * 1000)::bigint AS at_ms, key, headers, body
-FROM mqlayer_app.outbox WHERE id = ANY(%(ids)s::bigint[]) ORDER BY id;
+-- Rows of given ids that were not visible before; otherwise as outbox_scan.
+SELECT id, CASE WHEN ours THEN topic_id * 1024::bigint + lp END AS chain, seq, facts, key, CASE WHEN ours THEN body END
+FROM (
+    SELECT m.*, (m.lp >> 6) = ANY(%(lp_sets)s::int[]) AS ours,
+           sum(m.size) OVER (ORDER BY m.id ROWS UNBOUNDED PRECEDING) - m.size AS bytes_before
+    FROM mqlayer_app.outbox_message AS m WHERE m.id = ANY(%(ids)s::bigint[])
+) AS bounded
+WHERE bytes_before < %(bytes)s ORDER BY id;
 
--- name: outbox_of_lp
--- The next rows of one LP after a seq: the order that counts.
-SELECT id, topic_id, lp, seq, (extract(epoch FROM created_at) * 1000)::bigint AS at_ms, key, headers, body
-FROM mqlayer_app.outbox
-WHERE topic_id = %(topic_id)s AND lp = %(lp)s AND seq > %(after)s ORDER BY seq LIMIT %(limit)s;
+-- name: outbox_of_lps
+-- The next rows of some LPs, each after a seq: the order that counts.
+SELECT id, topic_id * 1024::bigint + lp AS chain, seq, facts, key, body
+FROM (
+    SELECT m.*, wanted.n, sum(m.size) OVER (ORDER BY wanted.n, m.seq ROWS UNBOUNDED PRECEDING) - m.size AS bytes_before
+    FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[], %(afters)s::bigint[])
+         WITH ORDINALITY AS wanted(topic_id, lp, after, n)
+    CROSS JOIN LATERAL (
+        SELECT * FROM mqlayer_app.outbox_message AS o
+        WHERE o.topic_id = wanted.topic_id AND o.lp = wanted.lp AND o.seq > wanted.after
+        ORDER BY o.seq LIMIT %(each)s
+    ) AS m
+) AS bounded
+WHERE bytes_before < %(bytes)s ORDER BY n, seq;
+
+-- name: outbox_backlog
+-- How many rows of the sets given wait to be relayed, and the lowest id among the first ones of their LPs.
+SELECT coalesce(sum(c.seq - coalesce(r.seq, 0)), 0)::bigint AS waiting, min(o.id) AS first_id
+FROM mqlayer_app.counter c
+LEFT JOIN mqlayer_app.relayed r ON r.topic_id = c.topic_id AND r.lp = c.lp
+LEFT JOIN mqlayer_app.set_aside s ON s.topic_id = c.topic_id AND s.lp = c.lp
+CROSS JOIN LATERAL (
+    SELECT o.id FROM mqlayer_app.outbox o
+    WHERE o.topic_id = c.topic_id AND o.lp = c.lp AND o.seq = coalesce(r.seq, 0) + 1
+) AS o
+WHERE c.seq > coalesce(r.seq, 0) AND s.lp IS NULL AND (c.lp >> 6) = ANY(%(lp_sets)s::int[]);
 
 -- name: outbox_last_id
 -- The highest id given out.
@@ -51,7 +81,7 @@ SELECT CASE WHEN is_called THEN last_value ELSE 0 END AS id FROM mqlayer_app.out
 
 -- name: counter_news
 -- LPs of the sets given whose counter is past what is recorded as relayed.
-SELECT c.topic_id, c.lp, c.seq, coalesce(r.seq, 0) AS relayed
+SELECT c.topic_id * 1024::bigint + c.lp AS chain, c.seq
 FROM mqlayer_app.counter c
 LEFT JOIN mqlayer_app.relayed r ON r.topic_id = c.topic_id AND r.lp = c.lp
 WHERE c.seq > coalesce(r.seq, 0) AND (c.lp >> 6) = ANY(%(lp_sets)s::int[]);
@@ -62,9 +92,15 @@ INSERT INTO mqlayer_app.relayed AS r (topic_id, lp, seq)
 SELECT * FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[])
 ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq WHERE r.seq < excluded.seq;
 
+-- name: relayed_lower
+-- Redis fell back: what it no longer holds must not be rotated away.
+UPDATE mqlayer_app.relayed r SET seq = least(r.seq, fallen.seq)
+FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[]) AS fallen(topic_id, lp, seq)
+WHERE r.topic_id = fallen.topic_id AND r.lp = fallen.lp;
+
 -- name: relayed_list
 -- How far LPs of the sets given are recorded to be in Redis.
-SELECT topic_id, lp, seq FROM mqlayer_app.relayed WHERE (lp >> 6) = ANY(%(lp_sets)s::int[]);
+SELECT topic_id * 1024::bigint + lp AS chain, seq FROM mqlayer_app.relayed WHERE (lp >> 6) = ANY(%(lp_sets)s::int[]);
 
 -- name: set_aside_put
 -- Set a row aside; its LP waits.

@@ -56,6 +56,15 @@ CREATE UNIQUE INDEX outbox_2_key ON mqlayer_app.outbox_2 (topic_id, lp, seq);
 CREATE UNIQUE INDEX outbox_3_key ON mqlayer_app.outbox_3 (topic_id, lp, seq);
 CREATE INDEX outbox_id ON mqlayer_app.outbox (id);
 
+-- A row as relays want it: facts as they stand in a record; no body where it is over the hard limit, so that no reader
+-- needs memory for it.
+CREATE VIEW mqlayer_app.outbox_message AS
+SELECT id, topic_id, lp, seq, key, octet_length(body) AS size,
+       CASE WHEN headers IS NULL THEN (date_part('epoch', created_at) * 1000)::bigint::text
+            ELSE (date_part('epoch', created_at) * 1000)::bigint::text || ':' || headers END AS facts,
+       CASE WHEN octet_length(body) <= 1000000 THEN body END AS body
+FROM mqlayer_app.outbox;
+
 -- How far each LP is in Redis, durably. A hint for relays (the truth is the mark), the proof for rotation.
 CREATE TABLE mqlayer_app.relayed (
     topic_id int NOT NULL,

@@ -1,0 +1,212 @@
+"""The relay's side of each node: one line, what is under way on it, and when to try it again.
+
+Nothing here waits for one node longer than the stall time: connecting and arming run in the background, and replies
+are read when they are there. A node that is away or slow has its own LPs wait, and no others.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import MqlayerError, NodeNotArmed, StoreUnavailable
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Database
+from mqlayer.redis.nodes import Command, Node, NodeConnection
+from mqlayer.relay.lanes import Lane, Target
+from mqlayer.relay.pauses import pause_s
+from mqlayer.routes.cache import RouteCache
+from mqlayer.settings import Settings
+from mqlayer.topics.nodes import rearm_node
+
+log = logging.getLogger(__name__)
+
+SentRun = tuple[Lane, int, int]
+"""A lane, the first seq and the count of what was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """One append call that waits for its reply."""
+
+    target: Target
+    runs: list[SentRun]
+
+
+@dataclass(frozen=True, slots=True)
+class MarksQuestion:
+    """One question for the marks of a partition that waits for its reply."""
+
+    target: Target
+    lanes: list[Lane]
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """One write to a node and what it asked."""
+
+    number: int
+    sent_at: float
+    asked: Sequence[Append | MarksQuestion]
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One node. `synced` says that its marks were compared since it was connected."""
+
+    node_id: NodeId
+    address: str = ""
+    line: NodeConnection | None = None
+    flights: deque[Flight] = field(default_factory=deque)
+    synced: bool = False
+    stalled: bool = False
+    # It answered that it does not have a partition that Postgres says it has.
+    suspect: bool = False
+    failures: int = 0
+    try_at: float = float("-inf")
+    connecting: Future[NodeConnection] | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether messages may be sent to it now."""
+        return self.line is not None and self.synced and not self.stalled
+
+
+class Links:
+    """All links of a relay."""
+
+    def __init__(
+        self, settings: Settings, control: Database, routes: RouteCache, background: ThreadPoolExecutor
+    ) -> None:
+        self._settings, self._control, self._routes, self._background = settings, control, routes, background
+        self._links: dict[int, Link] = {}
+        self._chance = random.Random()
+        self._flight_number = 0
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(list(self._links.values()))
+
+    @property
+    def flight_number(self) -> int:
+        """The number of the last write."""
+        return self._flight_number
+
+    def link(self, node_id: int) -> Link:
+        """Return the link of a node; a new one begins to connect with the next `tend`."""
+        if node_id not in self._links:
+            self._links[node_id] = Link(NodeId(node_id))
+        return self._links[node_id]
+
+    def tend(self, now: float) -> list[Link]:
+        """Begin to connect what is due; return the links that are newly connected."""
+        fresh = []
+        for link in self:
+            if link.line is not None:
+                continue
+            if link.connecting is None and now >= link.try_at:
+                link.connecting = self._background.submit(self._connect, link.node_id, link.suspect)
+            elif link.connecting is not None and link.connecting.done() and self._take(link, link.connecting):
+                fresh.append(link)
+        return fresh
+
+    def send(self, link: Link, commands: Sequence[Command], asked: Sequence[Append | MarksQuestion]) -> bool:
+        """Send commands in one write; return False when the line broke, which leaves everything on it unknown."""
+        self._flight_number += 1
+        link.flights.append(Flight(self._flight_number, time.monotonic(), asked))
+        try:
+            if link.line is None:
+                raise StoreUnavailable(link.address, "not connected")
+            link.line.send(commands)
+        except StoreUnavailable as error:
+            self.drop(link, error)
+            return False
+        failpoint("relay.after_send")
+        return True
+
+    def answered(self, link: Link, *, wait_s: float) -> tuple[Flight, list[Any]] | None:
+        """Return the oldest flight with its replies, or None when they did not come within the time.
+
+        Raises StoreUnavailable when the line broke or the node is silent for longer than the socket timeout.
+        """
+        if not link.flights or link.line is None:
+            return None
+        oldest = link.flights[0]
+        if not link.line.ready(wait_s):
+            if time.monotonic() - oldest.sent_at > self._settings.socket_timeout_s:
+                raise StoreUnavailable(link.address, f"no answer within {self._settings.socket_timeout_s:g} s")
+            return None
+        replies = link.line.receive(len(oldest.asked))
+        link.flights.popleft()
+        link.stalled = False
+        return oldest, replies
+
+    def drop(self, link: Link, error: MqlayerError) -> None:
+        """Give up a line and try again after a pause; its flights stay for the caller to rewind."""
+        if link.line is not None:
+            link.line.close()
+        link.line, link.connecting = None, None
+        link.synced = link.stalled = False
+        link.failures += 1
+        wait_s = pause_s(link.failures, self._chance)
+        link.try_at = time.monotonic() + wait_s
+        shown = log.warning if link.failures in (1, 5) or link.failures % 30 == 0 else log.debug
+        shown("relay_node_away", extra={"reason": str(error), "failures": link.failures, "retry_s": round(wait_s, 3)})
+
+    def close(self) -> None:
+        """Close all lines."""
+        for link in self:
+            if link.line is not None:
+                link.line.close()
+                link.line = None
+            if link.connecting is not None:
+                link.connecting.add_done_callback(_close_unused)
+
+    def _take(self, link: Link, connecting: Future[NodeConnection]) -> bool:
+        try:
+            link.line = connecting.result()
+        except MqlayerError as error:
+            self.drop(link, error)
+            return False
+        link.connecting = None
+        link.address = link.line.node.address
+        link.suspect = False
+        if link.failures:
+            log.warning("relay_node_back", extra={"node": link.line.node.name, "failures": link.failures})
+        return True
+
+    def _connect(self, node_id: NodeId, suspect: bool) -> NodeConnection:  # noqa: FBT001
+        """Connect to a node, armed again where it has to be. Runs in the background."""
+        node = self._routes.refresh_nodes()[node_id]
+        if not suspect:
+            try:
+                return self._connected(node)
+            except NodeNotArmed:
+                log.info("relay_node_not_armed", extra={"node": node.name})
+        settings = self._settings
+        node, _ = rearm_node(
+            self._control, node.name, prefix=settings.key_prefix, actor="relay", unsafe=settings.allow_unsafe_redis
+        )
+        return self._connected(node)
+
+    def _connected(self, node: Node) -> NodeConnection:
+        settings = self._settings
+        line = NodeConnection(
+            node,
+            connect_timeout_s=settings.connect_timeout_s,
+            timeout_s=settings.socket_timeout_s,
+            unsafe=settings.allow_unsafe_redis,
+        )
+        line.connect()
+        return line
+
+
+def _close_unused(connecting: Future[NodeConnection]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close()

@@ -1,0 +1,161 @@
+"""The relay: moves what transactions put into an outbox to the partitions, in order, and loses nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_when_event_set, wait_random_exponential
+from tenacity.nap import sleep_using_event
+
+from mqlayer.errors import StoreUnavailable, TransactionConflict
+from mqlayer.postgres.database import Database
+from mqlayer.relay.leases import LpSets
+from mqlayer.relay.limits import RelayLimits
+from mqlayer.relay.session import Session
+from mqlayer.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_AWAY: Final = (StoreUnavailable, TransactionConflict)
+"""What another session can mend."""
+
+
+class Relay:
+    """Moves the rows of one outbox to their partitions until it is stopped.
+
+    Per key, messages arrive in commit order; each arrives at least once in Redis and exactly once in its partition.
+    Any number of relays may run on one outbox: they share its LPs. A relay may be killed at any line. While Redis or
+    Postgres is away it waits and tries again. Raises SchemaMismatch, ConfigurationRefused or InvalidInput for what
+    waiting can't mend.
+    """
+
+    def __init__(self, settings: Settings, *, limits: RelayLimits | None = None, relay_id: str | None = None) -> None:
+        self._settings = settings
+        self._limits = limits or RelayLimits(
+            chunk_rows=settings.relay_chunk_rows, chunk_bytes=settings.relay_chunk_bytes
+        )
+        self.relay_id = relay_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._stopping = threading.Event()
+        self._session: Session | None = None
+        self._moved_before = 0
+
+    @property
+    def appended_count(self) -> int:
+        """How many messages this relay has appended to partitions."""
+        return self._moved_before + (self._session.appended_count if self._session is not None else 0)
+
+    def run(self) -> None:
+        """Work until `stop` is called."""
+        self._serve(self._work, helper=False)
+
+    def run_once(self, *, at_most_s: float) -> int:
+        """Relay what waits in LP sets that nobody holds; return how many messages were appended."""
+        deadline = time.monotonic() + at_most_s
+        self._serve(lambda session: self._drain(session, deadline), helper=True)
+        return self.appended_count
+
+    def stop(self) -> None:
+        """Have `run` finish what is under way, give its LPs back and return. For signal handlers and threads."""
+        self._stopping.set()
+
+    def _serve(self, work: Callable[[Session], None], *, helper: bool) -> None:
+        """Do the work in a session; in a new one after Postgres was away."""
+        with self._databases() as (control, application):
+            while not self._stopping.is_set():
+                try:
+                    with self._session_on(control, application, helper=helper) as session:
+                        if session is not None:
+                            work(session)
+                        return
+                except _AWAY as error:
+                    log.warning("relay_postgres_lost", extra={"reason": str(error)})
+
+    def _work(self, session: Session) -> None:
+        """Poll: at once while there is much, else at an interval that grows while there is nothing."""
+        limits, pause_s = self._limits, self._limits.poll_min_s
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            seen = session.step()
+            if seen >= limits.chunk_rows // 2:
+                continue
+            pause_s = limits.poll_min_s if seen else min(limits.poll_max_s, pause_s * 2)
+            self._stopping.wait(max(0.0, pause_s - (time.monotonic() - began)))
+
+    def _drain(self, session: Session, deadline: float) -> None:
+        while session.lp_sets and not self._stopping.is_set() and time.monotonic() < deadline:
+            if not session.step():
+                if session.drained:
+                    return
+                self._stopping.wait(self._limits.poll_min_s)
+
+    @contextmanager
+    def _databases(self) -> Iterator[tuple[Database, Database]]:
+        settings = self._settings
+        with (
+            Database(settings.control_dsn(), application="mqlayer relay") as control,
+            Database(settings.application_dsn(), application="mqlayer relay", max_size=2) as application,
+        ):
+            yield control, application
+
+    @contextmanager
+    def _session_on(self, control: Database, application: Database, *, helper: bool) -> Iterator[Session | None]:
+        """Open a session as soon as Postgres answers; None when the relay is stopped before."""
+        retrying = Retrying(
+            retry=retry_if_exception_type(_AWAY),
+            wait=wait_random_exponential(multiplier=0.1, max=2),
+            sleep=sleep_using_event(self._stopping),
+            stop=stop_when_event_set(self._stopping),
+            before_sleep=_note_outage,
+            retry_error_callback=lambda _: None,
+        )
+        session: Session | None = retrying(self._open, control, application, helper)
+        clean = False
+        try:
+            yield session
+            clean = True
+        finally:
+            if session is not None:
+                self._end(session, leave=clean)
+
+    def _open(self, control: Database, application: Database, helper: bool) -> Session:  # noqa: FBT001
+        session = Session(
+            settings=self._settings,
+            limits=self._limits,
+            control=control,
+            application=application,
+            leases=LpSets(self.relay_id, lease_s=self._settings.lease_s, helper=helper),
+        )
+        self._session = session
+        try:
+            session.open()
+        except BaseException:
+            self._end(session, leave=False)
+            raise
+        return session
+
+    def _end(self, session: Session, *, leave: bool) -> None:
+        session.close(leave=leave)
+        self._moved_before += session.appended_count
+        self._session = None
+
+
+def relay_once(settings: Settings, *, at_most_s: float = 50.0, limits: RelayLimits | None = None) -> int:
+    """Relay what waits in LP sets that no living relay holds; return how many messages were appended.
+
+    The compensation for relays that died and are not back: harmless beside living ones, safe to run twice at once.
+    """
+    return Relay(settings, limits=limits).run_once(at_most_s=at_most_s)
+
+
+def _note_outage(state: RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome is not None else None
+    if state.attempt_number in (1, 5) or state.attempt_number % 30 == 0:
+        log.warning("relay_postgres_away", extra={"reason": str(error), "failures": state.attempt_number})

@@ -1,0 +1,301 @@
+"""One relay at work on one connection to an outbox, from its first claim to the loss of the connection or the stop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+from mqlayer.errors import StoreUnavailable
+from mqlayer.postgres.database import Database, connect, driver_errors
+from mqlayer.postgres.migrations import check_schema
+from mqlayer.relay.lanes import Lane, Lanes, Row, Unsendable, chain_of, plan
+from mqlayer.relay.leases import LpSets
+from mqlayer.relay.limits import RelayLimits
+from mqlayer.relay.links import Links
+from mqlayer.relay.pauses import Every
+from mqlayer.relay.reading import LateIds, OutboxReader, Sweep
+from mqlayer.relay.sending import Sender
+from mqlayer.relay.source import open_source
+from mqlayer.relay.targets import Targets, retarget
+from mqlayer.routes.cache import RouteCache
+from mqlayer.settings import Settings
+from mqlayer.topics import attach_topics
+
+log = logging.getLogger(__name__)
+
+FIRST_CONNECT_S: Final = 2.0
+"""How long the first scan waits for nodes, so that a backlog is not taken for lanes that fell behind."""
+
+
+class Session:
+    """Moves rows to partitions until the connection fails. Every store's state is asked for anew at its start.
+
+    Errors of nodes stay inside; errors of Postgres come out, and leave nothing but a session to throw away.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        limits: RelayLimits,
+        control: Database,
+        application: Database,
+        leases: LpSets,
+    ) -> None:
+        self._settings, self._limits = settings, limits
+        self._control, self._application, self._leases = control, application, leases
+        self._connection = connect(application.dsn, application="mqlayer relay")
+        self._background = ThreadPoolExecutor(max_workers=8, thread_name_prefix="mqlayer-relay")
+        self._routes = RouteCache(control)
+        self._links = Links(settings, control, self._routes, self._background)
+        self._reader = OutboxReader(self._connection, limits)
+        self._targets = Targets(self._routes, self._links, self._reader.topics)
+        self._lanes = Lanes(self._targets.find)
+        self._sender = Sender(
+            prefix=settings.key_prefix, lanes=self._lanes, links=self._links, targets=self._targets, limits=limits
+        )
+        self._late = LateIds(limits)
+        self._sweep: Sweep | None = None
+        self._attaching: Future[int] | None = None
+        self._beat, self._compare = Every(limits.beat_s), Every(limits.compare_s)
+        self._progress, self._sweeping = Every(limits.progress_s), Every(limits.sweep_s)
+        self._topics = Every(limits.topics_s)
+        self.drained = False
+
+    @property
+    def appended_count(self) -> int:
+        """How many messages were appended."""
+        return self._sender.appended_count
+
+    @property
+    def lp_sets(self) -> list[int]:
+        """The LP sets worked on."""
+        return self._leases.held
+
+    def open(self) -> None:
+        """Check both schemas, claim LP sets, and find out where to begin.
+
+        Raises SchemaMismatch, ConfigurationRefused for a copied outbox, StoreUnavailable.
+        """
+        with driver_errors(self._application.address):
+            self._open()
+
+    def _open(self) -> None:
+        check_schema(self._connection, "application", self._application.address)
+        with self._control.connection() as connection:
+            check_schema(connection, "control", self._control.address)
+        source = open_source(self._connection, self._control, self._application.address)
+        self._sender.source_id = source.source_id
+        now = time.monotonic()
+        self._topics.due(now)
+        attach_topics(self._control, self._application)
+        self._hold_leases()
+        self._beat.due(now)
+        self._connect_nodes()
+        waiting, first_id = self._reader.backlog(self._leases.held)
+        last_id = self._reader.last_id()
+        # A backlog that fills most of its range of ids is read in the order it lies on disk; a thin one by LP.
+        dense = first_id is not None and waiting * 4 >= last_id - first_id
+        self._reader.after = first_id - 1 if first_id is not None and dense else last_id
+        log.info("relay_opened", extra={"lp_sets": self._leases.held, "waiting": waiting})
+
+    def step(self) -> int:
+        """Move what is there, up to a chunk or two; return how many rows were seen. Raises StoreUnavailable."""
+        with driver_errors(self._application.address):
+            return self._step()
+
+    def _step(self) -> int:
+        now = time.monotonic()
+        self._keep_house(now)
+        self._targets.set_ready(now)
+        rows, late = self._read(now)
+        self._pump(late + rows)
+        self._judge_sweep(end=not rows)
+        seen = len(rows) + len(late) + self._catch_up()
+        if len(rows) < self._limits.chunk_rows // 2:
+            self._sender.collect(allowed=0)
+        self._put_aside()
+        self._lower_fallen()
+        self.drained = not seen and self._sweep is None and not self._readable() and not self._sender.in_flight
+        return seen
+
+    def close(self, *, leave: bool) -> None:
+        """Take outstanding answers and give the leases back, where Postgres still answers; close everything."""
+        try:
+            if leave:
+                with driver_errors(self._application.address):
+                    self._finish()
+        except StoreUnavailable as error:
+            log.warning("relay_leases_left", extra={"reason": str(error)})
+        finally:
+            self._links.close()
+            self._connection.close()
+            self._background.shutdown(wait=False, cancel_futures=True)
+
+    def _finish(self) -> None:
+        deadline = time.monotonic() + FIRST_CONNECT_S
+        while self._sender.in_flight and time.monotonic() < deadline:
+            self._sender.collect(allowed=0)
+        self._record_progress()
+        self._leases.leave(self._connection)
+
+    def _connect_nodes(self) -> None:
+        """Begin to connect to all nodes, and wait a moment for those that answer."""
+        for node_id in self._routes.refresh_nodes():
+            self._links.link(node_id)
+        deadline = time.monotonic() + FIRST_CONNECT_S
+        while time.monotonic() < deadline:
+            self._sender.ask_marks(self._links.tend(time.monotonic()))
+            self._sender.collect(allowed=0)
+            if all(link.synced or link.failures for link in self._links):
+                return
+            time.sleep(self._limits.poll_min_s)
+
+    def _read(self, now: float) -> tuple[list[Row], list[Row]]:
+        """Read a chunk by id, and rows that were not visible before. Redis works meanwhile."""
+        lp_sets = self._leases.held
+        if not lp_sets:
+            return [], []
+        due, after = self._late.due(now), self._reader.after
+        rows = self._reader.scan(lp_sets)
+        # Asked after the scan and sent before its rows: what the scan shows of an LP may stand on a late row.
+        late = self._reader.late(due, lp_sets) if due else []
+        self._late.found(late)
+        self._late.note(after, rows, now)
+        return rows, late
+
+    def _pump(self, rows: list[Row]) -> None:
+        self._sender.collect(allowed=self._limits.in_flight - 1)
+        if not rows:
+            return
+        batches, unsendable = plan(rows, self._lanes)
+        self._sender.send(batches)
+        self._put_aside(unsendable)
+
+    def _catch_up(self) -> int:
+        """Read and send the next rows of lanes that fell behind; return how many."""
+        lanes = self._readable()
+        if not lanes:
+            return 0
+        rows, each = self._reader.of_lps(lanes)
+        counts = dict.fromkeys((lane.chain for lane in lanes), 0)
+        for row in rows:
+            counts[row[1]] += 1
+        # Where the chunk was cut by its size, nothing is known of the last lane in it and those behind.
+        whole = len(rows) < each * len(lanes) and sum(len(row[5] or b"") for row in rows) < self._limits.chunk_bytes
+        before = {lane.chain: lane.sent for lane in lanes}
+        for lane in lanes:
+            lane.expected = lane.sent + 1
+        self._pump(rows)
+        for lane in lanes:
+            if lane.state == "behind":
+                ended = whole and counts[lane.chain] < each
+                self._after_reading(lane, counts[lane.chain], before[lane.chain], ended=ended)
+        return len(rows)
+
+    def _after_reading(self, lane: Lane, count: int, before: int, *, ended: bool) -> None:
+        """Decide how a lane goes on that was read by seq."""
+        if lane.sent != before + count:
+            # Rows that were read did not continue the lane: those before them are missing, or its target paused.
+            if lane.target.ready and lane.sent == before:
+                self._sender.suspect(lane)
+            else:
+                self._lanes.fall_behind(lane)
+        elif not ended:
+            self._lanes.fall_behind(lane)
+            self._lanes.behind[lane.chain] = self._lanes.behind.pop(lane.chain)
+        elif lane.sent < lane.counted:
+            self._sender.suspect(lane)
+        else:
+            self._lanes.follow(lane)
+
+    def _readable(self) -> list[Lane]:
+        """Return lanes that are behind and can be sent."""
+        found: list[Lane] = []
+        for lane in self._lanes.behind.values():
+            if lane.target.ready or lane.target.refusal:
+                found.append(lane)
+                if len(found) == self._limits.lps_at_once:
+                    break
+        return found
+
+    def _judge_sweep(self, *, end: bool) -> None:
+        """Hold a sweep of the counters against the lanes, once the scan has seen all that the sweep counted."""
+        sweep = self._sweep
+        if sweep is None or not (end or self._reader.after >= sweep.last_id):
+            return
+        self._sweep = None
+        for chain, seq in sweep.counters.items():
+            lane = self._lanes.get(chain)
+            lane.counted = max(lane.counted, seq)
+            if lane.sent < seq and lane.state == "open":
+                self._lanes.fall_behind(lane)
+
+    def _keep_house(self, now: float) -> None:
+        if self._beat.due(now):
+            self._hold_leases()
+        fresh = self._links.tend(now)
+        if self._compare.due(now):
+            fresh = [link for link in self._links if link.line is not None]
+        self._sender.ask_marks(fresh)
+        if self._progress.due(now):
+            self._record_progress()
+        self._attach(now)
+        if self._sweep is None and self._sweeping.due(now):
+            self._sweep = self._reader.sweep(self._leases.held)
+            self._look_at_aside()
+            retarget(self._lanes, self._targets, self._targets.retry_unrouted(now))
+
+    def _hold_leases(self) -> None:
+        gained, lost = self._leases.beat(self._connection)
+        self._lanes.forget(lost)
+        if gained:
+            for chain, seq in self._reader.relayed(gained):
+                self._lanes.start(chain, seq)
+            self._look_at_aside()
+            self._sweeping.hasten()
+        if gained or lost:
+            log.info("relay_lp_sets", extra={"gained": gained, "lost": lost})
+
+    def _attach(self, now: float) -> None:
+        """Let the outbox publish to new topics and take changed limits, every minute, in the background."""
+        if self._attaching is not None and self._attaching.done():
+            error = self._attaching.exception()
+            if error is not None:
+                log.warning("relay_attach_failed", extra={"reason": str(error)})
+            self._attaching = None
+        if self._attaching is None and self._topics.due(now):
+            self._attaching = self._background.submit(attach_topics, self._control, self._application)
+
+    def _look_at_aside(self) -> None:
+        """Hold the lanes that have a row set aside, and let go those whose row an operator wants to be tried again."""
+        held = set()
+        for topic_id, lp in self._reader.set_aside():
+            if lp >> 6 in self._leases.held:
+                lane = self._lanes.get(chain_of(topic_id, lp))
+                self._lanes.hold(lane)
+                held.add(lane.chain)
+        for chain, lane in list(self._lanes.held.items()):
+            if chain not in held:
+                self._lanes.release(lane)
+
+    def _put_aside(self, unsendable: list[Unsendable] | None = None) -> None:
+        rows = (unsendable or []) + self._sender.gone
+        self._sender.gone = []
+        for lane, seq, reason in rows:
+            self._reader.put_aside(lane, seq, reason)
+            facts = {"topic_id": lane.topic_id, "lp": lane.lp, "seq": seq, "reason": reason}
+            log.warning("relay_row_set_aside", extra=facts)
+
+    def _record_progress(self) -> None:
+        moved = [lane for lane in self._sender.moved.values() if lane.acked > lane.recorded]
+        self._sender.moved = {}
+        if moved:
+            self._reader.put_relayed(moved)
+
+    def _lower_fallen(self) -> None:
+        fallen, self._sender.fallen = list(self._sender.fallen.values()), {}
+        if fallen:
+            self._reader.lower_relayed(fallen)

@@ -1,0 +1,52 @@
+"""Which source an outbox is: an identity row in its database, one live incarnation in the control database."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from uuid import UUID
+
+from mqlayer.errors import ConfigurationRefused, MqlayerError
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxSource:
+    """The source under which an outbox's messages are numbered."""
+
+    source_id: int
+    outbox_uuid: UUID
+    name: str
+
+
+def open_source(application: Connection, control: Database, address: str) -> OutboxSource:
+    """Return the source of an outbox, made at the first call ever.
+
+    Raises ConfigurationRefused for a database that was copied from the one that the source belongs to: both would give
+    the same numbers to different messages, and the chain would swallow one of them.
+    """
+    application.execute(query("outbox_identity_put"))
+    failpoint("relay.after_identity")
+    row = application.execute(query("outbox_identity")).fetchone()
+    if row is None:
+        raise MqlayerError("the outbox has no identity: somebody removed it while the relay started")
+    outbox_uuid, name, cluster = row
+    facts = {"outbox_uuid": outbox_uuid, "name": name, "cluster": cluster}
+    with control.connection() as connection:
+        connection.execute(query("source_open_outbox"), facts)
+        failpoint("relay.after_source")
+        known = connection.execute(query("source_of_outbox"), facts).fetchone()
+    if known is None:
+        raise MqlayerError(f"the source of outbox {outbox_uuid} was closed while the relay started")
+    source_id, home = known
+    if home != cluster:
+        raise ConfigurationRefused(
+            address,
+            "the outbox's home (cluster/database)",
+            cluster,
+            f"{home!r}, where source {source_id} belongs: this database is a copy. "
+            "If it took the original's place, run `mqlayer outbox adopt`; if the original lives on, "
+            "run `mqlayer outbox renew`, which gives the copy an identity of its own and empties its outbox",
+        )
+    return OutboxSource(source_id, outbox_uuid, name)

@@ -1,0 +1,122 @@
+"""Where each LP goes at present, by the newest known routes."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from mqlayer.domain.routing import LP_COUNT, Route
+from mqlayer.errors import NotFound, StoreUnavailable
+from mqlayer.relay.lanes import Lane, Target
+from mqlayer.relay.links import Links
+from mqlayer.relay.pauses import pause_s
+from mqlayer.routes.cache import RouteCache
+
+log = logging.getLogger(__name__)
+
+NOWHERE: Final = -1
+"""The node of targets that nothing can be sent to."""
+RETRY_AWAY_S: Final = 0.5
+RETRY_REFUSED_S: Final = 5.0
+
+
+class Targets:
+    """The targets of all topics. A route is asked for when its topic shows up, and again after a refusal."""
+
+    def __init__(self, routes: RouteCache, links: Links, ask_names: Callable[[], dict[int, str]]) -> None:
+        self._routes, self._links, self._ask_names = routes, links, ask_names
+        self._names: dict[int, str] = {}
+        self._by_lp: dict[int, list[Target]] = {}
+        self._versions: dict[int, int] = {}
+        self._unrouted: dict[int, Target] = {}
+        self._chance = random.Random()
+
+    def __iter__(self) -> Iterator[Target]:
+        for targets in self._by_lp.values():
+            yield from dict.fromkeys(targets)
+
+    def find(self, chain: int) -> Target:
+        """Return the target of an LP of a topic; one that is never ready while its route can't be asked for."""
+        topic_id = chain // LP_COUNT
+        known = self._by_lp.get(topic_id)
+        if known is None and topic_id not in self._unrouted:
+            self._load(topic_id)
+            known = self._by_lp.get(topic_id)
+        return known[chain % LP_COUNT] if known is not None else self._unrouted[topic_id]
+
+    def retry_unrouted(self, now: float) -> set[int]:
+        """Ask again for routes that could not be had; return the topics that have one now."""
+        due = [topic_id for topic_id, target in self._unrouted.items() if target.paused_until <= now]
+        for topic_id in due:
+            self._load(topic_id, refresh=True)
+        return {topic_id for topic_id in due if topic_id in self._by_lp}
+
+    def refresh(self, topic_id: int) -> bool:
+        """Ask for a topic's route after a refusal; return whether there was a newer one."""
+        before = self._versions.get(topic_id)
+        self._load(topic_id, refresh=True)
+        return self._versions.get(topic_id) != before
+
+    def pause(self, target: Target, now: float) -> float:
+        """Leave a target alone for a while, longer each time; return for how many seconds."""
+        target.pause_count += 1
+        wait_s = pause_s(target.pause_count, self._chance)
+        target.paused_until, target.ready = now + wait_s, False
+        return wait_s
+
+    def set_ready(self, now: float) -> None:
+        """Note of each target whether messages may be sent to it now."""
+        for target in self:
+            target.ready = target.paused_until <= now and self._links.link(target.node_id).usable
+
+    def _load(self, topic_id: int, *, refresh: bool = False) -> None:
+        if topic_id not in self._names:
+            self._names = self._ask_names()
+        name = self._names.get(topic_id)
+        if name is None:
+            self._refuse(topic_id, f"topic id {topic_id} is not in mqlayer_app.topic")
+            return
+        try:
+            route = self._routes.refresh(name) if refresh else self._routes.route(name)
+        except StoreUnavailable as error:
+            log.debug("relay_route_unknown", extra={"topic": name, "reason": str(error)})
+            self._leave_unrouted(topic_id, "", RETRY_AWAY_S)
+        except NotFound as error:
+            self._refuse(topic_id, str(error))
+        else:
+            self._put(topic_id, route)
+
+    def _put(self, topic_id: int, route: Route) -> None:
+        if route.topic_id != topic_id:
+            self._refuse(topic_id, f"topic {route.topic!r} has id {route.topic_id} in the control database")
+            return
+        known = {target.partition: target for target in self._by_lp.get(topic_id, ())}
+        by_lp: list[Target] = []
+        for part in route.ranges:
+            target = known.get(part.partition) or Target(part.partition, part.node, route.backlog_limit)
+            target.backlog_limit = route.backlog_limit
+            by_lp += [target] * (part.lp_to - part.lp_from)
+        self._by_lp[topic_id], self._versions[topic_id] = by_lp, route.version
+        self._unrouted.pop(topic_id, None)
+
+    def _refuse(self, topic_id: int, reason: str) -> None:
+        """Have every row of the topic set aside, as long as nobody changes that."""
+        self._by_lp.pop(topic_id, None)
+        self._versions.pop(topic_id, None)
+        self._leave_unrouted(topic_id, reason, RETRY_REFUSED_S)
+
+    def _leave_unrouted(self, topic_id: int, refusal: str, retry_s: float) -> None:
+        if topic_id in self._by_lp:
+            return
+        target = self._unrouted.setdefault(topic_id, Target(0, NOWHERE, 0))
+        target.refusal, target.paused_until = refusal, time.monotonic() + retry_s
+
+
+def retarget(lanes: Iterable[Lane], targets: Targets, topic_ids: set[int]) -> None:
+    """Give the lanes of topics with a new route their targets."""
+    for lane in lanes:
+        if lane.topic_id in topic_ids:
+            lane.target = targets.find(lane.chain)
