@@ -13,9 +13,6 @@ from typing import Final
 from mqlayer.stack.accounts import Account
 from mqlayer.stack.deadlines import comes_true
 
-# Children of this process stay referenced until they ended: so each is reaped, and none is left as a zombie.
-_children: Final[dict[int, subprocess.Popen[bytes]]] = {}
-
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
@@ -23,6 +20,10 @@ class ProcessId:
 
     pid: int
     started: str
+
+
+# Children of this process stay referenced until they ended: so each is reaped, and none is left as a zombie.
+_children: Final[dict[ProcessId, subprocess.Popen[bytes]]] = {}
 
 
 def spawn(
@@ -50,16 +51,21 @@ def spawn(
             group=account.gid if account else None,
             extra_groups=[] if account else None,
         )
-    _children[child.pid] = child
-    return ProcessId(child.pid, _started(child.pid) or "")
+    process = ProcessId(child.pid, _started(child.pid) or "")
+    _children[process] = child
+    return process
 
 
 def is_running(process: ProcessId) -> bool:
     """Return whether the very process is alive: not ended, not a zombie, not another with its pid."""
-    child = _children.get(process.pid)
-    if child is not None and child.poll() is not None:
-        del _children[process.pid]
-    return process.started != "" and _started(process.pid) == process.started
+    child = _children.get(process)
+    if child is None:
+        return process.started != "" and _started(process.pid) == process.started
+    # A child of ours has ended only when it was reaped: until then its pid looks alive to others.
+    if child.poll() is None:
+        return True
+    _children.pop(process, None)
+    return False
 
 
 def send(process: ProcessId, number: signal.Signals) -> None:
