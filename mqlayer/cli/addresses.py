@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -19,3 +20,11 @@ def settings_here(directory: Path | None = None) -> Settings:
     found = {"dsn": SecretStr(addresses.dsn), "broker_url": SecretStr(addresses.broker_url)}
     missing = {name: address for name, address in found.items() if name not in settings.model_fields_set}
     return settings.model_copy(update=missing)
+
+
+def use_stack_here() -> None:
+    """Let the rest of this process, and what it starts, find the stack here; addresses given already stay."""
+    addresses = Stack().addresses()
+    if addresses is not None and not Settings().control_dsn():
+        for name, value in addresses.environment().items():
+            os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""Logs of the commands: an event name and its fields, one line each, on standard error."""
+"""Logs of the commands, on standard error: set up once, before a command runs."""
 
 from __future__ import annotations
 
@@ -7,27 +7,17 @@ from typing import Final
 
 import typer
 
+from mqlayer.logs import EventFormatter, JsonFormatter
+
 LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
-# What every record has by itself; the rest are the fields that the event was logged with.
-_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+__all__ = ["LEVELS", "EventFormatter", "configure_logging"]
 
 
-class EventFormatter(logging.Formatter):
-    """`time level event field=value …`."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the base class's name
-        """Return the line, its fields in the order in which they were given."""
-        fields = (f" {name}={value}" for name, value in vars(record).items() if name not in _STANDARD)
-        return super().formatMessage(record) + "".join(fields)
-
-
-def configure_logging(level: str) -> None:
+def configure_logging(level: str, *, as_json: bool = False) -> None:
     """Send the logs of this process to standard error."""
     if level.upper() not in LEVELS:
         raise typer.BadParameter(f"{level!r}: use one of {', '.join(LEVELS)}")
     handler = logging.StreamHandler()
-    handler.setFormatter(EventFormatter())
+    handler.setFormatter(JsonFormatter() if as_json else EventFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import mqlayer
-from mqlayer.cli import stack
+from mqlayer.cli import consume, migrate, nodes, outbox, relay, stack, topics, trim
 from mqlayer.cli.failures import FailureShowingGroup
 from mqlayer.cli.logs import configure_logging
 
@@ -38,9 +38,19 @@ def main(
         bool, typer.Option("--version", help="Show the version and end.", is_eager=True, callback=show_version)
     ] = False,
     log_level: Annotated[str, typer.Option(envvar="MQLAYER_LOG_LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+    log_json: Annotated[
+        bool, typer.Option("--log-json", envvar="MQLAYER_LOG_JSON", help="Log one JSON object per line.")
+    ] = False,
 ) -> None:
     """Set logging up for all commands."""
-    configure_logging(log_level)
+    configure_logging(log_level, as_json=log_json)
 
 
 stack.add_to(app)
+consume.add_to(app)
+migrate.add_to(app)
+nodes.add_to(app)
+topics.add_to(app)
+relay.add_to(app)
+outbox.add_to(app)
+trim.add_to(app)

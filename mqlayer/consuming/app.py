@@ -15,8 +15,10 @@ app.run()                     # or: mqlayer consume module:app --processes 4
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
+import queue
 import signal
 import threading
 from collections.abc import Callable
@@ -131,11 +133,15 @@ class App:
         except BaseException:
             self.stop()
             raise
+        log.info("consumers_started", extra={"members": len(self.members)})
 
-    def stop(self) -> bool:
-        """Stop all members, side by side; True when every handler had ended. No message is handled after that."""
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Stop all members, side by side; True when every handler had ended. No message is handled after that.
+
+        Handlers that run are waited for, up to the time given or else their member's `drain_limit_s`.
+        """
         ended: list[bool] = []
-        threads = [threading.Thread(target=lambda m=member: ended.append(m.stop())) for member in self.members]
+        threads = [threading.Thread(target=lambda m=member: ended.append(m.stop(timeout_s))) for member in self.members]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -146,23 +152,48 @@ class App:
         self._open = []
         return all(ended)
 
-    def run(self) -> None:
-        """Consume until SIGTERM or SIGINT, then stop in order. For the main thread."""
-        done = threading.Event()
+    def run(self, *, on_start: Callable[[], None] | None = None) -> bool:
+        """Consume until SIGTERM or SIGINT, then stop in order. For the main thread.
 
-        def end(_signal: int, _frame: FrameType | None) -> None:
-            done.set()
+        `on_start` is called when all groups are joined. Returns True when a signal ended it and every handler had
+        ended. A second signal does what it did before: it ends the process.
+        """
+        # Of the standard library's ways to wake a thread, the one that a signal handler may use at any moment.
+        signals: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-        before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            self.start()
-            # A member ends by itself when another process takes its id.
-            while not done.wait(0.5) and any(member.running for member in self.members):
-                pass
-        finally:
-            self.stop()
+        def end(number: int, _frame: FrameType | None) -> None:
+            signals.put(number)
+            restore()
+
+        def restore() -> None:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        for number in before:
+            signal.signal(number, end)
+        try:
+            self.start()
+            if on_start is not None:
+                on_start()
+            asked = self._wait(signals)
+        finally:
+            in_order = self.stop()
+            restore()
+        return asked and in_order
+
+    @property
+    def running(self) -> bool:
+        """Whether anything is consumed: False before `start`, after `stop`, or when others took all members' ids."""
+        return any(member.running for member in self.members)
+
+    def _wait(self, signals: queue.SimpleQueue[int]) -> bool:
+        """Wait for a signal; False when all members ended by themselves."""
+        while self.running:
+            with contextlib.suppress(queue.Empty):
+                signals.get(timeout=0.5)
+                return True
+        return False
 
     def _member(
         self, consumer: Consumer, database: Database, routes: RouteCache, application: Database | None

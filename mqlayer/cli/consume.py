@@ -1,0 +1,71 @@
+"""`consume`: run the consumers of a program, in one process or several."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from mqlayer.cli.addresses import use_stack_here
+from mqlayer.cli.supervision import Supervisor, SupervisorLine
+from mqlayer.consuming.app import App
+from mqlayer.consuming.loading import load_app
+from mqlayer.errors import InvalidInput
+
+SLACK_S = 30.0
+"""What a stop may take beyond the drain limit before its process is killed."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Put the command into the application."""
+    app.command()(consume)
+
+
+def consume(
+    context: typer.Context,
+    application: Annotated[str, typer.Argument(metavar="MODULE:APP", help="Where the program's mqlayer.App is.")],
+    processes: Annotated[int, typer.Option("--processes", "-p", min=1, max=256, help="How many processes.")] = 1,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Handlers at once per consumer and process; else what the program says.")
+    ] = None,
+) -> None:
+    """Run the consumers of MODULE:APP until SIGTERM or SIGINT, then stop in order.
+
+    Running handlers are waited for; a second signal kills. A process that dies is started again.
+    """
+    use_stack_here()
+    app = load_app(application)
+    if concurrency is not None:
+        app.consumers[:] = [replace(c, options=replace(c.options, concurrency=concurrency)) for c in app.consumers]
+    ended_in_order = _run_here(app) if processes == 1 else _supervise(context, app, application, processes, concurrency)
+    if not ended_in_order:
+        raise typer.Exit(1)
+
+
+def _run_here(app: App) -> bool:
+    line = SupervisorLine.from_environment()
+    if line is None:
+        return app.run()
+    line.watch()
+    return app.run(on_start=line.say_started)
+
+
+def _supervise(context: typer.Context, app: App, path: str, processes: int, concurrency: int | None) -> bool:
+    named = [consumer.options.member_id for consumer in app.consumers if consumer.options.member_id]
+    if named:
+        raise InvalidInput(f"member id {named[0]!r} is for one process: leave it out, or run one process")
+    limit_s = max((consumer.options.drain_limit_s for consumer in app.consumers), default=0.0) + SLACK_S
+    command = [sys.executable, "-m", "mqlayer", "consume", path]
+    if concurrency is not None:
+        command += ["--concurrency", str(concurrency)]
+    return Supervisor(command, count=processes, environment=_environment(context), stop_limit_s=limit_s).run()
+
+
+def _environment(context: typer.Context) -> dict[str, str]:
+    """Return what children need to log as this process does."""
+    options: dict[str, Any] = context.find_root().params
+    level, as_json = options.get("log_level", "INFO"), options.get("log_json", False)
+    return {**os.environ, "MQLAYER_LOG_LEVEL": str(level), "MQLAYER_LOG_JSON": str(int(as_json))}

@@ -1,0 +1,231 @@
+"""Several processes of one command: started, watched, started again, stopped together.
+
+A child and its supervisor share a line. The child says there that it has started; the end of the line tells the child
+that its supervisor is gone, so that no child outlives it, not even after SIGKILL.
+
+States of a child: *starting* -> *started* -> *ended*; from there, unless we are stopping, *starting* again after a wait
+that grows while it keeps ending. One that never started ends everything: its configuration can't work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import random
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+LINE_VARIABLE: Final = "MQLAYER_SUPERVISOR_FD"
+STARTED: Final = b"s"
+LOOK_EVERY_S: Final = 0.1
+FIRST_WAIT_S: Final = 0.5
+LONGEST_WAIT_S: Final = 30.0
+STEADY_AFTER_S: Final = 60.0
+"""A child that served this long is not one that keeps ending."""
+
+
+class SupervisorLine:
+    """A child's end of the line to its supervisor."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+
+    @classmethod
+    def from_environment(cls) -> SupervisorLine | None:
+        """Return the line, or None in a process that has no supervisor. The variable is used up."""
+        number = os.environ.pop(LINE_VARIABLE, "")
+        if not number:
+            return None
+        line = socket.socket(fileno=int(number))
+        line.set_inheritable(False)
+        return cls(line)
+
+    def say_started(self) -> None:
+        """Tell the supervisor that this process serves."""
+        with contextlib.suppress(OSError):
+            self._line.sendall(STARTED)
+
+    def watch(self) -> None:
+        """Send SIGTERM to this process when the supervisor is gone."""
+        threading.Thread(target=self._watch, name="mqlayer-supervisor-line", daemon=True).start()
+
+    def _watch(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._line.recv(1):
+                pass
+        log.warning("supervisor_gone")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Child:
+    """One place in the set of processes, and the process that is in it now."""
+
+    def __init__(self, start: Callable[[socket.socket], subprocess.Popen[bytes]]) -> None:
+        self._start = start
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._began = self._again_at = 0.0
+        self._ends = 0
+        self._started = self.ever_started = False
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a process."""
+        return self._process is not None and self._process.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal; to a process that ended, nothing."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def look(self, now: float) -> bool:
+        """Take in what happened to the process; start one where it is time. False: it can't start at all."""
+        if self._process is None:
+            if now >= self._again_at:
+                self._begin(now)
+            return True
+        code = self._process.poll()
+        self._listen()
+        return True if code is None else self._note_end(code, now)
+
+    def close(self) -> None:
+        """Let the line go."""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _begin(self, now: float) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = self._start(theirs)
+        ours.setblocking(False)
+        self._line, self._began, self._started = ours, now, False
+
+    def _listen(self) -> None:
+        if self._line is None or self._started:
+            return
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            if self._line.recv(1) == STARTED and self._process is not None:
+                self._started = self.ever_started = True
+                log.info("process_started", extra={"pid": self._process.pid})
+
+    def _note_end(self, code: int, now: float) -> bool:
+        pid = self._process.pid if self._process is not None else 0
+        self._process = None
+        self.close()
+        facts: dict[str, object] = {"pid": pid, **how_it_ended(code)}
+        if not self.ever_started:
+            log.error("process_did_not_start", extra=facts)
+            return False
+        self._ends = 1 if self._started and now - self._began >= STEADY_AFTER_S else self._ends + 1
+        wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._ends - 1)) * random.uniform(0.8, 1.0)
+        self._again_at = now + wait_s
+        log.error("process_died", extra=facts | {"again_in_s": round(wait_s, 1)})
+        return True
+
+
+class Supervisor:
+    """A number of processes of one command."""
+
+    def __init__(
+        self, command: Sequence[str], *, count: int, environment: Mapping[str, str], stop_limit_s: float
+    ) -> None:
+        self._command, self._environment, self._stop_limit_s = list(command), dict(environment), stop_limit_s
+        self._children = [Child(self._start) for _ in range(count)]
+
+    def run(self) -> bool:
+        """Run until SIGTERM or SIGINT; False when a process could not be started at all, or had to be killed.
+
+        For the main thread. The children get SIGTERM and are waited for; a second signal kills them.
+        """
+        with _signals() as signals:
+            try:
+                able = self._watch(signals)
+            finally:
+                ended = self._stop(signals)
+        return able and ended
+
+    def _watch(self, signals: Signals) -> bool:
+        while not signals.wait(LOOK_EVERY_S):
+            now = time.monotonic()
+            if not all(child.look(now) for child in self._children):
+                return False
+        return True
+
+    def _stop(self, signals: Signals) -> bool:
+        """End all children; True when each ended by itself."""
+        until = time.monotonic() + self._stop_limit_s
+        for child in self._children:
+            child.send(signal.SIGTERM)
+            # A stopped process reads its signals only once it goes on.
+            child.send(signal.SIGCONT)
+        while any(child.running for child in self._children):
+            if signals.wait(LOOK_EVERY_S) or time.monotonic() >= until:
+                self._kill()
+                return False
+        for child in self._children:
+            child.close()
+        return True
+
+    def _kill(self) -> None:
+        log.error("processes_killed", extra={"count": sum(child.running for child in self._children)})
+        for child in self._children:
+            child.send(signal.SIGKILL)
+            child.close()
+
+    def _start(self, line: socket.socket) -> subprocess.Popen[bytes]:
+        number = line.fileno()
+        # A session of its own: Ctrl-C reaches the supervisor alone, which passes it on once.
+        return subprocess.Popen(
+            self._command,
+            env={**self._environment, LINE_VARIABLE: str(number)},
+            pass_fds=[number],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+class Signals:
+    """SIGTERM and SIGINT of this process, taken one by one."""
+
+    def __init__(self) -> None:
+        # Of the standard library's ways to wake a thread, the one that a signal handler may use at any moment.
+        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        """Keep one."""
+        self._came.put(number)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Take the next one; False when none came in time."""
+        try:
+            self._came.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        return True
+
+
+def how_it_ended(code: int) -> dict[str, object]:
+    """Return a process's end as fields for the log."""
+    return {"exit_code": code} if code >= 0 else {"signal": signal.Signals(-code).name}
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[Signals]:
+    signals = Signals()
+    before = {number: signal.signal(number, signals.note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,57 @@
+"""How log records are shown: an event name and its fields, one line each, with no password of an address in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from mqlayer.errors import redact
+
+# What every record has by itself; the rest are the fields that the event was logged with. The last one is Celery's.
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "data"}
+_NEEDS_QUOTES: Final = frozenset(" \t\r\n\"'=")
+
+
+class EventFormatter(logging.Formatter):
+    """`time level event field=value …`."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as text; passwords in addresses are masked."""
+        return redact(super().format(record))
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the base class's name
+        """Return the line, its fields in the order in which they were given."""
+        shown = (f" {name}={_shown(value)}" for name, value in fields_of(record).items())
+        return super().formatMessage(record) + "".join(shown)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: `at`, `level`, `logger`, `event`, the fields, and `trace` for an exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as one line of JSON; passwords in addresses are masked."""
+        line: dict[str, Any] = {
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        line |= fields_of(record)
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return redact(json.dumps(line, default=str))
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """Return what the event was logged with, in the order given."""
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if not text or _NEEDS_QUOTES.intersection(text) else text

@@ -1,0 +1,209 @@
+"""`mqlayer consume`: real processes on real servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from mqlayer.stack.processes import ProcessId, _started, children_of, is_running
+from tests.fixtures.appending import Appender
+from tests.fixtures.waiting import wait_until
+
+PROGRAM = """
+import os, pathlib
+import mqlayer
+
+app = mqlayer.App()
+place = pathlib.Path(os.environ["HANDLED"])
+
+@app.consumer("orders", group="ledger")
+def handle(body: bytes) -> None:
+    with place.open("a") as file:
+        file.write(f"{os.getpid()} {body.decode()}\\n")
+"""
+
+Command = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def handled(tmp_path: Path) -> Path:
+    """The file that the program's handler writes to: a line of process and body for each message."""
+    (tmp_path / "orders_program.py").write_text(PROGRAM)
+    place = tmp_path / "handled"
+    place.touch()
+    return place
+
+
+@pytest.fixture
+def consume(handled: Path, database_dsn: str, key_prefix: str) -> Iterator[Command]:
+    """Start `mqlayer consume` on the program; it is killed after the test."""
+    environment = {**os.environ, "HANDLED": str(handled), "MQLAYER_LEASE_S": "2"}
+    environment |= {"MQLAYER_DSN": database_dsn, "MQLAYER_KEY_PREFIX": key_prefix}
+    with ExitStack() as cleanup:
+
+        def start(*options: str, path: str = "orders_program:app", **variables: str) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "mqlayer", "consume", path, *options],
+                cwd=handled.parent,
+                env=environment | variables,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            cleanup.callback(end, process)
+            return process
+
+        yield start
+
+
+@pytest.fixture
+def orders(database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Appender]:
+    """The topic, and a way to append to it."""
+    appender = Appender(database_dsn, redis_url, topic="orders", prefix=key_prefix)
+    yield appender
+    appender.close()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def children(process: subprocess.Popen[str]) -> list[ProcessId]:
+    return children_of(ProcessId(process.pid, _started(process.pid) or ""))
+
+
+def lines(handled: Path) -> list[list[str]]:
+    return [line.split() for line in handled.read_text().splitlines()]
+
+
+def bodies(handled: Path) -> set[str]:
+    return {body for _, body in lines(handled)}
+
+
+def numbered(first: int, last: int) -> list[tuple[str, bytes]]:
+    return [(f"key-{number}", str(number).encode()) for number in range(first, last)]
+
+
+def all_handled(handled: Path, first: int, last: int) -> Callable[[], bool]:
+    return lambda: bodies(handled) >= {str(number) for number in range(first, last)}
+
+
+def test_one_process_handles_messages_until_it_is_asked_to_stop(
+    consume: Command, orders: Appender, handled: Path
+) -> None:
+    process = consume("--concurrency", "2")
+    orders.send(numbered(0, 20))
+    wait_until(all_handled(handled, 0, 20), timeout_s=20, what="20 messages handled")
+    process.terminate()
+    _, log = process.communicate(timeout=20)
+    assert process.returncode == 0, log
+    assert "consumers_started members=1" in log
+
+
+def test_several_processes_share_the_messages_and_stop_together(
+    consume: Command, orders: Appender, handled: Path
+) -> None:
+    process = consume("--processes", "2")
+    wait_until(lambda: len(children(process)) == 2, timeout_s=20, what="two children")
+    began = children(process)
+    sent = 0
+
+    def shared() -> bool:
+        nonlocal sent
+        orders.send(numbered(sent, sent + 8))
+        sent += 8
+        return len({pid for pid, _ in lines(handled)}) == 2
+
+    wait_until(shared, timeout_s=20, what="both processes handle messages")
+    wait_until(all_handled(handled, 0, sent), what="all messages handled")
+    process.send_signal(signal.SIGINT)
+    _, log = process.communicate(timeout=20)
+    assert process.returncode == 0, log
+    assert not any(is_running(child) for child in began)
+    assert len(lines(handled)) == sent
+
+
+def test_a_process_that_dies_is_started_again(consume: Command, orders: Appender, handled: Path) -> None:
+    process = consume("--processes", "2")
+    orders.send(numbered(0, 20))
+    wait_until(all_handled(handled, 0, 20), timeout_s=20, what="messages handled")
+    wait_until(lambda: len(children(process)) == 2, what="two children")
+    victim, survivor = children(process)
+    os.kill(victim.pid, signal.SIGKILL)
+    orders.send(numbered(20, 40))
+
+    wait_until(all_handled(handled, 20, 40), timeout_s=20, what="messages handled after the kill")
+    wait_until(lambda: len(children(process)) == 2, timeout_s=20, what="two children again")
+    assert survivor in children(process)
+    assert victim not in children(process)
+    process.terminate()
+    _, log = process.communicate(timeout=20)
+    assert process.returncode == 0, log
+    assert f"process_died pid={victim.pid} signal=SIGKILL again_in_s=" in log
+
+
+def test_no_process_outlives_a_killed_supervisor(consume: Command, orders: Appender, handled: Path) -> None:
+    process = consume("--processes", "2")
+    orders.send(numbered(0, 20))
+    wait_until(all_handled(handled, 0, 20), timeout_s=20, what="messages handled")
+    wait_until(lambda: len(children(process)) == 2, what="two children")
+    began = children(process)
+    process.kill()
+    wait_until(lambda: not any(is_running(child) for child in began), timeout_s=20, what="the children ended")
+
+
+def test_a_second_signal_kills_what_does_not_stop(consume: Command, orders: Appender, handled: Path) -> None:
+    program = (handled.parent / "orders_program.py").read_text()
+    stuck = program + "    import threading; threading.Event().wait()\n"
+    (handled.parent / "orders_program.py").write_text(stuck)
+    process = consume("--processes", "2")
+    orders.send(numbered(0, 1))
+    wait_until(lambda: lines(handled), timeout_s=20, what="a message that is never done")
+    began = children(process)
+    process.terminate()
+    wait_until(lambda: process.poll() is None and len(children(process)) < 2, what="the idle process ended")
+    process.terminate()
+    _, log = process.communicate(timeout=10)
+    assert process.returncode == 1, log
+    assert "processes_killed" in log
+    assert not any(is_running(child) for child in began)
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_what_can_not_start_fails_with_the_reason_and_no_password(consume: Command, handled: Path, count: str) -> None:
+    process = consume("--processes", count, MQLAYER_DSN="postgresql://me:s3cret@127.0.0.1:1/none")
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "postgres at 127.0.0.1:1/none is not available" in log
+    assert "s3cret" not in log
+    assert "Traceback" not in log
+
+
+def test_an_unknown_topic_is_named(consume: Command, handled: Path) -> None:
+    process = consume("--processes", "2")
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "unknown topic 'orders'" in log
+
+
+def test_a_wrong_path_is_named_once(consume: Command, handled: Path) -> None:
+    process = consume("--processes", "3", path="no_such_shop:app")
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert log.count("unknown module 'no_such_shop'") == 1
+
+
+def test_a_fixed_member_id_is_refused_for_several_processes(consume: Command, handled: Path) -> None:
+    program = PROGRAM.replace('"ledger"', '"ledger", options=mqlayer.MemberOptions(member_id="m-1")')
+    (handled.parent / "orders_program.py").write_text(program)
+    process = consume("--processes", "2")
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "member id 'm-1' is for one process" in log
