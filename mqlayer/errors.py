@@ -19,7 +19,11 @@ MqlayerError
 │   ├── NodeOutOfMemory     Redis refuses writes: free memory, settling goes on
 │   ├── PublishUnknown      no answer yet: it stays queued and is repeated
 │   ├── PublishAborted      an earlier message of the same LP failed for good
-│   └── AcknowledgedLoss    the node lost messages that it had acknowledged
+│   ├── AcknowledgedLoss    the node lost messages that it had acknowledged
+│   ├── NotReplicated       stored, but fewer replicas have it than required
+│   ├── PartlyPublished     some messages of a batch have no receipt: says which
+│   ├── ProducerFull        the producer itself holds its limit of unsettled messages
+│   └── ProducerClosed      closed, or made in another process: make a new one
 ├── TransactionConflict     a busy LP under REPEATABLE READ: run the transaction again
 ├── FenceError
 │   ├── AlreadyApplied      this message's effect is there: settle it and go on
@@ -34,7 +38,9 @@ Facts are positional arguments, so that an error survives pickling; the message 
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Final
 
 _PASSWORD_IN_URL: Final = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+.-]*://)(?P<user>[^:/@\s]*):(?P<password>[^@\s]*)@", re.IGNORECASE
@@ -209,11 +215,18 @@ class NodeOutOfMemory(PublishError):
 
 class PublishUnknown(PublishError):
     """No answer within the time given. The message keeps its seq, is repeated before any later one of
-    its LP, and its future tells the outcome: do not publish it again."""
+    its LP, and its future tells the outcome: do not publish it again.
+
+    `future` is that future, in the process that raised the error; None elsewhere."""
 
     def __init__(self, topic: str, lp: int, seq: int, reason: str) -> None:
         super().__init__(topic, lp, seq, redact(reason))
         self.topic, self.lp, self.seq, self.reason = topic, lp, seq, redact(reason)
+        self.future: Future[Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A future stays in its process."""
+        return type(self), self.args
 
     def __str__(self) -> str:
         return (
@@ -245,6 +258,68 @@ class AcknowledgedLoss(PublishError):
             f"topic {self.topic!r}, LP {self.lp}: the node lost acknowledged messages {self.first_lost} to "
             f"{self.last_lost}: publish them again if you still have them; use the outbox where loss is not acceptable"
         )
+
+
+class NotReplicated(PublishError):
+    """The message is stored on the primary, but fewer replicas received it in time than the producer requires."""
+
+    def __init__(self, topic: str, partition: int, wanted: int, received: int) -> None:
+        super().__init__(topic, partition, wanted, received)
+        self.topic, self.partition, self.wanted, self.received = topic, partition, wanted, received
+
+    def __str__(self) -> str:
+        return (
+            f"topic {self.topic!r}, partition {self.partition}: stored, but {self.received} of {self.wanted} replicas "
+            "received it in time: do not publish it again; look at the replicas"
+        )
+
+
+class PartlyPublished(PublishError):
+    """Some messages of a batch have no receipt; the first one's error is the cause.
+
+    `outcomes` has a receipt or an error for each message in the batch's order, in the process that raised it.
+    """
+
+    def __init__(self, topic: str, stored: int, failed: int, reason: str) -> None:
+        super().__init__(topic, stored, failed, redact(reason))
+        self.topic, self.stored, self.failed, self.reason = topic, stored, failed, redact(reason)
+        self.outcomes: Sequence[Any] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Outcomes may hold futures, which stay in their process."""
+        return type(self), self.args
+
+    def __str__(self) -> str:
+        return (
+            f"topic {self.topic!r}: {self.stored} messages stored, {self.failed} without a receipt, "
+            f"see `outcomes`; the first: {self.reason}"
+        )
+
+
+class ProducerFull(PublishError):
+    """The producer holds its limit of unsettled messages; this one was not taken."""
+
+    def __init__(self, count: int, size: int, waited_s: float) -> None:
+        super().__init__(count, size, waited_s)
+        self.count, self.size, self.waited_s = count, size, waited_s
+
+    def __str__(self) -> str:
+        return (
+            f"{self.count} messages of {self.size} bytes wait in this producer, and none was settled within "
+            f"{self.waited_s:g} s: publish more slowly, raise max_pending_messages and max_pending_bytes, "
+            "or see what holds up the node"
+        )
+
+
+class ProducerClosed(PublishError):
+    """The producer can't be used, or was closed before this message was settled."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(redact(reason))
+        self.reason = redact(reason)
+
+    def __str__(self) -> str:
+        return f"producer can't be used: {self.reason}"
 
 
 class TransactionConflict(MqlayerError):
