@@ -121,6 +121,24 @@ class NodeConnection:
             self.close()
             raise StoreUnavailable(self.node.address, str(error)) from error
 
+    def send_packet(self, packet: bytes) -> None:
+        """Send requests that are encoded already; `receive` must be called for as many replies, in order."""
+        self.connect()
+        try:
+            self._line.send_packed_command((packet,), check_health=False)
+        except (redis.RedisError, OSError) as error:
+            self.close()
+            raise StoreUnavailable(self.node.address, str(error)) from error
+        except BaseException:
+            # Part of a request may be on the wire; what followed would be read as its rest.
+            self.close()
+            raise
+
+    def digest(self, name: str) -> bytes:
+        """Return the digest by which this server calls a script."""
+        self.connect()
+        return self._digests[name]
+
     def ready(self, timeout_s: float) -> bool:
         """Say whether a reply, or the news that the line broke, comes within the time."""
         self.connect()
