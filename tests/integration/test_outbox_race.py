@@ -6,17 +6,29 @@ The same writers and the same judge show that two published recipes do not: see 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
+import pytest
+import redis
+from pydantic import SecretStr
 
 from mqlayer.domain.routing import lp_of
-from mqlayer.postgres.database import Connection
+from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
-from tests.proof.checker import Breach, Verdict
-from tests.proof.history import MessageEvent, Publish
-from tests.proof.outbox_race import Race, run_race
+from mqlayer.relay import Relay, relay_once
+from mqlayer.routes.cache import load_route
+from mqlayer.settings import Settings
+from mqlayer.topics import create_topic, register_node
+from tests.fixtures.waiting import wait_until
+from tests.proof.checker import Breach, Verdict, check
+from tests.proof.history import History, MessageEvent, Publish, read_histories
+from tests.proof.outbox_race import GROUP, Race, delivered, run_race, run_writers
 from tests.proof.planted import Outbox, OutboxById, OutboxByTransaction
+from tests.proof.streams import read_partition, record_count
 
 ROUNDS_LIMIT_S = 60.0
 """How long a wrong recipe may go unnoticed; it takes one or two rounds of half a second."""
@@ -30,6 +42,9 @@ class OurOutbox:
 
     topic = TOPIC
 
+    def __init__(self, *, source: int = 1) -> None:
+        self._source = source
+
     def prepare(self, connection: Connection) -> None:
         facts = {"topic_id": TOPIC_ID, "name": TOPIC, "body_limit": 1_000}
         connection.execute(query("outbox_topic_put"), facts)
@@ -38,7 +53,7 @@ class OurOutbox:
     def publish(self, connection: Connection, key: str, value: str) -> MessageEvent:
         row = connection.execute("SELECT mqlayer_app.publish_v1(%s, %s, %s)", (TOPIC, key, value.encode())).fetchone()
         assert row is not None
-        return Publish(topic=TOPIC, key=key, source=1, lp=lp_of(key.encode()), seq=row[0], value=value)
+        return Publish(topic=TOPIC, key=key, source=self._source, lp=lp_of(key.encode()), seq=row[0], value=value)
 
     def reader(self) -> OurReader:
         return OurReader()
@@ -97,3 +112,57 @@ def test_reading_by_transaction_reverses_messages_in_real_time(empty_database_ds
     verdict = race_until(Breach.REAL_TIME_INVERSION, OutboxByTransaction(), empty_database_dsn, tmp_path)
     assert verdict.counts[Breach.REAL_TIME_INVERSION] > 0, verdict
     assert verdict.counts[Breach.LOST] == 0, verdict
+
+
+@pytest.fixture
+def settings(database_dsn: str, redis_url: str, key_prefix: str) -> Settings:
+    """A topic with two partitions on one node, and an outbox that has its source."""
+    settings = Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix)
+    with Database(database_dsn) as database:
+        register_node(database, name="node-1", url=redis_url)
+        create_topic(database, TOPIC, prefix=key_prefix, partitions=2, application=database)
+    relay_once(settings)
+    return settings
+
+
+@contextmanager
+def relays(settings: Settings, *, count: int) -> Iterator[None]:
+    """Run relays in threads; a failure of one is raised at the end."""
+    running = [Relay(settings) for _ in range(count)]
+    with ThreadPoolExecutor(max_workers=count) as pool:
+        ends = [pool.submit(relay.run) for relay in running]
+        try:
+            yield
+        finally:
+            for relay in running:
+                relay.stop()
+    for end in ends:
+        end.result()
+
+
+def record_streams(settings: Settings, client: redis.Redis, partitions: Iterable[int], directory: Path) -> None:
+    with History(directory, "streams") as history:
+        for partition in partitions:
+            for append in read_partition(client, settings.key_prefix, partition, TOPIC):
+                history.note(append)
+                history.note(delivered(append))
+
+
+def test_two_relays_bring_all_to_the_partitions_in_the_order_of_commits(
+    settings: Settings, database_dsn: str, redis_url: str, tmp_path: Path
+) -> None:
+    with Database(database_dsn) as database, database.connection() as connection:
+        (source,) = connection.execute("SELECT source_id FROM mqlayer.source").fetchone() or (0,)
+        partitions = [each.partition for each in load_route(database, TOPIC).ranges]
+    with redis.Redis.from_url(redis_url) as client:
+        with relays(settings, count=2):
+            race = Race(transactions_each=150)
+            committed = run_writers(race, OurOutbox(source=source), database_dsn, tmp_path)
+            wait_until(
+                lambda: record_count(client, settings.key_prefix, partitions) >= committed,
+                what=f"{committed} records in the partitions",
+            )
+        record_streams(settings, client, partitions, tmp_path)
+    verdict = check(read_histories(tmp_path), flows=[(GROUP, TOPIC)])
+    assert verdict.clean, verdict
+    assert verdict.delivered == verdict.messages == committed
