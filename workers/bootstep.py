@@ -1,0 +1,103 @@
+"""Consumers inside a Celery worker: a step of the worker's own blueprint, with its own thread.
+
+On the worker's blueprint, not the consumer's: Celery restarts that one at every loss of its broker, which must not
+touch our consumers. After Pool and Beat: both fork, and threads and connections don't survive a fork. Never a task:
+the broker would hand a long one out again after its visibility timeout.
+
+States of the host: *connecting* (again and again while the stores are away) -> *consuming* -> *stopped*.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+from typing import Any, Final
+
+from celery import Celery, bootsteps
+from celery.exceptions import ImproperlyConfigured
+from click import Option
+
+from mqlayer.consuming import App
+from mqlayer.consuming.loading import load_app
+from mqlayer.errors import MqlayerError, redact
+
+log = logging.getLogger(__name__)
+
+VARIABLE: Final = "MQLAYER_CONSUMERS"
+GREEN_POOLS: Final = ("celery.concurrency.eventlet", "celery.concurrency.gevent")
+FIRST_WAIT_S: Final = 0.5
+LONGEST_WAIT_S: Final = 30.0
+COLD_STOP_S: Final = 1.0
+
+
+class ConsumerHost:
+    """An application's consumers, kept going by a thread of their own until `stop`."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._connect, name="mqlayer-consumer-host", daemon=True)
+
+    def start(self) -> None:
+        """Start to connect; returns at once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop consuming in order: running handlers are waited for, up to their drain limit."""
+        self._stop(None)
+
+    def terminate(self) -> None:
+        """Stop as a cold shutdown wants it: what still runs is given up, and handled again elsewhere."""
+        self._stop(COLD_STOP_S)
+
+    def _stop(self, timeout_s: float | None) -> None:
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._app.stop(timeout_s)
+        log.info("consumers_stopped")
+
+    def _connect(self) -> None:
+        wait_s = FIRST_WAIT_S
+        while not self._stopping.is_set():
+            try:
+                self._app.start()
+            except MqlayerError as error:
+                reason = str(error)
+            except Exception as error:  # noqa: BLE001  # whatever it is, the worker and its tasks go on
+                reason = redact(f"{type(error).__name__}: {error}")
+            else:
+                return
+            log.warning("consumers_wait", extra={"reason": reason, "again_in_s": wait_s})
+            self._stopping.wait(wait_s * random.uniform(0.8, 1.0))
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+
+class HostConsumers(bootsteps.StartStopStep):
+    """Hosts the consumers named by `--mqlayer-app module:app` or MQLAYER_CONSUMERS; without either, nothing."""
+
+    label = "mqlayer consumers"
+    requires = ("celery.worker.components:Pool", "celery.worker.components:Beat")
+
+    def __init__(self, worker: Any, mqlayer_app: str | None = None, **options: Any) -> None:
+        self._path = mqlayer_app or os.environ.get(VARIABLE, "")
+        self.enabled = bool(self._path)
+        super().__init__(worker, **options)
+
+    def create(self, worker: Any) -> ConsumerHost:
+        """Return the host. A wrong path stops the worker's start with a clear error."""
+        if worker.pool_cls.__module__ in GREEN_POOLS:
+            raise ImproperlyConfigured("mqlayer consumers need the prefork, threads or solo pool")
+        try:
+            return ConsumerHost(load_app(self._path))
+        except MqlayerError as error:
+            raise ImproperlyConfigured(f"mqlayer consumers: {error}") from error
+
+
+def host_consumers(app: Celery) -> None:
+    """Let workers of a Celery application host consumers."""
+    option = Option(("--mqlayer-app",), metavar="MODULE:APP", help=f"Consumers to host; else ${VARIABLE}.")
+    app.user_options["worker"].add(option)
+    app.steps["worker"].add(HostConsumers)
