@@ -145,9 +145,7 @@ def _append_byte(path: str) -> None:
 
 def _parse_action(name: str, text: str, occurrence: int) -> _Action:
     if not _NAME.fullmatch(name):
-        raise ValueError(
-            f"failpoint name {name!r} must be lower-case words joined by dots, like 'relay.after_append'"
-        )
+        raise ValueError(f"failpoint name {name!r} must be lower-case words joined by dots, like 'relay.after_append'")
     if occurrence < 1:
         raise ValueError(f"failpoint {name}: occurrence is {occurrence}, but the first one is 1")
     kind, colon, path = text.partition(":")
