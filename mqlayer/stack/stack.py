@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -160,8 +161,10 @@ class Stack:
                 rearm_node(database, name, prefix=self._key_prefix, actor="up", unsafe=self._unsafe)
 
     def _start_processes(self, addresses: Addresses) -> None:
-        for process in self._processes(addresses.environment()):
-            process.start()
+        """Start them side by side: each spends its first seconds on imports."""
+        with ThreadPoolExecutor() as pool:
+            for started in [pool.submit(process.start) for process in self._processes(addresses.environment())]:
+                started.result()
 
     def _processes(self, environment: Mapping[str, str] | None = None) -> tuple[BackgroundProcess, ...]:
         return (_worker(self.directory, environment or {}), _relay(self.directory, environment or {}))
