@@ -99,7 +99,7 @@ class Session:
         # A backlog that fills most of its range of ids is read in the order it lies on disk; a thin one by LP.
         dense = first_id is not None and waiting * 4 >= last_id - first_id
         self._reader.after = first_id - 1 if first_id is not None and dense else last_id
-        log.info("relay_opened", extra={"lp_sets": self._leases.held, "waiting": waiting})
+        log.info("relay_started", extra={"lp_sets": self._leases.held, "waiting": waiting})
 
     def step(self) -> int:
         """Move what is there, up to a chunk or two; return how many rows were seen. Raises StoreUnavailable."""

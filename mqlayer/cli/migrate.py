@@ -1,0 +1,59 @@
+"""`migrate`: bring the databases up to this code."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from mqlayer.cli.addresses import settings_here
+from mqlayer.postgres import migrations
+from mqlayer.postgres.migrations import SchemaName
+from mqlayer.settings import Settings
+
+
+class Schema(StrEnum):
+    """A schema as the command line names it."""
+
+    CONTROL = "control"
+    APPLICATION = "application"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Put the command into the application."""
+    app.command()(migrate)
+
+
+def migrate(
+    sql: Annotated[
+        bool, typer.Option("--sql", help="Print the SQL for a database administrator; run nothing.")
+    ] = False,
+    schema: Annotated[Schema | None, typer.Option(help="Only this schema; else both, each in its database.")] = None,
+    grant_to: Annotated[
+        str | None, typer.Option(metavar="ROLE", help="Then let this role publish and use the fence, nothing else.")
+    ] = None,
+) -> None:
+    """Bring the databases up to this code.
+
+    The control schema goes to MQLAYER_DSN, the application's to MQLAYER_APP_DSN, or to the same where that is not set.
+    Safe to run twice and at once. A database that is newer than this code is refused and left alone.
+    """
+    chosen: tuple[SchemaName, ...] = ("control", "application") if schema is None else (schema.value,)
+    if sql:
+        for name in chosen:
+            typer.echo(migrations.script(schema=name), nl=False)
+        return
+    settings = settings_here()
+    done = [step for name in chosen for step in migrations.migrate(_dsn(settings, name), schema=name)]
+    for step in done:
+        typer.echo(f"{step.schema} {step.number:04d} {step.name}")
+    if not done:
+        typer.echo("nothing to do")
+    if grant_to is not None:
+        migrations.grant(settings.application_dsn(), grant_to)
+        typer.echo(f"{grant_to} may publish and use the fence")
+
+
+def _dsn(settings: Settings, schema: SchemaName) -> str:
+    return settings.control_dsn() if schema == "control" else settings.application_dsn()

@@ -1,0 +1,53 @@
+"""`node`: register Redis nodes, and arm them again."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.showing import JsonOption, show_rows
+from mqlayer.postgres.database import Database
+from mqlayer.topics import list_nodes, rearm_node, register_node
+
+ACTOR = "cli"
+
+nodes = typer.Typer(no_args_is_help=True, help="Redis nodes: register, list, arm again.")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Put the commands into the application."""
+    app.add_typer(nodes, name="node")
+
+
+@nodes.command()
+def register(
+    name: Annotated[str, typer.Argument(help="a-z first, then a-z 0-9 _ . -")],
+    url: Annotated[str, typer.Argument(help="redis://… or rediss://… of the primary.")],
+) -> None:
+    """Register a Redis as a node and arm it. The same again changes nothing."""
+    settings = settings_here()
+    with Database(settings.control_dsn()) as database:
+        node = register_node(database, name=name, url=url, actor=ACTOR, unsafe=settings.allow_unsafe_redis)
+    typer.echo(f"{node.name} is {node.address}")
+
+
+@nodes.command("list")
+def list_(as_json: JsonOption = False) -> None:
+    """List the nodes with the run that each is armed for."""
+    with Database(settings_here().control_dsn()) as database:
+        found = list_nodes(database)
+    rows = ({"name": n.name, "address": n.address, "armed_run": (n.armed_run_id or "")[:8]} for n in found)
+    show_rows(rows, as_json=as_json, nothing="no nodes: mqlayer node register NAME URL")
+
+
+@nodes.command()
+def rearm(name: Annotated[str, typer.Argument(help="The node's name.")]) -> None:
+    """Bring a node that restarted or was replaced back into service. Harmless where nothing happened."""
+    settings = settings_here()
+    with Database(settings.control_dsn()) as database:
+        node, count = rearm_node(
+            database, name, prefix=settings.key_prefix, actor=ACTOR, unsafe=settings.allow_unsafe_redis
+        )
+    typer.echo(f"{node.name} is armed; {count} assignments got a new epoch")

@@ -1,0 +1,37 @@
+"""Showing rows: as a table for people, or as one JSON object per line for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line and nothing else.")]
+
+NOT_A_TERMINAL_WIDTH: Final = 1000
+
+
+def show_rows(rows: Iterable[Mapping[str, Any]], *, as_json: bool, nothing: str) -> None:
+    """Print rows that have the same fields; say what it means that there are none."""
+    found = list(rows)
+    if as_json:
+        for row in found:
+            typer.echo(json.dumps(row, default=str))
+    elif not found:
+        typer.echo(nothing)
+    else:
+        _table(found)
+
+
+def _table(rows: list[Mapping[str, Any]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), overflow="fold")
+    for row in rows:
+        table.add_row(*("" if value is None else str(value) for value in row.values()))
+    console = Console(highlight=False, markup=False)
+    console.print(table, width=None if console.is_terminal else NOT_A_TERMINAL_WIDTH)

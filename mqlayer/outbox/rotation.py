@@ -1,0 +1,52 @@
+"""Emptying the outbox's slots of time, one as a whole, when everything in it is in Redis."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from typing import Final, Literal
+
+from mqlayer.errors import TransactionConflict
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+
+log = logging.getLogger(__name__)
+
+SLOTS: Final = 4
+TRIES: Final = 5
+
+Rotation = Literal["emptied", "waiting", "current", "busy"]
+"""emptied; some row is not relayed yet; still written to, or younger than the slot before; somebody holds it."""
+
+
+def rotate(application: Database) -> dict[int, Rotation]:
+    """Empty every slot whose rows are all relayed, and old enough (invariant 14); say what became of each slot.
+
+    Never waits for a lock, so no publisher waits behind it: a slot that somebody uses is tried a few times, then left
+    for the next call. Safe to run twice at once.
+    """
+    with application.connection() as connection:
+        answers = {slot: _rotate_slot(connection, slot) for slot in range(SLOTS)}
+    emptied = [slot for slot, answer in answers.items() if answer == "emptied"]
+    if emptied:
+        log.info("outbox_rotated", extra={"slots": emptied})
+    return answers
+
+
+def _rotate_slot(connection: Connection, slot: int) -> Rotation:
+    answer: Rotation = "busy"
+    for tried in range(TRIES):
+        answer = _try(connection, slot)
+        if answer != "busy":
+            break
+        time.sleep(random.uniform(0.01, 0.05) * (tried + 1))
+    return answer
+
+
+def _try(connection: Connection, slot: int) -> Rotation:
+    row = connection.execute(query("outbox_rotate"), {"slot": slot}).fetchone()
+    if row is None:
+        raise TransactionConflict("", "outbox_rotate_v1 gave no answer")
+    answer: Rotation = row[0]
+    return answer

@@ -1,0 +1,101 @@
+"""One pass over all partitions, each asked in bounded calls, all of a node's in one write."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import MqlayerError
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
+from mqlayer.redis.partitions import trim_command
+from mqlayer.routes.cache import load_nodes
+from mqlayer.topics import list_topics
+
+log = logging.getLogger(__name__)
+
+ENTRY_LIMIT: Final = 10_000
+"""Records that one call looks at: about ten milliseconds of its node."""
+ROUNDS: Final = 100
+NO_FLOOR: Final = 2**53
+"""An offset above all others: only the groups bound what is dropped."""
+
+
+@dataclass(slots=True)
+class TrimReport:
+    """What a pass did: records dropped per partition, and nodes that were passed by, with the reason."""
+
+    dropped: dict[int, int] = field(default_factory=dict)
+    passed_by: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Records dropped in all."""
+        return sum(self.dropped.values())
+
+
+class Work(NamedTuple):
+    """A partition to trim: the groups that bound it, each with the offset at which it starts."""
+
+    partition: int
+    starts: list[tuple[int, int]]
+
+
+def trim_pass(database: Database, *, prefix: str, topic: str | None = None, unsafe: bool = False) -> TrimReport:
+    """Drop records that every group of their topic has settled (invariant 10); of one topic, or of all.
+
+    A group that has settled nothing counts with its start, so nothing that it shall see is dropped; a topic without
+    any group keeps everything. Streams are cut at whole nodes of theirs, so up to some hundred settled records stay.
+    Safe to run twice at once. A node that can't be reached is passed by and reported.
+    """
+    names = [topic] if topic is not None else [summary.name for summary in list_topics(database)]
+    work = _work_by_node(database, names)
+    nodes = {node.node_id: node for node in load_nodes(database)}
+    report = TrimReport()
+    for node_id, partitions in work.items():
+        try:
+            _trim_node(nodes[node_id], partitions, report, prefix=prefix, unsafe=unsafe)
+        except MqlayerError as error:
+            report.passed_by[nodes[node_id].name] = str(error)
+            log.warning("trim_node_passed_by", extra={"node": nodes[node_id].name, "reason": str(error)})
+    if report.total:
+        log.info("trimmed", extra={"records": report.total, "partitions": len(report.dropped)})
+    return report
+
+
+def _work_by_node(database: Database, names: Iterable[str]) -> dict[NodeId, list[Work]]:
+    found: dict[NodeId, list[Work]] = {}
+    with database.connection() as connection:
+        for name in names:
+            for partition, node_id, group_ids, starts in connection.execute(query("trim_work"), {"topic": name}):
+                if group_ids:
+                    found.setdefault(node_id, []).append(Work(partition, list(zip(group_ids, starts, strict=True))))
+    return found
+
+
+def _trim_node(node: Node, work: list[Work], report: TrimReport, *, prefix: str, unsafe: bool) -> None:
+    """Trim a node's partitions in rounds, until a round finds nothing more in any."""
+    with NodeConnection(node, unsafe=unsafe) as line:
+        for _ in range(ROUNDS):
+            commands = [
+                trim_command(line, prefix, one.partition, one.starts, floor=NO_FLOOR, limit=ENTRY_LIMIT) for one in work
+            ]
+            replies = line.call(commands)
+            failpoint("trim.after_round")
+            counts = [_dropped(reply, node.address) for reply in replies]
+            for one, count in zip(work, counts, strict=True):
+                if count:
+                    report.dropped[one.partition] = report.dropped.get(one.partition, 0) + count
+            work = [one for one, count in zip(work, counts, strict=True) if count]
+            if not work:
+                return
+
+
+def _dropped(reply: Any, address: str) -> int:
+    word, *facts = raise_for_reply(reply, address)
+    return int(facts[0]) if word == b"trimmed" else 0

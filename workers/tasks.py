@@ -1,0 +1,39 @@
+"""Tasks: each claims its job and calls the library. Idempotent, safe to run twice at once, ids only."""
+
+from __future__ import annotations
+
+from mqlayer.outbox import rotate
+from mqlayer.relay import relay_once
+from mqlayer.trimming import clean_fence, trim_pass
+from mqlayer.workers import schedule
+from mqlayer.workers.app import app
+from mqlayer.workers.claims import claimed
+from mqlayer.workers.stores import application, control, settings
+
+
+@app.task(name=schedule.RELAY.task)
+def relay() -> None:
+    """Relay what waits in LPs whose relays died."""
+    if claimed(control(), schedule.RELAY):
+        relay_once(settings(), at_most_s=schedule.RELAY.every_s)
+
+
+@app.task(name=schedule.TRIM.task)
+def trim() -> None:
+    """Drop records that every group has settled."""
+    if claimed(control(), schedule.TRIM):
+        trim_pass(control(), prefix=settings().key_prefix, unsafe=settings().allow_unsafe_redis)
+
+
+@app.task(name=schedule.ROTATE_OUTBOX.task)
+def rotate_outbox() -> None:
+    """Empty the outbox's slots of time that are in Redis as a whole."""
+    if claimed(control(), schedule.ROTATE_OUTBOX):
+        rotate(application())
+
+
+@app.task(name=schedule.CLEAN_FENCE.task)
+def clean_fence_rows() -> None:
+    """Forget applied seqs that no redelivery can reach any more."""
+    if claimed(control(), schedule.CLEAN_FENCE):
+        clean_fence(application())
