@@ -1,0 +1,182 @@
+"""Consumers hosted in real Celery workers: they live through broker restarts and stop with the worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from mqlayer.postgres.migrations import migrate
+from mqlayer.stack import RedisServer
+from tests.fixtures.appending import Appender
+from tests.fixtures.servers import StartPostgres, StartRedis
+from tests.fixtures.waiting import wait_until
+
+PROGRAM = """
+import os, pathlib
+import mqlayer
+
+app = mqlayer.App()
+place = pathlib.Path(os.environ["HANDLED"])
+
+@app.consumer("orders", group="ledger")
+def handle(body: bytes) -> None:
+    with place.open("a") as file:
+        file.write(f"{os.getpid()} {body.decode()}\\n")
+"""
+START_S = 30.0
+
+Worker = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def handled(tmp_path: Path) -> Path:
+    """The file that the program's handler writes to: a line of process and body for each message."""
+    (tmp_path / "orders_program.py").write_text(PROGRAM)
+    place = tmp_path / "handled"
+    place.touch()
+    return place
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """The worker's log."""
+    return tmp_path / "worker.log"
+
+
+@pytest.fixture
+def broker(start_redis: StartRedis) -> RedisServer:
+    """A broker of the test's own."""
+    return start_redis()
+
+
+@pytest.fixture
+def worker(handled: Path, log: Path, broker: RedisServer, key_prefix: str) -> Iterator[Worker]:
+    """Start a Celery worker with the options given; it is killed after the test."""
+    environment = {**os.environ, "HANDLED": str(handled), "MQLAYER_LEASE_S": "2", "MQLAYER_KEY_PREFIX": key_prefix}
+    environment |= {"MQLAYER_BROKER_URL": broker.url}
+    with ExitStack() as cleanup:
+
+        def start(*options: str, **variables: str) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app", "worker", "--loglevel", "INFO"]
+            command += ["--without-gossip", "--without-mingle", "--concurrency", "1", *options]
+            with log.open("ab") as output:
+                process = subprocess.Popen(
+                    command,
+                    cwd=handled.parent,
+                    env=environment | variables,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            cleanup.callback(end, process)
+            return process
+
+        yield start
+
+
+@pytest.fixture
+def orders(database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Appender]:
+    """The topic, and a way to append to it."""
+    appender = Appender(database_dsn, redis_url, topic="orders", prefix=key_prefix)
+    yield appender
+    appender.close()
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the worker with the pool's processes."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def lines(handled: Path) -> list[list[str]]:
+    return [line.split() for line in handled.read_text().splitlines()]
+
+
+def wait_for(handled: Path, log: Path, bodies: range) -> None:
+    def all_there() -> bool:
+        missing = {str(number) for number in bodies} - {body for _, body in lines(handled)}
+        assert not missing, log.read_text()[-2000:]
+        return True
+
+    wait_until(all_there, timeout_s=START_S, what="messages handled")
+
+
+def numbered(numbers: range) -> list[tuple[str, bytes]]:
+    return [(f"key-{number}", str(number).encode()) for number in numbers]
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+def test_a_worker_of_any_pool_handles_messages_in_its_main_process(
+    worker: Worker, orders: Appender, handled: Path, log: Path, database_dsn: str, pool: str
+) -> None:
+    process = worker("--mqlayer-app", "orders_program:app", "--pool", pool, MQLAYER_DSN=database_dsn)
+    orders.send(numbered(range(20)))
+    wait_for(handled, log, range(20))
+    process.terminate()
+    assert process.wait(20) == 0, log.read_text()
+    assert {pid for pid, _ in lines(handled)} == {str(process.pid)}
+    assert len(lines(handled)) == 20
+    assert "consumers_stopped" in log.read_text()
+
+
+def test_consumption_goes_on_while_the_broker_is_down_and_after(
+    worker: Worker, broker: RedisServer, orders: Appender, handled: Path, log: Path, database_dsn: str
+) -> None:
+    process = worker("--beat", "--schedule", str(log.parent / "beat"), MQLAYER_DSN=database_dsn,
+                     MQLAYER_CONSUMERS="orders_program:app")  # fmt: skip
+    orders.send(numbered(range(20)))
+    wait_for(handled, log, range(20))
+    wait_until(lambda: " ready." in log.read_text(), timeout_s=START_S, what="the worker is ready")
+
+    broker.stop()
+    wait_until(lambda: "Connection to broker lost" in log.read_text(), what="the worker misses its broker")
+    orders.send(numbered(range(20, 40)))
+    wait_for(handled, log, range(20, 40))
+
+    broker.start()
+    wait_until(lambda: log.read_text().count("Connected to redis") == 2, timeout_s=START_S, what="connected again")
+    orders.send(numbered(range(40, 60)))
+    wait_for(handled, log, range(40, 60))
+
+    process.terminate()
+    assert process.wait(20) == 0, log.read_text()
+    assert len(lines(handled)) == 60
+    assert log.read_text().count("consumers_started") == 1
+
+
+def test_a_worker_waits_for_stores_that_are_down_at_its_start(
+    worker: Worker,
+    start_postgres: StartPostgres,
+    redis_url: str,
+    key_prefix: str,
+    handled: Path,
+    log: Path,
+) -> None:
+    postgres = start_postgres()
+    migrate(dsn := postgres.create_database("bank"))
+    orders = Appender(dsn, redis_url, topic="orders", prefix=key_prefix)
+    orders.send(numbered(range(20)))
+    orders.close()
+    postgres.stop()
+
+    process = worker("--mqlayer-app", "orders_program:app", MQLAYER_DSN=dsn)
+    wait_until(lambda: "consumers_wait" in log.read_text(), timeout_s=START_S, what="the worker says that it waits")
+    assert f"postgres at 127.0.0.1:{postgres.port}/bank is not available" in log.read_text()
+    postgres.start()
+    wait_for(handled, log, range(20))
+    process.terminate()
+    assert process.wait(20) == 0, log.read_text()
+
+
+def test_a_wrong_path_ends_the_worker_with_the_reason(worker: Worker, log: Path, database_dsn: str) -> None:
+    process = worker("--mqlayer-app", "no_such_shop:app", MQLAYER_DSN=database_dsn)
+    assert process.wait(START_S) != 0
+    assert "mqlayer consumers: unknown module 'no_such_shop'" in log.read_text()
