@@ -51,9 +51,14 @@ def spawn(
             group=account.gid if account else None,
             extra_groups=[] if account else None,
         )
-    process = ProcessId(child.pid, _started(child.pid) or "")
+    process = identify(child.pid)
     _children[process] = child
     return process
+
+
+def identify(pid: int) -> ProcessId:
+    """Return the identity of the process that has the pid now."""
+    return ProcessId(pid, _started(pid) or "")
 
 
 def is_running(process: ProcessId) -> bool:

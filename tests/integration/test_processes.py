@@ -90,10 +90,10 @@ def test_a_stopped_process_can_be_asked_to_end(tmp_path: Path) -> None:
 
 
 def test_a_process_is_not_running_under_another_start_time() -> None:
-    own = os.getpid()
-    assert processes.is_running(ProcessId(own, processes._started_by_proc(own) or ""))
-    assert not processes.is_running(ProcessId(own, "1"))
-    assert not processes.is_running(ProcessId(own, ""))
+    own = processes.identify(os.getpid())
+    assert processes.is_running(own)
+    assert not processes.is_running(ProcessId(own.pid, "1"))
+    assert not processes.is_running(ProcessId(own.pid, ""))
 
 
 def test_signals_never_reach_a_later_owner_of_the_pid() -> None:
@@ -109,8 +109,7 @@ def test_a_server_survives_the_command_that_started_it(tmp_path: Path) -> None:
     starting = processes.spawn([sys.executable, "-c", starter], log=tmp_path / "starter")
     assert processes.ends(starting, within_s=30)
     wait_until(lambda: "serving" in log.read_text(), what="the orphan to serve")
-    pid = int((tmp_path / "starter").read_text())
-    orphan = ProcessId(pid, processes._started(pid) or "")
+    orphan = processes.identify(int((tmp_path / "starter").read_text()))
     assert processes.is_running(orphan)
     processes.kill(orphan)
     assert not processes.is_running(orphan)
