@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Final
 
 import redis
 from psycopg.types.json import Jsonb
 
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import Conflict, InvalidInput, NotFound, redact
+from mqlayer.errors import ConfigurationRefused, Conflict, InvalidInput, NotFound, redact
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
+from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
-from mqlayer.redis.partitions import raise_command
+from mqlayer.redis.partitions import create, raise_command
 from mqlayer.routes.cache import load_nodes
 
 log = logging.getLogger(__name__)
+
+SCAN_ROUNDS: Final = 1_000
 
 
 def register_node(database: Database, *, name: str, url: str, actor: str = "api", unsafe: bool = False) -> Node:
@@ -58,22 +61,26 @@ def find_node(database: Database, name: str) -> Node:
 def rearm_node(
     database: Database, name: str, *, prefix: str, actor: str = "api", unsafe: bool = False
 ) -> tuple[Node, int]:
-    """Bring a node that restarted back into service; return it and how many assignments got a new epoch.
+    """Bring a node that restarted or lost data back into service; return it and how many assignments got a new epoch.
 
     In one transaction that holds the node's row: raise the epoch of every assignment on the node, put those epochs in
-    force in Redis, record the run as armed. No earlier ack passes from then on, so none can settle a message that was
-    given an old offset after a fall-back. A crash in between leaves the node unarmed; anybody does it again.
+    force in Redis, make open partitions again that the node lost as a whole, record the run as armed. No earlier ack
+    passes from then on, so none can settle a message that was given an old offset after a fall-back; a partition made
+    again has no marks, so relays send it everything anew. A crash in between leaves the node unarmed or the partitions
+    absent; anybody does it again. A node that is armed and holds all its partitions is left as it is.
+    Raises ConfigurationRefused where the node holds them under another key prefix.
     """
 
-    def work(connection: Connection) -> int:
+    def work(connection: Connection) -> tuple[int, int]:
         row = connection.execute(query("node_lock"), {"name": name}).fetchone()
         if row is None:
             raise NotFound("node", name, "register it: mqlayer node register NAME URL")
         node = Node(*row)
         with NodeConnection(node, any_run=True, unsafe=unsafe) as line:
             run_id = line.connect().run_id
-            if run_id == node.armed_run_id:
-                return 0
+            lost = _lost_partitions(connection, line, prefix)
+            if run_id == node.armed_run_id and not lost:
+                return 0, 0
             raised = connection.execute(query("node_epochs_raise"), {"node_id": node.node_id}).fetchall()
             failpoint("rearm.before_raise")
             replies = line.call(
@@ -81,15 +88,44 @@ def rearm_node(
             )
             for reply in replies:
                 raise_for_reply(reply, node.address)
+            failpoint("rearm.before_remake")
+            for partition, topic, lp_from, lp_to in lost:
+                create(line, prefix, partition, topic, lp_from, lp_to, "open", "")
             failpoint("rearm.before_arm")
         connection.execute(query("node_arm"), {"node_id": node.node_id, "run_id": run_id})
-        note(connection, actor, "node rearm", name, {"run_id": run_id, "epochs": len(raised)})
-        return len(raised)
+        facts = {"run_id": run_id, "epochs": len(raised), "partitions_remade": [row[0] for row in lost]}
+        note(connection, actor, "node rearm", name, facts)
+        log.warning("node_rearmed", extra={"node": name, "epochs": len(raised), "partitions_remade": len(lost)})
+        return len(raised), len(lost)
 
-    count = database.transaction(work)
-    if count:
-        log.warning("node_rearmed", extra={"node": name, "epochs": count})
-    return find_node(database, name), count
+    epochs, _ = database.transaction(work)
+    return find_node(database, name), epochs
+
+
+def _lost_partitions(connection: Connection, line: NodeConnection, prefix: str) -> list[tuple[int, str, int, int]]:
+    """Return the open partitions that Postgres has on the node and the node does not: id, topic, range."""
+    there = connection.execute(query("node_partitions"), {"node_id": line.node.node_id}).fetchall()
+    if not there:
+        return []
+    replies = line.call([(b"EXISTS", partition_keys(prefix, row[0]).meta) for row in there])
+    lost = [row for row, reply in zip(there, replies, strict=True) if not raise_for_reply(reply, line.node.address)]
+    if len(lost) == len(there):
+        _refuse_other_prefix(line, prefix, lost[0][0])
+    return lost
+
+
+def _refuse_other_prefix(line: NodeConnection, prefix: str, partition: int) -> None:
+    """Raise ConfigurationRefused where a partition is there under another prefix: then it is we who look wrong."""
+    cursor = b"0"
+    for _ in range(SCAN_ROUNDS):
+        ((cursor, found),) = line.call([(b"SCAN", cursor, b"MATCH", b"*:{%d}:meta" % partition, b"COUNT", 1000)])
+        if found:
+            other = found[0].decode().split(":", 1)[0]
+            raise ConfigurationRefused(
+                line.node.address, "MQLAYER_KEY_PREFIX", prefix, f"{other!r}, as when it was filled"
+            )
+        if cursor == b"0":
+            return
 
 
 def note(connection: Connection, actor: str, act: str, target: str, facts: dict[str, Any]) -> None:

@@ -21,6 +21,12 @@ UPDATE mqlayer.node SET url = %(url)s WHERE node_id = %(node_id)s;
 -- Record the run that may be served.
 UPDATE mqlayer.node SET armed_run_id = %(run_id)s, armed_at = now() WHERE node_id = %(node_id)s;
 
+-- name: node_partitions
+-- The partitions that a node must have.
+SELECT p.partition_id, t.name, p.lp_from, p.lp_to
+FROM mqlayer.partition p JOIN mqlayer.topic t ON t.topic_id = p.topic_id
+WHERE p.node_id = %(node_id)s AND p.state = 'open' ORDER BY p.partition_id;
+
 -- name: node_epochs_raise
 -- Give every assignment on a node a new epoch and say which, so that Redis can refuse all earlier ones.
 UPDATE mqlayer.assignment a SET epoch = nextval('mqlayer.epoch'), changed_at = now()
