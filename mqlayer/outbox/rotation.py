@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 SLOTS: Final = 4
 TRIES: Final = 5
 
-Rotation = Literal["emptied", "waiting", "current", "busy"]
-"""emptied; some row is not relayed yet; still written to, or younger than the slot before; somebody holds it."""
+Rotation = Literal["emptied", "empty", "waiting", "current", "busy"]
+"""emptied; it was empty; some row is not relayed yet; in use now or just before; somebody holds it."""
 
 
 def rotate(application: Database) -> dict[int, Rotation]:

@@ -26,7 +26,7 @@ class LpSets:
     """The LP sets of one relay. A helper takes what nobody holds and does not count as a relay to share with."""
 
     def __init__(self, relay_id: str, *, lease_s: float, helper: bool = False) -> None:
-        self.relay_id, self._lease_s, self._helper = relay_id, lease_s, helper
+        self.relay_id, self._lease_s, self.helper = relay_id, lease_s, helper
         self.held: list[int] = []
 
     def beat(self, connection: Connection) -> Shift:
@@ -53,7 +53,7 @@ class LpSets:
         self.held = []
 
     def _share(self, connection: Connection, me: dict[str, object]) -> int:
-        if self._helper:
+        if self.helper:
             return LP_SETS
         row = connection.execute(query("relay_beat"), me).fetchone()
         live = row[0] if row is not None else 1

@@ -90,9 +90,11 @@ class Session:
         self._sender.source_id = source.source_id
         now = time.monotonic()
         self._topics.due(now)
-        attach_topics(self._control, self._application)
-        self._hold_leases()
         self._beat.due(now)
+        self._hold_leases()
+        if self._leases.helper and not self._leases.held:
+            return
+        attach_topics(self._control, self._application)
         self._connect_nodes()
         waiting, first_id = self._reader.backlog(self._leases.held)
         last_id = self._reader.last_id()

@@ -278,6 +278,7 @@ DECLARE
     v_table text := format('mqlayer_app.outbox_%s', p_slot);
     v_slots bigint := extract(epoch FROM clock_timestamp())::bigint / 900;
     v_waits boolean;
+    v_holds boolean;
 BEGIN
     IF p_slot IN (v_slots % 4, (v_slots - 1) % 4) THEN
         RETURN 'current';
@@ -295,6 +296,10 @@ BEGIN
             WHERE last.seq > coalesce(r.seq, 0))', v_table) INTO v_waits;
     IF v_waits THEN
         RETURN 'waiting';
+    END IF;
+    EXECUTE format('SELECT EXISTS (SELECT FROM %s)', v_table) INTO v_holds;
+    IF NOT v_holds THEN
+        RETURN 'empty';
     END IF;
     EXECUTE format('TRUNCATE %s', v_table);
     RETURN 'emptied';
