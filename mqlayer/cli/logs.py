@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Final
+import sys
+from typing import Final, TextIO
 
 import typer
 
@@ -14,10 +15,21 @@ LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
 __all__ = ["LEVELS", "EventFormatter", "configure_logging"]
 
 
+class StandardErrorHandler(logging.StreamHandler[TextIO]):
+    """Writes to what standard error is now, not to what it was when logging was set up."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record."""
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def configure_logging(level: str, *, as_json: bool = False) -> None:
-    """Send the logs of this process to standard error."""
+    """Send the logs of this process to standard error; handlers that others have set stay."""
     if level.upper() not in LEVELS:
         raise typer.BadParameter(f"{level!r}: use one of {', '.join(LEVELS)}")
-    handler = logging.StreamHandler()
+    handler = StandardErrorHandler()
     handler.setFormatter(JsonFormatter() if as_json else EventFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    root = logging.getLogger()
+    root.handlers[:] = [other for other in root.handlers if not isinstance(other, StandardErrorHandler)] + [handler]
+    root.setLevel(level.upper())
