@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from mqlayer.errors import MqlayerError, NodeOutOfMemory, StoreUnavailable
 from mqlayer.failpoints import failpoint
@@ -19,6 +19,9 @@ from mqlayer.relay.links import Append, Flight, Link, Links, MarksQuestion
 from mqlayer.relay.targets import Targets, retarget
 
 log = logging.getLogger(__name__)
+
+ASK_LIMIT_AFTER: Final = 4
+"""After so many refusals of a full partition its limit is asked for again: somebody may have raised it."""
 
 
 class Sender:
@@ -70,11 +73,9 @@ class Sender:
                 self._rewind_flights(link)
 
     def suspect(self, lane: Lane) -> None:
-        """Rows after what was sent are missing: ask Redis whether it has them, before anything is said about it."""
+        """Rows after what was sent are missing: let the next comparison of marks say whether Redis has them."""
         self._suspects[lane.chain] = (lane, lane.sent, self._links.flight_number)
-        self._lanes.fall_behind(lane)
         self._lanes.behind.pop(lane.chain, None)
-        self.ask_marks([self._links.link(lane.target.node_id)])
 
     def collect(self, *, allowed: int) -> None:
         """Take answers until every node has at most so many writes unanswered, or has stalled."""
@@ -147,6 +148,8 @@ class Sender:
         if refused.word == "full":
             reason = f"it holds its limit of {target.backlog_limit} messages"
             self._wait(append, flight_number, "relay_partition_full", reason)
+            if target.pause_count % ASK_LIMIT_AFTER == 0:
+                self._ask_route(append.runs[0][0].topic_id)
             return
         if refused.word == "toolarge":
             raise MqlayerError(f"partition {target.partition} refused a batch of {refused.fact} messages")
@@ -158,16 +161,18 @@ class Sender:
 
     def _refresh(self, target: Target, topic_id: int, word: str) -> bool:
         """Ask for a newer route; where there is none yet, leave the target alone for a while."""
-        try:
-            changed = self._targets.refresh(topic_id)
-        except StoreUnavailable:
-            changed = False
-        if changed:
-            retarget(self._lanes, self._targets, {topic_id})
-        else:
+        changed = self._ask_route(topic_id)
+        if not changed:
             wait_s = self._targets.pause(target, time.monotonic())
             facts = {"partition": target.partition, "word": word, "retry_s": round(wait_s, 3)}
             log.info("relay_partition_refused", extra=facts)
+        return changed
+
+    def _ask_route(self, topic_id: int) -> bool:
+        """Ask for a topic's route and limits as they are now; say whether its version is another one."""
+        changed = self._targets.refresh(topic_id)
+        if changed:
+            retarget(self._lanes, self._targets, {topic_id})
         return changed
 
     def _wait(self, append: Append, flight_number: int, event: str, reason: str) -> None:
@@ -198,6 +203,9 @@ class Sender:
         if suspected is not lane or flight_number <= at_flight:
             return
         del self._suspects[lane.chain]
+        if lane.chain in self._lanes.behind:
+            # It was rewound meanwhile and is read again anyway.
+            return
         if mark == seq == lane.sent:
             self._lanes.hold(lane)
             self.gone.append(Unsendable(lane, seq + 1, "gone from the outbox, and Redis does not hold it"))

@@ -170,6 +170,9 @@ class Session:
 
     def _pump(self, rows: list[Row]) -> None:
         self._sender.collect(allowed=self._limits.in_flight - 1)
+        self._send(rows)
+
+    def _send(self, rows: list[Row]) -> None:
         if not rows:
             return
         batches, unsendable = plan(rows, self._lanes)
@@ -181,37 +184,45 @@ class Session:
         lanes = self._readable()
         if not lanes:
             return 0
+        afters = [lane.sent for lane in lanes]
         rows, each = self._reader.of_lps(lanes)
-        counts = dict.fromkeys((lane.chain for lane in lanes), 0)
+        self._sender.collect(allowed=self._limits.in_flight - 1)
+        seqs: dict[int, list[int]] = {lane.chain: [] for lane in lanes}
         for row in rows:
-            counts[row[1]] += 1
-        # Where the chunk was cut by its size, nothing is known of the last lane in it and those behind.
-        whole = len(rows) < each * len(lanes) and sum(len(row[5] or b"") for row in rows) < self._limits.chunk_bytes
-        before = {lane.chain: lane.sent for lane in lanes}
-        for lane in lanes:
+            seqs[row[1]].append(row[2])
+        # Where the chunk was cut by its size, an empty answer says nothing of the lanes at its end.
+        whole = sum(len(row[5] or b"") for row in rows) < self._limits.chunk_bytes
+        read = [
+            (lane, seqs[lane.chain])
+            for lane, after in zip(lanes, afters, strict=True)
+            # An answer that came meanwhile may have moved the lane: then what was read is not what comes next.
+            if lane.state == "behind" and lane.sent == after and self._continues(lane, seqs[lane.chain], whole=whole)
+        ]
+        for lane, _ in read:
             lane.expected = lane.sent + 1
-        self._pump(rows)
-        for lane in lanes:
-            if lane.state == "behind":
-                ended = whole and counts[lane.chain] < each
-                self._after_reading(lane, counts[lane.chain], before[lane.chain], ended=ended)
+        self._send(rows)
+        for lane, found in read:
+            self._after_reading(lane, found, ended=whole and len(found) < each)
         return len(rows)
 
-    def _after_reading(self, lane: Lane, count: int, before: int, *, ended: bool) -> None:
-        """Decide how a lane goes on that was read by seq."""
-        if lane.sent != before + count:
-            # Rows that were read did not continue the lane: those before them are missing, or its target paused.
-            if lane.target.ready and lane.sent == before:
-                self._sender.suspect(lane)
-            else:
-                self._lanes.fall_behind(lane)
-        elif not ended:
-            self._lanes.fall_behind(lane)
-            self._lanes.behind[lane.chain] = self._lanes.behind.pop(lane.chain)
-        elif lane.sent < lane.counted:
+    def _continues(self, lane: Lane, seqs: list[int], *, whole: bool) -> bool:
+        """Say whether what was read of a lane continues it; where rows are missing, have that looked into."""
+        missing = seqs[0] != lane.sent + 1 if seqs else whole and lane.counted > lane.sent
+        if missing:
             self._sender.suspect(lane)
-        else:
+            self._compare.hasten()
+        return not missing
+
+    def _after_reading(self, lane: Lane, seqs: list[int], *, ended: bool) -> None:
+        """Decide how a lane goes on that was read by seq."""
+        if lane.state != "behind":
+            return
+        if ended and (not seqs or lane.sent == seqs[-1]):
             self._lanes.follow(lane)
+        else:
+            self._lanes.fall_behind(lane)
+            # The others first: no lane waits for the whole backlog of another.
+            self._lanes.behind[lane.chain] = self._lanes.behind.pop(lane.chain)
 
     def _readable(self) -> list[Lane]:
         """Return lanes that are behind and can be sent."""

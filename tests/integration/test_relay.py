@@ -1,0 +1,296 @@
+"""The relay on healthy stores: order, sharing, late rows, rows that can't be sent, bounds."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import psycopg
+import pytest
+import redis
+
+from mqlayer.domain.message import NO_KEY
+from mqlayer.domain.names import BODY_LIMIT, KEY_LIMIT
+from mqlayer.domain.routing import lp_of
+from mqlayer.errors import ConfigurationRefused, SchemaMismatch
+from mqlayer.outbox import list_aside, retry_aside
+from mqlayer.postgres.database import Database
+from mqlayer.relay import RelayLimits, relay_once
+from mqlayer.relay.lanes import plan
+from tests.fixtures.servers import StartRedis
+from tests.fixtures.waiting import wait_until
+from tests.proof.outbox_world import QUICK, OutboxWorld
+
+
+@pytest.fixture
+def world(database_dsn: str, redis_url: str, key_prefix: str) -> OutboxWorld:
+    """One node, one topic of four partitions."""
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+    world.add_topic("orders", partitions=4)
+    return world
+
+
+def test_everything_published_arrives_once_and_in_order(world: OutboxWorld) -> None:
+    world.publish(500, keys=50)
+    with world.relay():
+        world.publish(500, keys=50, tag="later")
+        world.wait_until_whole()
+    assert sum(len(chain) for chain in world.relayed().values()) == 1_000
+
+
+def test_headers_and_messages_without_a_key_arrive_as_they_are(world: OutboxWorld) -> None:
+    world.rows("SELECT mqlayer_app.publish_v1('orders', NULL, '\\x00ff', '{\"trace\": \"ä\"}')")
+    world.rows("SELECT mqlayer_app.publish_v1('orders', '', 'empty key')")
+    with world.relay() as relay:
+        wait_until(lambda: relay.appended_count == 2, what="both messages")
+    with redis.Redis.from_url(world.urls[0]) as client:
+        found: list[Any] = [client.xrange(key) for key in client.scan_iter(f"{world.key_prefix}:*:log")]
+    by_key = {fields[b"k"]: fields for entries in found for _, fields in entries}
+    assert by_key[NO_KEY][b"b"] == b"\x00\xff"
+    assert by_key[NO_KEY][b"m"].split(b":", 4)[4].decode() == '{"trace": "ä"}'
+    assert by_key[b""][b"b"] == b"empty key"
+
+
+def test_a_backlog_larger_than_a_chunk_is_read_in_bounded_chunks(world: OutboxWorld) -> None:
+    world.publish(700, keys=100)
+    with world.relay(limits=replace(QUICK, chunk_rows=64, chunk_bytes=500, lps_at_once=8)):
+        world.publish(300, keys=100, tag="later")
+        world.wait_until_whole()
+
+
+def test_a_thin_backlog_is_read_by_lp(world: OutboxWorld) -> None:
+    world.publish(400, keys=100)
+    with world.relay():
+        world.wait_until_whole()
+    # Most of the range of ids is relayed; a few LPs are not, as after an outage of their node.
+    world.publish(10, keys=5, tag="waiting")
+    world.rows("SELECT setval('mqlayer_app.outbox_number', 100000)")
+    with world.relay(limits=replace(QUICK, chunk_rows=4)):
+        world.wait_until_whole()
+
+
+def test_two_relays_share_the_lps_and_send_each_message_once(world: OutboxWorld) -> None:
+    with world.relay() as first, world.relay() as second:
+        wait_until(lambda: _shares(world) == {first.relay_id: 8, second.relay_id: 8}, what="eight LP sets each")
+        world.publish(1_000, keys=200)
+        world.wait_until_whole()
+        assert first.appended_count > 0
+        assert second.appended_count > 0
+        assert first.appended_count + second.appended_count == 1_000
+    assert _shares(world) == {None: 16}, "a relay that stops gives its LPs back"
+
+
+def test_a_relay_takes_over_what_a_dead_one_held(world: OutboxWorld) -> None:
+    world.rows("UPDATE mqlayer_app.lp_set SET relay_id = 'dead', lease_until = now() + interval '0.3 seconds'")
+    world.publish(100)
+    with world.relay():
+        world.wait_until_whole()
+
+
+def test_two_relays_on_the_same_lps_are_harmless(world: OutboxWorld) -> None:
+    stop = threading.Event()
+
+    def steal() -> None:
+        while not stop.wait(0.01):
+            world.rows("UPDATE mqlayer_app.lp_set SET relay_id = NULL, lease_until = '-infinity'")
+
+    thief = threading.Thread(target=steal)
+    with world.relay(), world.relay(), world.relay():
+        thief.start()
+        try:
+            for turn in range(10):
+                world.publish(100, keys=30, tag=f"turn-{turn}")
+            world.wait_until_whole()
+        finally:
+            stop.set()
+            thief.join()
+
+
+def test_a_row_that_becomes_visible_late_is_not_passed_by(world: OutboxWorld) -> None:
+    with world.relay(), psycopg.connect(world.dsn) as slow:
+        slow.execute("SELECT mqlayer_app.publish_v1('orders', 'slow', 'first')")
+        world.publish(50, keys=10)
+        wait_until(lambda: sum(map(len, world.relayed().values())) == 50, what="the others to pass")
+        slow.commit()
+        world.wait_until_whole()
+
+
+def test_a_row_that_becomes_visible_after_its_id_was_given_up_is_found_by_its_counter(world: OutboxWorld) -> None:
+    with world.relay(limits=replace(QUICK, late_ids=1, late_s=0.0)), psycopg.connect(world.dsn) as slow:
+        slow.execute("SELECT mqlayer_app.publish_v1('orders', 'slow', 'first')")
+        world.publish(50, keys=10)
+        wait_until(lambda: sum(map(len, world.relayed().values())) == 50, what="the others to pass")
+        slow.commit()
+        world.wait_until_whole()
+
+
+def test_a_rolled_back_transaction_sends_nothing_and_holds_nobody(world: OutboxWorld) -> None:
+    with world.relay():
+        with psycopg.connect(world.dsn) as connection:
+            connection.execute("SELECT mqlayer_app.publish_v1('orders', 'key-1', 'never')")
+            connection.rollback()
+        world.publish(20)
+        world.wait_until_whole()
+    assert "never" not in {value for chain in world.relayed().values() for _, _, value in chain}
+
+
+def test_a_row_that_can_never_be_sent_holds_its_lp_visibly_and_no_other(world: OutboxWorld) -> None:
+    lp = lp_of(b"key-1")
+    key = "x" * (KEY_LIMIT + 1)
+    with world.relay():
+        world.publish(20)
+        world.wait_until_whole()
+        _insert_row(world, lp=lp, key=key, body=b"too long a key")
+        world.publish(20, tag="behind")
+        with Database(world.dsn) as database:
+            (row,) = wait_until(lambda: list_aside(database), what="the row to be set aside")
+            assert (row.topic, row.lp, row.seq) == ("orders", lp, 2)
+            assert str(KEY_LIMIT) in row.reason
+            wait_until(lambda: sum(map(len, world.relayed().values())) == 39, what="all other LPs to go on")
+            assert [value for _, _, value in world.relayed()["orders", lp]] == ["m-1"]
+
+            world.rows("UPDATE mqlayer_app.outbox SET key = 'mended' WHERE key = %s", key)
+            assert retry_aside(database, topic="orders", lp=lp) == [row]
+        world.wait_until_whole()
+
+
+def test_a_body_over_the_hard_limit_is_set_aside_without_being_read(world: OutboxWorld) -> None:
+    with world.relay():
+        _insert_row(world, lp=7, key="big", body=bytes(BODY_LIMIT + 1))
+        with Database(world.dsn) as database:
+            (row,) = wait_until(lambda: list_aside(database), what="the row to be set aside")
+        assert str(BODY_LIMIT) in row.reason
+
+
+def test_rows_of_a_topic_that_control_does_not_know_are_set_aside(world: OutboxWorld) -> None:
+    world.rows("INSERT INTO mqlayer_app.topic (topic_id, name, body_limit) VALUES (77, 'ghosts', 1000)")
+    world.rows("INSERT INTO mqlayer_app.counter (topic_id, lp) SELECT 77, generate_series(0, 1023)")
+    world.publish(3, topic="ghosts", keys=1)
+    world.publish(20)
+    with world.relay(), Database(world.dsn) as database:
+        (row,) = wait_until(lambda: list_aside(database), what="the row to be set aside")
+        assert "mqlayer topic create ghosts" in row.reason
+        wait_until(lambda: sum(map(len, world.relayed().values())) == 20, what="the other topic to go on")
+
+
+def test_rows_that_are_nowhere_any_more_are_reported_and_hold_their_lp(world: OutboxWorld) -> None:
+    world.publish(20, keys=2)
+    lp = lp_of(b"key-0")
+    world.rows("DELETE FROM mqlayer_app.outbox WHERE lp = %s AND seq = 3", lp)
+    with world.relay(), Database(world.dsn) as database:
+        (row,) = wait_until(lambda: list_aside(database), what="the row to be set aside")
+        assert (row.lp, row.seq) == (lp, 3)
+        assert "gone" in row.reason
+    assert [seq for seq, _, _ in world.relayed()["orders", lp]] == [1, 2]
+
+
+def test_a_topic_made_while_the_relay_runs_is_served(world: OutboxWorld) -> None:
+    with world.relay():
+        world.add_topic("invoices", partitions=2)
+        world.publish(20, topic="invoices")
+        world.wait_until_whole()
+
+
+def test_a_full_partition_waits_and_the_others_go_on(world: OutboxWorld) -> None:
+    world.add_topic("narrow", partitions=2, backlog_limit=5)
+    world.publish(40, topic="narrow", keys=40)
+    world.publish(40)
+    with world.relay():
+        wait_until(lambda: sum(len(c) for (t, _), c in world.relayed().items() if t == "orders") == 40, what="orders")
+        wait_until(lambda: sum(len(c) for (t, _), c in world.relayed().items() if t == "narrow") >= 10, what="narrow")
+        world.rows("UPDATE mqlayer.topic SET backlog_limit = 1000 WHERE name = 'narrow'")
+        world.wait_until_whole()
+
+
+def test_a_node_out_of_memory_waits_and_the_others_go_on(
+    database_dsn: str, redis_url: str, key_prefix: str, start_redis: StartRedis
+) -> None:
+    small = start_redis()
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url, small.url])
+    world.add_topic("orders", partitions=2)
+    _configure(small.url, "maxmemory", "1")
+    world.publish(100, keys=100)
+    with world.relay():
+        wait_until(lambda: _count(world, range(512)) == _published(world, range(512)), what="the first node's LPs")
+        assert _count(world, range(512, 1024)) == 0
+        _configure(small.url, "maxmemory", "0")
+        world.wait_until_whole()
+
+
+def test_the_compensating_pass_relays_what_nobody_holds_and_nothing_else(world: OutboxWorld) -> None:
+    world.publish(100)
+    assert relay_once(world.settings(), limits=QUICK) == 100
+    assert world.whole()
+    with world.relay() as relay:
+        wait_until(lambda: _shares(world) == {relay.relay_id: 16}, what="the relay to hold all")
+        assert relay_once(world.settings(), limits=QUICK) == 0
+        assert _shares(world) == {relay.relay_id: 16}
+    assert _shares(world) == {None: 16}
+
+
+def test_progress_is_recorded_and_the_next_relay_begins_there(world: OutboxWorld) -> None:
+    world.publish(100)
+    with world.relay():
+        world.wait_until_whole()
+    assert world.rows("SELECT sum(seq)::int FROM mqlayer_app.relayed") == [(100,)]
+    world.publish(10, tag="later")
+    with world.relay() as relay:
+        world.wait_until_whole()
+        assert relay.appended_count == 10
+
+
+def test_a_copy_of_the_database_is_refused_with_what_to_do(world: OutboxWorld) -> None:
+    relay_once(world.settings(), limits=QUICK)
+    world.rows("UPDATE mqlayer.source SET cluster = '1/elsewhere'")
+    with pytest.raises(ConfigurationRefused, match="outbox adopt"), world.relay():
+        wait_until(lambda: True, what="nothing")
+
+
+def test_a_database_without_the_schema_is_refused(empty_database_dsn: str, world: OutboxWorld) -> None:
+    world.app_dsn = empty_database_dsn
+    with pytest.raises(SchemaMismatch, match="mqlayer migrate"), world.relay():
+        pass
+
+
+def test_memory_does_not_depend_on_the_backlog(world: OutboxWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks: list[int] = []
+
+    def watched(rows: Any, lanes: Any) -> Any:
+        chunks.append(len(rows))
+        return plan(rows, lanes)
+
+    monkeypatch.setattr("mqlayer.relay.session.plan", watched)
+    world.publish(2_000, keys=200)
+    with world.relay(limits=RelayLimits(chunk_rows=100, chunk_bytes=10_000)):
+        world.wait_until_whole()
+    assert max(chunks) <= 100
+
+
+def _shares(world: OutboxWorld) -> dict[str | None, int]:
+    return dict(world.rows("SELECT relay_id, count(*)::int FROM mqlayer_app.lp_set GROUP BY 1"))
+
+
+def _insert_row(world: OutboxWorld, *, lp: int, key: str, body: bytes) -> None:
+    """Put a row into the outbox past the functions, which would refuse it."""
+    (seq,) = world.rows(
+        "UPDATE mqlayer_app.counter SET seq = seq + 1 WHERE topic_id = 1 AND lp = %s RETURNING seq", lp
+    )[0]
+    world.rows(
+        "INSERT INTO mqlayer_app.outbox (id, topic_id, lp, slot, seq, created_at, key, body) "
+        "VALUES (nextval('mqlayer_app.outbox_number'), 1, %s, 0, %s, now(), %s, %s)",
+        lp, seq, key, body,
+    )  # fmt: skip
+
+
+def _count(world: OutboxWorld, lps: range) -> int:
+    return sum(len(chain) for (_, lp), chain in world.relayed().items() if lp in lps)
+
+
+def _published(world: OutboxWorld, lps: range) -> int:
+    return sum(len(chain) for (_, lp), chain in world.published().items() if lp in lps)
+
+
+def _configure(url: str, name: str, value: str) -> None:
+    with redis.Redis.from_url(url) as client:
+        client.config_set(name, value)

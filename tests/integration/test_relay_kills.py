@@ -1,0 +1,110 @@
+"""Case 72 for the relay: killed at every place between two writes, and every chain is whole afterwards."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mqlayer.domain.routing import lp_of
+from mqlayer.outbox import retry_aside
+from mqlayer.postgres.database import Database
+from mqlayer.relay import relay_once
+from tests.fixtures.waiting import wait_until
+from tests.proof.failpoint_names import failpoint_names
+from tests.proof.outbox_world import QUICK, OutboxWorld
+
+RELAY_FAILPOINTS = sorted(name for name in failpoint_names() if name.startswith("relay."))
+ONCE = {"relay.after_identity", "relay.after_source", "relay.after_claim", "relay.before_release"}
+"""Places that a relay passes once in its life."""
+PLACES = [(name, nth) for name in RELAY_FAILPOINTS for nth in ((1,) if name in ONCE else (1, 2))]
+
+
+@pytest.fixture
+def world(database_dsn: str, redis_url: str, key_prefix: str) -> OutboxWorld:
+    """One node, one topic of two partitions, a backlog, and a row that can't be sent."""
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+    world.add_topic("orders", partitions=2)
+    world.publish(60)
+    return world
+
+
+@pytest.mark.parametrize(("name", "nth"), PLACES)
+def test_a_relay_killed_at_any_failpoint_leaves_chains_that_the_next_one_completes(
+    world: OutboxWorld, name: str, nth: int
+) -> None:
+    _make_reachable(world, name)
+    with world.relay_process(failpoints=f"{name}=kill@{nth}", chunk_rows=8) as process:
+        if name == "relay.before_release":
+            world.wait_until_whole()
+            process.send_signal(signal.SIGTERM)
+        wait_until(lambda: _publish_until_dead(world, process), timeout_s=30, what=f"{name} to be reached")
+        assert process.returncode == -signal.SIGKILL
+    with world.relay():
+        _mend(world)
+        world.publish(20, tag="after")
+        world.wait_until_whole()
+
+
+@pytest.mark.parametrize("name", ["relay.after_send", "relay.after_append", "relay.before_progress"])
+def test_a_relay_stopped_past_its_lease_wakes_up_beside_its_successor(world: OutboxWorld, name: str) -> None:
+    with world.relay_process(failpoints=f"{name}=stop") as process:
+        wait_until(lambda: is_stopped(process.pid), timeout_s=30, what=f"{name} to be reached")
+        with world.relay():
+            world.publish(100, tag="while")
+            world.wait_until_whole()
+            process.send_signal(signal.SIGCONT)
+            world.publish(100, tag="awake")
+            world.wait_until_whole()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=20) == 0
+
+
+def test_a_relay_told_to_end_finishes_and_gives_its_lps_back(world: OutboxWorld) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        world.publish(100, tag=f"before-{number}")
+        with world.relay_process() as process:
+            world.wait_until_whole()
+            process.send_signal(number)
+            assert process.wait(timeout=20) == 0
+        assert world.rows("SELECT count(*)::int FROM mqlayer_app.lp_set WHERE relay_id IS NOT NULL") == [(0,)]
+        assert world.rows("SELECT count(*)::int FROM mqlayer_app.relay") == [(0,)]
+
+
+def test_the_compensating_pass_makes_up_for_a_killed_relay(world: OutboxWorld) -> None:
+    with world.relay_process(failpoints="relay.after_send=kill") as process:
+        assert process.wait(timeout=20) == -signal.SIGKILL
+    wait_until(lambda: relay_once(world.settings(), limits=QUICK) + world.whole(), what="the lease of the dead to end")
+    world.wait_until_whole()
+
+
+def is_stopped(pid: int) -> bool:
+    """Say whether a signal stopped the process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def _make_reachable(world: OutboxWorld, name: str) -> None:
+    """Have something to do at places that a relay does not come by every day."""
+    if "set_aside" in name:
+        for key in ("key-1", "key-2"):
+            _spoil(world, lp_of(key.encode()))
+    if "of_lps" in name:
+        # A backlog that is thin among the ids is read by LP.
+        world.rows("SELECT setval('mqlayer_app.outbox_number', 100000)")
+
+
+def _publish_until_dead(world: OutboxWorld, process: subprocess.Popen[bytes]) -> bool:
+    world.publish(5, tag="while")
+    return process.poll() is not None
+
+
+def _spoil(world: OutboxWorld, lp: int) -> None:
+    world.rows("UPDATE mqlayer_app.outbox SET key = repeat('x', 600) WHERE lp = %s AND seq = 2", lp)
+
+
+def _mend(world: OutboxWorld) -> None:
+    world.rows("UPDATE mqlayer_app.outbox SET key = 'mended' WHERE length(key) > 512")
+    with Database(world.dsn) as database:
+        retry_aside(database)

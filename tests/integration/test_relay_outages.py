@@ -1,0 +1,243 @@
+"""The relay and stores that are away, slow, cut off, or that fell back: it waits, says so, and loses nothing."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.migrations import migrate
+from mqlayer.stack import RedisServer
+from mqlayer.topics import register_node
+from tests.fixtures.servers import StartPostgres, StartRedis
+from tests.fixtures.waiting import wait_until
+from tests.proof.outbox_world import OutboxWorld
+from tests.proof.proxy import TcpProxy
+
+
+@pytest.fixture
+def node(start_redis: StartRedis) -> RedisServer:
+    """A Redis of the test's own."""
+    return start_redis()
+
+
+@pytest.fixture
+def world(database_dsn: str, node: RedisServer, key_prefix: str) -> OutboxWorld:
+    """One node, one topic of two partitions."""
+    world = OutboxWorld(database_dsn, key_prefix, [node.url])
+    world.add_topic("orders", partitions=2)
+    return world
+
+
+@pytest.fixture
+def line(database_dsn: str) -> Iterator[TcpProxy]:
+    """A line to Postgres that can be cut."""
+    parts = conninfo_to_dict(database_dsn)
+    with TcpProxy(str(parts["host"]), int(str(parts["port"]))) as proxy:
+        yield proxy
+
+
+def through(dsn: str, proxy: TcpProxy) -> str:
+    """Return a DSN that takes the line."""
+    return make_conninfo(dsn, host=proxy.host, port=proxy.port, password="secret-of-the-test")
+
+
+def test_a_node_that_is_killed_and_restarts_is_armed_again_and_nothing_is_lost(
+    world: OutboxWorld, node: RedisServer
+) -> None:
+    with world.relay():
+        world.publish(50)
+        world.wait_until_whole()
+        node.kill()
+        world.publish(50, tag="while-away")
+        node.start()
+        world.wait_until_whole()
+
+
+def test_a_node_that_lost_everything_gets_it_again_from_the_outbox(world: OutboxWorld, node: RedisServer) -> None:
+    with world.relay():
+        world.publish(50)
+        world.wait_until_whole()
+        with redis.Redis.from_url(node.url) as client:
+            client.flushall()
+        # No traffic: the comparison of marks notices.
+        world.wait_until_whole()
+        world.publish(50, tag="after")
+        world.wait_until_whole()
+
+
+def test_a_node_that_fell_back_gets_the_rest_again_without_traffic(world: OutboxWorld, node: RedisServer) -> None:
+    with world.relay(), redis.Redis.from_url(node.url) as client:
+        world.publish(40)
+        world.wait_until_whole()
+        keys = list(client.scan_iter(f"{world.key_prefix}:*"))
+        before = {key: client.dump(key) for key in keys}
+        world.publish(40, tag="lost")
+        world.wait_until_whole()
+        with client.pipeline(transaction=True) as pipeline:
+            for key, value in before.items():
+                pipeline.restore(key, 0, value, replace=True)
+            pipeline.execute()
+        world.wait_until_whole()
+    assert world.rows("SELECT sum(seq)::int FROM mqlayer_app.relayed") == [(80,)]
+
+
+def test_scripts_that_were_flushed_are_loaded_again(world: OutboxWorld, node: RedisServer) -> None:
+    with world.relay(), redis.Redis.from_url(node.url) as client:
+        world.publish(20)
+        world.wait_until_whole()
+        client.script_flush()
+        world.publish(20, tag="after")
+        world.wait_until_whole()
+
+
+def test_a_node_that_is_down_at_the_start_is_waited_for(
+    world: OutboxWorld, node: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.stop()
+    world.publish(20)
+    with caplog.at_level(logging.WARNING), world.relay():
+        wait_until(lambda: "relay_node_away" in caplog.text, what="the outage to be told")
+        node.start()
+        world.wait_until_whole()
+
+
+def test_a_node_that_stands_still_has_only_its_own_lps_wait(
+    database_dsn: str, key_prefix: str, node: RedisServer, start_redis: StartRedis
+) -> None:
+    other = start_redis()
+    world = OutboxWorld(database_dsn, key_prefix, [node.url, other.url])
+    world.add_topic("orders", partitions=2)
+    with world.relay():
+        world.publish(40, keys=40)
+        world.wait_until_whole()
+        other.send(signal.SIGSTOP)
+        world.publish(400, keys=40, tag="while")
+        wait_until(lambda: _served_by_first(world, node) == _owed_to_first(world), what="the first node's LPs to go on")
+        other.send(signal.SIGCONT)
+        world.wait_until_whole()
+
+
+def test_a_reply_that_is_lost_is_asked_for_again_and_stored_once(
+    database_dsn: str, key_prefix: str, node: RedisServer
+) -> None:
+    with TcpProxy("127.0.0.1", node.port) as proxy:
+        world = OutboxWorld(database_dsn, key_prefix, [f"redis://127.0.0.1:{proxy.port}/0"])
+        world.add_topic("orders", partitions=2)
+        with world.relay():
+            world.publish(20)
+            world.wait_until_whole()
+            for lost in range(4):
+                proxy.cut_after(server_bytes=3 * lost)
+                world.publish(50, tag=f"cut-{lost}")
+                proxy.wait_for_cut(lost + 1)
+                proxy.heal()
+                world.wait_until_whole()
+
+
+def test_a_request_that_is_cut_in_the_middle_is_sent_again(
+    database_dsn: str, key_prefix: str, node: RedisServer
+) -> None:
+    with TcpProxy("127.0.0.1", node.port) as proxy:
+        world = OutboxWorld(database_dsn, key_prefix, [f"redis://127.0.0.1:{proxy.port}/0"])
+        world.add_topic("orders", partitions=2)
+        with world.relay():
+            for number, size in enumerate((0, 100, 1_000)):
+                proxy.cut_after(client_bytes=size)
+                world.publish(50, tag=f"cut-{number}")
+                proxy.wait_for_cut(number + 1)
+                proxy.heal()
+                world.wait_until_whole()
+
+
+def test_postgres_away_at_the_start_is_waited_for_and_its_password_is_not_told(
+    world: OutboxWorld, line: TcpProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.app_dsn = world.control_dsn = through(world.dsn, line)
+    line.refuse_new()
+    world.publish(20)
+    with caplog.at_level(logging.WARNING), world.relay():
+        wait_until(lambda: "relay_postgres_away" in caplog.text, what="the outage to be told")
+        line.heal()
+        world.wait_until_whole()
+    told = [str(vars(record).get("reason")) for record in caplog.records if record.message == "relay_postgres_away"]
+    assert str(line.port) in told[0]
+    assert "secret-of-the-test" not in "".join(told) + caplog.text
+
+
+def test_postgres_lost_while_running_is_connected_to_again(world: OutboxWorld, line: TcpProxy) -> None:
+    world.app_dsn = world.control_dsn = through(world.dsn, line)
+    with world.relay():
+        for turn in range(3):
+            world.publish(50, tag=f"before-{turn}")
+            line.refuse_new()
+            line.reset_all()
+            world.publish(50, tag=f"while-{turn}")
+            line.heal()
+            world.wait_until_whole()
+
+
+def test_answers_of_postgres_that_are_lost_cost_nothing(world: OutboxWorld, line: TcpProxy) -> None:
+    world.app_dsn = world.control_dsn = through(world.dsn, line)
+    with world.relay():
+        for turn, size in enumerate((0, 50, 500)):
+            line.cut_after(server_bytes=size)
+            world.publish(50, tag=f"cut-{turn}")
+            line.wait_for_cut(turn + 1)
+            line.heal()
+            world.wait_until_whole()
+
+
+def test_a_postgres_that_crashes_is_waited_for(start_postgres: StartPostgres, redis_url: str, key_prefix: str) -> None:
+    server = start_postgres(options={"fsync": "on"})
+    dsn = server.create_database("app")
+    migrate(dsn)
+    world = OutboxWorld(dsn, key_prefix, [redis_url])
+    world.add_topic("orders", partitions=2)
+    with world.relay():
+        world.publish(50)
+        server.kill()
+        server.start()
+        world.publish(50, tag="after")
+        world.wait_until_whole()
+
+
+def test_a_wrong_key_prefix_is_refused_and_makes_no_second_home(world: OutboxWorld, node: RedisServer) -> None:
+    world.publish(20)
+    home, world.key_prefix = world.key_prefix, "elsewhere"
+    with world.relay():
+        wait_until(lambda: _has_tried(node), what="the relay to look at the node")
+    world.key_prefix = home
+    with world.relay():
+        world.wait_until_whole()
+    with redis.Redis.from_url(node.url) as client:
+        assert list(client.scan_iter("elsewhere:*")) == []
+
+
+def test_a_node_may_be_registered_again_by_anybody_while_a_relay_runs(world: OutboxWorld, node: RedisServer) -> None:
+    with world.relay():
+        with Database(world.dsn) as database:
+            register_node(database, name="node-1", url=node.url)
+        world.publish(20)
+        world.wait_until_whole()
+
+
+def _served_by_first(world: OutboxWorld, node: RedisServer) -> int:
+    with redis.Redis(port=urlsplit(node.url).port or 0) as client:
+        return sum(client.xlen(key) for key in client.scan_iter(f"{world.key_prefix}:*:log"))
+
+
+def _owed_to_first(world: OutboxWorld) -> int:
+    return sum(len(chain) for (_, lp), chain in world.published().items() if lp < 512)
+
+
+def _has_tried(node: RedisServer) -> bool:
+    with redis.Redis.from_url(node.url) as client:
+        statistics = client.info("commandstats")
+    return "cmdstat_scan" in statistics

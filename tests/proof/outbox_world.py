@@ -1,0 +1,179 @@
+"""An outbox, nodes and a topic for tests of the relay, and the question that decides them: is every chain whole?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+import redis
+from pydantic import SecretStr
+
+from mqlayer.postgres.database import Database
+from mqlayer.relay import Relay, RelayLimits
+from mqlayer.settings import Settings
+from mqlayer.topics import create_topic, register_node
+from tests.fixtures.waiting import wait_until
+from tests.proof.history import Append
+from tests.proof.streams import read_partition
+
+QUICK = RelayLimits(sweep_s=0.05, compare_s=0.1, progress_s=0.05, beat_s=0.05, late_s=0.5)
+"""Limits with which what a relay does at times is done often."""
+LEASE_S = 0.5
+
+Chains = dict[tuple[str, int], list[tuple[int, str | None, str]]]
+"""Per topic and LP: seq, key and value of each message, in order."""
+
+
+@dataclass
+class OutboxWorld:
+    """One outbox whose control schema is in the same database, and the nodes at the URLs given."""
+
+    dsn: str
+    key_prefix: str
+    urls: Sequence[str]
+    topics: list[str] = field(default_factory=list)
+    app_dsn: str | None = None
+    control_dsn: str | None = None
+    """Other ways to the same database, such as through a proxy."""
+
+    def __post_init__(self) -> None:
+        with Database(self.dsn) as database:
+            for number, url in enumerate(self.urls, start=1):
+                register_node(database, name=f"node-{number}", url=url)
+
+    def add_topic(self, name: str, **options: Any) -> None:
+        """Create a topic that the outbox may publish to."""
+        with Database(self.dsn) as database:
+            create_topic(database, name, prefix=self.key_prefix, application=database, **options)
+        self.topics.append(name)
+
+    def settings(self, **changes: Any) -> Settings:
+        """Return the settings of a relay of this world."""
+        return Settings(
+            dsn=SecretStr(self.control_dsn or self.dsn),
+            app_dsn=SecretStr(self.app_dsn or self.dsn),
+            key_prefix=self.key_prefix,
+            **({"lease_s": LEASE_S} | changes),
+        )
+
+    def publish(self, count: int, *, topic: str = "orders", keys: int = 20, tag: str = "m") -> None:
+        """Publish messages of a few keys, one transaction each."""
+        with psycopg.connect(self.dsn, autocommit=True) as connection, connection.cursor() as cursor:
+            cursor.executemany(
+                "SELECT mqlayer_app.publish_v1(%s, %s, %s)",
+                [(topic, f"key-{number % keys}", f"{tag}-{number}".encode()) for number in range(count)],
+            )
+
+    def rows(self, sql: str, *arguments: Any) -> list[tuple[Any, ...]]:
+        """Run a statement in the outbox's database and return its rows."""
+        with psycopg.connect(self.dsn, autocommit=True) as connection:
+            cursor = connection.execute(sql.encode(), arguments)
+            return cursor.fetchall() if cursor.description else []
+
+    def published(self) -> Chains:
+        """Return what the outbox holds."""
+        chains: Chains = defaultdict(list)
+        for topic, lp, seq, key, body in self.rows(
+            "SELECT t.name, o.lp, o.seq, o.key, o.body "
+            "FROM mqlayer_app.outbox o JOIN mqlayer_app.topic t USING (topic_id) ORDER BY t.name, o.lp, o.seq"
+        ):
+            chains[topic, lp].append((seq, key, bytes(body).decode()))
+        return chains
+
+    def relayed(self) -> Chains:
+        """Return what the partitions hold, in the order of their offsets."""
+        chains: Chains = defaultdict(list)
+        for record in self.records():
+            chains[record.topic, record.lp].append((record.seq, record.key, record.value))
+        return chains
+
+    def records(self) -> Iterator[Append]:
+        """Return every record of every partition."""
+        places = self.rows(
+            "SELECT t.name, p.partition_id, p.node_id FROM mqlayer.partition p JOIN mqlayer.topic t USING (topic_id) "
+            "ORDER BY p.partition_id"
+        )
+        for topic, partition, node_id in places:
+            with redis.Redis.from_url(self.urls[node_id - 1]) as client:
+                yield from read_partition(client, self.key_prefix, partition, topic)
+
+    def whole(self) -> bool:
+        """Say whether the partitions hold what the outbox holds: per LP nothing lost, repeated or reversed."""
+        return self.relayed() == self.published()
+
+    def wait_until_whole(self, *, timeout_s: float = 20.0) -> None:
+        """Wait until it is."""
+        wait_until(self.whole, timeout_s=timeout_s, what="every chain to be whole")
+        numbers = [seq for chain in self.relayed().values() for seq in [entry[0] for entry in chain]]
+        assert all([e[0] for e in chain] == list(range(1, len(chain) + 1)) for chain in self.relayed().values()), (
+            numbers
+        )
+
+    @contextmanager
+    def relay(self, *, limits: RelayLimits = QUICK, **changes: Any) -> Iterator[Relay]:
+        """Run a relay in a thread; its failure is raised at the end."""
+        relay = Relay(self.settings(**changes), limits=limits)
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                relay.run()
+            except BaseException as error:  # noqa: BLE001  # handed to the test
+                failures.append(error)
+
+        thread = threading.Thread(target=run, name="relay", daemon=True)
+        thread.start()
+        try:
+            yield relay
+        finally:
+            relay.stop()
+            thread.join(timeout=30)
+        assert not thread.is_alive(), "the relay does not stop"
+        if failures:
+            raise failures[0]
+
+    def environment(self, failpoints: str = "", **more: str) -> Mapping[str, str]:
+        """Return the environment of a process of this world."""
+        return {
+            **os.environ,
+            "MQLAYER_DSN": self.control_dsn or self.dsn,
+            "MQLAYER_APP_DSN": self.app_dsn or self.dsn,
+            "MQLAYER_KEY_PREFIX": self.key_prefix,
+            "MQLAYER_LEASE_S": str(LEASE_S),
+            "MQLAYER_FAILPOINTS": failpoints,
+            **more,
+        }
+
+    @contextmanager
+    def relay_process(self, *, failpoints: str = "", chunk_rows: int = 2_000) -> Iterator[subprocess.Popen[bytes]]:
+        """Run `mqlayer relay` as a process; killed at the end where it still runs."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mqlayer", "relay"],
+            env=self.environment(failpoints, MQLAYER_RELAY_CHUNK_ROWS=str(chunk_rows)),
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait()
+
+
+def counts_by_key(chains: Chains, keys: Iterable[str]) -> dict[str, int]:
+    """Return how many messages each key has in all chains."""
+    counts = dict.fromkeys(keys, 0)
+    for chain in chains.values():
+        for _, key, _ in chain:
+            if key in counts:
+                counts[key] += 1
+    return counts
