@@ -1,0 +1,77 @@
+"""The documents' examples run: every Python block of a page in order, every `mqlayer` line of a shell block."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from pydantic import SecretStr
+
+from mqlayer.postgres.database import Database
+from mqlayer.settings import Settings
+from mqlayer.stack import AnyRedis
+from mqlayer.topics import create_topic, register_node
+from tests.fixtures.waiting import wait_until
+
+ROOT: Final = Path(__file__).parents[2]
+PAGES: Final = sorted((ROOT / "docs").glob("*.md"))
+BLOCK: Final = re.compile(r"(?P<mark><!-- not run: .*?-->\n)?```(?P<language>\w+)\n(?P<text>.*?)```", re.DOTALL)
+
+
+@pytest.fixture
+def settings(database_dsn: str, redis_server: AnyRedis, key_prefix: str, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """A node and the topic `orders`, with their addresses in the environment as a user would have them."""
+    settings = Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix)
+    with Database(database_dsn) as database:
+        register_node(database, name="n1", url=redis_server.url)
+        create_topic(database, "orders", prefix=key_prefix, partitions=2, application=database)
+    monkeypatch.setenv("MQLAYER_DSN", database_dsn)
+    monkeypatch.setenv("MQLAYER_KEY_PREFIX", key_prefix)
+    monkeypatch.setenv("MQLAYER_BROKER_URL", redis_server.url)
+    # Pages set variables for what they start themselves; the test's environment must not keep them.
+    monkeypatch.setenv("MQLAYER_CONSUMERS", "")
+    return settings
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_example_of_a_page_runs(page: Path, settings: Settings) -> None:
+    """What the documents say is what the code does."""
+
+    def wait(condition: Any, timeout_s: float = 20.0) -> Any:
+        return wait_until(condition, timeout_s=timeout_s, what=f"an example of {page.name}")
+
+    names: dict[str, Any] = {"__name__": f"docs.{page.stem}", "wait_until": wait, "settings": settings}
+    ran = 0
+    for number, (language, text) in enumerate(examples(page)):
+        if language == "python":
+            # Annotations must resolve in the names of the page, as in a module.
+            sys.modules.setdefault(names["__name__"], sys.modules[__name__])
+            exec(compile(text, f"{page.name}[{number}]", "exec", dont_inherit=True), names)
+            ran += 1
+        elif language == "bash":
+            ran += run_commands(text)
+    assert ran, f"{page.name} has no example"
+
+
+def examples(page: Path) -> list[tuple[str, str]]:
+    """Return language and text of a page's blocks, but for those that are marked as not run, with a reason."""
+    return [
+        (match["language"], match["text"]) for match in BLOCK.finditer(page.read_text("utf-8")) if not match["mark"]
+    ]
+
+
+def run_commands(block: str) -> int:
+    """Run the `mqlayer` lines of a shell block; return how many there were."""
+    lines = [line.split("#")[0].strip() for line in block.splitlines()]
+    commands = [shlex.split(line) for line in lines if line.startswith("mqlayer ")]
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, f"{shlex.join(command)}: {done.stderr}"
+    return len(commands)
