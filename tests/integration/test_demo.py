@@ -76,7 +76,8 @@ def test_the_demo_keeps_the_promise_with_a_killed_and_a_stopped_consumer(place: 
 
 def test_an_interrupted_demo_leaves_nothing_behind(place: Path) -> None:
     demo = start(place, "--seconds", "60", "--rate", "50")
-    assert (progress := demo.stderr) is not None
+    progress = demo.stderr
+    assert progress is not None
     wait_until(lambda: "pgbench runs" in progress.readline(), timeout_s=60, what="pgbench runs")
     assert processes_of(place) != []
     demo.send_signal(signal.SIGINT)
