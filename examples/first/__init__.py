@@ -1,0 +1,1 @@
+"""A first program: see orders.py."""

@@ -1,0 +1,46 @@
+"""A first program. Orders are placed in transactions; a consumer books each of them once, a customer's in order.
+
+mqlayer up                                    # and export what it prints
+mqlayer topic create orders
+python -m examples.first.orders               # places three orders
+mqlayer consume examples.first.orders:app     # books them
+"""
+
+import msgspec
+import psycopg
+
+import mqlayer
+
+app = mqlayer.App()
+
+
+class Order(msgspec.Struct):
+    """What a message of the topic says."""
+
+    customer: str
+    amount: int
+
+
+def place(order: Order) -> None:
+    """The order and its message commit together, or not at all."""
+    with psycopg.connect(app.settings.application_dsn()) as connection:
+        connection.execute("INSERT INTO orders VALUES (%s, %s)", (order.customer, order.amount))
+        connection.execute(
+            "SELECT mqlayer_app.publish_v1(%s, %s, %s)", ("orders", order.customer, msgspec.json.encode(order))
+        )
+
+
+@app.consumer("orders", group="ledger")
+def book(order: Order, ctx: mqlayer.Context) -> None:
+    """The fence lets the booking commit only once, and only while this process is the key's owner."""
+    with psycopg.connect(app.settings.application_dsn()) as connection:
+        ctx.fence(connection)
+        connection.execute("INSERT INTO ledger VALUES (%s, %s)", (order.customer, order.amount))
+
+
+if __name__ == "__main__":
+    with psycopg.connect(app.settings.application_dsn()) as setup:
+        setup.execute("CREATE TABLE IF NOT EXISTS orders (customer text, amount int)")
+        setup.execute("CREATE TABLE IF NOT EXISTS ledger (customer text, amount int)")
+    for amount in (10, 20, 30):
+        place(Order("customer-1", amount))

@@ -1,0 +1,74 @@
+"""The README's first program, run as it says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from tests.fixtures.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+
+Run = Callable[..., str]
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def environment(database_dsn: str, key_prefix: str) -> dict[str, str]:
+    """What `mqlayer up` tells to export."""
+    return {**os.environ, "MQLAYER_DSN": database_dsn, "MQLAYER_KEY_PREFIX": key_prefix}
+
+
+@pytest.fixture
+def run(environment: dict[str, str]) -> Run:
+    """Run a Python module to its end and return what it prints."""
+
+    def to_end(*arguments: str) -> str:
+        command = [sys.executable, "-m", *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return to_end
+
+
+@pytest.fixture
+def start(environment: dict[str, str]) -> Iterator[Start]:
+    """Start a Python module; it is asked to stop after the test, and does."""
+    with ExitStack() as cleanup:
+
+        def begin(*arguments: str) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen([sys.executable, "-m", *arguments], cwd=ROOT, env=environment)
+            cleanup.callback(end, process)
+            return process
+
+        yield begin
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
+def test_each_order_is_booked_once_and_in_order(run: Run, start: Start, database_dsn: str, redis_url: str) -> None:
+    run("mqlayer", "node", "register", "node-1", redis_url)
+    run("mqlayer", "topic", "create", "orders")
+    run("examples.first.orders")
+    start("mqlayer", "relay")
+    start("mqlayer", "consume", "examples.first.orders:app")
+
+    with psycopg.connect(database_dsn, autocommit=True) as connection:
+
+        def booked() -> list[int]:
+            return [amount for (amount,) in connection.execute("SELECT amount FROM ledger").fetchall()]
+
+        wait_until(lambda: len(booked()) >= 3, timeout_s=30, what="three orders booked")
+        assert booked() == [10, 20, 30]
