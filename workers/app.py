@@ -28,6 +28,8 @@ def _configuration(settings: Settings) -> dict[str, Any]:
         "broker_url": settings.broker_url.get_secret_value(),
         "broker_transport_options": {"visibility_timeout": VISIBILITY_TIMEOUT_S},
         "broker_connection_retry_on_startup": True,
+        # For ever: a worker also hosts consumers, which need no broker.
+        "broker_connection_max_retries": None,
         # Only JSON: whoever can write to the broker must not be able to run code.
         "accept_content": ["json"],
         "task_serializer": "json",
