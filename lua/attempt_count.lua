@@ -1,6 +1,8 @@
 #!lua flags=allow-oom
 --[[
-attempt_count: count one more failed attempt of a message.
+attempt_count: note how many attempts of a message have failed, as its owner counts them.
+
+Idempotent, and never lowers the count: a call whose answer was lost is made again.
 
 KEYS
   1 lock_key      hash    owner, epoch, last refresh, committed, base of the ack bitmap
@@ -10,6 +12,7 @@ ARGV
   1 member        string  who asks
   2 epoch         int     fencing epoch of its assignment
   3 offset        int     the message
+  4 attempts      int     its failed attempts so far
 
 RETURNS
   {"counted", attempts}   failed attempts of the message so far
@@ -20,8 +23,12 @@ local attempts_key = KEYS[2]
 local member = ARGV[1]
 local epoch = tonumber(ARGV[2])
 local offset = ARGV[3]
+local attempts = tonumber(ARGV[4])
 
 local lock = redis.call('HMGET', lock_key, 'owner', 'epoch')
 local held = tonumber(lock[2] or '0')
 if lock[1] ~= member or held ~= epoch then return {'fenced', held} end
-return {'counted', redis.call('HINCRBY', attempts_key, offset, 1)}
+local known = tonumber(redis.call('HGET', attempts_key, offset) or '0')
+if attempts <= known then return {'counted', known} end
+redis.call('HSET', attempts_key, offset, string.format('%d', attempts))
+return {'counted', attempts}

@@ -27,7 +27,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, TypeVar, get_type_hints
 
-from mqlayer.consuming.bodies import decoder_for
+from mqlayer.consuming.bodies import decoder_for, type_name
 from mqlayer.consuming.context import Context
 from mqlayer.consuming.holdings import Held
 from mqlayer.consuming.member import Member, MemberOptions
@@ -101,7 +101,7 @@ class App:
 
         def register(handler: Handler) -> Handler:
             body_type, with_context = _parameters(handler, body)
-            is_async = inspect.iscoroutinefunction(handler)
+            is_async = _is_async(handler)
             self.consumers.append(
                 Consumer(
                     topic, group, handler, body_type, with_context, is_async, group_settings, options or MemberOptions()
@@ -118,8 +118,10 @@ class App:
         if self.members:
             raise Conflict("the application is running", "stop it first")
         settings = self.settings
-        database = Database(settings.control_dsn(), application="mqlayer consumer", max_size=4)
-        application = Database(settings.application_dsn(), application="mqlayer consumer", max_size=2)
+        # A member's heart never waits for a connection behind the threads that see to a node.
+        size = 2 + 2 * len(self.consumers)
+        database = Database(settings.control_dsn(), application="mqlayer consumer", max_size=size)
+        application = Database(settings.application_dsn(), application="mqlayer consumer", max_size=2, timeout_s=2.0)
         routes = RouteCache(database)
         self._open = [routes, database, application]
         try:
@@ -220,6 +222,11 @@ class App:
         )
 
 
+def _is_async(handler: Callable[..., Any]) -> bool:
+    """Say whether calling it gives a coroutine; an object with an async `__call__` does so too."""
+    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
+
+
 def _parameters(handler: Callable[..., Any], body: Any) -> tuple[Any, bool]:
     """Return the body type a handler wants, and whether it takes a context."""
     parameters = [
@@ -228,10 +235,10 @@ def _parameters(handler: Callable[..., Any], body: Any) -> tuple[Any, bool]:
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     if not 1 <= len(parameters) <= 2:
-        raise InvalidInput(f"handler {handler.__name__!r} must take the body, or the body and the context")
+        raise InvalidInput(f"handler {type_name(handler)!r} must take the body, or the body and the context")
     if body is None:
-        hints = get_type_hints(handler)
-        body = hints.get(parameters[0].name, bytes)
+        function = handler if inspect.isroutine(handler) else type(handler).__call__
+        body = get_type_hints(function).get(parameters[0].name, bytes)
     return body, len(parameters) == 2
 
 

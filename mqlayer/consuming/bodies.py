@@ -57,13 +57,13 @@ def _json(body_type: Any) -> Decode:
 
 
 def _pydantic(model: Any) -> Decode:
-    name = type_name(model)
+    name, known = type_name(model), _declared_names(model)
 
     def read(body: bytes) -> Any:
         try:
             return model.model_validate_json(body)
         except ValueError as error:
-            raise BodyMismatch(name, _pydantic_places(error)) from None
+            raise BodyMismatch(name, _pydantic_places(error, known)) from None
 
     return read
 
@@ -72,14 +72,36 @@ def _place(error: msgspec.ValidationError) -> str:
     """Return where and what kind of fault, without any value from the body."""
     text = str(error)
     place = text[text.rfind(" - at `") :].removeprefix(" - at ") if " - at `" in text else "`$`"
-    for kind in ("missing required field", "unknown field", "Expected `"):
-        if kind in text:
-            wanted = text.split(",", 1)[0].split(" - at", 1)[0] if kind == "Expected `" else kind
-            return f"{wanted} at {place}"
+    if text.startswith("Expected `"):
+        return f"{text.split(',', 1)[0].split(' - at', 1)[0]} at {place}"
+    for kind in ("missing required field", "unknown field"):
+        if text.startswith(("Object " + kind, "Object contains " + kind)):
+            return f"{kind} at {place}"
     return f"invalid value at {place}"
 
 
-def _pydantic_places(error: ValueError) -> str:
+def _pydantic_places(error: ValueError, known: frozenset[str]) -> str:
+    """Return where and what kind of faults; names that the body brought are shown as `*`."""
     faults = error.errors(include_input=False, include_url=False) if hasattr(error, "errors") else []
-    shown = [f"{fault['type']} at `{'.'.join(map(str, fault['loc']))}`" for fault in faults[:3]]
+    shown = []
+    for fault in faults[:3]:
+        place = ".".join(str(part) if isinstance(part, int) or part in known else "*" for part in fault["loc"])
+        shown.append(f"{fault['type']} at `{place or '$'}`")
     return ", ".join(shown) or "it can't be read"
+
+
+def _declared_names(model: Any) -> frozenset[str]:
+    try:
+        return _field_names(model.model_json_schema())
+    except Exception:  # noqa: BLE001 - not every model has a schema; then its own fields must do
+        return frozenset(model.model_fields)
+
+
+def _field_names(schema: Any) -> frozenset[str]:
+    """Return the names of all fields that a JSON schema declares, however deep."""
+    if isinstance(schema, dict):
+        own = schema.get("properties", {})
+        return frozenset(own if isinstance(own, dict) else ()).union(*map(_field_names, schema.values()))
+    if isinstance(schema, list):
+        return frozenset().union(*map(_field_names, schema))
+    return frozenset()

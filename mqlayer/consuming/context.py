@@ -9,7 +9,7 @@ import psycopg
 
 from mqlayer.consuming.holdings import Held
 from mqlayer.domain.message import NO_KEY, Identity, Record
-from mqlayer.errors import AlreadyApplied, StaleOwner
+from mqlayer.errors import AlreadyApplied, HandlerFault, StaleOwner
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import translate
 from mqlayer.postgres.queries import query
@@ -19,11 +19,12 @@ from mqlayer.postgres.sessions import run_one, run_one_async
 class Context:
     """The message under way: where it comes from, which attempt this is, and `fence`."""
 
-    __slots__ = ("_group", "_group_id", "_held", "_record", "_topic")
+    __slots__ = ("_fenced", "_group", "_group_id", "_held", "_record", "_topic")
 
     def __init__(self, topic: str, group: str, group_id: int, held: Held, record: Record) -> None:
         self._topic, self._group, self._group_id = topic, group, group_id
         self._held, self._record = held, record
+        self._fenced = False
 
     @property
     def topic(self) -> str:
@@ -83,11 +84,12 @@ class Context:
     def fence(self, connection: Any) -> None:
         """Check, in the effect's own transaction, that this process is still the owner and the message not applied.
 
-        Call it first in the transaction, on the connection of the effect (psycopg, SQLAlchemy, Django). When the
+        Call it first in the transaction, once, on the connection of the effect (psycopg, SQLAlchemy, Django). When the
         transaction commits the message counts as applied. Let AlreadyApplied and StaleOwner pass through: both roll the
         transaction back; the member settles the message after the first and drops the partition after the second.
         """
         failpoint("fence.before")
+        self._only_once()
         try:
             answer, epoch = run_one(connection, query("fence"), self._fence_facts())
         except psycopg.Error as error:
@@ -97,11 +99,20 @@ class Context:
 
     async def afence(self, connection: Any) -> None:
         """Do what `fence` does on an async connection."""
+        failpoint("fence.before")
+        self._only_once()
         try:
             answer, epoch = await run_one_async(connection, query("fence"), self._fence_facts())
         except psycopg.Error as error:
             raise translate(error) from error
         self._judge(answer, epoch)
+        failpoint("fence.after")
+
+    def _only_once(self) -> None:
+        """Refuse a second call: it would answer "applied" for the first one's sake, and the effect would be dropped."""
+        if self._fenced:
+            raise HandlerFault("the fence was called twice for one message: call it once, in one transaction")
+        self._fenced = True
 
     def _fence_facts(self) -> Mapping[str, Any]:
         source, lp, seq = self._record.identity

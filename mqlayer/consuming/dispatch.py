@@ -1,14 +1,15 @@
 """Hand lanes to a bounded number of workers: different keys side by side, one key strictly in order.
 
-Workers take several lanes at a time while handlers are quick, so that the lock is not the price of a message; a worker
-that has nothing to do takes from those that have lanes left, so a slow message never holds the lanes beside it.
+Workers take several lanes at a time while handlers are quick, so that the lock is not the price of a message. While
+somebody has lanes left in hand, one idle worker watches and takes over half of them after a moment, so a slow message
+never holds the lanes beside it.
 """
 
 from __future__ import annotations
 
 import heapq
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from itertools import count
 from typing import Final
@@ -16,12 +17,16 @@ from typing import Final
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.holdings import Held, Lane, State
 from mqlayer.domain.message import Record
+from mqlayer.domain.routing import PartitionId
+from mqlayer.redis.partitions import Taken
 
 QUICK_S: Final = 0.0002
 """Handlers that take less than this on average are given several lanes at a time."""
 CHUNK: Final = 32
 LOOK_AGAIN_S: Final = 0.05
-"""How soon an idle worker looks at what busy ones still have beside a slow message."""
+"""How soon a watching worker takes over what a busy one has beside a slow message."""
+
+Spot = tuple[PartitionId, bytes]
 
 
 class Dispatcher:
@@ -34,14 +39,19 @@ class Dispatcher:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.stopping = False
+        self.on_ready: Callable[[], None] | None = None
         self._lease_holds = lease_holds
         self._ready: deque[Lane] = deque()
         self._delayed: list[tuple[float, int, Lane]] = []
         self._order = count()
         self._hands: list[deque[Lane]] = []
         self._idle = 0
+        self._watching = 0
         self._message_s = QUICK_S
-        self.on_ready: Callable[[], None] | None = None
+        # Keys that still run under a holding that is gone, and the lanes of later holdings that wait for them: a member
+        # that got its partition again must not run a key twice at a time.
+        self._orphans: Counter[Spot] = Counter()
+        self._behind_orphans: dict[Spot, Lane] = {}
 
     def new_hand(self) -> deque[Lane]:
         """Return where one worker keeps the lanes that it took; others may take from its far end."""
@@ -53,19 +63,25 @@ class Dispatcher:
     def put(self, held: Held, records: list[Record]) -> None:
         """Add records that were read, in order."""
         with self.lock:
-            self._ready.extend(held.admit(records))
-            self._wake()
+            if held.state is State.OPEN:
+                self._line_up(held.admit(records))
 
     def take(self, hand: deque[Lane], timeout_s: float) -> bool:
         """Fill an empty hand, waiting up to the time; say whether there is anything in it."""
         with self.changed:
             if not self._fill(hand):
                 self._idle += 1
+                watching = any(self._hands)
+                self._watching += watching
                 try:
-                    self.changed.wait(self._patience(timeout_s))
+                    called = self.changed.wait(min(timeout_s, LOOK_AGAIN_S) if watching else timeout_s)
                 finally:
                     self._idle -= 1
-                self._fill(hand)
+                    self._watching -= watching
+                if not self._fill(hand) and not called and not self.stopping:
+                    self._take_over(hand)
+            if self._idle and not self._watching and self._something_waits(hand):
+                self.changed.notify()
             return bool(hand)
 
     def take_now(self, hand: deque[Lane]) -> bool:
@@ -83,41 +99,77 @@ class Dispatcher:
         with self.lock:
             held = lane.held
             held.busy -= 1
+            lane.batch = []
             if leftover:
                 lane.records[:0] = leftover
-            lane.batch = []
             if held.state is not State.OPEN:
-                held.lanes.pop(lane.key, None)
-                if held.busy == 0:
-                    self.changed.notify_all()
+                self._end(lane)
             elif not lane.records:
-                del held.lanes[lane.key]
+                if lane.later is None:
+                    del held.lanes[lane.key]
+                else:
+                    held.unfold(lane)
             elif delay_s > 0:
+                held.fold(lane)
+                held.asleep += 1
                 heapq.heappush(self._delayed, (clock() + delay_s, next(self._order), lane))
-                self._wake()
             else:
                 self._ready.append(lane)
                 if self._message_s >= QUICK_S:
                     self._wake()
+
+    def refills(self, held: Held) -> list[Lane]:
+        """Return the folded lanes of a holding that are to be read again now."""
+        with self.lock:
+            self._release_due()
+            lanes = list(held.to_refill)
+            held.to_refill.clear()
+            return lanes
+
+    def refill(self, lane: Lane, records: list[Record], asked: int) -> None:
+        """Go on with a folded lane, with what was read again of its first `asked` offsets."""
+        with self.lock:
+            if lane.held.state is State.OPEN:
+                lane.held.refill(lane, records, asked)
+                if records:
+                    self._line_up([lane])
+
+    def not_refilled(self, held: Held, lanes: list[Lane]) -> None:
+        """Take lanes back that could not be read again."""
+        with self.lock:
+            held.to_refill.extendleft(reversed(lanes))
 
     def note_pace(self, messages: int, seconds: float) -> None:
         """Learn how long a message takes, for the number of lanes taken at a time."""
         if messages:
             self._message_s += 0.2 * (seconds / messages - self._message_s)
 
-    def forget(self, held: Held) -> None:
-        """Drop what waits of a holding that is not open any more; what is under way ends by itself."""
+    def open(self, held: Held, taken: Taken) -> None:
+        """Start a holding, unless it is not wanted any more."""
         with self.lock:
-            self._ready = deque(lane for lane in self._ready if lane.held is not held)
-            self._delayed = [entry for entry in self._delayed if entry[2].held is not held]
-            heapq.heapify(self._delayed)
-            self.changed.notify_all()
+            if held.state is State.NEW:
+                held.start_at(taken)
+
+    def drain(self, held: Held, until: float) -> None:
+        """Start nothing more of a holding; what is under way may end until then."""
+        with self.lock:
+            if held.state is not State.GONE:
+                held.drain_until = until
+                held.state = State.DRAINING
+                self._forget(held)
+
+    def drop(self, held: Held) -> None:
+        """Forget a holding; what of it is under way ends by itself and comes to nothing."""
+        with self.lock:
+            if held.state is not State.GONE:
+                held.state = State.GONE
+                self._forget(held)
+                self._orphans.update((held.partition, lane.key) for lane in held.lanes.values() if lane.batch)
 
     def acknowledged(self, held: Held, records: list[Record]) -> None:
         """Make room for what the server knows to be settled."""
         with self.lock:
-            held.count_in_hand -= len(records)
-            held.bytes_in_hand -= sum(len(m) + len(key) + len(body) for _, m, key, body in records)
+            held.let_go(records)
 
     def stop(self) -> None:
         """Let workers end."""
@@ -127,42 +179,78 @@ class Dispatcher:
         if self.on_ready is not None:
             self.on_ready()
 
-    def _fill(self, hand: deque[Lane]) -> bool:
-        self._release_due()
-        if self.stopping:
+    def _line_up(self, lanes: list[Lane]) -> None:
+        if self._orphans:
+            lanes = [lane for lane in lanes if not self._hold_back(lane)]
+        self._ready.extend(lanes)
+        self._wake()
+
+    def _hold_back(self, lane: Lane) -> bool:
+        """Let a lane wait while its key still runs under an earlier holding."""
+        spot = (lane.held.partition, lane.key)
+        if spot not in self._orphans:
             return False
-        wanted = min(CHUNK, 1 + len(self._ready) // max(1, len(self._hands))) if self._message_s < QUICK_S else 1
-        may_start, ready = self._lease_holds(), self._ready
-        while ready and may_start and len(hand) < wanted:
+        self._behind_orphans[spot] = lane
+        return True
+
+    def _end(self, lane: Lane) -> None:
+        """A lane of a holding that is not open came back."""
+        held = lane.held
+        held.lanes.pop(lane.key, None)
+        spot = (held.partition, lane.key)
+        if held.state is State.GONE and spot in self._orphans:
+            self._orphans[spot] -= 1
+            if not self._orphans[spot]:
+                del self._orphans[spot]
+                waiting = self._behind_orphans.pop(spot, None)
+                if waiting is not None:
+                    self._line_up([waiting])
+        if held.busy == 0:
+            self.changed.notify_all()
+
+    def _forget(self, held: Held) -> None:
+        """Drop what waits of a holding."""
+        self._ready = deque(lane for lane in self._ready if lane.held is not held)
+        self._delayed = [entry for entry in self._delayed if entry[2].held is not held]
+        heapq.heapify(self._delayed)
+        self._behind_orphans = {s: lane for s, lane in self._behind_orphans.items() if lane.held is not held}
+        held.to_refill.clear()
+        self.changed.notify_all()
+
+    def _fill(self, hand: deque[Lane]) -> bool:
+        if self.stopping or not self._lease_holds():
+            return False
+        ready = self._ready
+        wanted = min(CHUNK, 1 + len(ready) // max(1, len(self._hands))) if self._message_s < QUICK_S else 1
+        while ready and len(hand) < wanted:
             lane = ready.popleft()
             if lane.held.state is State.OPEN:
                 lane.batch, lane.records = lane.records, []
                 lane.held.busy += 1
                 hand.append(lane)
-        if not hand:
-            self._take_over(hand)
         return bool(hand)
 
     def _take_over(self, hand: deque[Lane]) -> None:
-        """Take one lane that another worker has in hand and did not begin."""
+        """Take half of the lanes that another worker has in hand and did not begin."""
         for other in self._hands:
-            try:
-                hand.append(other.pop())
-            except IndexError:
-                continue
-            return
+            for _ in range((len(other) + 1) // 2):
+                try:
+                    hand.appendleft(other.pop())
+                except IndexError:
+                    break
+            if hand:
+                return
+
+    def _something_waits(self, hand: deque[Lane]) -> bool:
+        """Say whether lanes are in hands beside those that are begun."""
+        return len(hand) > 1 or any(other for other in self._hands if other is not hand)
 
     def _release_due(self) -> None:
         now = clock()
         while self._delayed and self._delayed[0][0] <= now:
-            self._ready.append(heapq.heappop(self._delayed)[2])
-
-    def _patience(self, timeout_s: float) -> float:
-        if self._delayed:
-            timeout_s = min(timeout_s, max(0.0, self._delayed[0][0] - clock()))
-        if any(self._hands):
-            timeout_s = min(timeout_s, LOOK_AGAIN_S)
-        return timeout_s
+            lane = heapq.heappop(self._delayed)[2]
+            lane.held.asleep -= 1
+            lane.held.to_refill.append(lane)
 
     def _wake(self) -> None:
         """Wake as many idle workers as the ready line is worth."""

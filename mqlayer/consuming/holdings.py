@@ -2,17 +2,21 @@
 
 States of a holding: *new* (assigned, pull lock not taken) -> *open* -> *draining* (nothing is started any more) ->
 *gone* (released, fenced or lost). Only *open* starts messages. A lane is one key's line of unsettled messages:
-*waiting* (in the ready line), *running* (one worker has it), *delayed* (its head failed). At most one worker has a
-lane, so at most one message of a key is under way (invariant 11).
+*waiting* (in the ready line), *running* (one worker has it), *delayed* (its head failed), *folded* (what waits behind
+the head is to be read again). At most one worker has a lane, so at most one message of a key is under way
+(invariant 11).
 """
 
 from __future__ import annotations
 
+import threading
+from array import array
 from collections import deque
 from enum import Enum, auto
 
 from mqlayer.domain.message import NO_KEY, Record
-from mqlayer.domain.offsets import settled_above
+from mqlayer.domain.offsets import first_unsettled, is_settled
+from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.membership.members import Assigned
 from mqlayer.redis.partitions import Holder, Taken
 
@@ -30,20 +34,26 @@ class State(Enum):
 
 
 class Lane:
-    """One key's messages that are read and not handled, in order; `batch` is what a worker has in hand."""
+    """One key's messages that are not handled, in order. `batch` is what a worker has in hand.
 
-    __slots__ = ("batch", "held", "key", "records")
+    `later` holds the offsets of what follows `records` while the lane is folded: a failing key's backlog must not fill
+    the bounds that all keys share. None: the lane is not folded.
+    """
+
+    __slots__ = ("batch", "held", "key", "later", "records")
 
     def __init__(self, held: Held, key: bytes, record: Record) -> None:
         self.held, self.key = held, key
         self.records = [record]
         self.batch: list[Record] = []
+        self.later: array[int] | None = None
 
 
 class Held:
-    """One partition under one epoch. Fields marked (lock) change under the member's lock only."""
+    """One partition under one epoch. Fields marked (lock) change under the dispatcher's lock only."""
 
     __slots__ = (
+        "asleep",
         "assigned",
         "attempts",
         "busy",
@@ -52,6 +62,7 @@ class Held:
         "count_in_hand",
         "drain_until",
         "failed",
+        "folded",
         "holder",
         "lanes",
         "next_read",
@@ -59,6 +70,7 @@ class Held:
         "settled",
         "settled_before",
         "state",
+        "to_refill",
     )
 
     def __init__(self, assigned: Assigned, holder: Holder) -> None:
@@ -68,16 +80,19 @@ class Held:
         self.busy = 0  # (lock) lanes that workers have in hand
         self.count_in_hand = 0  # (lock) read and not acknowledged as settled
         self.bytes_in_hand = 0  # (lock)
+        self.folded = 0  # (lock) lanes that are folded
+        self.asleep = 0  # (lock) folded lanes that wait for their backoff
+        self.to_refill: deque[Lane] = deque()  # (lock) folded lanes that are due, to be read again
         self.settled: deque[Record] = deque()  # handled; appended by workers, taken one by one by the settler
-        self.failed: deque[int] = deque()  # offsets whose failed attempt is to be counted; likewise
+        self.failed: deque[tuple[int, int]] = deque()  # offset and its failed attempts, to be counted; likewise
         self.attempts: dict[int, int] = {}
-        self.settled_before: set[int] = set()
+        self.settled_before: tuple[int, bytes] | None = None  # base and bits of the former owner's ack bitmap
         self.committed = self.next_read = 0
         self.record_bytes = 1024.0
         self.drain_until = float("inf")
 
     @property
-    def partition(self) -> int:
+    def partition(self) -> PartitionId:
         """The partition's id."""
         return self.assigned.partition
 
@@ -88,8 +103,9 @@ class Held:
 
     def start_at(self, taken: Taken) -> None:
         """Go on where the former owner stopped: from committed, without what is settled above it."""
-        self.committed = self.next_read = taken.committed
-        self.settled_before = settled_above(taken.committed, taken.base, taken.bits)
+        self.committed = taken.committed
+        self.settled_before = (taken.base, taken.bits) if taken.bits else None
+        self.next_read = first_unsettled(taken.committed, taken.base, taken.bits)
         self.attempts = taken.attempts
         self.state = State.OPEN
 
@@ -97,12 +113,11 @@ class Held:
         """Put new records (one at the least) into their lanes; return those that got ready. Call under the lock."""
         ready: list[Lane] = []
         lanes, last = self.lanes, records[-1].offset
-        if self.settled_before:
-            records = self._without_settled(records)
-        size = 0
+        if self.settled_before is not None:
+            records = self._without_settled(records, last, *self.settled_before)
+        size = kept = 0
         for record in records:
             offset, m, key, body = record
-            size += len(m) + len(key) + len(body)
             if key == NO_KEY:
                 # Messages without a key wait for nobody: each has a lane of its own.
                 key += b"%d" % offset
@@ -110,25 +125,141 @@ class Held:
             if lane is None:
                 lanes[key] = lane = Lane(self, key, record)
                 ready.append(lane)
-            else:
+            elif lane.later is None:
                 lane.records.append(record)
-        self.count_in_hand += len(records)
+            else:
+                lane.later.append(offset)
+                continue
+            size += len(m) + len(key) + len(body)
+            kept += 1
+        self.count_in_hand += kept
         self.bytes_in_hand += size
-        self.next_read = last + 1
-        self.record_bytes = max(size / max(1, len(records)), 0.9 * self.record_bytes)
+        self.next_read = max(self.next_read, last + 1)
+        if kept:
+            self.record_bytes = max(size / kept, 0.9 * self.record_bytes)
         return ready
 
-    def _without_settled(self, records: list[Record]) -> list[Record]:
-        """Leave out what the former owner settled above committed."""
-        before = self.settled_before
-        kept = [record for record in records if record.offset not in before]
-        before.difference_update(record.offset for record in records)
-        return kept
+    def _without_settled(self, records: list[Record], last: int, base: int, bits: bytes) -> list[Record]:
+        """Leave out what the former owner settled above committed, and read on behind it."""
+        self.next_read = first_unsettled(last + 1, base, bits)
+        if self.next_read >= base + 8 * len(bits):
+            self.settled_before = None
+        return [record for record in records if not is_settled(record.offset, base, bits)]
 
-    def room(self, count_share: int, bytes_share: int) -> int:
-        """Return how many more records may be read: bounded by count, by bytes, and by the ack bitmap's reach."""
-        by_bytes = int((bytes_share - self.bytes_in_hand) / max(self.record_bytes, 1.0))
-        by_reach = self.committed + BITMAP_REACH - self.next_read
-        room = min(count_share - self.count_in_hand, by_bytes, by_reach)
-        # One record is always allowed into an empty hand, however large it is.
-        return max(room, 1 if self.count_in_hand == 0 else 0)
+    def fold(self, lane: Lane) -> None:
+        """Keep of a failing lane the offsets only; it still counts as one in hand. Call under the lock."""
+        if lane.later is None:
+            lane.later = array("q")
+            self.folded += 1
+        lane.later[:0] = array("q", [record.offset for record in lane.records])
+        self.let_go(lane.records)
+        self.count_in_hand += 1
+        lane.records = []
+
+    def unfold(self, lane: Lane) -> None:
+        """A folded lane has nothing in memory any more: have it filled again, or end it. Call under the lock."""
+        if lane.later:
+            self.count_in_hand += 1
+            self.to_refill.append(lane)
+        else:
+            self.folded -= 1
+            del self.lanes[lane.key]
+
+    def refill(self, lane: Lane, records: list[Record], asked: int) -> None:
+        """Put back what was read again of the first `asked` offsets of a folded lane. Call under the lock."""
+        later = lane.later or array("q")
+        del later[:asked]
+        lane.records = records
+        self.count_in_hand += len(records) - 1
+        self.bytes_in_hand += sum(map(size_of, records))
+        if not records:
+            self.unfold(lane)
+        elif not later:
+            lane.later = None
+            self.folded -= 1
+
+    def let_go(self, records: list[Record]) -> None:
+        """Make room: these are not in hand any more. Call under the lock."""
+        self.count_in_hand -= len(records)
+        self.bytes_in_hand -= sum(map(size_of, records))
+
+    def free(self, count_share: int, bytes_share: int) -> int:
+        """Return how many records may still be read, by count, by bytes and by the ack bitmap's reach."""
+        by_bytes = int((bytes_share - self.bytes_in_hand) / self.record_bytes)
+        return min(count_share - self.count_in_hand, by_bytes, self.reach)
+
+    def room(self, count_share: int, bytes_share: int, read_count: int) -> int:
+        """Return how many records to read now; 0 where the room is not worth a read.
+
+        A failing key takes no room from others by bytes, and one by count, however much waits behind it.
+        """
+        others = count_share - self.folded
+        room = self.free(count_share, bytes_share)
+        if self.count_in_hand <= self.folded:
+            # One record is always allowed into an empty hand, however large it is.
+            room = max(room, min(1, self.reach, others))
+        # A quarter of what may be in hand at the least: no reads of one record at a time.
+        enough = min(others, int(bytes_share / self.record_bytes)) // 4
+        return room if room >= min(max(1, enough), read_count) else 0
+
+    @property
+    def reach(self) -> int:
+        """How many offsets the ack bitmap still takes beyond what was read."""
+        return self.committed + BITMAP_REACH - self.next_read
+
+
+class Holdings:
+    """All that a member holds, by partition; for any of its threads."""
+
+    def __init__(self) -> None:
+        self._by_partition: dict[PartitionId, Held] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._by_partition)
+
+    def all(self) -> list[Held]:
+        """Return every holding."""
+        with self._changed:
+            return list(self._by_partition.values())
+
+    def on(self, node_id: NodeId) -> list[Held]:
+        """Return the holdings on one node."""
+        with self._changed:
+            return [held for held in self._by_partition.values() if held.assigned.node == node_id]
+
+    def get(self, partition: PartitionId) -> Held | None:
+        """Return the holding of a partition."""
+        with self._changed:
+            return self._by_partition.get(partition)
+
+    def add(self, held: Held) -> bool:
+        """Add a holding; False once they are closed."""
+        with self._changed:
+            if not self._closed:
+                self._by_partition[held.partition] = held
+            return not self._closed
+
+    def remove(self, held: Held) -> None:
+        """Remove this very holding; a later one of the partition stays."""
+        with self._changed:
+            if self._by_partition.get(held.partition) is held:
+                del self._by_partition[held.partition]
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let nothing more in."""
+        with self._changed:
+            self._closed = True
+
+    def wait_empty(self, timeout_s: float) -> bool:
+        """Wait until nothing is held."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._by_partition, timeout=max(0.0, timeout_s))
+
+
+def size_of(record: Record) -> int:
+    """Return how much of the bound by bytes a record takes."""
+    _, m, key, body = record
+    return len(m) + len(key) + len(body)

@@ -10,16 +10,20 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from mqlayer.consuming.holdings import Held, State
+from mqlayer.consuming.dispatch import Dispatcher
+from mqlayer.consuming.faults import where
+from mqlayer.consuming.holdings import Held, Lane, State
 from mqlayer.domain.message import Record, records_of
+from mqlayer.domain.offsets import as_ranges
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import NodeNotArmed, StoreUnavailable
+from mqlayer.errors import MqlayerError, NodeNotArmed
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.nodes import NodeConnection, is_missing_script, raise_for_reply
-from mqlayer.redis.partitions import Fenced, Refused, Taken, take_command, take_reply
+from mqlayer.redis.nodes import Command, NodeConnection, is_missing_script, raise_for_reply
+from mqlayer.redis.partitions import Kept, Refused, Taken, take_command, take_reply
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +31,14 @@ READ_COUNT: Final = 500
 BLOCK_MS: Final = 100
 """Longest wait in one read: a new or released partition waits at most this long to be seen."""
 SHORT_BLOCK_MS: Final = 10
-"""The same while some partition is held back for lack of room."""
+"""The same while some partition is held back for lack of room, or a folded lane goes on."""
 AGAIN_S: Final = (0.05, 1.0)
 
 
 class ReadingOwner(Protocol):
     """What a reader asks of its member."""
+
+    dispatcher: Dispatcher
 
     def holdings_on(self, node_id: NodeId) -> list[Held]:
         """Return the holdings on a node that are not gone."""
@@ -43,14 +49,14 @@ class ReadingOwner(Protocol):
     def shares(self) -> tuple[int, int]:
         """Return how many records and bytes one partition may have in hand."""
 
-    def taken(self, held: Held, taken: Taken) -> None:
-        """Start a holding whose pull lock is ours now."""
-
-    def read(self, held: Held, records: list[Record]) -> None:
-        """Take in records that were read under the lock."""
+    def taken(self, pairs: Sequence[tuple[Held, Taken]]) -> None:
+        """Start holdings whose pull locks are ours now."""
 
     def fenced(self, held: Held, reason: str) -> None:
         """Drop a holding that a later owner has."""
+
+    def forgotten(self, held: Held) -> None:
+        """Begin a holding anew whose pull lock the node does not know any more."""
 
     def node_lost(self, node_id: NodeId) -> None:
         """Drop all holdings on a node that is not the armed run."""
@@ -77,35 +83,57 @@ class Reader:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            try:
-                self._pass()
-            except NodeNotArmed:
-                self._owner.node_lost(self._line.node.node_id)
-                self._stopping.wait(random.uniform(*AGAIN_S))
-            except StoreUnavailable as error:
-                log.warning("reading_waits", extra={"reason": str(error)})
+            if not self._try_pass():
                 self._stopping.wait(random.uniform(*AGAIN_S))
         self._line.close()
+
+    def _try_pass(self) -> bool:
+        """Read once; say whether that went well. Whatever went wrong is said, and tried again."""
+        try:
+            self._pass()
+        except NodeNotArmed:
+            self._owner.node_lost(self._line.node.node_id)
+        except MqlayerError as error:
+            log.warning("reading_waits", extra={"reason": str(error)})
+        except Exception as error:  # noqa: BLE001 - a thread that died would leave a member that reads nothing
+            self._line.close()
+            log.error("reading_failed", extra={"node": self._line.node.name, "error": where(error)})
+        else:
+            return True
+        return False
 
     def _pass(self) -> None:
         holdings = self._owner.holdings_on(self._line.node.node_id)
         self._take([held for held in holdings if held.state is State.NEW])
-        readable, count, held_back = self._choose([held for held in holdings if held.state is State.OPEN])
-        if not readable or not self._owner.may_read():
-            self.wake.wait(BLOCK_MS / 1000)
-            self.wake.clear()
+        opened = [held for held in holdings if held.state is State.OPEN]
+        if not self._owner.may_read():
+            self._rest()
             return
-        self._read(readable, count, SHORT_BLOCK_MS if held_back else BLOCK_MS)
+        for held in opened:
+            self._refill(held)
+        readable, count = self._choose(opened)
+        if readable:
+            restless = len(readable) < len(opened) or any(held.folded > held.asleep for held in opened)
+            self._read(readable, count, self._block_ms(restless=restless))
+        else:
+            self._rest()
 
-    def _choose(self, holdings: list[Held]) -> tuple[list[Held], int, bool]:
-        """Return who may be read, how many records of each, and whether somebody must wait for room."""
-        count_share, bytes_share = self._owner.shares()
-        rooms = [(held, held.room(count_share, bytes_share)) for held in holdings]
-        # A quarter of the share at the least, or an empty hand: no reads of one record at a time.
-        enough = max(1, min(count_share // 4, READ_COUNT))
-        readable = [(held, room) for held, room in rooms if room >= enough or (room > 0 and not held.count_in_hand)]
+    def _rest(self) -> None:
+        self.wake.wait(self._block_ms(restless=False) / 1000)
+        self.wake.clear()
+
+    def _block_ms(self, *, restless: bool) -> int:
+        limit = SHORT_BLOCK_MS if restless else BLOCK_MS
+        due_ms = self._owner.dispatcher.next_due_s() * 1000
+        return max(1, int(min(limit, due_ms + 1)))
+
+    def _choose(self, holdings: list[Held]) -> tuple[list[Held], int]:
+        """Return who may be read, and how many records of each."""
+        shares = self._owner.shares()
+        rooms = [(held, held.room(*shares, READ_COUNT)) for held in holdings]
+        readable = [(held, room) for held, room in rooms if room > 0]
         count = min([READ_COUNT, *(room for _, room in readable)])
-        return [held for held, _ in readable], count, len(readable) < len(rooms)
+        return [held for held, _ in readable], count
 
     def _take(self, holdings: list[Held]) -> None:
         if not holdings:
@@ -114,37 +142,101 @@ class Reader:
         failpoint("take.before_send")
         replies = self._line.call(commands)
         failpoint("take.after_send")
+        if self._scripts_missing(replies):
+            return
+        pairs: list[tuple[Held, Taken]] = []
         for held, reply in zip(holdings, replies, strict=True):
-            if is_missing_script(reply):
-                self._line.reload_scripts()
-                return
             answer = take_reply(reply, self._line.node.address)
             if isinstance(answer, Taken):
-                self._owner.taken(held, answer)
+                pairs.append((held, answer))
             else:
                 self._lost(held, answer)
+        self._owner.taken(pairs)
 
     def _read(self, readable: list[Held], count: int, block_ms: int) -> None:
-        keys = [partition_keys(held.holder.prefix, held.partition).log for held in readable]
+        keys = [self._log(held) for held in readable]
         after = [b"%d-0" % (held.next_read - 1) for held in readable]
         read = ("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", *keys, *after)
-        checks = [take_command(self._line, held.holder, start=held.assigned.start) for held in readable]
-        streams, *locks = self._line.call([read, *checks])
-        if any(is_missing_script(reply) for reply in locks):
-            self._line.reload_scripts()
+        streams, *locks = self._line.call([read, *map(self._check, readable)])
+        if self._scripts_missing(locks):
             return
         raise_for_reply(streams, self._line.node.address)
         by_key: dict[bytes, Any] = dict(streams) if streams else {}
         failpoint("read.after_reply")
         for held, key, lock in zip(readable, keys, locks, strict=True):
-            answer = take_reply(lock, self._line.node.address)
-            if isinstance(answer, Fenced | Refused):
-                self._lost(held, answer)
-            elif key in by_key:
-                self._owner.read(held, records_of(by_key[key]))
+            if self._ours(held, lock) and key in by_key:
+                records = records_of(by_key[key])
+                self._look_for_holes(held, records)
+                self._owner.dispatcher.put(held, records)
+
+    def _refill(self, held: Held) -> None:
+        """Read again what is in front of folded lanes that are due."""
+        lanes = self._owner.dispatcher.refills(held)
+        try:
+            while lanes and held.state is State.OPEN:
+                self._refill_lane(held, lanes[0])
+                del lanes[0]
+        finally:
+            if lanes:
+                self._owner.dispatcher.not_refilled(held, lanes)
+
+    def _refill_lane(self, held: Held, lane: Lane) -> None:
+        count = max(1, min(READ_COUNT, held.free(*self._owner.shares())))
+        wanted = list((lane.later or [])[:count])
+        reads: list[Command] = [
+            ("XRANGE", self._log(held), b"%d-0" % first, b"%d-0" % last) for first, last in as_ranges(wanted)
+        ]
+        *found, lock = self._line.call([*reads, self._check(held)])
+        if self._scripts_missing([lock]):
+            self._owner.dispatcher.not_refilled(held, [lane])
+            return
+        entries = [entry for reply in found for entry in raise_for_reply(reply, self._line.node.address)]
+        if self._ours(held, lock):
+            records = records_of(entries)
+            if len(records) < len(wanted):
+                self._say_missing(held, wanted[0], wanted[-1], len(wanted) - len(records))
+            self._owner.dispatcher.refill(lane, records, len(wanted))
+
+    def _look_for_holes(self, held: Held, records: list[Record]) -> None:
+        """Offsets are dense: what is not there was removed by somebody else, and is never settled by itself."""
+        first, last = records[0].offset, records[-1].offset
+        missing = last - held.next_read + 1 - len(records)
+        if missing > 0:
+            self._say_missing(held, min(first, held.next_read), last, missing)
+
+    def _say_missing(self, held: Held, first: int, last: int, missing: int) -> None:
+        facts = {"partition": held.partition, "first": first, "last": last, "missing": missing}
+        log.error("records_missing", extra=facts)
+
+    def _ours(self, held: Held, lock: Any) -> bool:
+        """Say whether the lock was ours when a read was answered; what follows if not is done."""
+        answer = take_reply(lock, self._line.node.address)
+        if isinstance(answer, Kept):
+            return True
+        if isinstance(answer, Taken):
+            log.error("lock_forgotten", extra={"partition": held.partition, "address": self._line.node.address})
+            self._owner.forgotten(held)
+        else:
+            self._lost(held, answer)
+        return False
 
     def _lost(self, held: Held, answer: object) -> None:
+        if held.state not in (State.NEW, State.OPEN):
+            return
         if isinstance(answer, Refused):
             facts = {"partition": held.partition, "word": answer.word, "address": self._line.node.address}
             log.error("partition_refused", extra=facts)
         self._owner.fenced(held, "pull")
+
+    def _check(self, held: Held) -> Command:
+        return take_command(self._line, held.holder, start=held.assigned.start)
+
+    def _log(self, held: Held) -> bytes:
+        return partition_keys(held.holder.prefix, held.partition).log
+
+    def _scripts_missing(self, replies: Sequence[Any]) -> bool:
+        """Load the scripts again where the server forgot them; the pass is then done again."""
+        missing = any(map(is_missing_script, replies))
+        if missing:
+            self._line.reload_scripts()
+        return missing

@@ -1,24 +1,29 @@
 """Send what is handled back to the node: settled offsets as ranges, failed attempts, released locks.
 
-One thread and one connection per node. What could not be sent for a lost line is sent again: settling is idempotent.
+One thread and one connection per node. What was not answered for certain is kept and sent again: all of it is
+idempotent.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from typing import Any, Final, Protocol
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final, Protocol, TypeVar
 
 from mqlayer.consuming.clock import clock
+from mqlayer.consuming.faults import where
 from mqlayer.consuming.holdings import Held, State
 from mqlayer.domain.message import Record
 from mqlayer.domain.offsets import as_ranges
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import NodeNotArmed, StoreUnavailable
+from mqlayer.errors import MqlayerError, NodeNotArmed
 from mqlayer.failpoints import failpoint
-from mqlayer.redis.nodes import Command, NodeConnection, is_missing_script
+from mqlayer.redis.nodes import Command, NodeConnection, is_missing_script, raise_for_reply
 from mqlayer.redis.partitions import (
     Fenced,
+    Kept,
     Refused,
     attempt_command,
     attempt_reply,
@@ -28,6 +33,8 @@ from mqlayer.redis.partitions import (
 )
 
 log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
 
 RANGES_PER_CALL: Final = 500
 LINGER_S: Final = 0.003
@@ -55,15 +62,6 @@ class SettlingOwner(Protocol):
         """Drop all holdings on a node that is not the armed run."""
 
 
-class Batch:
-    """What goes to one holding's partition in one script call."""
-
-    __slots__ = ("command", "held", "records")
-
-    def __init__(self, held: Held, records: list[Record], command: Command) -> None:
-        self.held, self.records, self.command = held, records, command
-
-
 class Settler:
     """The settling thread of one node."""
 
@@ -88,93 +86,111 @@ class Settler:
             self.wake.wait(IDLE_WAIT_S)
             self._stopping.wait(LINGER_S)
             self.wake.clear()
-            self._try_pass()
+            if not self._try_pass():
+                self._stopping.wait(AGAIN_S)
         self._try_pass()
         self._line.close()
 
-    def _try_pass(self) -> None:
+    def _try_pass(self) -> bool:
+        """Send what is there; say whether that went well. Whatever went wrong is said, and tried again."""
         try:
             self._pass()
         except NodeNotArmed:
             self._owner.node_lost(self._line.node.node_id)
-        except StoreUnavailable as error:
+        except MqlayerError as error:
             log.warning("settling_waits", extra={"reason": str(error)})
-            self._stopping.wait(AGAIN_S)
+        except Exception as error:  # noqa: BLE001 - a thread that died would leave a member that settles nothing
+            self._line.close()
+            log.error("settling_failed", extra={"node": self._line.node.name, "error": where(error)})
+        else:
+            return True
+        return False
 
     def _pass(self) -> None:
         holdings = self._owner.holdings_on(self._line.node.node_id)
         for held in holdings:
-            while held.settled or held.failed:
-                if not self._send(held):
-                    break
+            while (held.settled or held.failed) and self._send(held):
+                pass
         for held in holdings:
             if held.state is State.DRAINING and self._drained(held):
                 self._release(held)
 
     def _send(self, held: Held) -> bool:
-        """Send what one holding has; say whether to go on with it."""
-        batch = self._take(held)
-        failed = [held.failed.popleft() for _ in range(len(held.failed))]
-        commands = [attempt_command(self._line, held.holder, offset) for offset in failed]
-        if batch is not None:
-            commands.append(batch.command)
+        """Send what one holding has; say whether the node took it."""
+        records, failed = _all_of(held.settled), _all_of(held.failed)
         try:
-            failpoint("ack.before_send")
-            replies = self._line.call(commands)
-            failpoint("ack.after_send")
-            if any(is_missing_script(reply) for reply in replies):
-                self._line.reload_scripts()
-                replies = self._line.call(commands)
-        except StoreUnavailable:
+            answers = self._ask(held, records, failed)
+        except BaseException:
+            held.settled.extendleft(reversed(records))
             held.failed.extendleft(reversed(failed))
-            if batch is not None:
-                held.settled.extendleft(reversed(batch.records))
             raise
-        address = self._line.node.address
-        fenced = any(isinstance(attempt_reply(reply, address), Fenced) for reply in replies[: len(failed)])
-        if batch is not None:
-            fenced = not self._judge(batch, replies[-1]) or fenced
-        if fenced:
-            self._owner.fenced(held, "settle")
-        return not fenced
-
-    def _take(self, held: Held) -> Batch | None:
-        """Take settled records, at most as many ranges as one call may have."""
-        records: list[Record] = [held.settled.popleft() for _ in range(len(held.settled))]
-        if not records:
-            return None
-        ranges = as_ranges(record.offset for record in records)
-        if len(ranges) > RANGES_PER_CALL:
-            ranges = ranges[:RANGES_PER_CALL]
-            last = ranges[-1][1]
-            held.settled.extendleft(reversed([record for record in records if record.offset > last]))
-            records = [record for record in records if record.offset <= last]
-        forget = [record.offset for record in records if record.offset in held.attempts] if held.attempts else []
-        return Batch(held, records, settle_command(self._line, held.holder, ranges, forget))
-
-    def _judge(self, batch: Batch, reply: Any) -> bool:
-        """Take in what the server says of a settled batch; say whether it was taken."""
-        answer = settle_reply(reply, self._line.node.address)
-        if isinstance(answer, Fenced):
-            return False
-        if isinstance(answer, Refused):
-            # Offsets that the node never gave out: it fell back under us. Nothing was changed there.
-            facts = {"partition": batch.held.partition, "word": answer.word, "fact": answer.fact}
-            log.error("settling_refused", extra=facts)
-            return False
-        for record in batch.records:
-            batch.held.attempts.pop(record.offset, None)
-        self._owner.acknowledged(batch.held, batch.records, answer.committed)
+        for answer in answers:
+            if isinstance(answer, Fenced | Refused):
+                self._lost(held, answer)
+                return False
+        if held.attempts:
+            for record in records:
+                held.attempts.pop(record.offset, None)
+        committed = max((answer.committed for answer in answers if isinstance(answer, Kept)), default=0)
+        self._owner.acknowledged(held, records, committed)
         return True
 
+    def _ask(
+        self, held: Held, records: list[Record], failed: list[tuple[int, int]]
+    ) -> list[int | Kept | Fenced | Refused]:
+        """Send failed attempts, then settled offsets; return what the node says of each call."""
+        counts = [attempt_command(self._line, held.holder, offset, attempts) for offset, attempts in failed]
+        commands = [*counts, *self._settle_commands(held, records)]
+        failpoint("ack.before_send")
+        replies = self._call(commands)
+        failpoint("ack.after_send")
+        address = self._line.node.address
+        return [
+            *(attempt_reply(reply, address) for reply in replies[: len(counts)]),
+            *(settle_reply(reply, address) for reply in replies[len(counts) :]),
+        ]
+
+    def _settle_commands(self, held: Held, records: list[Record]) -> list[Command]:
+        ranges = as_ranges(record.offset for record in records)
+        forget = [record.offset for record in records if record.offset in held.attempts] if held.attempts else []
+        commands: list[Command] = []
+        for at in range(0, len(ranges), RANGES_PER_CALL):
+            commands.append(settle_command(self._line, held.holder, ranges[at : at + RANGES_PER_CALL], forget))
+            forget = []
+        return commands
+
+    def _call(self, commands: Sequence[Command]) -> list[Any]:
+        replies = self._line.call(commands)
+        if any(map(is_missing_script, replies)):
+            self._line.reload_scripts()
+            replies = self._line.call(commands)
+        return replies
+
+    def _lost(self, held: Held, answer: Fenced | Refused) -> None:
+        if isinstance(answer, Refused):
+            # Offsets that the node never gave out: it fell back under us. Nothing was changed there.
+            facts = {"partition": held.partition, "word": answer.word, "fact": answer.fact}
+            log.error("settling_refused", extra=facts)
+        self._owner.fenced(held, "settle")
+
     def _drained(self, held: Held) -> bool:
+        """Say whether a draining holding can be released: nothing runs and all is sent, or it took too long."""
+        if held.busy == 0 and not held.settled and not held.failed:
+            return True
         late = clock() > held.drain_until
-        if late and held.busy:
+        if late:
             log.warning("drain_limit_passed", extra={"partition": held.partition, "running": held.busy})
-        return late or (held.busy == 0 and not held.settled)
+        return late
 
     def _release(self, held: Held) -> None:
         failpoint("release.before_redis")
-        self._line.call([release_command(self._line, held.holder)])
+        # Refused where the lock was never ours, or is not any more: there is nothing to give up then.
+        for reply in self._call([release_command(self._line, held.holder)]):
+            raise_for_reply(reply, self._line.node.address)
         failpoint("release.after_redis")
         self._owner.released(held)
+
+
+def _all_of(line: deque[Item]) -> list[Item]:
+    """Take everything out that is in a line now; others may go on appending."""
+    return [line.popleft() for _ in range(len(line))]

@@ -6,21 +6,25 @@ import asyncio
 import contextlib
 import logging
 import threading
-import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from inspect import isawaitable
+from typing import Any, Final, Protocol
 
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.dispatch import Dispatcher
+from mqlayer.consuming.faults import where
 from mqlayer.consuming.holdings import Held, Lane
 from mqlayer.domain.message import Record
-from mqlayer.errors import AlreadyApplied, BodyMismatch, StaleOwner
+from mqlayer.errors import AlreadyApplied, HandlerFault, StaleOwner
 from mqlayer.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT_S = 0.5
+IDLE_WAIT_S: Final = 0.5
+TURN_S: Final = 0.1
+"""How long one key may keep its worker while others wait: it goes to the end of the line then."""
+AGAIN_S: Final = 1.0
 
 
 class Owner(Protocol):
@@ -28,7 +32,7 @@ class Owner(Protocol):
 
     dispatcher: Dispatcher
 
-    def may_start(self, held: Held) -> bool:
+    def may_start(self, held: Held, now: float) -> bool:
         """Say whether a message of this holding may be started now."""
 
     def settled(self, held: Held, record: Record) -> None:
@@ -72,7 +76,8 @@ class ThreadWorkers:
         """Wait for the threads to end; say whether all have."""
         until = clock() + timeout_s
         for thread in self._threads:
-            thread.join(max(0.0, until - clock()))
+            if thread.ident is not None:
+                thread.join(max(0.0, until - clock()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
@@ -93,21 +98,22 @@ class ThreadWorkers:
 
     def _run(self, lane: Lane) -> int:
         outcome = Outcome()
-        owner, held, handle = self._owner, lane.held, self._handle
-        batch = lane.batch
-        try:
-            for record in batch:
-                if not owner.may_start(held):
-                    break
-                handle(held, record)
-                owner.settled(held, record)
-                outcome.done += 1
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a handler raises is its failure
-            judge(owner, lane, outcome, error)
-        if outcome.done < len(batch):
-            owner.settled_some()
-        owner.dispatcher.finish(lane, batch[outcome.done :], delay_s=outcome.delay_s)
+        with _turn(self._owner, lane, outcome):
+            self._handle_batch(lane, outcome)
         return outcome.done
+
+    def _handle_batch(self, lane: Lane, outcome: Outcome) -> None:
+        owner, held, handle = self._owner, lane.held, self._handle
+        until = clock() + TURN_S
+        for record in lane.batch:
+            now = clock()
+            if now >= until or not owner.may_start(held, now):
+                break
+            answer = handle(held, record)
+            if answer is not None and isawaitable(answer):
+                raise _not_awaited(answer)
+            owner.settled(held, record)
+            outcome.done += 1
 
 
 class LoopWorkers:
@@ -128,7 +134,8 @@ class LoopWorkers:
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the coroutines to end; say whether they have."""
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run_loop(self) -> None:
@@ -140,8 +147,10 @@ class LoopWorkers:
 
     def _poke(self) -> None:
         loop, ready = self._loop, self._ready
-        if loop is not None and ready is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(ready.set)
+        if loop is not None and ready is not None:
+            # Closed between two looks: then nobody waits any more.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(ready.set)
 
     async def _work(self, ready: asyncio.Event) -> None:
         dispatcher = self._owner.dispatcher
@@ -149,29 +158,54 @@ class LoopWorkers:
         while not dispatcher.stopping:
             if not dispatcher.take_now(hand):
                 ready.clear()
-                wait_s = min(IDLE_WAIT_S, dispatcher.next_due_s())
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(ready.wait(), max(wait_s, 0.001))
+                    await asyncio.wait_for(ready.wait(), IDLE_WAIT_S)
                 continue
             while hand:
                 await self._run(hand.popleft())
-            self._owner.settled_some()
 
     async def _run(self, lane: Lane) -> None:
         outcome = Outcome()
-        owner, held = self._owner, lane.held
-        batch = lane.batch
+        with _turn(self._owner, lane, outcome):
+            await self._handle_batch(lane, outcome)
+        self._owner.settled_some()
+
+    async def _handle_batch(self, lane: Lane, outcome: Outcome) -> None:
+        owner, held, handle = self._owner, lane.held, self._handle
+        until = clock() + TURN_S
+        for record in lane.batch:
+            now = clock()
+            if now >= until or not owner.may_start(held, now):
+                break
+            await handle(held, record)
+            owner.settled(held, record)
+            outcome.done += 1
+
+
+class _turn:  # noqa: N801 - reads as what it is: with a turn of this lane
+    """One turn of a lane: whatever the handler raises is judged, and the lane goes back in any case."""
+
+    __slots__ = ("_lane", "_outcome", "_owner")
+
+    def __init__(self, owner: Owner, lane: Lane, outcome: Outcome) -> None:
+        self._owner, self._lane, self._outcome = owner, lane, outcome
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        lane, outcome = self._lane, self._outcome
         try:
-            for record in batch:
-                if not owner.may_start(held):
-                    break
-                await self._handle(held, record)
-                owner.settled(held, record)
-                outcome.done += 1
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a handler raises is its failure
-            judge(owner, lane, outcome, error)
-        owner.settled_some()
-        owner.dispatcher.finish(lane, batch[outcome.done :], delay_s=outcome.delay_s)
+            if error is not None:
+                judge(self._owner, lane, outcome, error)
+        except Exception as fault:  # noqa: BLE001 - a worker that died would leave a member that handles less and less
+            outcome.delay_s = AGAIN_S
+            log.error("judging_failed", extra={"partition": lane.held.partition, "error": where(fault)})
+        leftover = lane.batch[outcome.done :]
+        if leftover:
+            self._owner.settled_some()
+        self._owner.dispatcher.finish(lane, leftover, delay_s=outcome.delay_s)
+        return True
 
 
 def judge(owner: Owner, lane: Lane, outcome: Outcome, error: BaseException) -> None:
@@ -187,10 +221,8 @@ def judge(owner: Owner, lane: Lane, outcome: Outcome, error: BaseException) -> N
         outcome.delay_s = owner.failed(held, record, error)
 
 
-def where(error: BaseException) -> str:
-    """Return what a log may say of a handler's exception: its type and place, never its text."""
-    if isinstance(error, BodyMismatch):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}{place}"
+def _not_awaited(answer: Any) -> HandlerFault:
+    """Return the fault of a plain handler that answers a coroutine: nothing of it has run."""
+    if hasattr(answer, "close"):
+        answer.close()
+    return HandlerFault("the handler returned an awaitable that nobody awaits: make it `async def` itself")

@@ -24,14 +24,19 @@ def as_ranges(offsets: Iterable[int]) -> list[tuple[int, int]]:
     return ranges
 
 
-def settled_above(committed: int, base: int, bits: bytes) -> set[int]:
-    """Return the settled offsets above committed, from an ack bitmap whose first bit is offset `base`."""
-    settled = set()
-    for index, byte in enumerate(bits):
-        if not byte:
-            continue
-        for bit in range(8):
-            offset = base + 8 * index + bit
-            if byte & (0x80 >> bit) and offset >= committed:
-                settled.add(offset)
-    return settled
+def is_settled(offset: int, base: int, bits: bytes) -> bool:
+    """Say whether an ack bitmap, whose first bit is offset `base`, holds the offset as settled."""
+    index = offset - base
+    return 0 <= index < 8 * len(bits) and bool(bits[index >> 3] & (0x80 >> (index & 7)))
+
+
+def first_unsettled(offset: int, base: int, bits: bytes) -> int:
+    """Return the first offset from this one on that an ack bitmap does not hold as settled."""
+    while is_settled(offset, base, bits):
+        index = offset - base
+        if index % 8 == 0 and bits[index >> 3] == 0xFF:
+            whole = len(bits[index >> 3 :]) - len(bits[index >> 3 :].lstrip(b"\xff"))
+            offset += 8 * whole
+        else:
+            offset += 1
+    return offset

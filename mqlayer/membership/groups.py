@@ -12,7 +12,7 @@ from typing import Literal
 from mqlayer.domain.backoff import DEFAULT_BACKOFF_S
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import InvalidInput, NotFound
+from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
@@ -58,7 +58,8 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
                  settings: GroupSettings, unsafe: bool = False) -> Group:  # fmt: skip
     """Return the group; create it with these settings where it does not exist. Safe to run at once in many processes.
 
-    An existing group keeps its start and its settings. Raises NotFound for an unknown topic.
+    An existing group keeps its start and its settings. Raises NotFound for an unknown topic, Conflict for a retired
+    group.
     """
     check_name("topic", topic)
     check_name("group", name)
@@ -70,6 +71,10 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
     facts = {"topic": topic, "name": name, "start": settings.start, "backoff_s": list(settings.backoff_s)}
     database.transaction(lambda connection: connection.execute(query("group_insert"), facts))
     group = find_group(database, topic, name)
+    if group.state == "retired":
+        raise Conflict(
+            f"group {name!r} of topic {topic!r} is retired", "trimming does not wait for it: use another group"
+        )
     if group.state == "creating":
         failpoint("group.after_insert")
         _store_starts(database, routes, group, prefix=prefix, unsafe=unsafe)

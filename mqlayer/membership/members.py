@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId, PartitionId
+from mqlayer.errors import TransactionConflict
 from mqlayer.failpoints import failpoint
-from mqlayer.membership.rebalance import rebalance
+from mqlayer.membership.rebalance import change_group, rebalance
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
@@ -59,7 +61,6 @@ def join(database: Database, *, group_id: int, member_id: str, lease_s: float) -
     }
 
     def work(connection: Connection) -> Session:
-        connection.execute(query("group_lock"), facts)
         row = connection.execute(query("member_join"), facts).fetchone()
         # What an earlier process of this id holds goes on under new epochs, so that its acks are refused.
         connection.execute(query("assignment_renew"), facts)
@@ -67,24 +68,19 @@ def join(database: Database, *, group_id: int, member_id: str, lease_s: float) -
         failpoint("member.before_join_commit")
         return Session(group_id, member_id, row[0] if row else 0)
 
-    return database.transaction(work)
+    return change_group(database, group_id, work)
 
 
 def beat(database: Database, session: Session, *, lease_s: float) -> Beat:
     """Extend the lease and return what the member may consume; rebalance first where the group needs it."""
-    facts = {
-        "group_id": session.group_id,
-        "member_id": session.member_id,
-        "session": session.session,
-        "lease_s": lease_s,
-    }
+    facts = _facts(session) | {"lease_s": lease_s}
     with database.connection() as connection:
         row = connection.execute(query("member_beat"), facts).fetchone()
     known, newest, unbalanced = row or (0, None, False)
     if not known:
         return Beat(known=False, replaced=newest is not None and newest != session.session)
     if unbalanced:
-        database.transaction(lambda connection: rebalance(connection, session.group_id))
+        _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
     with database.connection() as connection:
         rows = connection.execute(query("member_assignments"), facts).fetchall()
     allocation, backoff_s = (rows[0][7], tuple(rows[0][8])) if rows else (0, ())
@@ -94,40 +90,49 @@ def beat(database: Database, session: Session, *, lease_s: float) -> Beat:
 
 def release(database: Database, session: Session, assigned: Assigned) -> None:
     """Give a partition back and let the rebalance pass it on at once."""
-    facts = {
-        "group_id": session.group_id,
-        "member_id": session.member_id,
-        "partition_id": assigned.partition,
-        "epoch": assigned.epoch,
-    }
+    facts = _facts(session) | {"partition_id": assigned.partition, "epoch": assigned.epoch}
+    _change(database, session, "assignment_release", facts)
 
-    def work(connection: Connection) -> None:
-        connection.execute(query("group_lock"), facts)
-        connection.execute(query("assignment_release"), facts)
-        rebalance(connection, session.group_id)
 
-    database.transaction(work)
+def renew(database: Database, session: Session, assigned: Assigned) -> None:
+    """Give the owner of a partition a new epoch: for one whose present epoch its node refuses.
+
+    Happens where a node has seen a higher epoch than Postgres gave out (a database that lost commits), or does not know
+    the partition for a while. Nothing changes unless that very epoch is in force and the session is the newest.
+    """
+    facts = _facts(session) | {"partition_id": assigned.partition, "epoch": assigned.epoch}
+    _change(database, session, "assignment_epoch_renew", facts)
 
 
 def start_leaving(database: Database, session: Session) -> None:
     """Say that the member wants to give its partitions away; it lives until it has."""
-    facts = {"group_id": session.group_id, "member_id": session.member_id, "session": session.session}
-
-    def work(connection: Connection) -> None:
-        connection.execute(query("group_lock"), facts)
-        connection.execute(query("member_leaving"), facts)
-        rebalance(connection, session.group_id)
-
-    database.transaction(work)
+    _change(database, session, "member_leaving", _facts(session))
 
 
 def leave(database: Database, session: Session) -> None:
     """Say that the member is gone; what it still owns is given to others at once."""
-    facts = {"group_id": session.group_id, "member_id": session.member_id, "session": session.session}
+    _change(database, session, "member_leave", _facts(session))
+
+
+def _change(database: Database, session: Session, name: str, facts: dict[str, Any]) -> None:
+    """Run a statement under the group's lock, then rebalance."""
 
     def work(connection: Connection) -> None:
-        connection.execute(query("group_lock"), facts)
-        connection.execute(query("member_leave"), facts)
+        connection.execute(query(name), facts)
         rebalance(connection, session.group_id)
 
-    database.transaction(work)
+    change_group(database, session.group_id, work)
+
+
+def _rebalance_if_free(database: Database, group_id: int, *, lock_wait_s: float) -> None:
+    """Rebalance unless somebody else is at it: a heartbeat must not wait for long."""
+    try:
+        change_group(
+            database, group_id, lambda connection: rebalance(connection, group_id), lock_wait_s=lock_wait_s, timeout_s=0
+        )
+    except TransactionConflict:
+        return
+
+
+def _facts(session: Session) -> dict[str, Any]:
+    return {"group_id": session.group_id, "member_id": session.member_id, "session": session.session}

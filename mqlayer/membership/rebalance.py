@@ -7,10 +7,38 @@ gets a new epoch. A crash at any line rolls back; the next heartbeat of any memb
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from mqlayer.domain.assignment import assign
 from mqlayer.domain.routing import PartitionId
-from mqlayer.postgres.database import Connection
+from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
+
+Result = TypeVar("Result")
+
+
+def change_group(
+    database: Database,
+    group_id: int,
+    work: Callable[[Connection], Result],
+    *,
+    lock_wait_s: float = 2.0,
+    timeout_s: float = 10.0,
+) -> Result:
+    """Run a change of a group's members or assignments in one transaction that holds the group's lock.
+
+    A process that is stopped in the middle loses its transaction after a few seconds, so it holds nobody up for long.
+    Raises TransactionConflict where the lock could not be had in time.
+    """
+    patience = {"lock_wait": f"{max(1, int(lock_wait_s * 1000))}ms", "idle": "5s"}
+
+    def patiently(connection: Connection) -> Result:
+        connection.execute(query("transaction_patience"), patience)
+        connection.execute(query("group_lock"), {"group_id": group_id})
+        return work(connection)
+
+    return database.transaction(patiently, timeout_s=timeout_s)
 
 
 def rebalance(connection: Connection, group_id: int) -> bool:

@@ -162,10 +162,10 @@ def settle_reply(reply: Any, address: str) -> Kept | Fenced | Refused:
     return Kept(reply[1]) if reply[0] == b"settled" else _fenced_or_refused(reply)
 
 
-def attempt_command(line: NodeConnection, holder: Holder, offset: int) -> Command:
-    """Return the command that counts a failed attempt of a message."""
+def attempt_command(line: NodeConnection, holder: Holder, offset: int, attempts: int) -> Command:
+    """Return the command that notes how many attempts of a message have failed."""
     group = _group(holder)
-    return line.script("attempt_count", (group.lock, group.attempts), holder.member, holder.epoch, offset)
+    return line.script("attempt_count", (group.lock, group.attempts), holder.member, holder.epoch, offset, attempts)
 
 
 def attempt_reply(reply: Any, address: str) -> int | Fenced:

@@ -20,6 +20,11 @@ ON CONFLICT (group_id, partition_id) DO NOTHING;
 -- All starting points of a group are stored: let members in.
 UPDATE mqlayer.consumer_group SET state = 'live' WHERE group_id = %(group_id)s AND state = 'creating';
 
+-- name: transaction_patience
+-- How long this transaction waits for a lock, and how long it may hold its own while its process does nothing.
+SELECT set_config('lock_timeout', %(lock_wait)s, true),
+       set_config('idle_in_transaction_session_timeout', %(idle)s, true);
+
 -- name: group_lock
 -- Lock a group for a change of its membership or assignments.
 SELECT group_id, topic_id, backoff_s, allocation FROM mqlayer.consumer_group
@@ -53,11 +58,13 @@ SELECT (SELECT count(*) FROM beat) AS known,
                   WHERE g.group_id = %(group_id)s AND a.member_id IS NULL) AS unbalanced;
 
 -- name: member_assignments
--- What a member holds: partition, node, epoch, start, and whether it shall release it.
+-- What a member holds: partition, node, epoch, start, and whether it shall release it. Nothing for an earlier session:
+-- an old process must not learn the epochs of the one that took its id.
 SELECT a.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_offset, 1) AS start_offset,
        a.target IS DISTINCT FROM a.member_id AS release, g.allocation, g.backoff_s
 FROM mqlayer.consumer_group g
-LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.member_id = %(member_id)s
+LEFT JOIN mqlayer.member m ON m.group_id = g.group_id AND m.member_id = %(member_id)s AND m.session = %(session)s
+LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.member_id = m.member_id
 LEFT JOIN mqlayer.partition p ON p.partition_id = a.partition_id
 LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = a.partition_id
 WHERE g.group_id = %(group_id)s ORDER BY a.partition_id;
@@ -106,7 +113,9 @@ WHERE g.group_id = %(group_id)s ORDER BY p.partition_id;
 INSERT INTO mqlayer.assignment AS a (group_id, partition_id, member_id, target, epoch)
 VALUES (%(group_id)s, %(partition_id)s, %(member_id)s, %(member_id)s, nextval('mqlayer.epoch'))
 ON CONFLICT (group_id, partition_id) DO UPDATE
-SET member_id = excluded.member_id, target = excluded.target, epoch = excluded.epoch, changed_at = now();
+SET member_id = excluded.member_id, target = excluded.target, changed_at = now(),
+    -- Re-arming a node may have raised it while this statement waited for the row.
+    epoch = CASE WHEN excluded.epoch > a.epoch THEN excluded.epoch ELSE nextval('mqlayer.epoch') END;
 
 -- name: assignment_target
 -- Ask the owner of a partition to release it for another.
@@ -127,6 +136,14 @@ WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND member_id 
 -- A member joined again under its id: what it held goes on under new epochs.
 UPDATE mqlayer.assignment SET epoch = nextval('mqlayer.epoch'), changed_at = now()
 WHERE group_id = %(group_id)s AND member_id = %(member_id)s;
+
+-- name: assignment_epoch_renew
+-- The owner's present epoch is refused by the node: give it a higher one.
+UPDATE mqlayer.assignment a SET epoch = nextval('mqlayer.epoch'), changed_at = now()
+WHERE a.group_id = %(group_id)s AND a.partition_id = %(partition_id)s AND a.member_id = %(member_id)s
+  AND a.epoch = %(epoch)s
+  AND EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = a.group_id AND m.member_id = a.member_id
+              AND m.session = %(session)s);
 
 -- name: allocation_raise
 -- Note that assignments of a group changed.

@@ -1,0 +1,174 @@
+"""A member's life in Postgres: join, heartbeat, assignments in, partitions given back.
+
+The lease is counted on this machine's own clock from before each heartbeat was sent, and ends a margin before the
+database frees the partitions. While Postgres is away the member goes on until then, pauses, and joins again when it is
+back, under new epochs.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from mqlayer.consuming.clock import clock
+from mqlayer.consuming.faults import where
+from mqlayer.errors import MqlayerError, StoreUnavailable
+from mqlayer.membership.groups import Group
+from mqlayer.membership.members import Assigned, Beat, Session, beat, join, leave, release, renew, start_leaving
+from mqlayer.postgres.database import Database
+from mqlayer.settings import Settings
+
+log = logging.getLogger(__name__)
+
+LONGEST_BEAT_S: Final = 1.0
+"""Hand-overs are seen at heartbeats, so they come more often than a long lease needs."""
+SHORTEST_BEAT_S: Final = 0.05
+
+
+class HeartOwner(Protocol):
+    """What a heart asks of its member."""
+
+    def follow(self, answer: Beat) -> None:
+        """Follow the assignments of a heartbeat's answer."""
+
+    def lease_lost(self) -> None:
+        """Drop all holdings: the database may have given them away."""
+
+    def replaced(self) -> None:
+        """End: another process took this member's id."""
+
+
+class Heart:
+    """The heartbeat of one member, in a thread of its own. Only that thread talks to Postgres once it is started."""
+
+    def __init__(
+        self, owner: HeartOwner, *, database: Database, group: Group, member_id: str, settings: Settings, name: str
+    ) -> None:
+        self._owner, self._database, self._group, self._member_id = owner, database, group, member_id
+        self._lease_s, self._margin = settings.lease_s, settings.lease_margin
+        self._session: Session | None = None
+        self._to_release: queue.SimpleQueue[Assigned] = queue.SimpleQueue()
+        self._nudged = threading.Event()
+        self._leaving = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{name}-heart", daemon=True)
+        self.deadline = 0.0
+        """Until when the lease holds, on this machine's clock."""
+
+    def start(self) -> None:
+        """Join the group and follow its first assignments, then beat. Raises StoreUnavailable, SchemaMismatch."""
+        self._join()
+        self._thread.start()
+
+    def nudge(self) -> None:
+        """Let it beat soon: something changed."""
+        self._nudged.set()
+
+    def give_back(self, assigned: Assigned) -> None:
+        """Release a partition in Postgres, soon."""
+        self._to_release.put(assigned)
+        self.nudge()
+
+    def renew(self, assigned: Assigned) -> None:
+        """Ask for a new epoch for a partition whose present one the node refuses. For `follow` only."""
+        session = self._session
+        if session is not None:
+            renew(self._database, session, assigned)
+            self.nudge()
+
+    def start_leaving(self) -> None:
+        """Say that the partitions are to be given away; it beats on while that is done."""
+        self._leaving = True
+        self._quietly(lambda session: start_leaving(self._database, session))
+
+    def stop(self, timeout_s: float) -> None:
+        """End: give back what is released, and leave."""
+        self._leaving = True
+        self._ended.set()
+        self.nudge()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        self._quietly(self._give_back)
+        self._quietly(lambda session: leave(self._database, session))
+
+    def _run(self) -> None:
+        every = min(self._lease_s / 3, LONGEST_BEAT_S)
+        while not self._ended.is_set():
+            self._nudged.wait(every * random.uniform(0.8, 1.0))
+            self._nudged.clear()
+            if not self._ended.is_set() and not self._try_beat():
+                self._ended.wait(min(every, 0.5))
+
+    def _try_beat(self) -> bool:
+        """Beat once; say whether that went well. Whatever went wrong is said, and tried again."""
+        began = clock()
+        try:
+            if self._session is not None:
+                self._give_back(self._session)
+                self._beat(self._session)
+        except StoreUnavailable as error:
+            facts = {"reason": str(error), "paused": clock() >= self.deadline}
+            log.warning("heartbeat_failed", extra=facts | self._facts())
+            return False
+        except MqlayerError as error:
+            log.error("heartbeat_failed", extra={"reason": str(error)} | self._facts())
+            return False
+        except Exception as error:  # noqa: BLE001 - a thread that died would leave a member that never comes back
+            log.error("heartbeat_failed", extra={"reason": where(error)} | self._facts())
+            return False
+        # Nudges may come faster than Postgres is to be asked.
+        self._ended.wait(max(0.0, min(SHORTEST_BEAT_S, self._lease_s / 20) - (clock() - began)))
+        return True
+
+    def _join(self) -> None:
+        began = clock()
+        self._session = join(
+            self._database, group_id=self._group.group_id, member_id=self._member_id, lease_s=self._lease_s
+        )
+        self._extend(began)
+        self._beat(self._session)
+
+    def _beat(self, session: Session) -> None:
+        began = clock()
+        answer = beat(self._database, session, lease_s=self._lease_s)
+        if answer.known:
+            self._extend(began)
+            self._owner.follow(answer)
+            return
+        self._owner.lease_lost()
+        if answer.replaced:
+            self._session = None
+            log.error("member_replaced", extra=self._facts())
+            self._owner.replaced()
+        elif not self._leaving:
+            log.warning("member_lease_ran_out", extra=self._facts())
+            self._join()
+
+    def _extend(self, began: float) -> None:
+        self.deadline = began + self._lease_s * (1 - self._margin)
+
+    def _give_back(self, session: Session) -> None:
+        for _ in range(self._to_release.qsize()):
+            assigned = self._to_release.get_nowait()
+            try:
+                release(self._database, session, assigned)
+            except MqlayerError as error:
+                # The heartbeat must not wait for this.
+                self._to_release.put(assigned)
+                log.warning("release_waits", extra={"partition": assigned.partition, "reason": str(error)})
+
+    def _quietly(self, work: Callable[[Session], None]) -> None:
+        """Do what is only a courtesy: the lease does it later where the store is away."""
+        if self._session is None:
+            return
+        try:
+            work(self._session)
+        except MqlayerError as error:
+            log.info("left_to_the_lease", extra={"reason": str(error)})
+
+    def _facts(self) -> dict[str, str]:
+        return {"member": self._member_id, "topic": self._group.topic, "group": self._group.name}
