@@ -30,7 +30,7 @@ from examples.bank.stage import CONSUMER_PROCESSES, PARTITIONS, Stage
 from mqlayer.errors import MqlayerError
 from mqlayer.stack.deadlines import comes_true
 
-DEFAULT_RATE: Final = 300
+DEFAULT_RATE: Final = 200
 JOINED_WITHIN_S: Final = 60.0
 STALLED_AFTER_S: Final = 30.0
 LOOK_EVERY_S: Final = 0.5
