@@ -6,12 +6,14 @@ their objects; none is imported here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
 
 from mqlayer.errors import InvalidInput
+from mqlayer.postgres.database import translate
 
 
 def run_one(connection: Any, statement: str, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -51,3 +53,29 @@ def driver_cursor(connection: Any) -> Any:
         f"can't use a {type(connection).__name__}: give a psycopg 3 connection, a SQLAlchemy session on psycopg, "
         "or a Django database connection"
     )
+
+
+@contextmanager
+def caller_errors(connection: Any) -> Iterator[None]:
+    """Turn the driver's errors, as they are or as SQLAlchemy or Django wrapped them, into those of mqlayer."""
+    try:
+        yield
+    except Exception as error:
+        cause = driver_error_in(error)
+        if cause is None:
+            raise
+        raise translate(cause, _address(connection)) from error
+
+
+def driver_error_in(error: BaseException) -> psycopg.Error | None:
+    """Return the driver's error that an error is or was made from."""
+    for candidate in (error, getattr(error, "orig", None), error.__cause__):
+        if isinstance(candidate, psycopg.Error):
+            return candidate
+    return None
+
+
+def _address(connection: Any) -> str:
+    if isinstance(connection, psycopg.Connection | psycopg.AsyncConnection) and not connection.closed:
+        return f"postgres at {connection.info.host}:{connection.info.port}/{connection.info.dbname}"
+    return "postgres"

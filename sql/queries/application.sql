@@ -156,11 +156,20 @@ SELECT mqlayer_app.outbox_rotate_v1(%(slot)s::smallint) AS answer;
 
 -- name: outbox_publish
 -- Publish one message in the caller's transaction.
-SELECT mqlayer_app.publish_v1(%(topic)s, %(key)s, %(body)s, %(headers)s::jsonb);
+SELECT mqlayer_app.publish_v1(%(topic)s, %(key)s, %(body)s::bytea, %(headers)s::jsonb);
 
 -- name: outbox_publish_many
 -- Publish several messages in the caller's transaction.
 SELECT mqlayer_app.publish_many_v1(%(topics)s::text[], %(keys)s::text[], %(bodies)s::bytea[], %(headers)s::jsonb[]);
+
+-- name: outbox_trace
+-- Leave a trace of a message that was collected in a savepoint; a rollback of the savepoint takes it back.
+SELECT set_config('mqlayer.traces', concat_ws(',', nullif(current_setting('mqlayer.traces', true), ''),
+                                              %(trace)s::text), true);
+
+-- name: outbox_traces
+-- The traces that are left of this transaction.
+SELECT coalesce(current_setting('mqlayer.traces', true), '');
 
 -- name: fence
 -- Check and note a message in the effect's own transaction.

@@ -1,0 +1,108 @@
+"""Collecting a SQLAlchemy transaction's messages, to write them right before its COMMIT.
+
+By the events of the Connection, not of the Session: they fire for both, and right before the driver commits.
+Savepoints are followed by their statements: SQLAlchemy's own events do not tell the name of a new one.
+SQLAlchemy is imported only when an object of it was given.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import count
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from mqlayer.errors import InvalidInput
+from mqlayer.outbox.messages import Message
+from mqlayer.outbox.sending import statement_for
+from mqlayer.postgres.sessions import caller_errors
+
+_SAVEPOINT_STATEMENT: Final = re.compile(
+    r"\s*(SAVEPOINT|RELEASE|ROLLBACK(?:\s+WORK|\s+TRANSACTION)?\s+TO)\s+(?:SAVEPOINT\s+)?(\"[^\"]+\"|\w+)",
+    re.IGNORECASE,
+)
+_numbers = count(1)
+
+
+class Collector:
+    """The messages of the transaction that is open on a Connection, each with the savepoints around it.
+
+    A savepoint that we did not see being made is older than every message here.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[Message, frozenset[int]]] = []
+        self._open: list[tuple[str, int]] = []
+
+    def add(self, message: Message) -> None:
+        """Add a message at the place where the transaction stands."""
+        self.messages.append((message, frozenset(number for _, number in self._open)))
+
+    def on_statement(self, _connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        """Follow the savepoints."""
+        match = _SAVEPOINT_STATEMENT.match(statement)
+        if match is None:
+            return
+        word, name = match[1].upper(), match[2]
+        if word == "SAVEPOINT":
+            self._open.append((name, next(_numbers)))
+            return
+        at = max((index for index, (other, _) in enumerate(self._open) if other == name), default=-1)
+        if word == "RELEASE":
+            if at >= 0:
+                del self._open[at:]
+            return
+        number = self._open[at][1] if at >= 0 else None
+        self.messages = [each for each in self.messages if number is not None and number not in each[1]]
+        del self._open[at + 1 :]
+
+    def on_rollback(self, *_: Any) -> None:
+        """Forget everything."""
+        self.messages, self._open = [], []
+
+    def on_commit(self, connection: Any, *_: Any) -> None:
+        """Write what is left; the driver commits next."""
+        messages = [message for message, _ in self.messages]
+        self.on_rollback()
+        if messages:
+            with caller_errors(connection):
+                connection.exec_driver_sql(*statement_for(messages))
+
+
+_collectors: Final[WeakKeyDictionary[Any, Collector]] = WeakKeyDictionary()
+
+
+def recognises(connection: Any) -> bool:
+    """Say whether an object is SQLAlchemy's."""
+    return any(base.__module__.startswith("sqlalchemy.") for base in type(connection).__mro__)
+
+
+def publish(connection: Any, message: Message) -> None:
+    """Collect a message for the transaction of a Session or a Connection, which begins here where none is open."""
+    if hasattr(connection, "run_sync"):
+        raise InvalidInput(f"a {type(connection).__name__} is asynchronous: await outbox.apublish(…)")
+    if not hasattr(connection, "connection"):
+        raise InvalidInput(f"can't publish on a {type(connection).__name__}: give a Session or a Connection")
+    core = connection.connection() if callable(connection.connection) else connection
+    if getattr(core.connection.driver_connection, "autocommit", False):
+        # Nobody has to call commit() then, so nothing may wait for it.
+        with caller_errors(core):
+            core.exec_driver_sql(*statement_for([message]))
+        return
+    if not core.in_transaction():
+        core.begin()
+    collector_of(core).add(message)
+
+
+def collector_of(core: Any) -> Collector:
+    """Return the collector of a Connection, which listens from the first message on."""
+    collector = _collectors.get(core)
+    if collector is None:
+        from sqlalchemy import event
+
+        collector = _collectors[core] = Collector()
+        event.listen(core, "before_cursor_execute", collector.on_statement)
+        event.listen(core, "rollback", collector.on_rollback)
+        event.listen(core, "commit", collector.on_commit)
+        event.listen(core, "prepare_twophase", collector.on_commit)
+    return collector

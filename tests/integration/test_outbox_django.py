@@ -1,0 +1,130 @@
+"""Publishing on a Django connection, with `atomic` and its savepoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import django
+import pytest
+from django.conf import settings
+from django.db import connections, transaction
+from psycopg.conninfo import conninfo_to_dict
+
+from mqlayer import outbox
+from mqlayer.errors import NotFound, TransactionConflict
+from tests.fixtures.outboxes import CommittedOutbox
+
+
+@pytest.fixture
+def connection(outbox_dsn: str) -> Iterator[Any]:
+    """Django's default connection, on the outbox's database."""
+    parts = conninfo_to_dict(outbox_dsn)
+    if not settings.configured:
+        settings.configure(DATABASES={"default": {"ENGINE": "django.db.backends.postgresql"}}, USE_TZ=True)
+        django.setup()
+    connection = connections["default"]
+    connection.close()
+    connection.settings_dict.update(
+        NAME=parts["dbname"],
+        USER=parts["user"],
+        PASSWORD=parts.get("password", ""),
+        HOST=parts["host"],
+        PORT=str(parts["port"]),
+    )
+    yield connection
+    connection.close()
+
+
+def test_messages_of_an_atomic_block_are_written_right_before_its_commit(
+    connection: Any, committed: CommittedOutbox
+) -> None:
+    after: list[int] = []
+    with transaction.atomic():
+        transaction.on_commit(lambda: after.append(len(committed.messages())))
+        for number in range(20):
+            outbox.publish(connection, "orders", key=f"key-{number}", body={"number": number})
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT count(*) FROM mqlayer_app.counter WHERE seq > 0")
+            assert cursor.fetchone() == (0,)
+    assert after == [20]
+    assert committed.lps() == sorted(committed.lps())
+    with transaction.atomic():
+        outbox.publish(connection, "orders", key="a", body=b"next")
+    assert len(committed.messages()) == 21
+
+
+def test_a_block_that_fails_sends_nothing(connection: Any, committed: CommittedOutbox) -> None:
+    with pytest.raises(ZeroDivisionError), transaction.atomic():  # noqa: PT012
+        outbox.publish(connection, "orders", key="a", body=b"lost")
+        raise ZeroDivisionError
+    with transaction.atomic():
+        outbox.publish(connection, "orders", key="a", body=b"lost")
+        transaction.set_rollback(True)
+    with transaction.atomic():
+        outbox.publish(connection, "orders", key="a", body=b"kept")
+    assert committed.bodies() == [b"kept"]
+
+
+def test_nested_blocks_that_fail_take_their_messages_along(connection: Any, committed: CommittedOutbox) -> None:
+    with transaction.atomic():
+        outbox.publish(connection, "orders", key="a", body=b"1-kept")
+        with pytest.raises(ZeroDivisionError), transaction.atomic():  # noqa: PT012
+            outbox.publish(connection, "orders", key="a", body=b"2-lost")
+            with transaction.atomic():
+                outbox.publish(connection, "orders", key="a", body=b"3-lost-with-what-is-around-it")
+            raise ZeroDivisionError
+        with transaction.atomic():
+            outbox.publish(connection, "orders", key="a", body=b"4-kept")
+        savepoint = transaction.savepoint()
+        outbox.publish(connection, "orders", key="a", body=b"5-lost")
+        transaction.savepoint_rollback(savepoint)
+        outbox.publish(connection, "orders", key="a", body=b"6-kept")
+    assert [body for _, _, body in committed.messages()] == [b"1-kept", b"4-kept", b"6-kept"]
+
+
+def test_outside_of_a_block_each_call_is_its_own_transaction(connection: Any, committed: CommittedOutbox) -> None:
+    outbox.publish(connection, "orders", key="a", body=b"1")
+    assert committed.bodies() == [b"1"]
+    transaction.set_autocommit(False)
+    try:
+        outbox.publish(connection, "orders", key="a", body=b"2")
+        transaction.rollback()
+        outbox.publish(connection, "orders", key="a", body=b"3")
+        transaction.commit()
+    finally:
+        transaction.set_autocommit(True)
+    assert committed.bodies() == [b"1", b"3"]
+
+
+def test_a_refusal_at_commit_rolls_the_block_back_and_leaves_the_connection_usable(
+    connection: Any, committed: CommittedOutbox
+) -> None:
+    with pytest.raises(NotFound, match="nowhere"), transaction.atomic():  # noqa: PT012
+        outbox.publish(connection, "orders", key="a", body=b"1")
+        outbox.publish(connection, "nowhere", key="a", body=b"2")
+    assert committed.messages() == []
+    with transaction.atomic():
+        outbox.publish(connection, "orders", key="a", body=b"3")
+    assert committed.bodies() == [b"3"]
+
+
+def test_a_conflict_is_told_as_one(connection: Any, outbox_dsn: str) -> None:
+    import psycopg
+
+    with pytest.raises(TransactionConflict), transaction.atomic():  # noqa: PT012
+        with connection.cursor() as cursor:
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            cursor.execute("SELECT 1")
+        with psycopg.connect(outbox_dsn) as other:
+            outbox.publish(other, "orders", key="a", body=b"other")
+        outbox.publish(connection, "orders", key="a", body=b"ours")
+
+
+def test_the_thread_local_default_connection_will_do(connection: Any, committed: CommittedOutbox) -> None:
+    from django.db import connection as default
+
+    assert connection is connections["default"]
+    with transaction.atomic():
+        outbox.publish(default, "orders", key="a", body=b"1")
+    assert committed.bodies() == [b"1"]
