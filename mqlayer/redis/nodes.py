@@ -185,7 +185,12 @@ class NodeConnection:
 
     def reload_scripts(self) -> None:
         """Load the scripts again, after a server answered that it does not have them."""
-        self._load_scripts(self.connect().version)
+        version = self.connect().version
+        try:
+            self._load_scripts(version)
+        except (redis.RedisError, OSError) as error:
+            self.close()
+            raise StoreUnavailable(self.node.address, str(error) or type(error).__name__) from error
 
     def _ask_facts(self) -> ServerFacts:
         commands: list[Command] = [("INFO", "server"), ("INFO", "replication")]
