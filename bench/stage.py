@@ -1,0 +1,102 @@
+"""The servers of a bench run: real ones, durable, with the same settings for ours and for the baseline."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal, Self
+
+import redis
+from pydantic import SecretStr
+
+from mqlayer.domain.routing import Route
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.migrations import migrate
+from mqlayer.settings import Settings
+from mqlayer.stack import PostgresServer, RedisServer
+from mqlayer.topics import create_topic, register_node
+
+Fsync = Literal["always", "everysec"]
+FSYNCS: Final[tuple[Fsync, ...]] = ("always", "everysec")
+
+BODY: Final = b"x" * 256
+KEYS: Final = tuple(f"key-{number}" for number in range(1_000))
+BATCH: Final = 500
+
+
+def line_name(name: str, fsync: Fsync) -> str:
+    """Return the name of a result line: the bench's own for `always`, with the policy for others."""
+    return name if fsync == "always" else f"{name}[{fsync}]"
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A database with both schemas, one node, and the topic `bench`."""
+
+    settings: Settings
+    database: Database
+    route: Route
+    redis_url: str
+
+    @property
+    def dsn(self) -> str:
+        """The database, control and application in one."""
+        return self.settings.control_dsn()
+
+    def client(self) -> redis.Redis:
+        """Return a plain client of the node, for baselines."""
+        return redis.Redis.from_url(self.redis_url, protocol=2)
+
+
+class Stage:
+    """Servers in a directory of their own, started when they are asked for, gone at the end."""
+
+    def __init__(self) -> None:
+        self._cleanup = ExitStack()
+        self._directory = Path(tempfile.mkdtemp(prefix="mqlayer-bench-"))
+        self._directory.chmod(0o755)
+        self._postgres: PostgresServer | None = None
+        self._redis: dict[Fsync, RedisServer] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cleanup.close()
+
+    @property
+    def postgres(self) -> PostgresServer:
+        """A Postgres that waits for the disk."""
+        if self._postgres is None:
+            self._postgres = PostgresServer(self._directory / "postgres")
+            self._cleanup.callback(self._postgres.erase)
+            self._postgres.start()
+        return self._postgres
+
+    def redis(self, fsync: Fsync = "always") -> RedisServer:
+        """A Redis with an append-only file and this policy; the settings that the promise needs."""
+        if fsync not in self._redis:
+            server = RedisServer(self._directory / f"redis-{fsync}", options={"appendfsync": fsync})
+            self._cleanup.callback(server.erase)
+            server.start()
+            self._redis[fsync] = server
+        return self._redis[fsync]
+
+    def system(self, *, fsync: Fsync = "always", partitions: int = 1) -> System:
+        """Return a new, empty system on the stage's servers; the node is flushed."""
+        dsn = self.postgres.create_database(f"bench_{uuid.uuid4().hex[:8]}")
+        migrate(dsn)
+        server = self.redis(fsync)
+        redis.Redis.from_url(server.url).flushall()
+        settings = Settings(dsn=SecretStr(dsn))
+        database = Database(dsn, application="mqlayer bench")
+        self._cleanup.callback(database.close)
+        register_node(database, name="n1", url=server.url)
+        route = create_topic(database, "bench", prefix=settings.key_prefix, partitions=partitions, application=database)
+        return System(settings, database, route, server.url)
