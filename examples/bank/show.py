@@ -21,7 +21,7 @@ class Show:
 
     def __init__(self, *, seconds: int) -> None:
         self._console = Console(stderr=True, highlight=False)
-        columns = (TextColumn("{task.description:<8}"), BarColumn(20), TextColumn("{task.fields[figures]}"))
+        columns = (TextColumn("{task.description:<5}"), BarColumn(10), TextColumn("{task.fields[figures]}"))
         self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
         self._task = self._progress.add_task("bank", total=seconds, figures="")
         self._began = time.monotonic()
@@ -42,9 +42,10 @@ class Show:
 
     def update(self, phase: str, elapsed_s: float, now: Now) -> None:
         """Show how far the run is."""
+        p50, p99 = now.recent_ms
         figures = (
-            f"{now.messages:,} published, {now.applied:,} applied, {now.messages - now.applied:,} under way, "
-            f"p50 {now.recent_ms[0]:.0f} ms, p99 {now.recent_ms[1]:.0f} ms, {now.violations} violations"
+            f"{now.applied:,} of {now.messages:,} applied, p50 {p50:.0f} ms, p99 {p99:.0f} ms, "
+            f"{now.violations} out of order"
         )
         self._progress.update(self._task, description=phase, completed=elapsed_s, figures=figures)
         if self._progress.disable and time.monotonic() - self._last_line >= PLAIN_LINE_EVERY_S:

@@ -10,6 +10,7 @@ import msgspec
 import psycopg
 
 import mqlayer
+from mqlayer import outbox
 
 app = mqlayer.App()
 
@@ -25,9 +26,7 @@ def place(order: Order) -> None:
     """The order and its message commit together, or not at all."""
     with psycopg.connect(app.settings.application_dsn()) as connection:
         connection.execute("INSERT INTO orders VALUES (%s, %s)", (order.customer, order.amount))
-        connection.execute(
-            "SELECT mqlayer_app.publish_v1(%s, %s, %s)", ("orders", order.customer, msgspec.json.encode(order))
-        )
+        outbox.publish(connection, "orders", key=order.customer, body=order)
 
 
 @app.consumer("orders", group="ledger")
