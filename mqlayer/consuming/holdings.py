@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from enum import Enum, auto
 
 from mqlayer.domain.message import NO_KEY, Record
@@ -45,7 +46,7 @@ class Lane:
     def __init__(self, held: Held, key: bytes, record: Record) -> None:
         self.held, self.key = held, key
         self.records = [record]
-        self.batch: list[Record] = []
+        self.batch: Sequence[Record] = ()
         self.later: array[int] | None = None
 
 
@@ -118,12 +119,11 @@ class Held:
         size = kept = 0
         for record in records:
             offset, m, key, body = record
-            if key == NO_KEY:
-                # Messages without a key wait for nobody: each has a lane of its own.
-                key += b"%d" % offset
-            lane = lanes.get(key)
+            # Messages without a key wait for nobody: each has a lane of its own.
+            name = key if key != NO_KEY else b"%b%d" % (key, offset)
+            lane = lanes.get(name)
             if lane is None:
-                lanes[key] = lane = Lane(self, key, record)
+                lanes[name] = lane = Lane(self, name, record)
                 ready.append(lane)
             elif lane.later is None:
                 lane.records.append(record)

@@ -1,0 +1,309 @@
+"""The consumers' scripts do what a plain model of one partition does, on every Redis on this machine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from mqlayer.domain.offsets import is_settled
+from mqlayer.domain.routing import NodeId
+from mqlayer.redis.keys import group_keys, partition_keys
+from mqlayer.redis.nodes import Node, NodeConnection
+from mqlayer.redis.partitions import (
+    Fenced,
+    Holder,
+    Kept,
+    Refused,
+    Taken,
+    attempt_command,
+    attempt_reply,
+    create,
+    raise_command,
+    release_command,
+    settle_command,
+    settle_reply,
+    take_command,
+    take_reply,
+    trim_command,
+)
+from mqlayer.stack import RedisServer
+
+GROUP = 7
+WINDOW = 1_048_576
+MEMBERS = ("a", "b")
+REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
+"""Bytes with their bits in reverse: in a bitmap of the server, the first bit of a byte is its highest."""
+
+
+@dataclass
+class Model:
+    """One partition and one group at it, as a person would write it down."""
+
+    next: int = 1
+    first: int = 1
+    owner: str | None = None
+    epoch: int = 0
+    committed: int = 0
+    # Bit i stands for offset i.
+    settled: int = 0
+    log: list[int] = field(default_factory=list)
+    attempts: dict[int, int] = field(default_factory=dict)
+
+    def owns(self, member: str, epoch: int) -> bool:
+        return (self.owner, self.epoch) == (member, epoch)
+
+    def take(self, member: str, epoch: int, start: int, *, afresh: bool) -> Taken | Kept | Fenced:
+        if self.owns(member, epoch):
+            if not afresh:
+                return Kept(self.committed)
+        elif epoch <= self.epoch:
+            return Fenced(self.epoch)
+        self.owner, self.epoch = member, epoch
+        self.committed = self.committed or max(start, self.first)
+        return Taken(self.committed, self.next, 0, b"", self.attempts)
+
+    def settle(
+        self, member: str, epoch: int, ranges: list[tuple[int, int]], forget: list[int]
+    ) -> Kept | Fenced | Refused:
+        if not self.owns(member, epoch):
+            return Fenced(self.epoch)
+        for _, last in ranges:
+            if last >= self.next:
+                return Refused("unknown", str(self.next))
+            if last >= self.committed + WINDOW:
+                return Refused("beyond", str(self.committed + WINDOW))
+        for first, last in ranges:
+            self.settled |= (1 << last + 1) - (1 << first)
+        unsettled = ~(self.settled >> self.committed)
+        self.committed += (unsettled & -unsettled).bit_length() - 1
+        for offset in forget:
+            self.attempts.pop(offset, None)
+        return Kept(self.committed)
+
+    def count(self, member: str, epoch: int, offset: int, attempts: int) -> int | Fenced:
+        if not self.owns(member, epoch):
+            return Fenced(self.epoch)
+        self.attempts[offset] = max(attempts, self.attempts.get(offset, 0))
+        return self.attempts[offset]
+
+
+_partitions = itertools.count(1)
+
+
+class ConsumerScripts(RuleBasedStateMachine):
+    """Calls of two members under any epochs, in any order, beside appends and trims."""
+
+    line: NodeConnection
+    prefix: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.partition = next(_partitions)
+        self.keys = partition_keys(self.prefix, self.partition)
+        self.group = group_keys(self.prefix, self.partition, GROUP)
+        create(self.line, self.prefix, self.partition, "t", 0, 1024, "open", "")
+        self.model = Model()
+
+    def holder(self, member: str, epoch: int) -> Holder:
+        return Holder(self.prefix, self.partition, GROUP, member, epoch)
+
+    def ask(self, command: object) -> object:
+        return self.line.call([command])[0]  # type: ignore[list-item]
+
+    @rule(count=st.sampled_from([1, 2, 3, 10, 10_000]))
+    def append(self, count: int) -> None:
+        """Records, of many only the last ones: settling looks at numbers, not at the log."""
+        self.model.next += count
+        offsets = range(self.model.next - min(count, 10), self.model.next)
+        self.line.call(
+            [("XADD", self.keys.log, f"{offset}-0", "m", "1:0:1:0", "k", "k", "b", "b") for offset in offsets]
+        )
+        self.ask(("HSET", self.keys.meta, "next", self.model.next))
+        self.model.log += offsets
+
+    @rule(
+        member=st.sampled_from(MEMBERS),
+        step=st.sampled_from([-1, 0, 0, 1, 1, 3]),
+        start=st.integers(1, 5),
+        afresh=st.booleans(),
+    )
+    def take(self, member: str, step: int, start: int, afresh: bool) -> None:
+        epoch = max(1, self.model.epoch + step)
+        start = min(start, self.model.next)
+        command = take_command(self.line, self.holder(member, epoch), start=start, afresh=afresh)
+        answer = take_reply(self.ask(command), "")
+        expected = self.model.take(member, epoch, start, afresh=afresh)
+        assert type(answer) is type(expected)
+        if isinstance(answer, Taken) and isinstance(expected, Taken):
+            assert (answer.committed, answer.next_offset, answer.attempts) == (
+                expected.committed,
+                expected.next_offset,
+                expected.attempts,
+            )
+            self.check_bits(answer.base, answer.bits)
+        else:
+            assert answer == expected
+
+    def settle(self, ranges: list[tuple[int, int]], forget: list[int], epoch_step: int = 0) -> None:
+        member, epoch = self.model.owner or "a", self.model.epoch + epoch_step
+        command = settle_command(self.line, self.holder(member, epoch), ranges, forget)
+        answer = settle_reply(self.ask(command), "")
+        assert answer == self.model.settle(member, epoch, ranges, forget)
+
+    @precondition(lambda self: self.model.committed)
+    @rule(data=st.data(), epoch_step=st.sampled_from([0, 0, 0, 0, -1, 1]))
+    def settle_any(self, data: st.DataObject, epoch_step: int) -> None:
+        """Below committed, above it, twice, overlapping, now and then unknown; by the owner or not."""
+        low, high = max(1, self.model.committed - 3), self.model.next
+        first = st.integers(low, min(high, low + 30)) | st.integers(low, high)
+        pair = first.flatmap(lambda begin: st.tuples(st.just(begin), st.integers(begin, min(high, begin + 12))))
+        ranges = data.draw(st.lists(pair, min_size=1, max_size=6))
+        forget = data.draw(st.lists(st.integers(low, high), max_size=3))
+        self.settle(ranges, forget, epoch_step)
+
+    @precondition(lambda self: self.model.next - self.model.committed > 1)
+    @rule()
+    def settle_all_behind_the_head(self) -> None:
+        self.settle([(self.model.committed + 1, self.model.next - 1)], [])
+
+    @precondition(lambda self: self.model.next > self.model.committed > 0)
+    @rule()
+    def settle_the_head(self) -> None:
+        self.settle([(self.model.committed, self.model.committed)], [])
+
+    @rule(member=st.sampled_from(MEMBERS), step=st.sampled_from([0, 0, -1, 1]))
+    def release(self, member: str, step: int) -> None:
+        epoch = self.model.epoch + step
+        reply = self.ask(release_command(self.line, self.holder(member, epoch)))
+        if self.model.owns(member, epoch):
+            assert reply == [b"released"]
+            self.model.owner = ""
+        else:
+            assert reply == [b"fenced", self.model.epoch]
+
+    @rule(
+        member=st.sampled_from(MEMBERS),
+        step=st.sampled_from([0, 0, 0, -1]),
+        offset=st.integers(1, 8),
+        attempts=st.integers(1, 4),
+    )
+    def count(self, member: str, step: int, offset: int, attempts: int) -> None:
+        epoch = self.model.epoch + step
+        command = attempt_command(self.line, self.holder(member, epoch), offset, attempts)
+        assert attempt_reply(self.ask(command), "") == self.model.count(member, epoch, offset, attempts)
+
+    @rule(step=st.sampled_from([-1, 0, 1, 2, 5]))
+    def raise_epoch(self, step: int) -> None:
+        epoch = max(1, self.model.epoch + step)
+        reply = self.ask(raise_command(self.line, self.prefix, self.partition, GROUP, epoch))
+        if self.model.epoch >= epoch:
+            assert reply == [b"kept", self.model.epoch]
+        else:
+            assert reply == [b"raised"]
+            self.model.owner, self.model.epoch = "", epoch - 1
+
+    @rule(floor=st.integers(1, 20_000), limit=st.sampled_from([100, 5_000]))
+    def trim(self, floor: int, limit: int) -> None:
+        command = trim_command(self.line, self.prefix, self.partition, [(GROUP, 1)], floor=floor, limit=limit)
+        settled_by_all = [offset for offset in self.model.log if offset < min(floor, self.model.committed or 1)]
+        reply = self.ask(command)
+        assert isinstance(reply, list)
+        word, count, first = reply
+        assert word == b"trimmed"
+        assert count <= len(settled_by_all)
+        self.model.log = self.model.log[count:]
+        assert first == (self.model.log[0] if self.model.log else self.model.next)
+        self.model.first = first if count else self.model.first
+
+    @invariant()
+    def the_servers_state_is_the_models(self) -> None:
+        owner, epoch, committed, base, bits, attempts, length = self.line.call(
+            [
+                *(("HGET", self.group.lock, name) for name in ("owner", "epoch", "committed", "base")),
+                ("GET", self.group.acks),
+                ("HGETALL", self.group.attempts),
+                ("XLEN", self.keys.log),
+            ]
+        )
+        assert (owner.decode() if owner is not None else None, int(epoch or 0)) == (self.model.owner, self.model.epoch)
+        assert int(committed or 0) == self.model.committed
+        self.check_bits(int(base or 0), bits or b"")
+        assert len(bits or b"") <= WINDOW // 8 + 2048
+        flat = [int(part) for part in attempts]
+        assert dict(zip(flat[::2], flat[1::2], strict=True)) == self.model.attempts
+        assert length == len(self.model.log)
+
+    def check_bits(self, base: int, bits: bytes) -> None:
+        theirs = int.from_bytes(bits.translate(REVERSED), "little") << base
+        assert theirs >> self.model.committed == self.model.settled >> self.model.committed
+
+
+@pytest.fixture
+def line(every_redis: RedisServer) -> Iterator[NodeConnection]:
+    """A connection to a Redis of each version."""
+    with NodeConnection(Node(NodeId(1), "n", every_redis.url, None), any_run=True) as connection:
+        yield connection
+
+
+def test_members_calls_in_any_order_leave_what_the_model_leaves(line: NodeConnection, key_prefix: str) -> None:
+    class Here(ConsumerScripts):
+        pass
+
+    Here.line, Here.prefix = line, key_prefix
+    run_state_machine_as_test(
+        Here,
+        settings=settings(
+            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+class Partition:
+    """A partition with many records, owned by one member."""
+
+    def __init__(self, line: NodeConnection, prefix: str, next_offset: int) -> None:
+        self.line, self.holder = line, Holder(prefix, 1, GROUP, "a", 5)
+        self.acks = group_keys(prefix, 1, GROUP).acks
+        create(line, prefix, 1, "t", 0, 1024, "open", "")
+        line.call([("HSET", partition_keys(prefix, 1).meta, "next", next_offset)])
+        self.take()
+
+    def take(self) -> Taken:
+        command = take_command(self.line, self.holder, start=1, afresh=True)
+        answer = take_reply(self.line.call([command])[0], "")
+        assert isinstance(answer, Taken)
+        return answer
+
+    def settle(self, *ranges: tuple[int, int]) -> Kept | Fenced | Refused:
+        return settle_reply(self.line.call([settle_command(self.line, self.holder, ranges)])[0], "")
+
+
+def test_the_bitmap_is_cut_when_many_offsets_behind_a_blocked_head_are_settled(
+    line: NodeConnection, key_prefix: str
+) -> None:
+    """Cases 51 and 54: committed jumps over all that is settled, and what is spent of the bitmap is dropped."""
+    partition = Partition(line, key_prefix, 200_001)
+    assert partition.settle((2, 90_000), (90_002, 100_000)) == Kept(1)
+    assert partition.settle((1, 1)) == Kept(90_001)
+    taken = partition.take()
+    assert taken.base > 80_000
+    assert len(taken.bits) < 1_500
+    assert all(is_settled(offset, taken.base, taken.bits) for offset in range(90_002, 100_001))
+    assert partition.settle((100_500, 200_000)) == Kept(90_001)
+    assert partition.settle((90_001, 90_001), (100_001, 100_499)) == Kept(200_001)
+    assert line.call([("EXISTS", partition.acks)]) == [0]
+
+
+def test_offsets_beyond_the_window_are_refused_and_nothing_is_changed(line: NodeConnection, key_prefix: str) -> None:
+    partition = Partition(line, key_prefix, 3 * WINDOW)
+    assert partition.settle((5, 5), (WINDOW + 1, WINDOW + 1)) == Refused("beyond", str(WINDOW + 1))
+    assert partition.take().bits == b""
+    assert partition.settle((2, WINDOW)) == Kept(1)
+    assert len(partition.take().bits) == WINDOW // 8
+    assert partition.settle((1, 1)) == Kept(WINDOW + 1)
