@@ -102,10 +102,10 @@ CREATE TABLE mqlayer_app.lp_set (
 );
 INSERT INTO mqlayer_app.lp_set (lp_set) SELECT generate_series(0, 15);
 
--- LP of a key: the first two bytes, big-endian, of the SHA-256 of its UTF-8, mod 1024. No key: a random LP.
-CREATE FUNCTION mqlayer_app.lp_v1(p_key text) RETURNS smallint LANGUAGE sql IMMUTABLE PARALLEL SAFE
-    RETURN (((get_byte(sha256(convert_to(p_key, 'UTF8')), 0) & 3) << 8)
-            | get_byte(sha256(convert_to(p_key, 'UTF8')), 1))::smallint;
+-- LP of a key: the first two bytes, big-endian, of the SHA-256 of its UTF-8, mod 1024: the last ten bits of the second
+-- to fourth hex digits. STABLE, as convert_to is: declared IMMUTABLE it would not be inlined, and every call would pay.
+CREATE FUNCTION mqlayer_app.lp_v1(p_key text) RETURNS smallint LANGUAGE sql STABLE PARALLEL SAFE
+    RETURN (('x' || substr(encode(sha256(convert_to(p_key, 'UTF8')), 'hex'), 2, 3))::bit(12)::int & 1023)::smallint;
 
 CREATE FUNCTION mqlayer_app.headers_check_v1(p_headers jsonb) RETURNS void LANGUAGE plpgsql IMMUTABLE
     SET search_path = pg_catalog, mqlayer_app AS $$
@@ -121,9 +121,10 @@ BEGIN
     END IF;
 END $$;
 
--- Number one message and put it into the outbox. Internal: publish_v1 and publish_many_v1 call it.
+-- Number one message and put it into the outbox. Internal: only publish_v1 and publish_many_v1 call it, with their
+-- search_path.
 CREATE FUNCTION mqlayer_app.append_v1(p_topic text, p_lp smallint, p_key text, p_body bytea, p_headers jsonb)
-    RETURNS bigint LANGUAGE plpgsql SET search_path = pg_catalog, mqlayer_app AS $$
+    RETURNS bigint LANGUAGE plpgsql AS $$
 DECLARE
     v_topic_id int;
     v_limit int;
@@ -144,13 +145,15 @@ BEGIN
         RAISE EXCEPTION 'unknown topic "%"', p_topic
             USING ERRCODE = 'MQ001', HINT = 'create it: mqlayer topic create NAME';
     END IF;
-    IF p_body IS NULL OR octet_length(p_body) > v_limit THEN
+    IF p_body IS NULL THEN
+        RAISE EXCEPTION 'a message needs a body' USING ERRCODE = 'MQ005', HINT = 'it may be empty, not null';
+    ELSIF octet_length(p_body) > v_limit THEN
         RAISE EXCEPTION 'body of % bytes, topic "%" takes %', octet_length(p_body), p_topic, v_limit
             USING ERRCODE = 'MQ003', HINT = 'store it elsewhere and send a reference';
     END IF;
     INSERT INTO mqlayer_app.outbox (id, topic_id, lp, slot, seq, created_at, key, headers, body)
         VALUES (nextval('mqlayer_app.outbox_number'), v_topic_id, p_lp,
-                ((extract(epoch FROM v_at)::bigint / 900) % 4)::smallint, v_seq, v_at, p_key, p_headers::text, p_body);
+                (floor(date_part('epoch', v_at) / 900)::bigint & 3)::smallint, v_seq, v_at, p_key, p_headers::text, p_body);
     RETURN v_seq;
 END $$;
 
@@ -158,13 +161,12 @@ END $$;
 CREATE FUNCTION mqlayer_app.publish_v1(p_topic text, p_key text, p_body bytea, p_headers jsonb DEFAULT NULL)
     RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app AS $$
 BEGIN
-    RETURN mqlayer_app.append_v1(p_topic,
-        CASE WHEN p_key IS NULL THEN floor(random() * 1024)::smallint ELSE mqlayer_app.lp_v1(p_key) END,
-        p_key, p_body, p_headers);
+    RETURN mqlayer_app.append_v1(p_topic, coalesce(mqlayer_app.lp_v1(p_key), floor(random() * 1024)::smallint),
+                                 p_key, p_body, p_headers);
 END $$;
 
 -- Publish several messages in the caller's transaction; returns how many. Messages of one key keep their order in the
--- arrays. LPs are taken in sorted order, so that two callers can't deadlock; p_headers may be null or hold nulls.
+-- arrays. LPs are taken in sorted order, the same in every session, so that two callers can't deadlock; p_headers may be null or hold nulls.
 CREATE FUNCTION mqlayer_app.publish_many_v1(p_topics text[], p_keys text[], p_bodies bytea[], p_headers jsonb[] DEFAULT NULL)
     RETURNS int LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app AS $$
 DECLARE
@@ -177,9 +179,9 @@ BEGIN
     END IF;
     FOR v_message IN
         SELECT topic, key, body, headers,
-               CASE WHEN key IS NULL THEN floor(random() * 1024)::smallint ELSE mqlayer_app.lp_v1(key) END AS lp
+               coalesce(mqlayer_app.lp_v1(key), floor(random() * 1024)::smallint) AS lp
         FROM unnest(p_topics, p_keys, p_bodies, p_headers) WITH ORDINALITY AS u(topic, key, body, headers, n)
-        ORDER BY topic, lp, n
+        ORDER BY topic COLLATE "C", lp, n
     LOOP
         PERFORM mqlayer_app.append_v1(v_message.topic, v_message.lp, v_message.key, v_message.body, v_message.headers);
         v_count := v_count + 1;
@@ -276,7 +278,7 @@ CREATE FUNCTION mqlayer_app.outbox_rotate_v1(p_slot smallint) RETURNS text LANGU
     SET search_path = pg_catalog, mqlayer_app AS $$
 DECLARE
     v_table text := format('mqlayer_app.outbox_%s', p_slot);
-    v_slots bigint := extract(epoch FROM clock_timestamp())::bigint / 900;
+    v_slots bigint := floor(date_part('epoch', clock_timestamp()) / 900);
     v_waits boolean;
     v_holds boolean;
 BEGIN
