@@ -112,7 +112,7 @@ CREATE FUNCTION mqlayer_app.headers_check_v1(p_headers jsonb) RETURNS void LANGU
 BEGIN
     IF jsonb_typeof(p_headers) <> 'object' THEN
         RAISE EXCEPTION 'headers must be a JSON object of strings' USING ERRCODE = 'MQ004';
-    ELSIF (SELECT count(*) FROM jsonb_object_keys(p_headers)) > 32 OR octet_length(p_headers::text) > 8192 THEN
+    ELSIF (SELECT count(*) > 32 OR sum(octet_length(key) + octet_length(value)) > 8192 FROM jsonb_each_text(p_headers)) THEN
         RAISE EXCEPTION 'at most 32 headers and 8192 bytes of them' USING ERRCODE = 'MQ004';
     ELSIF EXISTS (SELECT FROM jsonb_each(p_headers) WHERE jsonb_typeof(value) <> 'string') THEN
         RAISE EXCEPTION 'header values must be strings' USING ERRCODE = 'MQ004';
@@ -121,72 +121,100 @@ BEGIN
     END IF;
 END $$;
 
--- Number one message and put it into the outbox. Internal: only publish_v1 and publish_many_v1 call it, with their
--- search_path.
-CREATE FUNCTION mqlayer_app.append_v1(p_topic text, p_lp smallint, p_key text, p_body bytea, p_headers jsonb)
-    RETURNS bigint LANGUAGE plpgsql AS $$
+-- Publish one message in the caller's transaction; returns its seq. See publish_many_v1 for several.
+-- All in one function, and the LP computed in place: a nested call, above all of a SQL function, costs as much as the
+-- row itself. The counter is locked before the id is drawn, so that within an LP ids and seqs have one order.
+CREATE FUNCTION mqlayer_app.publish_v1(p_topic text, p_key text, p_body bytea, p_headers jsonb DEFAULT NULL)
+    RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app AS $$
 DECLARE
+    v_hash bytea;
+    v_lp smallint;
     v_topic_id int;
     v_limit int;
     v_seq bigint;
-    v_at timestamptz := clock_timestamp();
+    v_at timestamptz;
 BEGIN
-    IF octet_length(p_key) > 512 THEN
-        RAISE EXCEPTION 'message key of % bytes, the limit is 512', octet_length(p_key)
-            USING ERRCODE = 'MQ002', HINT = 'use an id as the key';
+    IF p_key IS NULL THEN
+        v_lp := floor(random() * 1024);
+    ELSE
+        IF octet_length(p_key) > 512 THEN
+            RAISE EXCEPTION 'message key of % bytes, the limit is 512', octet_length(p_key)
+                USING ERRCODE = 'MQ002', HINT = 'use an id as the key';
+        END IF;
+        v_hash := sha256(convert_to(p_key, 'UTF8'));
+        v_lp := (get_byte(v_hash, 0) & 3) << 8 | get_byte(v_hash, 1);
     END IF;
     IF p_headers IS NOT NULL THEN
         PERFORM mqlayer_app.headers_check_v1(p_headers);
     END IF;
     UPDATE mqlayer_app.counter c SET seq = c.seq + 1 FROM mqlayer_app.topic t
-        WHERE t.name = p_topic AND c.topic_id = t.topic_id AND c.lp = p_lp
+        WHERE t.name = p_topic AND c.topic_id = t.topic_id AND c.lp = v_lp
         RETURNING c.seq, t.topic_id, t.body_limit INTO v_seq, v_topic_id, v_limit;
     IF v_seq IS NULL THEN
         RAISE EXCEPTION 'unknown topic "%"', p_topic
             USING ERRCODE = 'MQ001', HINT = 'create it: mqlayer topic create NAME';
     END IF;
-    IF p_body IS NULL THEN
-        RAISE EXCEPTION 'a message needs a body' USING ERRCODE = 'MQ005', HINT = 'it may be empty, not null';
-    ELSIF octet_length(p_body) > v_limit THEN
+    IF p_body IS NULL OR octet_length(p_body) > v_limit THEN
         RAISE EXCEPTION 'body of % bytes, topic "%" takes %', octet_length(p_body), p_topic, v_limit
             USING ERRCODE = 'MQ003', HINT = 'store it elsewhere and send a reference';
     END IF;
+    v_at := clock_timestamp();
     INSERT INTO mqlayer_app.outbox (id, topic_id, lp, slot, seq, created_at, key, headers, body)
-        VALUES (nextval('mqlayer_app.outbox_number'), v_topic_id, p_lp,
-                (floor(date_part('epoch', v_at) / 900)::bigint & 3)::smallint, v_seq, v_at, p_key, p_headers::text, p_body);
+        VALUES (nextval('mqlayer_app.outbox_number'), v_topic_id, v_lp, date_part('epoch', v_at)::bigint / 900 % 4,
+                v_seq, v_at, p_key, p_headers, p_body);
     RETURN v_seq;
 END $$;
 
--- Publish one message in the caller's transaction; returns its seq. See publish_many_v1 for several.
-CREATE FUNCTION mqlayer_app.publish_v1(p_topic text, p_key text, p_body bytea, p_headers jsonb DEFAULT NULL)
-    RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app AS $$
-BEGIN
-    RETURN mqlayer_app.append_v1(p_topic, coalesce(mqlayer_app.lp_v1(p_key), floor(random() * 1024)::smallint),
-                                 p_key, p_body, p_headers);
-END $$;
-
 -- Publish several messages in the caller's transaction; returns how many. Messages of one key keep their order in the
--- arrays. LPs are taken in sorted order, the same in every session, so that two callers can't deadlock; p_headers may be null or hold nulls.
+-- arrays. LPs are taken in sorted order, so that two callers can't deadlock; p_headers may be null or hold nulls.
 CREATE FUNCTION mqlayer_app.publish_many_v1(p_topics text[], p_keys text[], p_bodies bytea[], p_headers jsonb[] DEFAULT NULL)
     RETURNS int LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app AS $$
 DECLARE
-    v_message record;
-    v_count int := 0;
+    -- Assigned arrays are kept expanded: each access to an element would walk the argument from its start.
+    v_keys text[] := p_keys;
+    v_bodies bytea[] := p_bodies;
+    v_headers jsonb[] := p_headers;
+    v_group record;
+    v_topic_id int;
+    v_limit int;
+    v_seq bigint;
+    v_at timestamptz;
 BEGIN
     IF cardinality(p_keys) <> cardinality(p_topics) OR cardinality(p_bodies) <> cardinality(p_topics)
        OR cardinality(p_headers) <> cardinality(p_topics) THEN
         RAISE EXCEPTION 'arrays of different lengths' USING ERRCODE = 'MQ005';
     END IF;
-    FOR v_message IN
-        SELECT topic, key, body, headers,
-               coalesce(mqlayer_app.lp_v1(key), floor(random() * 1024)::smallint) AS lp
-        FROM unnest(p_topics, p_keys, p_bodies, p_headers) WITH ORDINALITY AS u(topic, key, body, headers, n)
-        ORDER BY topic COLLATE "C", lp, n
+    PERFORM mqlayer_app.headers_check_v1(h) FROM unnest(p_headers) AS h WHERE h IS NOT NULL;
+    FOR v_group IN
+        SELECT topic, lp, array_agg(n ORDER BY n) AS numbers,
+               max(key_size) AS key_size, max(body_size) AS body_size
+        FROM (SELECT topic, n, octet_length(key) AS key_size, coalesce(octet_length(body), 2147483647) AS body_size,
+                     CASE WHEN key IS NULL THEN floor(random() * 1024)::smallint ELSE mqlayer_app.lp_v1(key) END AS lp
+              FROM unnest(p_topics, p_keys, p_bodies) WITH ORDINALITY AS u(topic, key, body, n)) AS message
+        GROUP BY topic, lp ORDER BY topic, lp
     LOOP
-        PERFORM mqlayer_app.append_v1(v_message.topic, v_message.lp, v_message.key, v_message.body, v_message.headers);
-        v_count := v_count + 1;
+        IF v_group.key_size > 512 THEN
+            RAISE EXCEPTION 'message key of % bytes, the limit is 512', v_group.key_size
+                USING ERRCODE = 'MQ002', HINT = 'use an id as the key';
+        END IF;
+        UPDATE mqlayer_app.counter c SET seq = c.seq + cardinality(v_group.numbers) FROM mqlayer_app.topic t
+            WHERE t.name = v_group.topic AND c.topic_id = t.topic_id AND c.lp = v_group.lp
+            RETURNING c.seq - cardinality(v_group.numbers), t.topic_id, t.body_limit INTO v_seq, v_topic_id, v_limit;
+        IF v_seq IS NULL THEN
+            RAISE EXCEPTION 'unknown topic "%"', v_group.topic
+                USING ERRCODE = 'MQ001', HINT = 'create it: mqlayer topic create NAME';
+        END IF;
+        IF v_group.body_size > v_limit THEN
+            RAISE EXCEPTION 'body of % bytes, topic "%" takes %', v_group.body_size, v_group.topic, v_limit
+                USING ERRCODE = 'MQ003', HINT = 'store it elsewhere and send a reference';
+        END IF;
+        v_at := clock_timestamp();
+        INSERT INTO mqlayer_app.outbox (id, topic_id, lp, slot, seq, created_at, key, headers, body)
+            SELECT nextval('mqlayer_app.outbox_number'), v_topic_id, v_group.lp, date_part('epoch', v_at)::bigint / 900 % 4,
+                   v_seq + m.place, v_at, v_keys[m.n], v_headers[m.n], v_bodies[m.n]
+            FROM (SELECT n, place FROM unnest(v_group.numbers) WITH ORDINALITY AS u(n, place) ORDER BY place) AS m;
     END LOOP;
-    RETURN v_count;
+    RETURN cardinality(p_topics);
 END $$;
 
 -- The fence: the highest epoch seen per group and LP, and the last applied seq per key.
