@@ -23,6 +23,8 @@ from mqlayer.redis.partitions import Taken
 QUICK_S: Final = 0.0002
 """Handlers that take less than this on average are given several lanes at a time."""
 CHUNK: Final = 32
+WORTH_S: Final = 0.002
+"""As much work is worth one more worker."""
 LOOK_AGAIN_S: Final = 0.05
 """How soon a watching worker takes over what a busy one has beside a slow message."""
 
@@ -99,7 +101,7 @@ class Dispatcher:
         with self.lock:
             held = lane.held
             held.busy -= 1
-            lane.batch = []
+            lane.batch = ()
             if leftover:
                 lane.records[:0] = leftover
             if held.state is not State.OPEN:
@@ -255,7 +257,7 @@ class Dispatcher:
     def _wake(self) -> None:
         """Wake as many idle workers as the ready line is worth."""
         if self._idle:
-            quick = self._message_s < QUICK_S
-            self.changed.notify(1 + len(self._ready) // CHUNK if quick else len(self._ready) or 1)
+            # A second worker pays when there is more to do than the first one does in the time of a wake-up.
+            self.changed.notify(1 + int(len(self._ready) * min(1.0, self._message_s / WORTH_S)))
         if self.on_ready is not None:
             self.on_ready()

@@ -183,18 +183,14 @@ class Held:
         self.count_in_hand -= len(records)
         self.bytes_in_hand -= sum(map(size_of, records))
 
-    def free(self, count_share: int, bytes_share: int) -> int:
-        """Return how many records may still be read, by count, by bytes and by the ack bitmap's reach."""
-        by_bytes = int((bytes_share - self.bytes_in_hand) / self.record_bytes)
-        return min(count_share - self.count_in_hand, by_bytes, self.reach)
-
     def room(self, count_share: int, bytes_share: int, read_count: int) -> int:
-        """Return how many records to read now; 0 where the room is not worth a read.
+        """Return how many records to read now, by count, by bytes and by reach; 0 where that is not worth a read.
 
         A failing key takes no room from others by bytes, and one by count, however much waits behind it.
         """
+        by_bytes = int((bytes_share - self.bytes_in_hand) / self.record_bytes)
+        room = min(count_share - self.count_in_hand, by_bytes, self.reach)
         others = count_share - self.folded
-        room = self.free(count_share, bytes_share)
         if self.count_in_hand <= self.folded:
             # One record is always allowed into an empty hand, however large it is.
             room = max(room, min(1, self.reach, others))

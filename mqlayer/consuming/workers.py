@@ -201,7 +201,7 @@ class _turn:  # noqa: N801 - reads as what it is: with a turn of this lane
         except Exception as fault:  # noqa: BLE001 - a worker that died would leave a member that handles less and less
             outcome.delay_s = AGAIN_S
             log.error("judging_failed", extra={"partition": lane.held.partition, "error": where(fault)})
-        leftover = lane.batch[outcome.done :]
+        leftover = list(lane.batch[outcome.done :])
         if leftover:
             self._owner.settled_some()
         self._owner.dispatcher.finish(lane, leftover, delay_s=outcome.delay_s)
