@@ -154,19 +154,22 @@ BEGIN
         RAISE EXCEPTION 'unknown topic "%"', p_topic
             USING ERRCODE = 'MQ001', HINT = 'create it: mqlayer topic create NAME';
     END IF;
-    IF p_body IS NULL OR octet_length(p_body) > v_limit THEN
+    IF p_body IS NULL THEN
+        RAISE EXCEPTION 'a message needs a body' USING ERRCODE = 'MQ005', HINT = 'it may be empty, not null';
+    ELSIF octet_length(p_body) > v_limit THEN
         RAISE EXCEPTION 'body of % bytes, topic "%" takes %', octet_length(p_body), p_topic, v_limit
             USING ERRCODE = 'MQ003', HINT = 'store it elsewhere and send a reference';
     END IF;
     v_at := clock_timestamp();
     INSERT INTO mqlayer_app.outbox (id, topic_id, lp, slot, seq, created_at, key, headers, body)
-        VALUES (nextval('mqlayer_app.outbox_number'), v_topic_id, v_lp, date_part('epoch', v_at)::bigint / 900 % 4,
-                v_seq, v_at, p_key, p_headers, p_body);
+        VALUES (nextval('mqlayer_app.outbox_number'), v_topic_id, v_lp,
+                floor(date_part('epoch', v_at) / 900)::bigint & 3, v_seq, v_at, p_key, p_headers, p_body);
     RETURN v_seq;
 END $$;
 
 -- Publish several messages in the caller's transaction; returns how many. Messages of one key keep their order in the
--- arrays. LPs are taken in sorted order, so that two callers can't deadlock; p_headers may be null or hold nulls.
+-- arrays. LPs are taken in one order, the same in every session, so that two callers can't deadlock; p_headers may be
+-- null or hold nulls.
 CREATE FUNCTION mqlayer_app.publish_many_v1(p_topics text[], p_keys text[], p_bodies bytea[], p_headers jsonb[] DEFAULT NULL)
     RETURNS int LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app AS $$
 DECLARE
@@ -187,11 +190,10 @@ BEGIN
     PERFORM mqlayer_app.headers_check_v1(h) FROM unnest(p_headers) AS h WHERE h IS NOT NULL;
     FOR v_group IN
         SELECT topic, lp, array_agg(n ORDER BY n) AS numbers,
-               max(key_size) AS key_size, max(body_size) AS body_size
-        FROM (SELECT topic, n, octet_length(key) AS key_size, coalesce(octet_length(body), 2147483647) AS body_size,
-                     CASE WHEN key IS NULL THEN floor(random() * 1024)::smallint ELSE mqlayer_app.lp_v1(key) END AS lp
+               max(octet_length(key)) AS key_size, max(octet_length(body)) AS body_size, bool_or(body IS NULL) AS no_body
+        FROM (SELECT topic, key, body, n, coalesce(mqlayer_app.lp_v1(key), floor(random() * 1024)::smallint) AS lp
               FROM unnest(p_topics, p_keys, p_bodies) WITH ORDINALITY AS u(topic, key, body, n)) AS message
-        GROUP BY topic, lp ORDER BY topic, lp
+        GROUP BY topic, lp ORDER BY topic COLLATE "C", lp
     LOOP
         IF v_group.key_size > 512 THEN
             RAISE EXCEPTION 'message key of % bytes, the limit is 512', v_group.key_size
@@ -204,14 +206,16 @@ BEGIN
             RAISE EXCEPTION 'unknown topic "%"', v_group.topic
                 USING ERRCODE = 'MQ001', HINT = 'create it: mqlayer topic create NAME';
         END IF;
-        IF v_group.body_size > v_limit THEN
+        IF v_group.no_body THEN
+            RAISE EXCEPTION 'a message needs a body' USING ERRCODE = 'MQ005', HINT = 'it may be empty, not null';
+        ELSIF v_group.body_size > v_limit THEN
             RAISE EXCEPTION 'body of % bytes, topic "%" takes %', v_group.body_size, v_group.topic, v_limit
                 USING ERRCODE = 'MQ003', HINT = 'store it elsewhere and send a reference';
         END IF;
         v_at := clock_timestamp();
         INSERT INTO mqlayer_app.outbox (id, topic_id, lp, slot, seq, created_at, key, headers, body)
-            SELECT nextval('mqlayer_app.outbox_number'), v_topic_id, v_group.lp, date_part('epoch', v_at)::bigint / 900 % 4,
-                   v_seq + m.place, v_at, v_keys[m.n], v_headers[m.n], v_bodies[m.n]
+            SELECT nextval('mqlayer_app.outbox_number'), v_topic_id, v_group.lp,
+                   floor(date_part('epoch', v_at) / 900)::bigint & 3, v_seq + m.place, v_at, v_keys[m.n], v_headers[m.n], v_bodies[m.n]
             FROM (SELECT n, place FROM unnest(v_group.numbers) WITH ORDINALITY AS u(n, place) ORDER BY place) AS m;
     END LOOP;
     RETURN cardinality(p_topics);
