@@ -4,7 +4,7 @@ A child and its supervisor share a line. The child says there that it has starte
 that its supervisor is gone, so that no child outlives it, not even after SIGKILL.
 
 States of a child: *starting* -> *started* -> *ended*; from there, unless we are stopping, *starting* again after a wait
-that grows while it keeps ending. One that never started ends everything: its configuration can't work.
+that grows while it keeps ending. When all have ended and none ever started, the configuration can't work: we give up.
 """
 
 from __future__ import annotations
@@ -88,15 +88,21 @@ class Child:
         if self._process is not None:
             self._process.send_signal(number)
 
-    def look(self, now: float) -> bool:
-        """Take in what happened to the process; start one where it is time. False: it can't start at all."""
+    @property
+    def ever_ended(self) -> bool:
+        """Whether a process in this place has ended."""
+        return self._ends > 0
+
+    def look(self, now: float) -> None:
+        """Take in what happened to the process; start one where it is time."""
         if self._process is None:
             if now >= self._again_at:
                 self._begin(now)
-            return True
+            return
         code = self._process.poll()
         self._listen()
-        return True if code is None else self._note_end(code, now)
+        if code is not None:
+            self._note_end(code, now)
 
     def close(self) -> None:
         """Let the line go."""
@@ -119,19 +125,16 @@ class Child:
                 self._started = self.ever_started = True
                 log.info("process_started", extra={"pid": self._process.pid})
 
-    def _note_end(self, code: int, now: float) -> bool:
+    def _note_end(self, code: int, now: float) -> None:
         pid = self._process.pid if self._process is not None else 0
         self._process = None
         self.close()
         facts: dict[str, object] = {"pid": pid, **how_it_ended(code)}
-        if not self.ever_started:
-            log.error("process_did_not_start", extra=facts)
-            return False
         self._ends = 1 if self._started and now - self._began >= STEADY_AFTER_S else self._ends + 1
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._ends - 1)) * random.uniform(0.8, 1.0)
         self._again_at = now + wait_s
-        log.error("process_died", extra=facts | {"again_in_s": round(wait_s, 1)})
-        return True
+        event = "process_died" if self._started else "process_did_not_start"
+        log.error(event, extra=facts | {"again_in_s": round(wait_s, 1)})
 
 
 class Supervisor:
@@ -144,7 +147,7 @@ class Supervisor:
         self._children = [Child(self._start) for _ in range(count)]
 
     def run(self) -> bool:
-        """Run until SIGTERM or SIGINT; False when a process could not be started at all, or had to be killed.
+        """Run until SIGTERM or SIGINT; False when no process could be started at all, or one had to be killed.
 
         For the main thread. The children get SIGTERM and are waited for; a second signal kills them.
         """
@@ -157,8 +160,10 @@ class Supervisor:
 
     def _watch(self, signals: Signals) -> bool:
         while not signals.wait(LOOK_EVERY_S):
-            now = time.monotonic()
-            if not all(child.look(now) for child in self._children):
+            for child in self._children:
+                child.look(time.monotonic())
+            if all(c.ever_ended and not c.ever_started for c in self._children):
+                log.error("no_process_starts", extra={"count": len(self._children)})
                 return False
         return True
 

@@ -71,8 +71,9 @@ def orders(database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Appen
 
 
 def end(process: subprocess.Popen[str]) -> None:
+    """Kill the process; pytest shows its log where the test failed."""
     process.kill()
-    process.communicate()
+    sys.stderr.write(process.communicate()[1] or "")
 
 
 def children(process: subprocess.Popen[str]) -> list[ProcessId]:
@@ -135,7 +136,8 @@ def test_a_process_that_dies_is_started_again(consume: Command, orders: Appender
     orders.send(numbered(0, 20))
     wait_until(all_handled(handled, 0, 20), timeout_s=20, what="messages handled")
     wait_until(lambda: len(children(process)) == 2, what="two children")
-    victim, survivor = children(process)
+    at_work = lines(handled)[0][0]
+    victim, survivor = sorted(children(process), key=lambda child: str(child.pid) != at_work)
     os.kill(victim.pid, signal.SIGKILL)
     orders.send(numbered(20, 40))
 
@@ -146,7 +148,24 @@ def test_a_process_that_dies_is_started_again(consume: Command, orders: Appender
     process.terminate()
     _, log = process.communicate(timeout=20)
     assert process.returncode == 0, log
-    assert f"process_died pid={victim.pid} signal=SIGKILL again_in_s=" in log
+    assert f"pid={victim.pid} signal=SIGKILL again_in_s=" in log
+
+
+def test_a_process_that_dies_while_it_starts_is_started_again(
+    consume: Command, orders: Appender, handled: Path
+) -> None:
+    process = consume("--processes", "2")
+    wait_until(lambda: len(children(process)) == 2, timeout_s=20, what="two children")
+    victim, survivor = children(process)
+    os.kill(victim.pid, signal.SIGKILL)
+    wait_until(lambda: victim not in children(process), what="the victim's end is seen")
+    wait_until(lambda: len(children(process)) == 2, timeout_s=20, what="two children again")
+    assert survivor in children(process)
+    orders.send(numbered(0, 20))
+    wait_until(all_handled(handled, 0, 20), timeout_s=20, what="messages handled")
+    process.terminate()
+    _, log = process.communicate(timeout=20)
+    assert process.returncode == 0, log
 
 
 def test_no_process_outlives_a_killed_supervisor(consume: Command, orders: Appender, handled: Path) -> None:
