@@ -3,7 +3,6 @@
 
 CREATE SCHEMA IF NOT EXISTS mqlayer_app;
 REVOKE ALL ON SCHEMA mqlayer_app FROM PUBLIC;
-ALTER DEFAULT PRIVILEGES IN SCHEMA mqlayer_app REVOKE EXECUTE ON FUNCTIONS FROM PUBLIC;
 
 -- Which outbox this is. Made at the first relay's start, so that a database cloned before has its own.
 CREATE TABLE mqlayer_app.identity (
@@ -338,3 +337,7 @@ BEGIN
     EXECUTE format('TRUNCATE %s', v_table);
     RETURN 'emptied';
 END $$;
+
+-- Everybody may execute a new function until this is said; default privileges of a schema can't take it away. Each later
+-- migration that makes a function says it again.
+REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA mqlayer_app FROM PUBLIC;
