@@ -8,6 +8,9 @@ SQLAlchemy is imported only when an object of it was given.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -60,13 +63,33 @@ class Collector:
         """Forget everything."""
         self.messages, self._open = [], []
 
-    def on_commit(self, connection: Any, *_: Any) -> None:
+    def on_commit(self, connection: Any) -> None:
         """Write what is left; the driver commits next."""
+        self._write(connection, connection.connection.rollback)
+
+    def on_prepare(self, connection: Any, _xid: Any) -> None:
+        """Write what is left; the first phase comes next, and SQLAlchemy rolls back what could not be prepared."""
+        self._write(connection, lambda: None)
+
+    def on_commit_twophase(self, connection: Any, xid: Any, is_prepared: Any) -> None:
+        """Write what is left of a transaction that skips its first phase."""
+        if not is_prepared:
+            roll_back = connection.dialect.do_rollback_twophase
+            self._write(connection, partial(roll_back, connection, xid, is_prepared=False))
+
+    def _write(self, connection: Any, roll_back: Callable[[], object]) -> None:
         messages = [message for message, _ in self.messages]
         self.on_rollback()
-        if messages:
+        if not messages:
+            return
+        try:
             with caller_errors(connection):
                 connection.exec_driver_sql(*statement_for(messages))
+        except BaseException:
+            # SQLAlchemy takes a transaction whose COMMIT failed as ended by the server; this one is still open.
+            with suppress(Exception):
+                roll_back()
+            raise
 
 
 _collectors: Final[WeakKeyDictionary[Any, Collector]] = WeakKeyDictionary()
@@ -104,5 +127,7 @@ def collector_of(core: Any) -> Collector:
         event.listen(core, "before_cursor_execute", collector.on_statement)
         event.listen(core, "rollback", collector.on_rollback)
         event.listen(core, "commit", collector.on_commit)
-        event.listen(core, "prepare_twophase", collector.on_commit)
+        event.listen(core, "prepare_twophase", collector.on_prepare)
+        event.listen(core, "commit_twophase", collector.on_commit_twophase)
+        event.listen(core, "rollback_twophase", collector.on_rollback)
     return collector

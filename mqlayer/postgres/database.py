@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
@@ -13,7 +14,9 @@ from psycopg_pool import ConnectionPool, PoolTimeout
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from mqlayer.errors import (
+    BodyTooLarge,
     InvalidInput,
+    KeyTooLarge,
     MqlayerError,
     NotFound,
     ReservedHeader,
@@ -32,6 +35,7 @@ _KEEPALIVE: Final = {
     "keepalives_count": 3,
     "tcp_user_timeout": 10_000,
 }
+_NUMBER: Final = re.compile(r"\b\d+\b")
 _RETRYABLE: Final = (pg_errors.SerializationFailure, pg_errors.DeadlockDetected, pg_errors.LockNotAvailable)
 
 
@@ -127,6 +131,8 @@ def translate(error: Exception, address: str = "postgres") -> MqlayerError:
         return TransactionConflict(state, text)
     if state.startswith("MQ"):
         return _published_error(error, state, text)
+    if isinstance(error, pg_errors.InFailedSqlTransaction):
+        return InvalidInput(f"{text}: an earlier statement of this transaction failed, so it can only be rolled back")
     if isinstance(error, pg_errors.UndefinedTable | pg_errors.InvalidSchemaName | pg_errors.UndefinedFunction):
         return SchemaMismatch(address, "missing or older", "migrated", f"run `mqlayer migrate` ({text})")
     return StoreUnavailable(address, text)
@@ -137,6 +143,11 @@ def _published_error(error: Exception, state: str, text: str) -> MqlayerError:
     hint = getattr(getattr(error, "diag", None), "message_hint", None) or ""
     if state == "MQ001":
         return NotFound("topic", text.split('"')[1] if '"' in text else text, hint)
+    numbers = [int(number) for number in _NUMBER.findall(text)]
+    if state == "MQ002" and len(numbers) == 2:
+        return KeyTooLarge(*numbers)
+    if state == "MQ003" and len(numbers) >= 2:
+        return BodyTooLarge(text.split('"')[1], numbers[0], numbers[-1])
     if state == "MQ004":
         return ReservedHeader(text)
     return InvalidInput(f"{text}: {hint}" if hint else text)
