@@ -70,7 +70,7 @@ class Targets:
     def set_ready(self, now: float) -> None:
         """Note of each target whether messages may be sent to it now."""
         for target in self:
-            target.ready = target.paused_until <= now and self._links.link(target.node_id).usable
+            self._set_ready(target, now)
 
     def _load(self, topic_id: int, *, refresh: bool = False) -> None:
         if topic_id not in self._names:
@@ -99,8 +99,12 @@ class Targets:
             target = known.get(part.partition) or Target(part.partition, part.node, route.backlog_limit)
             target.backlog_limit = route.backlog_limit
             by_lp += [target] * (part.lp_to - part.lp_from)
+            self._set_ready(target, time.monotonic())
         self._by_lp[topic_id], self._versions[topic_id] = by_lp, route.version
         self._unrouted.pop(topic_id, None)
+
+    def _set_ready(self, target: Target, now: float) -> None:
+        target.ready = target.paused_until <= now and self._links.link(target.node_id).usable
 
     def _refuse(self, topic_id: int, reason: str) -> None:
         """Have every row of the topic set aside, as long as nobody changes that."""
