@@ -1,8 +1,8 @@
 """Hand lanes to a bounded number of workers: different keys side by side, one key strictly in order.
 
-Workers take several lanes at a time while handlers are quick, so that the lock is not the price of a message. While
-somebody has lanes left in hand, one idle worker watches and takes over half of them after a moment, so a slow message
-never holds the lanes beside it.
+Workers take several lanes at a time while handlers are quick, so that the lock is not the price of a message. An idle
+worker looks again after a moment, and takes over half of what a busy one still has in hand, so a slow message never
+holds the lanes beside it for long.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Dispatcher:
         """Fill an empty hand, waiting up to the time; say whether there is anything in it."""
         with self.changed:
             if not self._fill(hand):
+                watching = not self._watching and any(self._hands)
                 self._idle += 1
-                watching = any(self._hands)
                 self._watching += watching
                 try:
                     called = self.changed.wait(min(timeout_s, LOOK_AGAIN_S) if watching else timeout_s)
@@ -82,8 +82,6 @@ class Dispatcher:
                     self._watching -= watching
                 if not self._fill(hand) and not called and not self.stopping:
                     self._take_over(hand)
-            if self._idle and not self._watching and self._something_waits(hand):
-                self.changed.notify()
             return bool(hand)
 
     def take_now(self, hand: deque[Lane]) -> bool:
@@ -242,10 +240,6 @@ class Dispatcher:
                     break
             if hand:
                 return
-
-    def _something_waits(self, hand: deque[Lane]) -> bool:
-        """Say whether lanes are in hands beside those that are begun."""
-        return len(hand) > 1 or any(other for other in self._hands if other is not hand)
 
     def _release_due(self) -> None:
         now = clock()

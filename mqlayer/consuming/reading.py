@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from array import array
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
@@ -107,25 +108,26 @@ class Reader:
         self._take([held for held in holdings if held.state is State.NEW])
         opened = [held for held in holdings if held.state is State.OPEN]
         if not self._owner.may_read():
-            self._rest()
+            self._rest(BLOCK_MS)
             return
         for held in opened:
             self._refill(held)
         readable, count = self._choose(opened)
         if readable:
-            restless = len(readable) < len(opened) or any(held.folded > held.asleep for held in opened)
-            self._read(readable, count, self._block_ms(restless=restless))
+            self._read(readable, count, self._block_ms(opened, held_back=len(readable) < len(opened)))
         else:
-            self._rest()
+            # Acks that make room wake this thread.
+            self._rest(self._block_ms(opened, held_back=False))
 
-    def _rest(self) -> None:
-        self.wake.wait(self._block_ms(restless=False) / 1000)
+    def _rest(self, block_ms: int) -> None:
+        self.wake.wait(block_ms / 1000)
         self.wake.clear()
 
-    def _block_ms(self, *, restless: bool) -> int:
-        limit = SHORT_BLOCK_MS if restless else BLOCK_MS
+    def _block_ms(self, holdings: list[Held], *, held_back: bool) -> int:
+        """Return how long to wait at most: not past the time when a delayed lane is due."""
+        restless = held_back or any(held.folded > held.asleep for held in holdings)
         due_ms = self._owner.dispatcher.next_due_s() * 1000
-        return max(1, int(min(limit, due_ms + 1)))
+        return max(1, int(min(SHORT_BLOCK_MS if restless else BLOCK_MS, due_ms + 1)))
 
     def _choose(self, holdings: list[Held]) -> tuple[list[Held], int]:
         """Return who may be read, and how many records of each."""
@@ -170,32 +172,37 @@ class Reader:
                 self._owner.dispatcher.put(held, records)
 
     def _refill(self, held: Held) -> None:
-        """Read again what is in front of folded lanes that are due."""
+        """Read again what is in front of folded lanes that are due, in half of the room: other keys want some too."""
         lanes = self._owner.dispatcher.refills(held)
+        room = held.room(*self._owner.shares(), READ_COUNT)
+        budget = max(room // 2, 1 if room or held.count_in_hand <= held.folded else 0)
         try:
-            while lanes and held.state is State.OPEN:
-                self._refill_lane(held, lanes[0])
+            while lanes and budget > 0 and held.state is State.OPEN:
+                budget -= self._refill_lane(held, lanes[0], budget)
                 del lanes[0]
         finally:
             if lanes:
                 self._owner.dispatcher.not_refilled(held, lanes)
 
-    def _refill_lane(self, held: Held, lane: Lane) -> None:
-        count = max(1, min(READ_COUNT, held.free(*self._owner.shares())))
-        wanted = list((lane.later or [])[:count])
+    def _refill_lane(self, held: Held, lane: Lane, limit: int) -> int:
+        """Read again up to so many records of a lane; return how many."""
+        later = lane.later or array("q")
+        # What failed before may fail again: what is behind it would have been read for nothing.
+        wanted = list(later[: 1 if later[0] in held.attempts else limit])
         reads: list[Command] = [
             ("XRANGE", self._log(held), b"%d-0" % first, b"%d-0" % last) for first, last in as_ranges(wanted)
         ]
         *found, lock = self._line.call([*reads, self._check(held)])
-        if self._scripts_missing([lock]):
-            self._owner.dispatcher.not_refilled(held, [lane])
-            return
+        if is_missing_script(lock):
+            self._line.reload_scripts()
+            return self._refill_lane(held, lane, limit)
         entries = [entry for reply in found for entry in raise_for_reply(reply, self._line.node.address)]
         if self._ours(held, lock):
             records = records_of(entries)
             if len(records) < len(wanted):
                 self._say_missing(held, wanted[0], wanted[-1], len(wanted) - len(records))
             self._owner.dispatcher.refill(lane, records, len(wanted))
+        return len(wanted)
 
     def _look_for_holes(self, held: Held, records: list[Record]) -> None:
         """Offsets are dense: what is not there was removed by somebody else, and is never settled by itself."""

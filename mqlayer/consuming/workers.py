@@ -21,7 +21,8 @@ from mqlayer.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT_S: Final = 0.5
+IDLE_WAIT_S: Final = 0.25
+"""How soon an idle worker looks by itself whether there is something to do."""
 TURN_S: Final = 0.1
 """How long one key may keep its worker while others wait: it goes to the end of the line then."""
 AGAIN_S: Final = 1.0

@@ -126,7 +126,7 @@ class Lanes:
             if lane.held.state is State.OPEN:
                 self.handle(worker, lane, record)
         if self.rng.random() < 0.6:
-            leftover = lane.batch[worker.done :]
+            leftover = list(lane.batch[worker.done :])
             fails = leftover and self.rng.random() < 0.5
             self.dispatcher.finish(lane, leftover, delay_s=AT_ONCE_S if fails else 0.0)
             worker.lane = None
@@ -205,7 +205,7 @@ class Lanes:
                         self.handled[record.key].append(record.offset)
                         lane.held.settled.append(record)
                         worker.done += 1
-                self.dispatcher.finish(lane, lane.batch[worker.done :])
+                self.dispatcher.finish(lane, list(lane.batch[worker.done :]))
                 worker.lane = None
 
 
