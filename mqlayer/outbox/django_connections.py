@@ -3,13 +3,14 @@
 `on_commit` runs after COMMIT, too late. But Django keeps its list of such functions over rollbacks, so each message
 puts a marker there; and the connection's own `commit`, which `atomic` calls at the end of the outermost block, is
 wrapped: it writes the messages whose markers are still in the list, then commits. Django's list knows the savepoints of
-`atomic` only, so those of `transaction.savepoint()` are followed here as well. Django is not imported.
+`atomic` only, so those of `transaction.savepoint()` are followed here as well. Django is imported only for an alias.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from mqlayer.errors import InvalidInput
 from mqlayer.outbox.messages import Message
 from mqlayer.outbox.sending import send
 
@@ -69,6 +70,19 @@ class Hooks:
         connection.run_on_commit = [
             entry for entry in connection.run_on_commit if not isinstance(entry[1], Marker) or entry[1].number <= last
         ]
+
+
+def of_alias(alias: str) -> Any:
+    """Return the connection of this thread that Django's settings call so. Raises InvalidInput."""
+    try:
+        from django.db import connections
+        from django.utils.connection import ConnectionDoesNotExist
+    except ImportError as error:
+        raise InvalidInput(f"{alias!r} would be an alias of a Django connection, but Django is not here") from error
+    try:
+        return connections[alias]
+    except ConnectionDoesNotExist as error:
+        raise InvalidInput(f"Django's settings have no connection {alias!r}") from error
 
 
 def recognises(connection: Any) -> bool:

@@ -22,7 +22,8 @@ def publish(
 
     - SQLAlchemy Session or Connection: collected, and written right before COMMIT, sorted by LP. What was published
       within a savepoint that is rolled back is forgotten.
-    - Django database connection, inside `transaction.atomic()`: the same. Outside, each call is its own transaction.
+    - Django database connection or its alias, inside `transaction.atomic()`: the same. Outside, each call is its own
+      transaction.
     - psycopg 3 connection: inside `with outbox.transaction(connection)`: the same. Otherwise written at once, in the
       transaction that is open; with `autocommit`, each call is its own transaction.
 
@@ -35,6 +36,8 @@ def publish(
     be run again (a busy LP under REPEATABLE READ or SERIALIZABLE, a deadlock), StoreUnavailable, SchemaMismatch.
     """
     message = message_of(topic, key=key, body=body, headers=headers)
+    if isinstance(connection, str):
+        connection = django_connections.of_alias(connection)
     if sqlalchemy_connections.recognises(connection):
         sqlalchemy_connections.publish(connection, message)
     elif django_connections.recognises(connection):

@@ -7,7 +7,7 @@ their objects; none is imported here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import psycopg
@@ -46,7 +46,11 @@ def driver_cursor(connection: Any) -> Any:
     owner = type(connection).__module__
     if owner.startswith("sqlalchemy."):
         core = connection.connection() if callable(connection.connection) else connection
-        return driver_cursor(core.connection.driver_connection)
+        driver = core.connection.driver_connection
+        # Inside of run_sync, SQLAlchemy's own cursor is the one that may wait.
+        return (
+            closing(core.connection.cursor()) if isinstance(driver, psycopg.AsyncConnection) else driver_cursor(driver)
+        )
     if owner.startswith("django."):
         return connection.cursor()
     raise InvalidInput(

@@ -12,7 +12,7 @@ from django.db import connections, transaction
 from psycopg.conninfo import conninfo_to_dict
 
 from mqlayer import outbox
-from mqlayer.errors import NotFound, TransactionConflict
+from mqlayer.errors import InvalidInput, NotFound, TransactionConflict
 from tests.fixtures.outboxes import CommittedOutbox
 
 
@@ -128,3 +128,12 @@ def test_the_thread_local_default_connection_will_do(connection: Any, committed:
     with transaction.atomic():
         outbox.publish(default, "orders", key="a", body=b"1")
     assert committed.bodies() == [b"1"]
+
+
+def test_an_alias_will_do_where_django_knows_it(connection: Any, committed: CommittedOutbox) -> None:
+    with transaction.atomic():
+        outbox.publish("default", "orders", key="a", body=b"1")
+        assert committed.messages() == []
+    assert committed.bodies() == [b"1"]
+    with pytest.raises(InvalidInput, match="'elsewhere'"):
+        outbox.publish("elsewhere", "orders", key="a", body=b"1")

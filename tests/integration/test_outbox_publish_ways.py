@@ -9,7 +9,8 @@ import psycopg
 import pytest
 import sqlalchemy
 from psycopg import sql
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from mqlayer import outbox
@@ -17,15 +18,30 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.errors import BodyTooLarge, InvalidInput, KeyTooLarge, NotFound, StoreUnavailable, TransactionConflict
 from mqlayer.postgres.database import translate
 from mqlayer.postgres.migrations import grant
+from mqlayer.postgres.sessions import run_one_async
 from tests.fixtures.outboxes import BODY_LIMIT, CommittedOutbox
 
 ROLE = "shop_of_outbox_tests"
 
 
 @pytest.fixture
-def engine(outbox_dsn: str) -> Iterator[sqlalchemy.Engine]:
-    """An engine on the outbox's database."""
-    engine = sqlalchemy.create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(outbox_dsn))
+def url(outbox_dsn: str) -> sqlalchemy.URL:
+    """The outbox's database as SQLAlchemy names it."""
+    parts = {name: str(value) for name, value in conninfo_to_dict(outbox_dsn).items()}
+    return sqlalchemy.URL.create(
+        "postgresql+psycopg",
+        username=parts["user"],
+        password=parts.get("password"),
+        host=parts["host"],
+        port=int(parts["port"]),
+        database=parts["dbname"],
+    )
+
+
+@pytest.fixture
+def engine(url: sqlalchemy.URL) -> Iterator[sqlalchemy.Engine]:
+    """An engine on it."""
+    engine = sqlalchemy.create_engine(url)
     yield engine
     engine.dispose()
 
@@ -131,6 +147,19 @@ def test_a_connection_that_dies_before_the_commit_raises(outbox_dsn: str, commit
     with psycopg.connect(outbox_dsn, autocommit=True) as other, pytest.raises(StoreUnavailable):
         publish_and_end(other)
     assert committed.messages() == []
+
+
+def test_one_statement_runs_on_asynchronous_sessions_too(url: sqlalchemy.URL) -> None:
+    """What the fence uses."""
+
+    async def ask() -> list[tuple[object, ...]]:
+        engine = create_async_engine(url)
+        async with AsyncSession(engine) as session, engine.connect() as connection:
+            answers = [await run_one_async(each, "SELECT %(n)s::int", {"n": 7}) for each in (session, connection)]
+        await engine.dispose()
+        return answers
+
+    assert asyncio.run(ask()) == [(7,), (7,)]
 
 
 def test_a_cancelled_task_sends_nothing(outbox_dsn: str, committed: CommittedOutbox) -> None:
