@@ -10,12 +10,8 @@ RETURNING node_id;
 SELECT node_id, name, url, armed_run_id FROM mqlayer.node ORDER BY node_id;
 
 -- name: node_lock
--- Lock one node for re-arming or a change of its address.
+-- Lock one node for re-arming.
 SELECT node_id, name, url, armed_run_id FROM mqlayer.node WHERE name = %(name)s FOR UPDATE;
-
--- name: node_move
--- Record a node's new address.
-UPDATE mqlayer.node SET url = %(url)s WHERE node_id = %(node_id)s;
 
 -- name: node_arm
 -- Record the run that may be served.

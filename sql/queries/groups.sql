@@ -69,11 +69,6 @@ LEFT JOIN mqlayer.partition p ON p.partition_id = a.partition_id
 LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = a.partition_id
 WHERE g.group_id = %(group_id)s ORDER BY a.partition_id;
 
--- name: member_list
--- A group's members and whether their lease holds, by the database's clock.
-SELECT member_id, session, host, pid, leaving, joined_at, lease_until, lease_until >= now() AS live
-FROM mqlayer.member WHERE group_id = %(group_id)s ORDER BY member_id;
-
 -- name: member_expire
 -- Note for good that leases ran out, so that a heartbeat on its way can't bring one back.
 UPDATE mqlayer.member SET lease_until = '-infinity'

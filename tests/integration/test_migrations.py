@@ -1,0 +1,167 @@
+"""Migrations: forward, once, refused where the database is newer; and what a role may do after them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import psycopg
+import pytest
+
+import mqlayer
+from mqlayer import failpoints
+from mqlayer.errors import SchemaMismatch, StoreUnavailable
+from mqlayer.postgres.database import Database, connect
+from mqlayer.postgres.migrations import check_schema, grant, latest, migrate, migrations, script
+from mqlayer.postgres.queries import queries, query
+
+ROLE = "mqlayer_test_application"
+
+
+def numbers(dsn: str, schema: str) -> list[int]:
+    with closing(psycopg.connect(dsn)) as connection:
+        return [row[0] for row in connection.execute(f"SELECT number FROM {schema}.migration ORDER BY 1").fetchall()]
+
+
+def test_migrating_runs_each_step_once(empty_database_dsn: str) -> None:
+    assert [(m.schema, m.number) for m in migrate(empty_database_dsn)] == [("control", 1), ("application", 1)]
+    assert migrate(empty_database_dsn) == []
+
+
+def test_two_at_once_run_each_step_once(empty_database_dsn: str) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        done = list(pool.map(lambda _: len(migrate(empty_database_dsn)), range(4)))
+    assert sorted(done) == [0, 0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("schema", "there", "not_there"),
+    [("control", "mqlayer", "mqlayer_app"), ("application", "mqlayer_app", "mqlayer")],
+)
+def test_each_schema_is_installed_on_its_own(empty_database_dsn: str, schema: str, there: str, not_there: str) -> None:
+    migrate(empty_database_dsn, schema=schema)  # type: ignore[arg-type]
+    assert numbers(empty_database_dsn, there) == [1]
+    with pytest.raises(psycopg.errors.UndefinedTable):
+        numbers(empty_database_dsn, not_there)
+
+
+def test_a_step_that_breaks_leaves_nothing(empty_database_dsn: str) -> None:
+    failpoints.arm("migrate.before_record", "raise")
+    try:
+        with pytest.raises(failpoints.FailpointHit):
+            migrate(empty_database_dsn)
+    finally:
+        failpoints.disarm_all()
+    assert len(migrate(empty_database_dsn)) == 2
+
+
+def test_a_newer_database_is_refused_and_stays(database_dsn: str) -> None:
+    with connect(database_dsn) as connection:
+        connection.execute("INSERT INTO mqlayer.migration (number, name) VALUES (9999, 'from_the_future')")
+        with pytest.raises(SchemaMismatch, match="upgrade mqlayer"):
+            check_schema(connection, "control", "postgres")
+    with pytest.raises(SchemaMismatch, match="9999"):
+        migrate(database_dsn)
+    assert numbers(database_dsn, "mqlayer") == [1, 9999]
+
+
+def test_a_missing_schema_is_an_error_that_says_what_to_run(empty_database_dsn: str) -> None:
+    with Database(empty_database_dsn) as database:
+        with database.connection() as connection, pytest.raises(SchemaMismatch, match="mqlayer migrate"):
+            check_schema(connection, "control", database.address)
+        with pytest.raises(SchemaMismatch, match="mqlayer migrate"):
+            database.transaction(lambda connection: connection.execute(query("node_list")))
+
+
+def test_a_database_that_is_away_is_named_without_its_password() -> None:
+    with pytest.raises(StoreUnavailable) as refused:
+        migrate("postgresql://app:secret@127.0.0.1:1/shop")
+    assert "127.0.0.1:1/shop" in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+def test_the_printed_script_does_what_the_runner_does(empty_database_dsn: str) -> None:
+    with closing(psycopg.connect(empty_database_dsn, autocommit=True)) as connection:
+        connection.execute(script())
+    assert numbers(empty_database_dsn, "mqlayer") == [1]
+    assert migrate(empty_database_dsn) == []
+
+
+@pytest.mark.parametrize("schema", ["control", "application"])
+def test_migrations_are_numbered_without_holes_and_named_by_kind(schema: str) -> None:
+    steps = migrations(schema)  # type: ignore[arg-type]
+    assert [step.number for step in steps] == list(range(1, latest(schema) + 1))  # type: ignore[arg-type]
+    assert all(step.name.startswith(("expand_", "contract_")) for step in steps)
+
+
+@pytest.fixture
+def as_application(database_dsn: str) -> Iterator[psycopg.Connection]:
+    """A connection of a role that got what `mqlayer migrate --grant-to` gives, and nothing else."""
+    with connect(database_dsn) as owner:
+        owner.execute(f"DROP ROLE IF EXISTS {ROLE}")
+        owner.execute(f"CREATE ROLE {ROLE}")
+        grant(database_dsn, ROLE)
+        owner.execute(query("outbox_topic_put"), {"topic_id": 1, "name": "orders", "body_limit": 100})
+        owner.execute(query("outbox_counters_put"), {"topic_id": 1})
+        with closing(psycopg.connect(database_dsn, autocommit=True)) as connection:
+            connection.execute(f"SET ROLE {ROLE}")
+            yield connection
+        owner.execute(f"DROP OWNED BY {ROLE}")
+        owner.execute(f"DROP ROLE {ROLE}")
+
+
+def test_an_application_may_publish_and_fence(as_application: psycopg.Connection) -> None:
+    row = as_application.execute("SELECT mqlayer_app.publish_v1('orders', 'k', 'x')").fetchone()
+    assert row == (1,)
+    row = as_application.execute("SELECT mqlayer_app.publish_many_v1('{orders,orders}', '{k,l}', '{x,y}')").fetchone()
+    assert row == (2,)
+    row = as_application.execute("SELECT * FROM mqlayer_app.fence_v1(1, 5::smallint, 1, 'k', 1, 7)").fetchone()
+    assert row == ("current", 7)
+
+
+TABLES = [
+    "topic", "counter", "outbox", "relayed", "set_aside",
+    "identity", "relay", "lp_set", "fence_epoch", "fence_applied",
+]  # fmt: skip
+INNER = [
+    "SELECT mqlayer_app.fence_raise_v1(1, 0::smallint, 10::smallint, 99)",
+    "SELECT mqlayer_app.fence_clean_v1('1 day', 10)",
+    "SELECT mqlayer_app.outbox_rotate_v1(0::smallint)",
+    "SELECT * FROM mqlayer.node",
+]
+
+
+def test_an_application_may_do_nothing_else(as_application: psycopg.Connection) -> None:
+    reads = [f"SELECT * FROM mqlayer_app.{table}" for table in TABLES]
+    deletes = [f"DELETE FROM mqlayer_app.{table}" for table in TABLES]
+    for statement in (*reads, *deletes, *INNER):
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            as_application.execute(statement)
+
+
+def test_a_caller_can_not_lend_the_functions_other_objects(as_application: psycopg.Connection) -> None:
+    """The functions run with their owner's rights: their search path is fixed."""
+    rows = as_application.execute(
+        "SELECT proname FROM pg_proc p JOIN pg_namespace n ON n.oid = pronamespace "
+        "WHERE nspname = 'mqlayer_app' AND prosecdef AND NOT coalesce(proconfig::text LIKE '%search_path%', false)"
+    ).fetchall()
+    assert rows == []
+
+
+def test_every_named_query_can_be_prepared(database_dsn: str) -> None:
+    with closing(psycopg.connect(database_dsn)) as connection:
+        for name in queries():
+            text = query(name).replace("%%", "%")
+            for number, parameter in enumerate(sorted(set(re.findall(r"%\((\w+)\)s", text))), 1):
+                text = text.replace(f"%({parameter})s", f"${number}")
+            connection.execute(f"PREPARE {name} AS {text}".encode())
+
+
+def test_every_named_query_is_used() -> None:
+    root = Path(mqlayer.__file__).parent
+    paths = [*root.rglob("*.py"), *(root / "workers").rglob("*.py")]
+    code = "".join(path.read_text("utf-8") for path in paths)
+    assert [name for name in queries() if f'"{name}"' not in code] == []
