@@ -9,8 +9,10 @@ import typer
 
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.showing import JsonOption, show_rows
-from mqlayer.outbox import list_aside, retry_aside, rotate
+from mqlayer.outbox import adopt, list_aside, renew, retry_aside, rotate
 from mqlayer.postgres.database import Database
+
+YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 outbox = typer.Typer(no_args_is_help=True, help="The outbox of MQLAYER_APP_DSN: rows set aside, rotation.")
 aside = typer.Typer(no_args_is_help=True, help="Rows that can never be sent; each holds its LP.")
@@ -49,6 +51,28 @@ def rotate_() -> None:
     with _application() as database:
         for slot, answer in rotate(database).items():
             typer.echo(f"slot {slot}: {answer}")
+
+
+@outbox.command("adopt")
+def adopt_(yes: YesOption = False) -> None:
+    """Let a restored or moved database go on in its original's place: what may not be relayed is sent again."""
+    _confirm("The original database is gone for good?", yes=yes)
+    with _application() as database:
+        typer.echo(f"a new source from the next relay on; {adopt(database)} messages wait for it")
+
+
+@outbox.command("renew")
+def renew_(yes: YesOption = False) -> None:
+    """Give a copy, whose original lives on, an identity of its own and an empty outbox."""
+    _confirm("Remove all messages from this copy's outbox?", yes=yes)
+    with _application() as database:
+        renew(database)
+    typer.echo("the outbox is empty, with an identity of its own")
+
+
+def _confirm(question: str, *, yes: bool) -> None:
+    if not yes:
+        typer.confirm(question, abort=True)
 
 
 def _application() -> Database:

@@ -154,6 +154,10 @@ DELETE FROM mqlayer_app.relay WHERE relay_id = %(relay_id)s;
 -- Empty one slot of the outbox where that is safe.
 SELECT mqlayer_app.outbox_rotate_v1(%(slot)s::smallint) AS answer;
 
+-- name: outbox_renew
+-- Give a copied outbox an identity of its own; say how many rows wait in it then.
+SELECT mqlayer_app.outbox_renew_v1(%(keep)s) AS waiting;
+
 -- name: outbox_publish
 -- Publish one message in the caller's transaction.
 SELECT mqlayer_app.publish_v1(%(topic)s, %(key)s, %(body)s::bytea, %(headers)s::jsonb);

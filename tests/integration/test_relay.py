@@ -14,7 +14,7 @@ from mqlayer.domain.message import NO_KEY
 from mqlayer.domain.names import BODY_LIMIT, KEY_LIMIT
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import ConfigurationRefused, SchemaMismatch
-from mqlayer.outbox import list_aside, retry_aside
+from mqlayer.outbox import adopt, list_aside, renew, retry_aside
 from mqlayer.postgres.database import Database
 from mqlayer.relay import RelayLimits, relay_once
 from mqlayer.relay.lanes import plan
@@ -245,6 +245,33 @@ def test_a_copy_of_the_database_is_refused_with_what_to_do(world: OutboxWorld) -
     world.rows("UPDATE mqlayer.source SET cluster = '1/elsewhere'")
     with pytest.raises(ConfigurationRefused, match="outbox adopt"), world.relay():
         wait_until(lambda: True, what="nothing")
+
+
+def test_a_restored_database_goes_on_as_a_new_source_and_loses_nothing(world: OutboxWorld) -> None:
+    world.publish(30, keys=3)
+    relay_once(world.settings(), limits=QUICK)
+    world.publish(6, keys=3, tag="waiting")
+    world.rows("UPDATE mqlayer.source SET cluster = '1/elsewhere'")
+    with Database(world.dsn) as database:
+        assert adopt(database) == 6
+    world.publish(6, keys=3, tag="after")
+    assert relay_once(world.settings(), limits=QUICK) == 12
+    records = list(world.records())
+    for key in ("key-0", "key-1", "key-2"):
+        tags = [record.value.partition("-")[0] for record in records if record.key == key]
+        assert tags == ["m"] * 10 + ["waiting"] * 2 + ["after"] * 2
+    assert {record.source for record in records} == {1, 2}
+
+
+def test_a_copy_gets_an_identity_and_an_empty_outbox_of_its_own(world: OutboxWorld) -> None:
+    relay_once(world.settings(), limits=QUICK)
+    world.publish(6, keys=3)
+    world.rows("UPDATE mqlayer.source SET cluster = '1/elsewhere'")
+    with Database(world.dsn) as database:
+        renew(database)
+    world.publish(3, keys=3, tag="own")
+    assert relay_once(world.settings(), limits=QUICK) == 3
+    assert {record.value.partition("-")[0] for record in world.records()} == {"own"}
 
 
 def test_a_database_without_the_schema_is_refused(empty_database_dsn: str, world: OutboxWorld) -> None:

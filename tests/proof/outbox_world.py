@@ -110,7 +110,7 @@ class OutboxWorld:
         """Say whether the partitions hold what the outbox holds: per LP nothing lost, repeated or reversed."""
         return self.relayed() == self.published()
 
-    def wait_until_whole(self, *, timeout_s: float = 20.0) -> None:
+    def wait_until_whole(self, *, timeout_s: float = 60.0) -> None:
         """Wait until it is."""
         wait_until(self.whole, timeout_s=timeout_s, what="every chain to be whole")
         numbers = [seq for chain in self.relayed().values() for seq in [entry[0] for entry in chain]]

@@ -341,3 +341,31 @@ END $$;
 -- Everybody may execute a new function until this is said; default privileges of a schema can't take it away. Each later
 -- migration that makes a function says it again.
 REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA mqlayer_app FROM PUBLIC;
+
+-- Give an outbox that was copied an identity of its own, so that its relay opens a new source whose numbers begin at 1.
+-- With p_keep, what is not recorded as relayed is numbered anew and sent again; without, the outbox is emptied.
+CREATE FUNCTION mqlayer_app.outbox_renew_v1(p_keep boolean) RETURNS bigint LANGUAGE plpgsql
+    SET search_path = pg_catalog, mqlayer_app AS $$
+DECLARE
+    v_count bigint;
+BEGIN
+    LOCK TABLE mqlayer_app.counter, mqlayer_app.outbox, mqlayer_app.relayed IN ACCESS EXCLUSIVE MODE;
+    IF p_keep THEN
+        DELETE FROM mqlayer_app.outbox o USING mqlayer_app.relayed r
+            WHERE r.topic_id = o.topic_id AND r.lp = o.lp AND o.seq <= r.seq;
+        -- By way of negative numbers: a row's new number may still be another row's old one.
+        UPDATE mqlayer_app.outbox o SET seq = r.seq - o.seq FROM mqlayer_app.relayed r
+            WHERE r.topic_id = o.topic_id AND r.lp = o.lp;
+        UPDATE mqlayer_app.outbox SET seq = -seq WHERE seq < 0;
+        UPDATE mqlayer_app.counter c SET seq = c.seq - r.seq FROM mqlayer_app.relayed r
+            WHERE r.topic_id = c.topic_id AND r.lp = c.lp;
+    ELSE
+        TRUNCATE mqlayer_app.outbox;
+        UPDATE mqlayer_app.counter SET seq = 0 WHERE seq <> 0;
+    END IF;
+    TRUNCATE mqlayer_app.relayed, mqlayer_app.set_aside;
+    DELETE FROM mqlayer_app.identity;
+    INSERT INTO mqlayer_app.identity DEFAULT VALUES;
+    SELECT count(*) INTO v_count FROM mqlayer_app.outbox;
+    RETURN v_count;
+END $$;

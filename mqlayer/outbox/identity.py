@@ -1,0 +1,29 @@
+"""What to do with the outbox of a database that was restored or copied: its numbers belong to the original."""
+
+from __future__ import annotations
+
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+
+
+def adopt(application: Database) -> int:
+    """Let a database that took its original's place go on: a new source, and what waits is sent by it.
+
+    For a restored or moved database whose original is gone. What the database does not know to be relayed is numbered
+    anew and sent, so what the original had relayed since the copy arrives twice, and nothing is lost. Publishing waits
+    meanwhile. Returns how many messages wait.
+    """
+    return application.transaction(lambda connection: _renew(connection, keep=True))
+
+
+def renew(application: Database) -> None:
+    """Give a copy whose original lives on an identity of its own, and empty its outbox.
+
+    What waits in it is the original's to send; what was published in the copy since is lost, so do this first.
+    """
+    application.transaction(lambda connection: _renew(connection, keep=False))
+
+
+def _renew(connection: Connection, *, keep: bool) -> int:
+    row = connection.execute(query("outbox_renew"), {"keep": keep}).fetchone()
+    return int(row[0]) if row is not None else 0
