@@ -1,0 +1,111 @@
+"""Trimming drops what every group has settled, and nothing else (invariant 10)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+import redis
+
+from mqlayer.domain.routing import Route
+from mqlayer.postgres.database import Database
+from mqlayer.redis.keys import group_keys, partition_keys
+from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.partitions import Holder, Run, append_command, settle_command, take_command, trim_command
+from mqlayer.stack import RedisServer
+from mqlayer.topics import create_topic, list_nodes, register_node
+from mqlayer.trimming import trim_pass
+
+COUNT = 400
+
+
+class Stream:
+    """A topic of one partition with some records, and groups that settle them."""
+
+    def __init__(self, database: Database, server: RedisServer, prefix: str) -> None:
+        register_node(database, name="n1", url=server.url)
+        self.route: Route = create_topic(database, "orders", prefix=prefix, partitions=1)
+        self.database, self.prefix, self.partition = database, prefix, self.route.ranges[0].partition
+        self.line = NodeConnection(list_nodes(database)[0])
+        self.client = redis.Redis.from_url(server.url)
+        fields = [field for _ in range(COUNT) for field in (b"0", b"k", b"x" * 100)]
+        self.line.call([append_command(self.line, prefix, self.partition, 1, [Run(5, 1, COUNT, fields)])])
+
+    def group(self, start: str = "earliest", at: int = 1) -> int:
+        """Create a group that starts at an offset."""
+        with psycopg.connect(self.database.dsn) as connection:
+            row = connection.execute(
+                "INSERT INTO mqlayer.consumer_group (topic_id, name, start, state, backoff_s) "
+                "SELECT 1, 'g' || count(*), %s, 'live', '{1}' FROM mqlayer.consumer_group RETURNING group_id",
+                (start,),
+            ).fetchone()
+            group_id = row[0] if row else 0
+            connection.execute("INSERT INTO mqlayer.group_start VALUES (%s, %s, %s)", (group_id, self.partition, at))
+        return int(group_id)
+
+    def settle(self, group_id: int, first: int, last: int) -> None:
+        """Have a group settle a range."""
+        holder = Holder(self.prefix, self.partition, group_id, "m", 1)
+        self.line.call([take_command(self.line, holder, start=1), settle_command(self.line, holder, [(first, last)])])
+
+    def first(self) -> int:
+        """The lowest offset that is there."""
+        entries: Any = self.client.xrange(partition_keys(self.prefix, self.partition).log, count=1)
+        return int(entries[0][0].split(b"-")[0])
+
+    def trim(self) -> None:
+        """Run the pass that Celery and the command run."""
+        trim_pass(self.database, prefix=self.prefix)
+
+
+@pytest.fixture
+def stream(database_dsn: str, every_redis: RedisServer, key_prefix: str) -> Iterator[Stream]:
+    with Database(database_dsn) as database:
+        stream = Stream(database, every_redis, key_prefix)
+        yield stream
+        stream.line.close()
+
+
+def test_a_topic_without_groups_keeps_everything(stream: Stream) -> None:
+    stream.trim()
+    assert stream.first() == 1
+
+
+def test_the_slowest_group_bounds_what_is_dropped(stream: Stream) -> None:
+    fast, slow = stream.group(), stream.group()
+    stream.settle(fast, 1, COUNT)
+    stream.trim()
+    assert stream.first() == 1, "the slow group has settled nothing"
+    stream.settle(slow, 1, 250)
+    stream.trim()
+    assert 1 < stream.first() <= 251
+
+
+def test_a_message_settled_above_an_unsettled_one_does_not_count(stream: Stream) -> None:
+    group = stream.group()
+    stream.settle(group, 200, COUNT)
+    stream.trim()
+    assert stream.first() == 1
+
+
+def test_a_group_that_starts_later_bounds_by_its_start(stream: Stream) -> None:
+    stream.group("latest", at=300)
+    stream.trim()
+    assert 1 < stream.first() <= 300
+
+
+def test_a_pass_looks_at_no_more_than_it_is_told_and_never_past_a_floor(stream: Stream) -> None:
+    group = stream.group()
+    stream.settle(group, 1, COUNT)
+    command = trim_command(stream.line, stream.prefix, stream.partition, [(group, 1)], floor=150, limit=10_000)
+    word, _, first = stream.line.call([command])[0]
+    assert word == b"trimmed"
+    assert first == stream.first() <= 150
+
+
+def test_trimming_a_partition_that_is_not_there_makes_nothing(stream: Stream) -> None:
+    command = trim_command(stream.line, stream.prefix, 10**6, [], floor=100, limit=100)
+    assert stream.line.call([command]) == [[b"absent"]]
+    assert not stream.client.exists(group_keys(stream.prefix, 10**6, 1).lock)
