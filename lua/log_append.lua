@@ -33,68 +33,80 @@ local source = ARGV[1]
 local backlog = tonumber(ARGV[2])
 local run_count = tonumber(ARGV[3])
 
-local meta = redis.call('HMGET', meta_key, 'state', 'lp_from', 'lp_to', 'next', 'change')
+-- Locals: 500 messages use them thousands of times, and each use of a global is a lookup by name.
+local call, format, argv = redis.call, string.format, ARGV
+
+local meta = call('HMGET', meta_key, 'state', 'lp_from', 'lp_to', 'next', 'change')
 local state = meta[1]
 if not state then return {'absent'} end
 if state ~= 'open' then return {state, meta[5] or ''} end
 if backlog > 0 then
-  local length = redis.call('XLEN', log_key)
+  local length = call('XLEN', log_key)
   if length >= backlog then return {'full', length} end
 end
 
 local lp_from, lp_to, offset = tonumber(meta[2]), tonumber(meta[3]), tonumber(meta[4])
-local fields = {}
+local fields, firsts, counts = {}, {}, {}
 local total = 0
+local at = 4
 for i = 1, run_count do
-  local at = 3 * i + 1
-  fields[i] = source .. ':' .. ARGV[at]
-  total = total + tonumber(ARGV[at + 2])
+  fields[i] = source .. ':' .. argv[at]
+  firsts[i] = tonumber(argv[at + 1])
+  counts[i] = tonumber(argv[at + 2])
+  total = total + counts[i]
+  at = at + 3
 end
 if total > 500 or run_count > 500 then return {'toolarge', total} end
-if #ARGV ~= 3 + 3 * run_count + 3 * total then
+if #argv ~= 3 + 3 * run_count + 3 * total then
   return redis.error_reply('ERR log_append: counts do not match the messages given')
 end
-local marks = redis.call('HMGET', marks_key, unpack(fields))
+local marks = call('HMGET', marks_key, unpack(fields))
+
+-- The usual case needs no report: every run is served here and continues its chain.
+local report = nil
+for i = 1, run_count do
+  local lp = tonumber(argv[3 * i + 1])
+  if lp < lp_from or lp >= lp_to or firsts[i] ~= (marks[i] or 0) + 1 then
+    report = {'mixed', offset}
+    break
+  end
+end
 
 local first_offset = offset
-local report = {'mixed', first_offset}
-local whole = true
-local raised = {}
-local at = 4 + 3 * run_count
+local raised, raised_count = {}, 0
+at = 4 + 3 * run_count
 for i = 1, run_count do
-  local lp, first, count = tonumber(ARGV[3 * i + 1]), tonumber(ARGV[3 * i + 2]), tonumber(ARGV[3 * i + 3])
-  local mark = tonumber(marks[i] or '0')
-  local word, appended = 'ok', count
-  if lp < lp_from or lp >= lp_to then
-    word, appended = 'unowned', 0
-  elseif first > mark + 1 then
-    word, appended = 'gap', 0
-  elseif first <= mark then
-    word, appended = 'dup', math.max(0, first + count - 1 - mark)
-  end
-  if appended > 0 then
-    local skipped = count - appended
-    local identity = fields[i] .. ':'
-    local seq = first + skipped
-    for j = at + 3 * skipped, at + 3 * count - 1, 3 do
-      redis.call('XADD', log_key, string.format('%d-0', offset),
-        'm', string.format('%s%d:%s', identity, seq, ARGV[j]), 'k', ARGV[j + 1], 'b', ARGV[j + 2])
-      offset = offset + 1
-      seq = seq + 1
+  local first, count, skipped = firsts[i], counts[i], 0
+  if report then
+    local lp, mark, word = tonumber(argv[3 * i + 1]), tonumber(marks[i] or 0), 'ok'
+    if lp < lp_from or lp >= lp_to then
+      word, skipped = 'unowned', count
+    elseif first > mark + 1 then
+      word, skipped = 'gap', count
+    elseif first <= mark then
+      word, skipped = 'dup', math.min(count, mark + 1 - first)
     end
-    mark = seq - 1
-    raised[#raised + 1] = fields[i]
-    raised[#raised + 1] = string.format('%d', mark)
+    local n = #report
+    report[n + 1], report[n + 2] = word, count - skipped
+    report[n + 3] = skipped < count and first + count - 1 or mark
   end
-  if word ~= 'ok' then whole = false end
-  report[#report + 1] = word
-  report[#report + 1] = appended
-  report[#report + 1] = mark
+  if skipped < count then
+    local field, seq = fields[i], argv[3 * i + 2]
+    local identity = field .. ':'
+    for k = skipped, count - 1 do
+      local j = at + 3 * k
+      if k > 0 then seq = format('%d', first + k) end
+      call('XADD', log_key, format('%d-0', offset),
+        'm', identity .. seq .. ':' .. argv[j], 'k', argv[j + 1], 'b', argv[j + 2])
+      offset = offset + 1
+    end
+    raised[raised_count + 1], raised[raised_count + 2] = field, seq
+    raised_count = raised_count + 2
+  end
   at = at + 3 * count
 end
-if #raised > 0 then
-  redis.call('HSET', meta_key, 'next', string.format('%d', offset))
-  redis.call('HSET', marks_key, unpack(raised))
+if raised_count > 0 then
+  call('HSET', meta_key, 'next', format('%d', offset))
+  call('HSET', marks_key, unpack(raised))
 end
-if whole then return {'ok', first_offset} end
-return report
+return report or {'ok', first_offset}
