@@ -35,11 +35,6 @@ def bulk_number(number: int) -> bytes:
     return bulk(b"%d" % number)
 
 
-def run_head(lp: int, first: int, count: int) -> bytes:
-    """Return the arguments that announce a run of messages."""
-    return bulk_number(lp) + bulk_number(first) + bulk_number(count)
-
-
 @lru_cache(maxsize=1_024)
 def _append_start(digest: bytes, prefix: str, partition: int, source: int, backlog: int) -> bytes:
     keys = partition_keys(prefix, partition)
@@ -60,12 +55,12 @@ def append_packet(
 ) -> bytes:
     """Return the request that appends runs to a partition, to be sent with `send_packet`; it has one reply.
 
-    `heads`: a `run_head` per run. `messages`: the pieces of the runs' messages in order, `count` messages in all; the
-    pieces of a message, joined, are three bulk strings: facts, key, body.
+    `heads`: for each run three bulk numbers: LP, first seq, count. `messages`: the pieces of the runs' messages in
+    order, `count` messages in all; the pieces of a message, joined, are three bulk strings: facts, key, body.
     """
     start = _append_start(line.digest("log_append"), prefix, partition, source, backlog)
-    length = 9 + 3 * len(heads) + 3 * count
-    return b"".join((b"*%d\r\n" % length, start, bulk_number(len(heads)), *heads, *messages))
+    length = 9 + len(heads) + 3 * count
+    return b"".join((b"*%d\r\n" % length, start, bulk_number(len(heads) // 3), *heads, *messages))
 
 
 def wait_packet(replicas: int, timeout_ms: int) -> bytes:
