@@ -1,0 +1,440 @@
+"""What a producer knows of its messages, and what answers mean for them. No I/O.
+
+Everything here is guarded by `lock`. Methods return the listeners to be told; `tell_all` does so without the lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from mqlayer.domain.routing import Lp
+from mqlayer.errors import (
+    AcknowledgedLoss,
+    MqlayerError,
+    NotReplicated,
+    ProducerClosed,
+    ProducerFull,
+    PublishAborted,
+    PublishError,
+)
+from mqlayer.producing.lanes import Batch, Lane, Slot, TopicLanes
+from mqlayer.producing.parcels import NOTHING, Found, Listener, Parcel, Place
+from mqlayer.producing.pauses import pause_s
+from mqlayer.redis.partitions import RunOutcome
+
+log = logging.getLogger(__name__)
+
+CLOSED: Final = "it was closed before an answer came, so the message may or may not be stored"
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerStats:
+    """Counts of messages since the producer started; `pending` ones are not settled yet."""
+
+    stored: int
+    """Have a place in a partition."""
+    repeated: int
+    """Of those: an earlier try, whose answer was lost, had stored them."""
+    failed: int
+    """Certainly not stored: refused until their time was over."""
+    aborted: int
+    """Not sent, because an earlier message of their LP failed."""
+    lost: int
+    """Were acknowledged, and a node lost them."""
+    unreplicated: int
+    """Are stored, but fewer replicas than required received them in time."""
+    lines_lost: int
+    """How often a connection broke, was refused or answered with an error."""
+    pending: int
+    pending_bytes: int
+
+
+class Errands(Protocol):
+    """What a ledger needs done elsewhere; called under the lock, so it must only be noted then."""
+
+    def reroute(self, topic: TopicLanes) -> None:
+        """Get a newer route and release the topic's stranded lanes."""
+
+    def renew(self) -> None:
+        """Register a new incarnation."""
+
+    def search(self, parcel: Parcel, early: int, place: Place, offset: int) -> None:
+        """Find the first `early` messages of a parcel, stored by an earlier try; the others are at the place."""
+
+
+class Ledger:
+    """The lanes, slots and bounds of one producer.
+
+    `errands` must be set before the first answer comes.
+    """
+
+    errands: Errands
+
+    def __init__(self, *, source: int, max_count: int, max_bytes: int, require_replicas: int) -> None:
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        self.source: int | None = source
+        self.topics: dict[str, TopicLanes] = {}
+        self.slots: dict[int, Slot] = {}
+        self.orphans: dict[Lane, None] = {}
+        self.searched: dict[Parcel, Place] = {}
+        self.pending_count = self.pending_bytes = 0
+        self.counts: Counter[str] = Counter()
+        self.closed_because = ""
+        self._max_count, self._max_bytes = max_count, max_bytes
+        self._require_replicas = require_replicas
+        self._watchers = 0
+
+    # Taking messages in
+
+    def has_room(self, count: int, size: int) -> bool:
+        """Say whether so much may be added; one parcel always may."""
+        return not self.pending_count or (
+            self.pending_count + count <= self._max_count and self.pending_bytes + size <= self._max_bytes
+        )
+
+    def wait_for_room(self, count: int, size: int, until: float) -> None:
+        """Return when so much may be added; call with the lock held. Raises ProducerFull or ProducerClosed."""
+        started = time.monotonic()
+        while not self.closed_because and not self.has_room(count, size):
+            wait_s = until - time.monotonic()
+            if wait_s <= 0:
+                raise ProducerFull(self.pending_count, self.pending_bytes, time.monotonic() - started)
+            self.wait_for_change(wait_s)
+        if self.closed_because:
+            raise ProducerClosed(self.closed_because)
+
+    def wait_for_change(self, timeout_s: float) -> None:
+        """Wait until something is settled, or for the time; call with the lock held."""
+        self._watchers += 1
+        try:
+            self.changed.wait(timeout_s)
+        finally:
+            self._watchers -= 1
+
+    def add(self, topic: TopicLanes, lp: int, parcel: Parcel) -> Lane:
+        """Give a parcel its seqs and queue it."""
+        lane = topic.lanes[lp] or topic.lane(lp, self.source)
+        parcel.lane = lane
+        parcel.first = lane.next_seq
+        lane.next_seq += parcel.count
+        lane.waiting.append(parcel)
+        self.pending_count += parcel.count
+        self.pending_bytes += parcel.size
+        if not lane.queued:
+            self.queue(lane)
+        return lane
+
+    def launch(self, topic: TopicLanes, parcels: Mapping[Lp, Parcel], slot: Slot) -> Batch | None:
+        """Give parcels their seqs; return a batch of those that may be sent at once, and queue the others.
+
+        The caller holds the slot's link and has to send the batch before anything else.
+        """
+        batch = Batch(slot)
+        lanes, add_fresh = topic.lanes, batch.add_fresh
+        for lp, parcel in parcels.items():
+            if slot.refusal is not None or not add_fresh(lanes[lp] or topic.lane(lp, self.source), parcel):
+                self.add(topic, lp, parcel)
+        self.pending_count += batch.count
+        self.pending_bytes += batch.size
+        return batch if batch.parcels else None
+
+    def queue(self, lane: Lane) -> None:
+        """Have what waits in a lane sent, unless something holds it up."""
+        if lane.queued or lane.trouble is not None or not lane.waiting:
+            return
+        if lane.source is None:
+            self.orphans[lane] = None
+            return
+        # Answers about what flies decide about what is behind it, so both must go the same way.
+        if not lane.flying:
+            lane.slot = lane.topic.table[lane.lp]
+        slot = lane.slot
+        slot.ready.append(lane)
+        lane.queued = True
+        if not slot.listed:
+            slot.listed = True
+            slot.link.slots.append(slot)
+
+    # What answers mean
+
+    def stored(self, batch: Batch, offset: int, replicas: int | None) -> list[Listener]:
+        """Every message of a batch was appended, the first one at `offset`."""
+        outcome = self._outcome_of(batch, replicas)
+        told: list[Listener] = []
+        if not isinstance(outcome, Place):
+            for parcel in batch.parcels:
+                told += self._stored_parcel(parcel, offset, 0, outcome, replicas, batch.slot)
+                offset += parcel.count
+            return told
+        # The common case, written out: it runs for every message.
+        for parcel in batch.parcels:
+            lane = parcel.lane
+            count = parcel.count
+            lane.flying.popleft()
+            lane.acked = parcel.first + count - 1
+            parcel.offset = offset
+            parcel.outcome = outcome
+            parcel.pieces = NOTHING
+            offset += count
+            listener = parcel.listener
+            if listener is not None:
+                listener.left -= count
+                if not listener.left:
+                    told.append(listener)
+        self.counts["stored"] += batch.count
+        self._leave(batch.count, batch.size)
+        self._clear_refusal(batch.slot)
+        return told
+
+    def mixed(self, batch: Batch, offset: int, outcomes: Sequence[RunOutcome], replicas: int | None) -> list[Listener]:
+        """The runs of a batch fared differently."""
+        place = self._outcome_of(batch, replicas)
+        told: list[Listener] = []
+        for (lane, parcels), (word, appended, mark) in zip(batch.runs(), outcomes, strict=True):
+            if word in ("ok", "dup"):
+                early = sum(parcel.count for parcel in parcels) - appended
+                for parcel in parcels:
+                    told += self._stored_parcel(parcel, offset, min(early, parcel.count), place, replicas, batch.slot)
+                    offset += max(0, parcel.count - early)
+                    early = max(0, early - parcel.count)
+            elif word == "unowned":
+                lane.trouble = lane.trouble or "route"
+            elif mark < lane.acked:
+                lane.trouble, lane.lost_after = "lost", mark
+            else:
+                # Overtaken: something before it was refused.
+                lane.trouble = lane.trouble or "repeat"
+        self._clear_refusal(batch.slot)
+        return told
+
+    def refused(self, batch: Batch, error: PublishError, now: float) -> list[Listener]:
+        """Nothing of a batch was stored, and nothing can be for a while."""
+        slot = batch.slot
+        slot.refusals += 1
+        slot.refusal = error
+        slot.retry_at = now + pause_s(slot.refusals)
+        if slot.refusals == 1:
+            log.warning("publish_refused", extra={"partition": slot.partition, "reason": str(error)})
+        self.repeat(batch)
+        told: list[Listener] = []
+        for lane in list(slot.ready):
+            told += self.expire(lane, now)
+        return told
+
+    def repeat(self, batch: Batch) -> None:
+        """Nothing of a batch was stored; it is to be sent again."""
+        for lane in batch.lanes():
+            lane.trouble = lane.trouble or "repeat"
+
+    def misrouted(self, batch: Batch) -> None:
+        """Nothing of a batch was stored: its partition is not open on this node."""
+        for lane in batch.lanes():
+            lane.trouble = lane.trouble or "route"
+
+    def unknown(self, batches: Iterable[Batch]) -> None:
+        """Nobody knows what became of these batches, all that flew on one line: they are to be sent again."""
+        for lane in dict.fromkeys(lane for batch in batches for lane in batch.lanes()):
+            lane.note_unsure()
+            lane.trouble = lane.trouble or "repeat"
+
+    def resolve(self, lanes: Iterable[Lane], now: float) -> list[Listener]:
+        """Act on the trouble of lanes about which no more answers will come."""
+        told: list[Listener] = []
+        for lane in lanes:
+            trouble = lane.trouble
+            if trouble is None:
+                continue
+            lane.put_back()
+            if trouble == "lost":
+                told += self._lose(lane)
+            elif trouble == "route":
+                self._strand(lane)
+            else:
+                lane.trouble = None
+                told += self.expire(lane, now)
+                self.queue(lane)
+        return told
+
+    def found(self, parcel: Parcel, outcome: Found | MqlayerError) -> list[Listener]:
+        """A parcel of which an earlier try had stored messages: where they are."""
+        if parcel not in self.searched:
+            return []
+        del self.searched[parcel]
+        return self._finish(parcel, outcome)
+
+    # Failures
+
+    def expire(self, lane: Lane, now: float) -> list[Listener]:
+        """Fail what waits in a lane of a refusing partition and whose time is over."""
+        refusal = lane.slot.refusal
+        index = lane.first_expired(now) if refusal is not None else None
+        if refusal is None or index is None:
+            return []
+        return self._fail(lane, index, refusal)
+
+    def give_up(self, parcel: Parcel, now: float) -> list[Listener]:
+        """Fail a parcel whose time is over, if it certainly is not stored and its partition refuses; else nothing."""
+        parcel.deadline = min(parcel.deadline, now)
+        lane = parcel.lane
+        refusal = lane.slot.refusal
+        if parcel.outcome is None and refusal is not None and parcel.first > lane.unsure_to and parcel in lane.waiting:
+            return self._fail(lane, lane.waiting.index(parcel), refusal)
+        return []
+
+    def fail_certain(self, slots: Iterable[Slot], error: MqlayerError) -> list[Listener]:
+        """Fail everything that waits for these partitions and certainly is not stored."""
+        told: list[Listener] = []
+        for slot in slots:
+            for lane in list(slot.ready):
+                index = next((i for i, p in enumerate(lane.waiting) if p.first > lane.unsure_to), None)
+                if index is not None and lane.trouble is None:
+                    told += self._fail(lane, index, error)
+        return told
+
+    def fail_rest(self) -> list[Listener]:
+        """Give up everything that is left, when the producer closes."""
+        told: list[Listener] = []
+        for topic in self.topics.values():
+            for lane in filter(None, topic.lanes):
+                lane.put_back()
+                while lane.waiting:
+                    told += self._finish(lane.waiting.popleft(), ProducerClosed(CLOSED))
+        for parcel, place in list(self.searched.items()):
+            told += self.found(parcel, Found(place.source, place.replicas, ((place.partition, None),) * parcel.count))
+        return told
+
+    # New incarnations and routes
+
+    def renew(self, source: int) -> None:
+        """Go on under a new incarnation in the lanes that need one."""
+        self.source = source
+        orphans, self.orphans = list(self.orphans), {}
+        for lane in orphans:
+            lane.source = source
+            self.queue(lane)
+
+    def release(self, topic: TopicLanes) -> None:
+        """Send again what waited for a newer route."""
+        stranded, topic.stranded = list(topic.stranded), {}
+        for lane in stranded:
+            lane.trouble = None
+            self.queue(lane)
+
+    def stats(self) -> ProducerStats:
+        """Return the counts so far."""
+        return ProducerStats(
+            **{name: self.counts[name] for name in COUNTED},
+            pending=self.pending_count,
+            pending_bytes=self.pending_bytes,
+        )
+
+    def _stored_parcel(
+        self,
+        parcel: Parcel,
+        offset: int,
+        early: int,
+        outcome: Place | MqlayerError,
+        replicas: int | None,
+        slot: Slot,
+    ) -> list[Listener]:
+        """Settle a parcel of which the first `early` messages were there before."""
+        lane = parcel.lane
+        lane.flying.popleft()
+        lane.acked = parcel.last
+        self.counts["stored"] += parcel.count
+        self.counts["repeated"] += early
+        if early and lane.source is not None:
+            place = Place(slot.partition, lane.source, replicas)
+            self.searched[parcel] = place
+            self.errands.search(parcel, early, place, offset)
+            return []
+        if not isinstance(outcome, Place):
+            self.counts["unreplicated"] += parcel.count
+        parcel.offset = offset
+        return self._finish(parcel, outcome)
+
+    def _outcome_of(self, batch: Batch, replicas: int | None) -> Place | MqlayerError:
+        if replicas is not None and replicas < self._require_replicas:
+            slot = batch.slot
+            name = batch.parcels[0].lane.topic.name
+            return NotReplicated(name, slot.partition, self._require_replicas, replicas)
+        return Place(batch.slot.partition, batch.source, replicas)
+
+    def _clear_refusal(self, slot: Slot) -> None:
+        if slot.refusal is not None:
+            slot.refusals, slot.refusal = 0, None
+
+    def _strand(self, lane: Lane) -> None:
+        head = lane.waiting[0].first
+        lane.reroutes = lane.reroutes + 1 if lane.rerouted_seq == head else 1
+        lane.rerouted_seq = head
+        topic = lane.topic
+        topic.stranded[lane] = None
+        if not topic.rerouting:
+            topic.rerouting = True
+            self.errands.reroute(topic)
+
+    def _lose(self, lane: Lane) -> list[Listener]:
+        """Fail what waits, and go on under a new incarnation.
+
+        The lost seqs must not be given to other messages: groups may have handled the lost ones, and would take the
+        new ones for repetitions of them.
+        """
+        error = AcknowledgedLoss(lane.topic.name, lane.lp, lane.lost_after + 1, lane.acked)
+        log.error("acknowledged_messages_lost", extra={"topic": lane.topic.name, "lp": lane.lp, "reason": str(error)})
+        self.counts["lost"] += lane.acked - lane.lost_after
+        told = self._fail(lane, 0, error)
+        if lane.source == self.source:
+            self.source = None
+            self.errands.renew()
+        lane.trouble = None
+        lane.restart(self.source)
+        return told
+
+    def _fail(self, lane: Lane, index: int, error: MqlayerError) -> list[Listener]:
+        first, *behind = lane.cut_off(index)
+        self.counts["failed"] += first.count
+        told = self._finish(first, _copy(error))
+        for parcel in behind:
+            self.counts["aborted"] += parcel.count
+            told += self._finish(parcel, PublishAborted(lane.topic.name, lane.lp, str(error)))
+        return told
+
+    def _finish(self, parcel: Parcel, outcome: Place | Found | MqlayerError) -> list[Listener]:
+        parcel.outcome = outcome
+        parcel.pieces = NOTHING
+        self._leave(parcel.count, parcel.size)
+        listener = parcel.listener
+        if listener is None:
+            return []
+        if isinstance(outcome, MqlayerError):
+            listener.failed(parcel)
+        listener.left -= parcel.count
+        return [] if listener.left else [listener]
+
+    def _leave(self, count: int, size: int) -> None:
+        self.pending_count -= count
+        self.pending_bytes -= size
+        if self._watchers:
+            self.changed.notify_all()
+
+
+COUNTED: Final = ("stored", "repeated", "failed", "aborted", "lost", "unreplicated", "lines_lost")
+
+
+def tell_all(listeners: Iterable[Listener]) -> None:
+    """Tell listeners; not under the lock, because it runs the application's callbacks."""
+    for listener in listeners:
+        listener.tell()
+
+
+def _copy(error: MqlayerError) -> MqlayerError:
+    """Return an error of its own: two threads must not raise one object."""
+    return type(error)(*error.args)

@@ -1,0 +1,105 @@
+"""What callers give and get, and the checks at the edge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import overload
+
+import msgspec
+
+from mqlayer.domain.message import NO_KEY, encode_facts
+from mqlayer.domain.names import check_body, check_headers, encode_key
+from mqlayer.domain.routing import Lp, lp_of
+from mqlayer.errors import InvalidInput, InvalidName
+from mqlayer.producing.parcels import Parcel, Receipt
+from mqlayer.redis.packets import LINE_END, bulk, bulk_head
+
+NO_KEY_BULK = bulk(NO_KEY)
+
+
+class Message(msgspec.Struct, frozen=True, gc=False):
+    """A message of a batch: key (None for no order), body, headers.
+
+    The garbage collector does not look at it: lists of many cost it nothing.
+    """
+
+    key: str | None
+    body: bytes
+    headers: Mapping[str, str] | None = None
+
+
+class Receipts(Sequence[Receipt]):
+    """The receipts of a batch in the order of its messages; each is made when it is asked for."""
+
+    __slots__ = ("_indices", "_owners")
+
+    def __init__(self, owners: Sequence[Parcel]) -> None:
+        self._owners = owners
+        self._indices: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    @overload
+    def __getitem__(self, position: int) -> Receipt: ...
+
+    @overload
+    def __getitem__(self, position: slice) -> list[Receipt]: ...
+
+    def __getitem__(self, position: int | slice) -> Receipt | list[Receipt]:
+        if not self._indices:
+            self._indices = indices_within(self._owners)
+        if isinstance(position, slice):
+            return [
+                parcel.receipt(index)
+                for parcel, index in zip(self._owners[position], self._indices[position], strict=True)
+            ]
+        return self._owners[position].receipt(self._indices[position])
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} receipts>"
+
+
+def indices_within(owners: Sequence[Parcel]) -> list[int]:
+    """Return for each message of a batch which one of its parcel's messages it is."""
+    seen: dict[Parcel, int] = {}
+    indices = []
+    for parcel in owners:
+        index = seen.get(parcel, 0)
+        indices.append(index)
+        seen[parcel] = index + 1
+    return indices
+
+
+@lru_cache(maxsize=65_536)
+def place_key(key: str) -> tuple[Lp, bytes]:
+    """Return a key's LP and its bytes for the wire. Raises KeyTooLarge or InvalidName."""
+    # Keys come from applications, whatever the annotation says.
+    if not isinstance(key, str):
+        raise InvalidName("message key", key)
+    data = encode_key(key)
+    return lp_of(data), bulk(data)
+
+
+def whole_body(topic: str, body: bytes, limit: int) -> bytes:
+    """Return the body as bytes if the topic takes it. Raises BodyTooLarge or InvalidInput."""
+    if type(body) is not bytes:
+        body = _as_bytes(body)
+    return check_body(topic, body, limit)
+
+
+def _as_bytes(body: object) -> bytes:
+    if not isinstance(body, bytes | bytearray | memoryview):
+        raise InvalidInput(f"a body is bytes, not {type(body).__name__}: encode it")
+    return bytes(body)
+
+
+def facts_bulk(at_ms: int, headers: Mapping[str, str] | None) -> bytes:
+    """Return a message's facts for the wire. Raises ReservedHeader."""
+    return bulk(encode_facts(at_ms, check_headers(headers) if headers else None))
+
+
+def pieces_of(facts: bytes, key: bytes, body: bytes) -> tuple[bytes, ...]:
+    """Return a message for the wire, of facts and key that are encoded and a body that is not."""
+    return (facts, key, bulk_head(len(body)), body, LINE_END)

@@ -1,0 +1,172 @@
+"""What one call publishes to one LP, and who is told what became of it."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
+
+import msgspec
+
+from mqlayer.domain.message import Identity
+from mqlayer.errors import MqlayerError
+
+if TYPE_CHECKING:
+    from mqlayer.producing.lanes import Lane
+
+log = logging.getLogger(__name__)
+
+NOTHING: Final[tuple[bytes, ...]] = ()
+
+
+class Receipt(NamedTuple):
+    """Where a stored message is.
+
+    `offset` is None where an earlier try had stored the message and it was not found again among the last 5,000 of
+    its partition. `replicas` is how many received it, where the producer waits for replicas.
+    """
+
+    topic: str
+    partition: int
+    offset: int | None
+    identity: Identity
+    replicas: int | None = None
+
+
+class Place(NamedTuple):
+    """Where a batch was appended; the parcels of the batch share it."""
+
+    partition: int
+    source: int
+    replicas: int | None
+
+
+class Found(NamedTuple):
+    """Where the messages of a parcel are when an earlier try had stored some: partition and offset of each."""
+
+    source: int
+    replicas: int | None
+    positions: tuple[tuple[int, int | None], ...]
+
+
+class Parcel(msgspec.Struct, eq=False, gc=False):
+    """Consecutive messages of one LP, published by one call: queued, sent and settled as one.
+
+    `pieces` are its messages for the wire, `size` their bytes. A definite refusal becomes a failure once `deadline`
+    (monotonic) has passed. `lane` and `first`, the seq of the first message, are set when it is queued; `outcome` when
+    it is settled, and `offset` if it was stored by one append.
+
+    There is one per message at worst, so it is of the kind that is cheapest to make, and the garbage collector does
+    not look at it: whatever it is in a cycle with must let go of it.
+    """
+
+    pieces: tuple[bytes, ...]
+    count: int
+    size: int
+    deadline: float
+    listener: Listener | None
+    outcome: Place | Found | MqlayerError | None = None
+    offset: int = 0
+    first: int = 0
+    lane: Lane = cast("Lane", None)
+
+    @property
+    def last(self) -> int:
+        """The seq of the last message."""
+        return self.first + self.count - 1
+
+    def receipt(self, index: int = 0) -> Receipt:
+        """Return the receipt of one message; raise the error if the parcel failed."""
+        outcome = self.outcome
+        if isinstance(outcome, Place):
+            partition, offset = outcome.partition, self.offset + index
+        elif isinstance(outcome, Found):
+            partition, known = outcome.positions[index]
+            if known is None:
+                return self._receipt(outcome, partition, None, index)
+            offset = known
+        elif outcome is None:
+            raise RuntimeError("the parcel is not settled yet")
+        else:
+            raise outcome
+        return self._receipt(outcome, partition, offset, index)
+
+    def _receipt(self, outcome: Place | Found, partition: int, offset: int | None, index: int) -> Receipt:
+        identity = Identity(outcome.source, self.lane.lp, self.first + index)
+        return Receipt(self.lane.topic.name, partition, offset, identity, outcome.replicas)
+
+
+class Listener:
+    """Who waits for parcels. `left` counts the messages not settled yet; `tell` is called once, when none is left.
+
+    `left` changes under the ledger's lock, `tell` is called without it: it may run the application's callbacks.
+    """
+
+    __slots__ = ("left",)
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def tell(self) -> None:
+        """Pass the outcome on."""
+        raise NotImplementedError
+
+    def failed(self, parcel: Parcel) -> None:
+        """Hear that a parcel failed; called under the lock."""
+
+
+class Promise(Listener):
+    """A future for the one message of a parcel."""
+
+    __slots__ = ("future", "parcel")
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.future: Future[Receipt] = Future()
+        # A message can't be called back; so neither can its future.
+        self.future.set_running_or_notify_cancel()
+        self.parcel: Parcel | None = None
+
+    def tell(self) -> None:
+        """Set the future's result or error."""
+        parcel, self.parcel = self.parcel, None
+        if parcel is None:
+            return
+        if isinstance(parcel.outcome, MqlayerError):
+            self.future.set_exception(parcel.outcome)
+        else:
+            self.future.set_result(parcel.receipt())
+
+
+class Gathering(Listener):
+    """Waits for all messages of a batch."""
+
+    __slots__ = ("any_failed", "done")
+
+    def __init__(self, left: int) -> None:
+        super().__init__(left)
+        self.any_failed = False
+        self.done: Future[None] = Future()
+
+    def failed(self, parcel: Parcel) -> None:  # noqa: ARG002  # which one, its caller asks the parcels
+        """Note that there is no receipt for everything."""
+        self.any_failed = True
+
+    def tell(self) -> None:
+        """Say that all are settled."""
+        self.done.set_result(None)
+
+
+class Oneway(Listener):
+    """Nobody waits; failures are logged, and counted by the ledger."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        # Never reaches zero, so `tell` is never called.
+        super().__init__(0)
+
+    def failed(self, parcel: Parcel) -> None:
+        """Log the loss of a message that nobody waits for."""
+        facts = {"topic": parcel.lane.topic.name, "lp": parcel.lane.lp, "reason": str(parcel.outcome)}
+        log.warning("oneway_publish_failed", extra=facts)

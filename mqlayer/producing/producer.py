@@ -1,0 +1,275 @@
+"""The public face of direct publishing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Final, Self
+
+from mqlayer.domain.names import check_name
+from mqlayer.domain.routing import random_lp
+from mqlayer.errors import InvalidInput, ProducerClosed, ProducerFull
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Database
+from mqlayer.producing.bulk import Bulk, BulkSend
+from mqlayer.producing.lanes import Lane, TopicLanes
+from mqlayer.producing.ledger import Ledger, ProducerStats, tell_all
+from mqlayer.producing.links import LinkOptions
+from mqlayer.producing.messages import NO_KEY_BULK, Message, Receipts, facts_bulk, pieces_of, place_key, whole_body
+from mqlayer.producing.parcels import Listener, Oneway, Parcel, Promise, Receipt
+from mqlayer.producing.upkeep import Upkeep, open_source
+from mqlayer.producing.waiting import await_one
+from mqlayer.routes.cache import RouteCache
+from mqlayer.settings import Settings
+
+log = logging.getLogger(__name__)
+
+MAX_PENDING_MESSAGES: Final = 100_000
+MAX_PENDING_BYTES: Final = 64_000_000
+STOP_S: Final = 15.0
+
+
+class Producer:
+    """Publishes straight to partitions, without an outbox. Safe to use from many threads, in one process.
+
+    Messages of one key are stored in the order in which one thread published them, each once, whatever fails in
+    between: a message whose outcome is unknown is repeated under its seq, and later ones of its LP wait behind it.
+    "Stored" is what the node's durability makes of it (with `appendfsync always`: on disk); what the node loses after
+    that is noticed at the next publish to the LP and raised as AcknowledgedLoss. Where no loss is acceptable, use the
+    outbox.
+
+    A message that a node refuses for good until its time is over (BacklogFull, NodeOutOfMemory) is not stored; those
+    of its LP that were queued behind it fail with PublishAborted, so that none overtakes it.
+
+    `replicas`: wait up to `replica_timeout_s` until so many replicas received each append; the receipt says how many
+    did. With `require_replicas`, too few raise NotReplicated: the message is stored nevertheless.
+    `max_pending_messages` and `max_pending_bytes` bound what is not settled yet; a publish that finds no room waits
+    `room_timeout_s`, then raises ProducerFull. Close a producer, or use it as a context manager: what is queued when
+    the process ends is lost.
+
+    Raises StoreUnavailable when Postgres can't be reached at the start; later on, known routes go on being used.
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        *,
+        name: str = "producer",
+        database: Database | None = None,
+        routes: RouteCache | None = None,
+        replicas: int = 0,
+        require_replicas: bool = False,
+        replica_timeout_s: float = 1.0,
+        max_pending_messages: int = MAX_PENDING_MESSAGES,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
+        room_timeout_s: float = 5.0,
+        in_flight: int = 3,
+    ) -> None:
+        check_name("producer", name)
+        settings = settings or Settings()
+        if replicas < 0 or not 1 <= in_flight <= 16 or not 0 < replica_timeout_s < settings.socket_timeout_s:
+            raise InvalidInput("replicas is 0 or more, in_flight 1 to 16, replica_timeout_s below the socket timeout")
+        if min(max_pending_messages, max_pending_bytes) < 1:
+            raise InvalidInput("max_pending_messages and max_pending_bytes are 1 or more")
+        self._pid = os.getpid()
+        self._timeout_s, self._room_timeout_s, self._in_flight = settings.delivery_timeout_s, room_timeout_s, in_flight
+        self._own_database = database is None
+        self._database = database or Database(settings.control_dsn(), application="mqlayer producer")
+        self._chance = random.Random()
+        self._oneway = Oneway()
+        try:
+            source = open_source(self._database, name)
+        except BaseException:
+            self._close_database()
+            raise
+        failpoint("producer.after_source_open")
+        self._ledger = Ledger(
+            source=source,
+            max_count=max_pending_messages,
+            max_bytes=max_pending_bytes,
+            require_replicas=replicas if require_replicas else 0,
+        )
+        self._upkeep = Upkeep(
+            name=name,
+            database=self._database,
+            routes=routes or RouteCache(self._database),
+            ledger=self._ledger,
+            options=LinkOptions(settings, in_flight, replicas, replica_timeout_s),
+        )
+
+    def send(
+        self,
+        topic: str,
+        *,
+        body: bytes,
+        key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Receipt:
+        """Publish one message and return where it is stored.
+
+        Raises InvalidInput or NotFound (nothing was queued), PublishUnknown when the outcome is not known after
+        `timeout_s` (default: the setting delivery_timeout_s): the message stays queued, and the error's future tells
+        the outcome. Other PublishErrors are definite.
+        """
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        parcel, lane = self._queue(topic, key, body, headers, deadline, None, wake=False)
+        link = lane.slot.link
+        if link.try_lead():
+            try:
+                while parcel.outcome is None:
+                    link.push()
+                    if not link.under_way or not link.pull(link.patience(deadline)):
+                        break
+            finally:
+                link.resign()
+        if parcel.outcome is None:
+            await_one(self._ledger, parcel, deadline)
+        return parcel.receipt()
+
+    def send_async(
+        self,
+        topic: str,
+        *,
+        body: bytes,
+        key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Future[Receipt]:
+        """Queue one message and return a future of its receipt; with asyncio, await `asyncio.wrap_future(future)`.
+
+        The future fails only when the message is certainly not stored: a node refused it until `timeout_s` was over,
+        or an earlier message of its LP failed. It can't be cancelled. Raises at once what the edge checks find, and
+        ProducerFull when there is no room within the producer's `room_timeout_s`.
+        """
+        promise = Promise()
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        self._queue(topic, key, body, headers, deadline, promise, wake=True)
+        return promise.future
+
+    def send_oneway(
+        self, topic: str, *, body: bytes, key: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Queue one message and forget it: what goes wrong later is logged and counted in `stats`, never raised.
+
+        It waits for room like `send_async`; without any, the message is dropped.
+        """
+        try:
+            self._queue(topic, key, body, headers, time.monotonic() + self._timeout_s, self._oneway, wake=True)
+        except ProducerFull as error:
+            with self._ledger.lock:
+                self._ledger.counts["failed"] += 1
+            log.warning("oneway_publish_failed", extra={"topic": topic, "reason": str(error)})
+
+    def send_many(self, topic: str, messages: Sequence[Message], *, timeout_s: float | None = None) -> Receipts:
+        """Publish messages, any number, in batches; return their receipts in order.
+
+        Messages of one key are stored in their order. Raises what the edge checks find (nothing was queued), or
+        PartlyPublished, which says for each message what became of it. `timeout_s` is for the whole call.
+        """
+        lanes = self._lanes(topic)
+        if not messages:
+            return Receipts(())
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        bulk = Bulk(lanes, messages, self._chance)
+        return BulkSend(bulk, self._ledger, deadline, self._in_flight).run()
+
+    def flush(self, timeout_s: float | None = None) -> int:
+        """Wait until everything published so far is settled; return how many messages are not, after the time."""
+        self._check_process()
+        ledger = self._ledger
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        with ledger.lock:
+            self._upkeep.wake()
+            while ledger.pending_count and (wait_s := deadline - time.monotonic()) > 0:
+                ledger.wait_for_change(wait_s)
+            return ledger.pending_count
+
+    @property
+    def stats(self) -> ProducerStats:
+        """The counts so far."""
+        with self._ledger.lock:
+            return self._ledger.stats()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Flush, then end: what is not settled after the time fails with ProducerClosed.
+
+        Does nothing when it is closed already, or in a forked child.
+        """
+        if self._pid != os.getpid() or self._ledger.closed_because == CLOSED:
+            return
+        with self._ledger.lock:
+            self._ledger.closed_because = CLOSED
+            self._ledger.changed.notify_all()
+        left = self.flush(timeout_s)
+        self._upkeep.stop(STOP_S)
+        if left:
+            log.warning("producer_closed_unsettled", extra={"count": left})
+            with self._ledger.lock:
+                told = self._ledger.fail_rest()
+            tell_all(told)
+        self._upkeep.close_sources()
+        self._close_database()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _queue(
+        self,
+        topic: str,
+        key: str | None,
+        body: bytes,
+        headers: Mapping[str, str] | None,
+        deadline: float,
+        listener: Listener | None,
+        *,
+        wake: bool,
+    ) -> tuple[Parcel, Lane]:
+        """Check a message, give it its seq and queue it."""
+        lanes = self._lanes(topic)
+        lp, key_bulk = (random_lp(self._chance), NO_KEY_BULK) if key is None else place_key(key)
+        body = whole_body(topic, body, lanes.route.body_limit)
+        facts = facts_bulk(time.time_ns() // 1_000_000, headers)
+        size = len(facts) + len(key_bulk) + len(body)
+        parcel = Parcel(pieces_of(facts, key_bulk, body), 1, size, deadline, listener)
+        if isinstance(listener, Promise):
+            listener.parcel = parcel
+        ledger = self._ledger
+        with ledger.lock:
+            if ledger.closed_because or not ledger.has_room(1, size):
+                ledger.wait_for_room(1, size, min(deadline, time.monotonic() + self._room_timeout_s))
+            lane = ledger.add(lanes, lp, parcel)
+            if wake:
+                lane.slot.link.wake_locked()
+        return parcel, lane
+
+    def _lanes(self, topic: str) -> TopicLanes:
+        self._check_process()
+        if self._ledger.closed_because:
+            raise ProducerClosed(self._ledger.closed_because)
+        lanes = self._ledger.topics.get(topic)
+        if lanes is None:
+            return self._upkeep.topic(topic)
+        self._upkeep.refresh_if_old(lanes, time.monotonic())
+        return lanes
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise ProducerClosed(f"it was made in process {self._pid}, this is {os.getpid()}: make one after the fork")
+
+    def _close_database(self) -> None:
+        if self._own_database:
+            self._database.close()
+
+
+CLOSED: Final = "it is closed"
