@@ -16,8 +16,8 @@ from mqlayer.postgres.database import Database
 from mqlayer.stack import NoServerProgram, postgres_programs
 
 CLIENTS: Final = (1, 8)
-ROUNDS: Final = 7
-ROUND_S: Final = 2
+ROUNDS: Final = 15
+ROUND_S: Final = 1
 
 # The outbox without numbering: same columns, partitions and indexes, so that only what ordering costs is compared.
 PLAIN_TABLE: Final = """
