@@ -3,8 +3,20 @@
 from mqlayer import outbox
 from mqlayer.consuming import App, Context, MemberOptions
 from mqlayer.errors import MqlayerError
+from mqlayer.producing import Message, Producer, Receipt
 from mqlayer.settings import Settings
 
 __version__ = "0.1.0"
 
-__all__ = ["App", "Context", "MemberOptions", "MqlayerError", "Settings", "__version__", "outbox"]
+__all__ = [
+    "App",
+    "Context",
+    "MemberOptions",
+    "Message",
+    "MqlayerError",
+    "Producer",
+    "Receipt",
+    "Settings",
+    "__version__",
+    "outbox",
+]

@@ -58,6 +58,12 @@ def test_every_example_of_a_page_runs(page: Path, settings: Settings) -> None:
     assert ran, f"{page.name} has no example"
 
 
+def test_the_first_program_of_the_readme_is_the_one_that_the_tests_run() -> None:
+    """See test_first_program.py."""
+    first = next(text for language, text in examples(ROOT / "README.md") if language == "python")
+    assert first in (ROOT / "examples" / "first" / "orders.py").read_text("utf-8")
+
+
 def examples(page: Path) -> list[tuple[str, str]]:
     """Return language and text of a page's blocks, but for those that are marked as not run, with a reason."""
     return [
