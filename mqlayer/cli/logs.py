@@ -33,3 +33,5 @@ def configure_logging(level: str, *, as_json: bool = False) -> None:
     root = logging.getLogger()
     root.handlers[:] = [other for other in root.handlers if not isinstance(other, StandardErrorHandler)] + [handler]
     root.setLevel(level.upper())
+    # What it warns of reaches the user as the command's own error, with the address.
+    logging.getLogger("psycopg.pool").setLevel(logging.ERROR)

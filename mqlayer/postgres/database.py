@@ -85,8 +85,22 @@ class Database:
         """Lend a connection in autocommit mode."""
         with driver_errors(self.address):
             self._pool.open()
-            with self._pool.connection() as connection:
+            with self._lent() as connection:
                 yield connection
+
+    @contextmanager
+    def _lent(self) -> Iterator[Connection]:
+        try:
+            connection = self._pool.getconn()
+        except PoolTimeout:
+            # The pool only says that the time is over; connecting once more tells why, or that all are lent.
+            connect(self.dsn).close()
+            raise
+        try:
+            with connection:
+                yield connection
+        finally:
+            self._pool.putconn(connection)
 
     def transaction(self, work: Callable[[Connection], Result], *, timeout_s: float = 10.0) -> Result:
         """Run `work` in a transaction; again as a whole after a conflict; raise the last error after the time."""

@@ -1,0 +1,199 @@
+"""The commands of operators, as they are typed: migrate, node, topic, relay, trim, outbox."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+from typer.testing import CliRunner, Result
+
+from mqlayer.cli.main import app
+from tests.fixtures.waiting import wait_until
+from tests.proof.outbox_world import OutboxWorld
+
+
+class Commands:
+    """Runs commands against the servers that the environment names."""
+
+    def __call__(self, *words: str, typed: str | None = None) -> Result:
+        return CliRunner().invoke(app, [*words], input=typed)
+
+    def lines(self, *words: str) -> list[dict[str, Any]]:
+        """Run a command with --json and return what it prints."""
+        result = self(*words, "--json")
+        assert result.exit_code == 0, result.output
+        return [json.loads(line) for line in result.stdout.splitlines()]
+
+    def text(self, *words: str, typed: str | None = None) -> str:
+        """Run a command that must succeed and return what it prints."""
+        result = self(*words, typed=typed)
+        assert result.exit_code == 0, result.output
+        return str(result.stdout)
+
+    def failure(self, *words: str) -> str:
+        """Run a command that must fail with one line, and return that."""
+        result = self(*words)
+        assert result.exit_code == 1, result.output
+        assert result.stdout == ""
+        (line,) = result.stderr.splitlines()
+        return str(line)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Commands configure the root logger; tests share it."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+@pytest.fixture
+def run(empty_database_dsn: str, key_prefix: str, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    """Commands on an empty database."""
+    monkeypatch.setenv("MQLAYER_DSN", empty_database_dsn)
+    monkeypatch.setenv("MQLAYER_KEY_PREFIX", key_prefix)
+    return Commands()
+
+
+@pytest.fixture
+def world(run: Commands, empty_database_dsn: str, redis_url: str, key_prefix: str) -> OutboxWorld:
+    """What the first commands of an operator make: the schemas, a node, a topic."""
+    run.text("migrate")
+    world = OutboxWorld(empty_database_dsn, key_prefix, [redis_url])
+    run.text("topic", "create", "orders", "--partitions", "2")
+    return world
+
+
+def test_migrating_tells_its_steps_and_then_that_there_is_nothing_to_do(run: Commands) -> None:
+    assert run.text("migrate", "--schema", "control").splitlines()[0].startswith("control 0001 ")
+    assert run.text("migrate").splitlines()[0].startswith("application 0001 ")
+    assert run.text("migrate") == "nothing to do\n"
+
+
+def test_printed_sql_needs_no_server(run: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MQLAYER_DSN", "postgresql://nobody@127.0.0.1:1/nowhere")
+    assert "CREATE TABLE mqlayer.node" in run.text("migrate", "--sql", "--schema", "control")
+    assert "CREATE TABLE mqlayer_app.outbox" in run.text("migrate", "--sql")
+
+
+def test_a_role_that_was_granted_publishes(world: OutboxWorld, run: Commands) -> None:
+    world.rows("DROP ROLE IF EXISTS cli_publisher")
+    world.rows("CREATE ROLE cli_publisher LOGIN")
+    try:
+        assert "cli_publisher may publish" in run.text("migrate", "--grant-to", "cli_publisher")
+        with psycopg.connect(make_conninfo(world.dsn, user="cli_publisher")) as connection:
+            connection.execute("SELECT mqlayer_app.publish_v1('orders', 'a', 'b')")
+    finally:
+        world.rows("DROP OWNED BY cli_publisher")
+        world.rows("DROP ROLE cli_publisher")
+
+
+def test_nodes_are_registered_listed_and_armed(world: OutboxWorld, run: Commands, redis_url: str) -> None:
+    assert "node-1 is " in run.text("node", "register", "node-1", redis_url)
+    (node,) = run.lines("node", "list")
+    assert (node["name"], node["address"]) == ("node-1", redis_url)
+    assert "node-1" in run.text("node", "list")
+    assert "is armed" in run.text("node", "rearm", "node-1")
+    assert "node 'nobody'" in run.failure("node", "rearm", "nobody")
+
+
+def test_topics_are_created_listed_and_shown(world: OutboxWorld, run: Commands) -> None:
+    assert run.text("topic", "create", "orders", "--partitions", "2") == "orders has 2 partitions, route version 1\n"
+    (topic,) = run.lines("topic", "list")
+    assert (topic["topic"], topic["partitions"], topic["version"]) == ("orders", 2, 1)
+    ranges = run.lines("topic", "show", "orders")
+    assert [(r["lp_from"], r["lp_to"], r["node"]) for r in ranges] == [(0, 512, "node-1"), (512, 1024, "node-1")]
+    assert "512" in run.text("topic", "show", "orders")
+    assert "mqlayer topic create nowhere" in run.failure("topic", "show", "nowhere")
+    assert "exists with" in run.failure("topic", "create", "orders", "--body-limit", "7")
+
+
+def test_lists_that_are_empty_say_what_to_do(run: Commands) -> None:
+    run.text("migrate")
+    assert "mqlayer node register" in run.text("node", "list")
+    assert "mqlayer topic create" in run.text("topic", "list")
+    assert run.lines("topic", "list") == []
+
+
+def test_one_pass_of_the_relay_by_hand(world: OutboxWorld, run: Commands) -> None:
+    world.publish(20)
+    assert run.text("relay", "--once") == "20 messages relayed\n"
+    assert world.whole()
+
+
+def test_rows_set_aside_are_listed_and_tried_again(world: OutboxWorld, run: Commands) -> None:
+    assert run.text("outbox", "aside", "list") == "nothing is set aside\n"
+    world.publish(1)
+    world.rows("UPDATE mqlayer_app.outbox SET key = repeat('x', 600)")
+    assert run.text("relay", "--once") == "0 messages relayed\n"
+    (row,) = run.lines("outbox", "aside", "list")
+    assert (row["topic"], row["seq"]) == ("orders", 1)
+    assert "600 bytes" in row["reason"]
+    world.rows("UPDATE mqlayer_app.outbox SET key = 'mended'")
+    assert "tried again from seq 1" in run.text("outbox", "aside", "retry", "orders", str(row["lp"]))
+    assert run.text("relay", "--once") == "1 messages relayed\n"
+    assert run.text("outbox", "aside", "retry") == "nothing is set aside\n"
+
+
+def test_rotation_tells_of_every_slot(world: OutboxWorld, run: Commands) -> None:
+    lines = run.text("outbox", "rotate").splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"slot {number}" for number in range(4)]
+
+
+def test_an_outbox_is_renewed_only_when_that_is_confirmed(world: OutboxWorld, run: Commands) -> None:
+    world.publish(3)
+    assert run("outbox", "renew", typed="n\n").exit_code == 1
+    assert len(world.published()) > 0
+    run.text("outbox", "renew", typed="y\n")
+    assert len(world.published()) == 0
+    assert "0 messages" in run.text("outbox", "adopt", "--yes")
+
+
+def test_trimming_by_hand_tells_what_it_dropped(world: OutboxWorld, run: Commands) -> None:
+    assert run.text("trim") == "0 records dropped from 0 partitions\n"
+    assert run.text("trim", "orders") == "0 records dropped from 0 partitions\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("migrate",), ("node", "list"), ("topic", "list"), ("trim",), ("outbox", "rotate"), ("topic", "show", "x")],
+)
+def test_a_server_that_is_away_is_one_line_with_its_address_and_without_its_password(
+    run: Commands, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("MQLAYER_DSN", "postgresql://somebody:s3cret@127.0.0.1:1/nowhere")
+    line = run.failure(*words)
+    assert "127.0.0.1:1" in line
+    assert "s3cret" not in line
+
+
+def test_a_missing_schema_is_one_line_that_says_what_to_run(run: Commands) -> None:
+    assert "mqlayer migrate" in run.failure("topic", "list")
+
+
+def test_without_any_address_the_commands_say_which_to_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, run: Commands
+) -> None:
+    monkeypatch.delenv("MQLAYER_DSN")
+    monkeypatch.chdir(tmp_path)
+    assert "MQLAYER_DSN" in run.failure("topic", "list")
+
+
+def test_a_relay_process_says_when_it_works(world: OutboxWorld, tmp_path: Any) -> None:
+    import subprocess
+    import sys
+
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen([sys.executable, "-m", "mqlayer", "relay"], env=world.environment(), stderr=output)
+    try:
+        wait_until(lambda: "relay_started" in log.read_text(), timeout_s=60, what="the relay to start")
+    finally:
+        process.terminate()
+    assert process.wait(timeout=30) == 0
