@@ -14,7 +14,7 @@ from rich.table import Table
 from bench.registry import BENCHES, Line, note
 from bench.stage import Stage
 
-FRAMEWORK = {"__init__", "__main__", "registry", "stage"}
+FRAMEWORK = {"__init__", "__main__", "actors", "filling", "registry", "stage"}
 
 
 def main(
