@@ -71,7 +71,7 @@ LEFT JOIN mqlayer_app.relayed r ON r.topic_id = c.topic_id AND r.lp = c.lp
 LEFT JOIN mqlayer_app.set_aside s ON s.topic_id = c.topic_id AND s.lp = c.lp
 CROSS JOIN LATERAL (
     SELECT o.id FROM mqlayer_app.outbox o
-    WHERE o.topic_id = c.topic_id AND o.lp = c.lp AND o.seq = coalesce(r.seq, 0) + 1
+    WHERE o.topic_id = c.topic_id AND o.lp = c.lp AND o.seq > coalesce(r.seq, 0) ORDER BY o.seq LIMIT 1
 ) AS o
 WHERE c.seq > coalesce(r.seq, 0) AND s.lp IS NULL AND (c.lp >> 6) = ANY(%(lp_sets)s::int[]);
 

@@ -1,0 +1,75 @@
+"""A slot of the outbox is emptied when everything in it is relayed and old, and never before (invariant 14)."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+
+from mqlayer.outbox import rotate
+from mqlayer.postgres.database import Database
+from mqlayer.relay import relay_once
+from tests.proof.outbox_world import QUICK, OutboxWorld
+
+
+@pytest.fixture
+def world(database_dsn: str, redis_url: str, key_prefix: str) -> OutboxWorld:
+    """An outbox with relayed rows in an old slot."""
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+    world.add_topic("orders", partitions=2)
+    world.publish(20)
+    relay_once(world.settings(), limits=QUICK)
+    return world
+
+
+@pytest.fixture
+def old_slot(world: OutboxWorld) -> int:
+    """The slot of half an hour ago, into which all rows are put."""
+    (slot,) = world.rows("SELECT (floor(date_part('epoch', clock_timestamp()) / 900)::bigint + 2) & 3")[0]
+    world.rows("UPDATE mqlayer_app.outbox SET slot = %s", slot)
+    return int(slot)
+
+
+def rotated(world: OutboxWorld) -> dict[int, str]:
+    with Database(world.dsn) as database:
+        return dict(rotate(database))
+
+
+def test_a_slot_whose_rows_are_relayed_and_old_is_emptied(world: OutboxWorld, old_slot: int) -> None:
+    answers = rotated(world)
+    assert answers[old_slot] == "emptied"
+    assert sorted(answers.values()) == ["current", "current", "emptied", "empty"]
+    assert world.published() == {}
+    assert rotated(world)[old_slot] == "empty"
+
+
+def test_a_slot_with_one_row_that_is_not_relayed_stays(world: OutboxWorld, old_slot: int) -> None:
+    world.publish(1, tag="waiting")
+    world.rows("UPDATE mqlayer_app.outbox SET slot = %s", old_slot)
+    assert rotated(world)[old_slot] == "waiting"
+    assert sum(map(len, world.published().values())) == 21
+
+
+def test_rows_of_this_and_the_last_quarter_of_an_hour_stay(world: OutboxWorld) -> None:
+    assert "emptied" not in rotated(world).values()
+    assert sum(map(len, world.published().values())) == 20
+
+
+def test_a_slot_that_an_open_transaction_wrote_to_stays_and_nobody_waits(world: OutboxWorld, old_slot: int) -> None:
+    with psycopg.connect(world.dsn) as writer:
+        writer.execute("UPDATE mqlayer_app.outbox SET key = key WHERE slot = %s", (old_slot,))
+        assert rotated(world)[old_slot] == "busy"
+        writer.rollback()
+    assert rotated(world)[old_slot] == "emptied"
+
+
+def test_relaying_goes_on_after_rotation(world: OutboxWorld, old_slot: int) -> None:
+    assert rotated(world)[old_slot] == "emptied"
+    world.publish(10, tag="after")
+    assert relay_once(world.settings(), limits=QUICK) == 10
+    assert sum(map(len, world.relayed().values())) == 30
+
+
+def test_what_redis_lost_keeps_its_slot_until_it_is_sent_again(world: OutboxWorld, old_slot: int) -> None:
+    """A relay that notices a fall-back takes back what was recorded as relayed."""
+    world.rows("UPDATE mqlayer_app.relayed SET seq = seq - 1 WHERE lp = (SELECT min(lp) FROM mqlayer_app.relayed)")
+    assert rotated(world)[old_slot] == "waiting"
