@@ -1,0 +1,98 @@
+"""Periodic jobs: claimed by one of several schedulers, run by a real worker from a real beat."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from mqlayer.postgres.database import Database
+from mqlayer.trimming import clean_fence
+from mqlayer.workers.claims import claimed
+from mqlayer.workers.schedule import JOBS, Job, beat_schedule
+from tests.fixtures.servers import StartRedis
+from tests.fixtures.waiting import wait_until
+from tests.proof.outbox_world import OutboxWorld
+
+
+def test_of_many_schedulers_one_gets_the_job(database_dsn: str) -> None:
+    got: list[bool] = []
+    start = threading.Barrier(8)
+
+    def claim() -> None:
+        with Database(database_dsn) as database:
+            start.wait()
+            got.append(claimed(database, Job("trim", 60)))
+
+    threads = [threading.Thread(target=claim) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(got) == [False] * 7 + [True]
+
+
+def test_a_job_is_due_again_a_little_before_its_interval_ends(database_dsn: str) -> None:
+    with Database(database_dsn) as database:
+        assert claimed(database, Job("trim", 60))
+        with database.connection() as connection:
+            connection.execute("UPDATE mqlayer.job SET next_at = next_at - interval '49 seconds'")
+        assert claimed(database, Job("trim", 60))
+        assert claimed(database, Job("relay", 60)), "jobs are claimed one by one"
+
+
+def test_every_job_is_scheduled_and_has_a_task() -> None:
+    from mqlayer.workers import tasks
+    from mqlayer.workers.app import app
+
+    app.loader.import_default_modules()
+    assert {entry["task"] for entry in beat_schedule().values()} == {job.task for job in JOBS}
+    assert {job.task for job in JOBS} <= set(app.tasks)
+    assert tasks.relay.name == "mqlayer.relay"
+    assert app.conf.accept_content == ["json"]
+    assert app.conf.task_serializer == "json"
+
+
+def test_the_fence_forgets_what_is_older_than_the_horizon(database_dsn: str) -> None:
+    with Database(database_dsn) as database:
+        with database.connection() as connection:
+            connection.execute(
+                "INSERT INTO mqlayer_app.fence_applied (group_id, lp, source_id, key, seq, applied_at) "
+                "SELECT 1, 0, 1, 'key-' || n, n, now() - n * interval '1 day' FROM generate_series(1, 10) AS n"
+            )
+        assert clean_fence(database) == 4
+        assert clean_fence(database) == 0
+        assert clean_fence(database, horizon_s=0) == 6
+
+
+def test_a_worker_with_its_beat_makes_up_for_a_dead_relay(
+    database_dsn: str, redis_url: str, key_prefix: str, start_redis: StartRedis, tmp_path: Path
+) -> None:
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+    world.add_topic("orders", partitions=2)
+    world.publish(50)
+    log = tmp_path / "log"
+    environment = world.environment(MQLAYER_BROKER_URL=start_redis().url)
+    arguments = ["--beat", "--schedule", str(tmp_path / "schedule"), "--concurrency", "2", "--loglevel", "INFO"]
+    with log.open("wb") as output:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app", "worker", *arguments],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        world.wait_until_whole()
+        jobs = "SELECT count(*)::int FROM mqlayer.job WHERE epoch >= 1"
+        wait_until(lambda: world.rows(jobs)[0][0] >= 2, timeout_s=60, what="jobs to be claimed")
+        assert "Traceback" not in log.read_text()
+    finally:
+        worker.terminate()
+        try:
+            worker.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            pytest.fail(f"the worker does not stop:\n{log.read_text()}")

@@ -1,0 +1,179 @@
+"""Rows become batches: only what continues its chain, in bounds, and nothing that can't be sent."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from mqlayer.domain.message import NO_KEY
+from mqlayer.domain.names import BATCH_BYTES_LIMIT, BATCH_COUNT_LIMIT, KEY_LIMIT
+from mqlayer.relay.lanes import Lane, Lanes, Row, Target, chain_of, plan
+from mqlayer.relay.limits import RelayLimits
+from mqlayer.relay.pauses import LONGEST_S, Every, pause_s
+from mqlayer.relay.reading import LateIds
+
+
+def row(lp: int, seq: int, *, number: int = 0, key: str | None = "k", body: bytes | None = b"b") -> Row:
+    return (number, chain_of(1, lp), seq, "123", key, body)
+
+
+@pytest.fixture
+def targets() -> dict[int, Target]:
+    """Two partitions, each with half of the LPs, both ready."""
+    targets = {0: Target(1, 1, 0), 1: Target(2, 2, 0)}
+    for target in targets.values():
+        target.ready = True
+    return targets
+
+
+@pytest.fixture
+def lanes(targets: dict[int, Target]) -> Lanes:
+    return Lanes(lambda chain: targets[chain % 1024 // 512])
+
+
+def lane_of(lanes: Lanes, lp: int) -> Lane:
+    return lanes.get(chain_of(1, lp))
+
+
+def test_consecutive_rows_of_an_lp_are_one_run_of_their_partitions_batch(lanes: Lanes) -> None:
+    batches, unsendable = plan([row(5, 1), row(600, 1), row(5, 2), row(7, 1, key=None)], lanes)
+    assert unsendable == []
+    assert [(b.target.partition, b.count) for b in batches] == [(1, 3), (2, 1)]
+    assert [(run.lane.lp, run.first, run.length) for run in batches[0].runs] == [(5, 1, 2), (7, 1, 1)]
+    assert batches[0].runs[1].fields == ["123", NO_KEY, b"b"]
+    assert lane_of(lanes, 5).sent == 2
+
+
+def test_rows_that_were_sent_and_rows_of_other_relays_are_passed_by(lanes: Lanes) -> None:
+    plan([row(5, 1), row(5, 2)], lanes)
+    batches, _ = plan([row(5, 1), row(5, 2), (9, None, 1, "1", "k", None)], lanes)
+    assert batches == []
+    assert lanes.behind == {}
+
+
+def test_a_row_behind_a_hole_has_its_lp_read_by_seq(lanes: Lanes) -> None:
+    batches, _ = plan([row(5, 1), row(5, 3), row(5, 4), row(6, 1)], lanes)
+    assert sum(batch.count for batch in batches) == 2
+    lane = lane_of(lanes, 5)
+    assert list(lanes.behind.values()) == [lane]
+    assert plan([row(5, 2)], lanes)[0] == [], "while it is behind, the scan's rows are not its next ones"
+    lane.expected = lane.sent + 1
+    assert sum(batch.count for batch in plan([row(5, 2), row(5, 3)], lanes)[0]) == 2
+    lanes.follow(lane)
+    assert sum(batch.count for batch in plan([row(5, 4)], lanes)[0]) == 1
+
+
+def test_batches_are_bounded_by_count_and_bytes(lanes: Lanes) -> None:
+    rows = [row(5, seq) for seq in range(1, 2 * BATCH_COUNT_LIMIT + 2)]
+    assert [batch.count for batch in plan(rows, lanes)[0]] == [BATCH_COUNT_LIMIT, BATCH_COUNT_LIMIT, 1]
+    body = bytes(BATCH_BYTES_LIMIT // 2)
+    batches, _ = plan([row(6, seq, body=body) for seq in range(1, 5)], lanes)
+    assert [batch.count for batch in batches] == [1, 1, 1, 1]
+    assert [batch.runs[0].first for batch in batches] == [1, 2, 3, 4]
+
+
+def test_a_target_that_is_not_ready_has_its_lps_wait_and_no_others(lanes: Lanes, targets: dict[int, Target]) -> None:
+    targets[0].ready = False
+    batches, unsendable = plan([row(5, 1), row(600, 1), row(5, 2)], lanes)
+    assert [batch.target.partition for batch in batches] == [2]
+    assert unsendable == []
+    assert [lane.lp for lane in lanes.behind.values()] == [5]
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (row(5, 2, key="x" * (KEY_LIMIT + 1)), "key of 513 bytes"),
+        (row(5, 2, key="ä" * 300), "key of 600 bytes"),
+        (row(5, 2, body=None), "hard limit"),
+    ],
+)
+def test_a_row_that_can_never_be_sent_holds_its_lp(lanes: Lanes, bad: Row, reason: str) -> None:
+    batches, unsendable = plan([row(5, 1), bad, row(5, 3), row(6, 1)], lanes)
+    assert sum(batch.count for batch in batches) == 2
+    ((lane, seq, told),) = unsendable
+    assert (lane.lp, seq) == (5, 2)
+    assert reason in told
+    lanes.fall_behind(lane)
+    assert (list(lanes.held.values()), lanes.behind) == ([lane], {})
+    lanes.release(lane)
+    assert (lanes.held, list(lanes.behind.values())) == ({}, [lane])
+
+
+def test_a_long_key_within_the_limit_is_sent(lanes: Lanes) -> None:
+    assert plan([row(5, 1, key="x" * KEY_LIMIT)], lanes)[0][0].count == 1
+
+
+def test_a_refused_target_says_why_for_each_lp(lanes: Lanes, targets: dict[int, Target]) -> None:
+    targets[0].ready, targets[0].refusal = False, "unknown topic"
+    _, unsendable = plan([row(5, 1), row(5, 2), row(6, 1)], lanes)
+    assert [(each.lane.lp, each.reason) for each in unsendable] == [(5, "unknown topic"), (6, "unknown topic")]
+
+
+def test_a_rewound_lane_starts_again_behind_the_mark(lanes: Lanes) -> None:
+    plan([row(5, seq) for seq in range(1, 10)], lanes)
+    lane = lane_of(lanes, 5)
+    lane.advance(9)
+    lanes.rewind(lane, 4, flight=7)
+    assert (lane.sent, lane.acked, lane.rewound_at, lane.state) == (4, 4, 7, "behind")
+    lanes.follow(lane)
+    lane.advance(6)
+    assert (lane.sent, lane.expected) == (6, 7), "a rival relay may be ahead of us"
+
+
+def test_lanes_of_given_up_lp_sets_are_forgotten(lanes: Lanes) -> None:
+    plan([row(5, 1), row(5, 3), row(70, 1), row(600, 1)], lanes)
+    lanes.forget([0, 9])
+    assert sorted(lane.lp for lane in lanes) == [70]
+    assert lanes.behind == {}
+
+
+def test_batches_keep_no_message_alive_after_planning(lanes: Lanes) -> None:
+    batches, _ = plan([row(5, 1)], lanes)
+    assert lane_of(lanes, 5).fields is not batches[0].runs[0].fields
+    assert batches[0].target.batch is None
+
+
+def rows_of(*numbers: int) -> list[Row]:
+    return [row(5, number, number=number) for number in numbers]
+
+
+def test_ids_that_were_not_visible_are_asked_for_at_growing_intervals_until_they_are_too_old() -> None:
+    late = LateIds(RelayLimits(late_s=2.0))
+    late.note(10, rows_of(12, 15), now=0.0)
+    asked = [now for now in (step / 100 for step in range(300)) if late.due(now) == [11, 13, 14]]
+    assert asked[0] == 0.0
+    assert 5 <= len(asked) <= 20
+    assert asked[-1] <= 2.0
+    assert len(late) == 0
+
+
+def test_ids_that_came_are_not_asked_for_again() -> None:
+    late = LateIds(RelayLimits())
+    late.note(10, rows_of(12, 14), now=0.0)
+    late.found(rows_of(11))
+    assert late.due(0.0) == [13]
+
+
+def test_chunks_without_holes_note_nothing_and_large_holes_are_bounded() -> None:
+    late = LateIds(RelayLimits(late_ids=100))
+    late.note(10, rows_of(11, 12, 13), now=0.0)
+    assert len(late) == 0
+    late.note(13, rows_of(1_000_000), now=0.0)
+    assert late.due(0.0) == list(range(999_900, 1_000_000))
+
+
+def test_pauses_grow_to_a_bound_and_are_never_in_step() -> None:
+    chance = random.Random(1)
+    waits = [pause_s(failures, chance) for failures in range(1, 40)]
+    assert waits[0] <= 0.05
+    assert all(LONGEST_S / 2 <= wait <= LONGEST_S for wait in waits[10:])
+    assert len(set(waits)) == len(waits)
+
+
+def test_an_interval_is_due_at_first_and_then_when_it_has_passed() -> None:
+    every = Every(1.0)
+    assert [every.due(now) for now in (5.0, 5.5, 6.0, 6.9)] == [True, False, True, False]
+    every.hasten()
+    assert every.due(6.9)
