@@ -50,7 +50,7 @@ class Bulk:
         if set(map(type, bodies)) != {bytes} or max(map(len, bodies)) > limit:
             bodies = [whole_body(topic.name, body, limit) for body in bodies]
         self.topic = topic
-        self.bodies: Sequence[bytes] = bodies
+        self.bodies = cast("list[bytes]", bodies)
         self.placed: list[tuple[Lp, bytes]] = (
             [(random_lp(chance), NO_KEY_BULK) if key is None else place_key(key) for key in keys]
             if None in keys

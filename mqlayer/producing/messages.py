@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import overload
+from typing import Final, overload
 
 import msgspec
 
@@ -15,7 +15,9 @@ from mqlayer.errors import InvalidInput, InvalidName
 from mqlayer.producing.parcels import Parcel, Receipt
 from mqlayer.redis.packets import LINE_END, bulk, bulk_head
 
-NO_KEY_BULK = bulk(NO_KEY)
+NO_KEY_BULK: Final = bulk(NO_KEY)
+
+Body = bytes | bytearray | memoryview
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):
@@ -25,7 +27,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     """
 
     key: str | None
-    body: bytes
+    body: Body
     headers: Mapping[str, str] | None = None
 
 
@@ -82,15 +84,13 @@ def place_key(key: str) -> tuple[Lp, bytes]:
     return lp_of(data), bulk(data)
 
 
-def whole_body(topic: str, body: bytes, limit: int) -> bytes:
+def whole_body(topic: str, body: Body, limit: int) -> bytes:
     """Return the body as bytes if the topic takes it. Raises BodyTooLarge or InvalidInput."""
-    if type(body) is not bytes:
-        body = _as_bytes(body)
-    return check_body(topic, body, limit)
+    return check_body(topic, body if type(body) is bytes else _as_bytes(body), limit)
 
 
 def _as_bytes(body: object) -> bytes:
-    if not isinstance(body, bytes | bytearray | memoryview):
+    if not isinstance(body, Body):
         raise InvalidInput(f"a body is bytes, not {type(body).__name__}: encode it")
     return bytes(body)
 

@@ -20,7 +20,16 @@ from mqlayer.producing.bulk import Bulk, BulkSend
 from mqlayer.producing.lanes import Lane, TopicLanes
 from mqlayer.producing.ledger import Ledger, ProducerStats, tell_all
 from mqlayer.producing.links import LinkOptions
-from mqlayer.producing.messages import NO_KEY_BULK, Message, Receipts, facts_bulk, pieces_of, place_key, whole_body
+from mqlayer.producing.messages import (
+    NO_KEY_BULK,
+    Body,
+    Message,
+    Receipts,
+    facts_bulk,
+    pieces_of,
+    place_key,
+    whole_body,
+)
 from mqlayer.producing.parcels import Listener, Oneway, Parcel, Promise, Receipt
 from mqlayer.producing.upkeep import Upkeep, open_source
 from mqlayer.producing.waiting import await_one
@@ -106,7 +115,7 @@ class Producer:
         self,
         topic: str,
         *,
-        body: bytes,
+        body: Body,
         key: str | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
@@ -136,7 +145,7 @@ class Producer:
         self,
         topic: str,
         *,
-        body: bytes,
+        body: Body,
         key: str | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
@@ -153,7 +162,7 @@ class Producer:
         return promise.future
 
     def send_oneway(
-        self, topic: str, *, body: bytes, key: str | None = None, headers: Mapping[str, str] | None = None
+        self, topic: str, *, body: Body, key: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         """Queue one message and forget it: what goes wrong later is logged and counted in `stats`, never raised.
 
@@ -228,7 +237,7 @@ class Producer:
         self,
         topic: str,
         key: str | None,
-        body: bytes,
+        body: Body,
         headers: Mapping[str, str] | None,
         deadline: float,
         listener: Listener | None,
@@ -238,10 +247,10 @@ class Producer:
         """Check a message, give it its seq and queue it."""
         lanes = self._lanes(topic)
         lp, key_bulk = (random_lp(self._chance), NO_KEY_BULK) if key is None else place_key(key)
-        body = whole_body(topic, body, lanes.route.body_limit)
+        whole = whole_body(topic, body, lanes.route.body_limit)
         facts = facts_bulk(time.time_ns() // 1_000_000, headers)
-        size = len(facts) + len(key_bulk) + len(body)
-        parcel = Parcel(pieces_of(facts, key_bulk, body), 1, size, deadline, listener)
+        size = len(facts) + len(key_bulk) + len(whole)
+        parcel = Parcel(pieces_of(facts, key_bulk, whole), 1, size, deadline, listener)
         if isinstance(listener, Promise):
             listener.parcel = parcel
         ledger = self._ledger
