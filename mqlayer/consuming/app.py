@@ -120,8 +120,10 @@ class App:
         settings = self.settings
         # A member's heart never waits for a connection behind the threads that see to a node.
         size = 2 + 2 * len(self.consumers)
-        database = Database(settings.control_dsn(), application="mqlayer consumer", max_size=size)
-        application = Database(settings.application_dsn(), application="mqlayer consumer", max_size=2, timeout_s=2.0)
+        control, effects = settings.control_dsn(), settings.application_dsn()
+        wait_s = settings.connect_timeout_s
+        database = Database(control, application="mqlayer consumer", max_size=size, timeout_s=wait_s)
+        application = Database(effects, application="mqlayer consumer", max_size=2, timeout_s=min(2.0, wait_s))
         routes = RouteCache(database)
         self._open = [routes, database, application]
         try:

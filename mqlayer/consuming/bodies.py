@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from mqlayer.errors import BodyMismatch
 
 Decode = Callable[[bytes], Any]
+
+_PLACE: Final = re.compile(r" - at (`\$[^`]*`)\Z")
 
 
 def decoder_for(body_type: Any) -> Decode:
@@ -71,7 +74,9 @@ def _pydantic(model: Any) -> Decode:
 def _place(error: msgspec.ValidationError) -> str:
     """Return where and what kind of fault, without any value from the body."""
     text = str(error)
-    place = text[text.rfind(" - at `") :].removeprefix(" - at ") if " - at `" in text else "`$`"
+    # At the very end only: a value that is quoted before it may look like a place.
+    found = _PLACE.search(text)
+    place = found[1] if found else "`$`"
     if text.startswith("Expected `"):
         return f"{text.split(',', 1)[0].split(' - at', 1)[0]} at {place}"
     for kind in ("missing required field", "unknown field"):

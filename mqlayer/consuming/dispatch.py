@@ -49,7 +49,8 @@ class Dispatcher:
         self._hands: list[deque[Lane]] = []
         self._idle = 0
         self._watching = 0
-        self._message_s = QUICK_S
+        # Slow until they show that they are quick: a first slow message must not keep the others waiting.
+        self._message_s = WORTH_S
         # Keys that still run under a holding that is gone, and the lanes of later holdings that wait for them: a member
         # that got its partition again must not run a key twice at a time.
         self._orphans: Counter[Spot] = Counter()

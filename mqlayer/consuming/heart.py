@@ -53,7 +53,7 @@ class Heart:
         self._session: Session | None = None
         self._to_release: queue.SimpleQueue[Assigned] = queue.SimpleQueue()
         self._nudged = threading.Event()
-        self._leaving = False
+        self._leaving = self._left_to_the_lease = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{name}-heart", daemon=True)
         self.deadline = 0.0
@@ -83,17 +83,15 @@ class Heart:
     def start_leaving(self) -> None:
         """Say that the partitions are to be given away; it beats on while that is done."""
         self._leaving = True
-        self._quietly(lambda session: start_leaving(self._database, session))
+        self._quietly(start_leaving)
 
     def stop(self, timeout_s: float) -> None:
-        """End: give back what is released, and leave."""
-        self._leaving = True
+        """End, and leave: what was not given back by then is given to others at once."""
         self._ended.set()
         self.nudge()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-        self._quietly(self._give_back)
-        self._quietly(lambda session: leave(self._database, session))
+        self._quietly(leave)
 
     def _run(self) -> None:
         every = min(self._lease_s / 3, LONGEST_BEAT_S)
@@ -160,15 +158,17 @@ class Heart:
                 # The heartbeat must not wait for this.
                 self._to_release.put(assigned)
                 log.warning("release_waits", extra={"partition": assigned.partition, "reason": str(error)})
+                return
 
-    def _quietly(self, work: Callable[[Session], None]) -> None:
-        """Do what is only a courtesy: the lease does it later where the store is away."""
-        if self._session is None:
+    def _quietly(self, say: Callable[[Database, Session], None]) -> None:
+        """Do what is only a courtesy, unless it failed before: the lease does it later where the store is away."""
+        if self._session is None or self._left_to_the_lease:
             return
         try:
-            work(self._session)
+            say(self._database, self._session)
         except MqlayerError as error:
-            log.info("left_to_the_lease", extra={"reason": str(error)})
+            self._left_to_the_lease = True
+            log.warning("left_to_the_lease", extra={"reason": str(error)} | self._facts())
 
     def _facts(self) -> dict[str, str]:
         return {"member": self._member_id, "topic": self._group.topic, "group": self._group.name}

@@ -1,0 +1,359 @@
+"""Settling: cases 38, 39, 50 to 54 and 77 with whole members, on every Redis."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+
+from mqlayer import Context
+from mqlayer.domain.routing import lp_of
+from mqlayer.errors import AlreadyApplied, StaleOwner
+from mqlayer.failpoints import arm, disarm_all
+from mqlayer.membership.members import join
+from mqlayer.postgres.queries import query
+from mqlayer.redis.partitions import (
+    Fenced,
+    Holder,
+    Kept,
+    Refused,
+    Taken,
+    attempt_command,
+    attempt_reply,
+    release_command,
+    settle_command,
+    settle_reply,
+    take_command,
+    take_reply,
+)
+from tests.fixtures.consuming import Recorder, Stage, member_of
+from tests.fixtures.waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_armed() -> Iterator[None]:
+    yield
+    disarm_all()
+
+
+def hold_all(go_on: threading.Event) -> Recorder:
+    """Return a handler that lets a message end when the test says so."""
+
+    def act(_body: bytes, _ctx: Context) -> None:
+        go_on.wait(30)
+
+    return Recorder(act)
+
+
+def keys_of(stage: Stage, partition: int, count: int) -> list[str]:
+    """Return some keys of one partition."""
+    names = (f"key-{number}" for number in itertools.count())
+    return list(
+        itertools.islice((k for k in names if stage.route.range_of(lp_of(k.encode())).partition == partition), count)
+    )
+
+
+def test_while_a_key_is_in_hand_nothing_more_of_it_is_given_out(every_stage: Stage) -> None:
+    """Case 50, for keys: m2 and m3 wait until m1 is handled, and a second member gets nothing of the partition."""
+    go_on = threading.Event()
+    first, second = hold_all(go_on), Recorder()
+    partition = every_stage.partitions[0]
+    [key] = keys_of(every_stage, partition, 1)
+    every_stage.send([(key, b"1"), (key, b"2"), (key, b"3")])
+    every_stage.consume(first)
+    wait_until(lambda: first.begun, what="m1 begun")
+    every_stage.consume(second)
+    wait_until(lambda: len(set(every_stage.owners().values())) == 2, timeout_s=20, what="one partition each")
+    assert len(first.begun) == 1
+    assert not [handled for handled in second.begun if handled.partition == partition]
+    go_on.set()
+    every_stage.wait_settled()
+    assert sorted(first.bodies() + second.bodies()) == [b"1", b"2", b"3"]
+
+
+def test_committed_waits_for_the_head_and_then_jumps(every_stage: Stage) -> None:
+    """Case 51: m2 and m3 are settled before m1; committed stays before m1, then passes m3."""
+    go_on = threading.Event()
+    key_of_head, *others = keys_of(every_stage, every_stage.partitions[0], 3)
+
+    def act(_body: bytes, ctx: Context) -> None:
+        if ctx.key == key_of_head:
+            go_on.wait(30)
+
+    recorder = Recorder(act)
+    every_stage.send([(key_of_head, b"1"), (others[0], b"2"), (others[1], b"3")])
+    app = every_stage.consume(recorder)
+    wait_until(lambda: member_of(app).stats.settled == 2, what="m2 and m3 settled")
+    [partition] = {handled.partition for handled in recorder.begun}
+    assert every_stage.position(partition) == (1, 4)
+    go_on.set()
+    wait_until(lambda: every_stage.position(partition) == (4, 4), what="committed behind m3")
+
+
+def test_what_was_settled_behind_an_unsettled_head_is_not_delivered_again(every_stage: Stage) -> None:
+    """Case 52: after the owner is gone m1 comes again; m2 and m3, settled already, are skipped."""
+    go_on = threading.Event()
+    key_of_head, *others = keys_of(every_stage, every_stage.partitions[0], 3)
+
+    def act(_body: bytes, ctx: Context) -> None:
+        if ctx.key == key_of_head:
+            go_on.wait(30)
+
+    first, second = Recorder(act), Recorder()
+    every_stage.send([(key_of_head, b"1"), *((others[number % 2], b"%d" % number) for number in range(2, 2_000))])
+    app = every_stage.consume(first)
+    wait_until(lambda: member_of(app).stats.settled == 1_998, timeout_s=20, what="all but m1 settled")
+    every_stage.send([(others[0], b"2000")])
+    wait_until(lambda: member_of(app).stats.settled == 1_999, timeout_s=20, what="all but m1 settled")
+    assert not app.stop(timeout_s=0.1)
+    every_stage.consume(second)
+    every_stage.wait_settled()
+    assert second.bodies() == [b"1"]
+    go_on.set()
+
+
+def test_acks_of_an_earlier_owner_change_nothing(every_stage: Stage) -> None:
+    """Cases 34, 38 and 53: every call under an old epoch is refused, also that of the owner's own former self."""
+    every_stage.send_numbers(keys=1, each=5)
+    go_on = threading.Event()
+    recorder = hold_all(go_on)
+    app = every_stage.consume(recorder)
+    wait_until(lambda: recorder.begun, what="the first message begun")
+    begun = recorder.begun[0]
+    owner = member_of(app).member_id
+    before = every_stage.redis.hgetall(every_stage.group_keys(begun.partition).lock)
+    with every_stage.line() as line:
+        for member, epoch in ((owner, begun.epoch - 1), ("somebody", begun.epoch), ("somebody", begun.epoch - 1)):
+            old = Holder(every_stage.prefix, begun.partition, every_stage.group_id(), member, epoch)
+            replies = line.call(
+                [
+                    settle_command(line, old, [(1, 3)]),
+                    attempt_command(line, old, 1, 9),
+                    take_command(line, old, start=1, afresh=True),
+                    release_command(line, old),
+                ]
+            )
+            assert settle_reply(replies[0], "") == Fenced(begun.epoch)
+            assert attempt_reply(replies[1], "") == Fenced(begun.epoch)
+            assert take_reply(replies[2], "") == Fenced(begun.epoch)
+            assert replies[3] == [b"fenced", begun.epoch]
+    after = every_stage.redis.hgetall(every_stage.group_keys(begun.partition).lock)
+    assert {**after, b"refreshed_at": b""} == {**before, b"refreshed_at": b""}
+    go_on.set()
+    every_stage.wait_settled()
+
+
+def test_an_unknown_offset_is_refused_and_one_below_committed_is_harmless(every_stage: Stage) -> None:
+    """Case 54, beside a living owner: nothing of it reaches what the owner does."""
+    recorder = Recorder()
+    every_stage.send_numbers(keys=1, each=5)
+    app = every_stage.consume(recorder)
+    every_stage.wait_settled()
+    begun = recorder.begun[0]
+    holder = Holder(every_stage.prefix, begun.partition, every_stage.group_id(), member_of(app).member_id, begun.epoch)
+    with every_stage.line() as line:
+        unknown, below, both = line.call(
+            [settle_command(line, holder, ranges) for ranges in ([(6, 6)], [(1, 2)], [(1, 2), (9, 9)])]
+        )
+    assert settle_reply(unknown, "") == Refused("unknown", "6")
+    assert settle_reply(below, "") == Kept(6)
+    assert settle_reply(both, "") == Refused("unknown", "6")
+    assert every_stage.position(begun.partition) == (6, 6)
+
+
+def test_the_same_member_id_started_again_gets_new_epochs_and_the_old_process_ends(
+    every_stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Case 39."""
+    go_on = threading.Event()
+    first, second = hold_all(go_on), Recorder()
+    every_stage.send_numbers(keys=4, each=5)
+    old = every_stage.consume(first, member_id="me")
+    wait_until(lambda: len(first.begun) == 4, what="messages in hand")
+    new = every_stage.consume(second, member_id="me")
+    every_stage.wait_settled()
+    wait_until(lambda: not member_of(old).running, what="the old process ended")
+    go_on.set()
+    assert "member_replaced" in caplog.text
+    assert member_of(new).running
+    assert len(second.bodies()) == 20
+    assert len(first.begun) == 4
+    assert member_of(old).stats.settled == 0
+    assert min(handled.epoch for handled in second.begun) > max(handled.epoch for handled in first.begun)
+
+
+def test_an_old_process_never_learns_the_epochs_of_the_one_that_took_its_id(stage: Stage) -> None:
+    """Else both would call themselves owner under one epoch, and every check would pass for both."""
+    recorder = Recorder()
+    app = stage.consume(recorder, member_id="me")
+    stage.send_numbers(keys=4, each=1)
+    stage.wait_settled()
+    session = member_of(app)._heart._session
+    assert session is not None
+    # As at a heartbeat between its two statements: the id is taken over before the second.
+    join(stage.database, group_id=stage.group_id(), member_id="me", lease_s=5.0)
+    with stage.database.connection() as connection:
+        facts = {"group_id": session.group_id, "member_id": session.member_id, "session": session.session}
+        rows = connection.execute(query("member_assignments"), facts).fetchall()
+    assert [row[0] for row in rows] == [None]
+
+
+def test_a_fenced_effect_is_there_once_though_its_ack_was_lost(every_stage: Stage) -> None:
+    """Case 77: between commit and ack the member loses the partition; redelivery finds the effect and settles."""
+    with psycopg.connect(every_stage.dsn, autocommit=True) as connection:
+        connection.execute("CREATE TABLE effect (body text)")
+
+    refused: list[type[Exception]] = []
+
+    def handle(body: str, ctx: Context) -> None:
+        try:
+            with psycopg.connect(every_stage.dsn) as connection:
+                ctx.fence(connection)
+                connection.execute("INSERT INTO effect VALUES (%s)", [body])
+        except (AlreadyApplied, StaleOwner) as error:
+            refused.append(type(error))
+            raise
+
+    every_stage.send_numbers(keys=3, each=3)
+    arm("ack.before_send", "raise")
+    arm("ack.before_send", "raise", occurrence=2)
+    app = every_stage.consume(handle)
+    wait_until(lambda: member_of(app).stats.handled == 9, timeout_s=20, what="all handled")
+    for held in member_of(app)._holdings.all():
+        member_of(app).forgotten(held)
+    every_stage.wait_settled()
+    with psycopg.connect(every_stage.dsn) as connection:
+        assert connection.execute("SELECT count(*) FROM effect").fetchone() == (9,)
+    assert set(refused) <= {AlreadyApplied}
+
+
+def test_the_fence_called_twice_for_a_message_is_a_fault_and_loses_no_effect(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second call would answer "applied", the transaction would roll back, and the message would be settled."""
+    with psycopg.connect(stage.dsn, autocommit=True) as connection:
+        connection.execute("CREATE TABLE effect (body text)")
+    twice = threading.Event()
+    twice.set()
+
+    def handle(body: str, ctx: Context) -> None:
+        with psycopg.connect(stage.dsn) as connection:
+            ctx.fence(connection)
+            connection.execute("INSERT INTO effect VALUES (%s)", [body])
+            if twice.is_set():
+                ctx.fence(connection)
+
+    stage.send([("k", b"1")])
+    with caplog.at_level(logging.WARNING):
+        stage.consume(handle)
+        wait_until(lambda: "handler_failed" in caplog.text, what="the fault")
+    twice.clear()
+    stage.wait_settled()
+    with psycopg.connect(stage.dsn) as connection:
+        assert connection.execute("SELECT count(*) FROM effect").fetchone() == (1,)
+
+
+def test_acks_that_could_not_be_sent_are_sent_again(every_stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever fails between taking acks and their answer, not one is lost."""
+    recorder = Recorder()
+    every_stage.send_numbers(keys=10, each=100)
+    for occurrence in (1, 2, 4):
+        arm("ack.before_send", "raise", occurrence=occurrence)
+        arm("ack.after_send", "raise", occurrence=occurrence)
+    app = every_stage.consume(recorder)
+    every_stage.wait_settled()
+    assert "settling_failed" in caplog.text
+    assert len(recorder.begun) == 1_000
+    wait_until(lambda: member_of(app).stats.settled == 1_000, what="counted as settled")
+    assert {(h.count_in_hand, h.bytes_in_hand) for h in member_of(app)._holdings.all()} == {(0, 0)}
+
+
+def test_a_reader_that_fails_goes_on(every_stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+    for name in ("take.before_send", "take.after_send", "read.after_reply"):
+        arm(name, "raise")
+    every_stage.consume(recorder)
+    every_stage.send_numbers(keys=10, each=10)
+    every_stage.wait_settled()
+    assert "reading_failed" in caplog.text
+    recorder.assert_in_order()
+    assert len(recorder.begun) == 100
+
+
+def test_a_heart_that_fails_goes_on(
+    stage: Stage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    app = stage.consume(recorder)
+    heart = member_of(app)._heart
+
+    def fail(_answer: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(member_of(app), "follow", fail)
+    wait_until(lambda: "ZeroDivisionError" in str([r.__dict__ for r in caplog.records]), what="the failure told")
+    monkeypatch.undo()
+    before = heart.deadline
+    wait_until(lambda: heart.deadline > before, what="a heartbeat later")
+    stage.send_numbers(keys=3, each=3)
+    stage.wait_settled()
+
+
+def test_scripts_that_the_server_forgot_are_loaded_again(every_stage: Stage) -> None:
+    """SCRIPT FLUSH while a member runs costs nothing but a repeated call."""
+    recorder = Recorder()
+    every_stage.consume(recorder)
+    for first in range(1, 41, 10):
+        every_stage.redis.script_flush()
+        every_stage.send_numbers(keys=10, each=10, first=first)
+    every_stage.wait_settled()
+    recorder.assert_in_order()
+    assert len(recorder.begun) == 400
+
+
+def test_records_that_somebody_removed_are_told_and_never_settled(
+    every_stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A hole is no part of the protocol: what is missing must not count as handled."""
+    every_stage.send([("k", b"%d" % number) for number in range(1, 6)])
+    [partition] = [p for p in every_stage.partitions if every_stage.redis.xlen(every_stage.keys(p).log.decode())]
+    every_stage.redis.xdel(every_stage.keys(partition).log.decode(), "3-0")
+    recorder = Recorder()
+    every_stage.consume(recorder)
+    wait_until(lambda: len(recorder.ended) == 4, what="the others handled")
+    wait_until(lambda: every_stage.position(partition) == (3, 6), what="committed before the hole")
+    assert "records_missing" in caplog.text
+
+
+def test_a_lock_that_the_node_forgot_is_taken_anew_and_what_is_not_settled_comes_again(
+    every_stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder()
+    every_stage.send_numbers(keys=4, each=5)
+    every_stage.consume(recorder)
+    every_stage.wait_settled()
+    for partition in every_stage.partitions:
+        keys = every_stage.group_keys(partition)
+        every_stage.redis.delete(keys.lock, keys.acks, keys.attempts)
+    every_stage.send_numbers(keys=4, each=5, first=6)
+    every_stage.wait_settled()
+    assert "lock_forgotten" in caplog.text
+    recorder.assert_in_order()
+    assert recorder.count() == 40
+
+
+def test_taking_twice_under_one_epoch_answers_the_same(every_stage: Stage) -> None:
+    """The answer to the taking may be lost: asked again, the node tells it again."""
+    every_stage.send_numbers(keys=1, each=3)
+    every_stage.consume(Recorder(), group="g").stop()
+    [partition] = [p for p in every_stage.partitions if every_stage.position(p).next == 4]
+    holder = Holder(every_stage.prefix, partition, every_stage.group_id(), "next-one", 1_000_000)
+    with every_stage.line() as line:
+        command = take_command(line, holder, start=1, afresh=True)
+        first, second = (take_reply(reply, "") for reply in line.call([command, command]))
+    assert isinstance(first, Taken)
+    assert first == second
