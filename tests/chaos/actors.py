@@ -29,6 +29,8 @@ from tests.proof.history import Deliver, History, Publish
 TOPIC: Final = "orders"
 GROUP: Final = "ledger"
 KEYS: Final = 60
+FAILING: Final = int(os.environ.get("MQLAYER_TEST_FAILING", "0"))
+"""Every so many messages fail at their first attempt; 0: none does."""
 SINK: Final = """
 CREATE TABLE sink (
     place bigserial PRIMARY KEY, key text, source int, lp int, seq bigint, epoch bigint, partition int, value text
@@ -96,6 +98,8 @@ def consume(name: str, directory: Path, stopping: threading.Event) -> None:
         operation = history.begin(event)
         try:
             with pool.connection() as connection:
+                if FAILING and ctx.attempt == 1 and seq % FAILING == 0:
+                    raise RuntimeError("planted")
                 ctx.fence(connection)
                 connection.execute(
                     "INSERT INTO sink (key, source, lp, seq, epoch, partition, value) VALUES "

@@ -1,0 +1,136 @@
+"""Each place between two writes of a consumer, hit by a kill: the next one goes on, and the verdict is clean.
+
+Cases 34, 50 to 53, 71, 77: no message is lost or reversed, and each fenced effect is there once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import psycopg
+import pytest
+from pydantic import SecretStr
+
+from mqlayer.domain.routing import lp_of
+from mqlayer.postgres.database import Database
+from mqlayer.relay import relay_once
+from mqlayer.settings import Settings
+from mqlayer.topics import create_topic, register_node
+from tests.chaos.actors import GROUP, SINK, TOPIC
+from tests.chaos.test_whole_path import drained, note_sink, note_streams
+from tests.fixtures.waiting import wait_until
+from tests.proof.checker import check
+from tests.proof.history import History, Publish, read_histories
+
+ROOT: Final = Path(__file__).parents[2]
+COUNT: Final = 300
+KEYS: Final = 20
+
+AT_WORK: Final = [
+    "group.after_insert", "group.before_live", "member.before_join_commit",
+    "take.before_send", "take.after_send", "read.after_reply",
+    "handler.after_success@40", "handler.after_failure@3", "fence.before@40", "fence.after@40",
+    "ack.before_send@2", "ack.after_send@2",
+]  # fmt: skip
+AT_STOP: Final = ["release.before_redis", "release.after_redis"]
+
+
+class Scene:
+    """A backlog in the partitions, consumers that are killed, and what they leave."""
+
+    def __init__(self, settings: Settings, directory: Path) -> None:
+        self.settings, self.directory = settings, directory
+        self._environment = os.environ | {
+            "MQLAYER_DSN": settings.control_dsn(),
+            "MQLAYER_KEY_PREFIX": settings.key_prefix,
+            "MQLAYER_LEASE_S": "1.0",
+            "MQLAYER_TEST_FAILING": "7",
+        }
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    def start(self, name: str, failpoints: str = "") -> subprocess.Popen[bytes]:
+        """Start a consumer, to be killed at a place."""
+        with (self.directory / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.actors", "consumer", name, str(self.directory)],
+                cwd=ROOT, env=self._environment | {"MQLAYER_FAILPOINTS": failpoints}, stdout=log, stderr=log,
+            )  # fmt: skip
+        self.running.append(process)
+        return process
+
+    def publish(self) -> None:
+        """Commit messages and bring them to the partitions."""
+        with psycopg.connect(self.settings.control_dsn()) as connection, History(self.directory, "writer") as history:
+            for number in range(COUNT):
+                key, value = f"key-{number % KEYS}", str(number)
+                operation = history.begin(Publish(topic=TOPIC, key=key, value=value))
+                row = connection.execute(
+                    "SELECT mqlayer_app.publish_v1(%s, %s, %s)", (TOPIC, key, value.encode())
+                ).fetchone()
+                connection.commit()
+                operation.ok(source=1, lp=lp_of(key.encode()), seq=row[0] if row else 0)
+        assert relay_once(self.settings) == COUNT
+
+    def wait_until_drained(self) -> None:
+        """Wait until every message has its effect."""
+        with psycopg.connect(self.settings.control_dsn(), autocommit=True) as connection:
+            wait_until(lambda: drained(connection), timeout_s=40, what="every message has its effect")
+
+
+@pytest.fixture
+def scene(database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path) -> Iterator[Scene]:
+    settings = Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix)
+    with Database(database_dsn) as database, psycopg.connect(database_dsn, autocommit=True) as connection:
+        connection.execute(SINK)
+        register_node(database, name="n1", url=redis_url)
+        create_topic(database, TOPIC, prefix=key_prefix, partitions=4, application=database)
+    scene = Scene(settings, tmp_path)
+    yield scene
+    for process in scene.running:
+        process.kill()
+        process.wait()
+
+
+def judge(scene: Scene) -> None:
+    """Have the histories, the streams and the sink judged."""
+    with History(scene.directory, "witness") as history:
+        note_streams(history, scene.settings.control_dsn(), scene.settings.key_prefix, [1, 2, 3, 4])
+        note_sink(history, scene.settings.control_dsn())
+    verdict = check(read_histories(scene.directory), flows=[(GROUP, TOPIC)])
+    assert verdict.clean, verdict
+    assert verdict.messages == COUNT
+
+
+@pytest.mark.parametrize("place", AT_WORK)
+def test_a_kill_at_work_loses_and_reverses_nothing(scene: Scene, place: str) -> None:
+    name, _, occurrence = place.partition("@")
+    scene.publish()
+    killed = scene.start("first", f"{name}=kill@{occurrence or 1}")
+    assert killed.wait(40) == -9, "the place was not reached"
+    scene.start("second")
+    scene.wait_until_drained()
+    judge(scene)
+
+
+@pytest.mark.parametrize("place", AT_STOP)
+def test_a_kill_at_the_stop_loses_and_reverses_nothing(scene: Scene, place: str) -> None:
+    first = scene.start("first", f"{place}=kill")
+    with psycopg.connect(scene.settings.control_dsn(), autocommit=True) as connection:
+        wait_until(
+            lambda: connection.execute("SELECT 1 FROM mqlayer.assignment WHERE member_id IS NOT NULL").fetchone(),
+            timeout_s=40, what="the first consumer owns partitions",
+        )  # fmt: skip
+        scene.publish()
+        wait_until(
+            lambda: connection.execute("SELECT 1 FROM sink LIMIT 1").fetchone(), timeout_s=40, what="it is at work"
+        )
+    first.terminate()
+    assert first.wait(40) == -9, "the place was not reached"
+    scene.start("second")
+    scene.wait_until_drained()
+    judge(scene)
