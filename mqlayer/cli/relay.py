@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from typing import Annotated
 
 import typer
@@ -28,5 +29,6 @@ def relay(
         return
     running = Relay(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: running.stop())
+        # From a thread: the signal may have come while this one holds a lock that stopping needs.
+        signal.signal(number, lambda *_: threading.Thread(target=running.stop).start())
     running.run()

@@ -150,8 +150,8 @@ class Lanes:
             self.held.pop(chain, None)
 
     def fall_behind(self, lane: Lane) -> None:
-        """Have the lane's rows read by seq."""
-        if lane.state != "held":
+        """Have the lane's rows read by seq. A lane that was forgotten since it was sent stays so."""
+        if lane.state != "held" and self._lanes.get(lane.chain) is lane:
             lane.state, lane.expected = "behind", NEVER
             self.behind[lane.chain] = lane
 
@@ -168,9 +168,10 @@ class Lanes:
 
     def hold(self, lane: Lane) -> None:
         """Send nothing of the lane until `release`."""
-        lane.state, lane.expected = "held", NEVER
-        self.behind.pop(lane.chain, None)
-        self.held[lane.chain] = lane
+        if self._lanes.get(lane.chain) is lane:
+            lane.state, lane.expected = "held", NEVER
+            self.behind.pop(lane.chain, None)
+            self.held[lane.chain] = lane
 
     def put_off(self, lane: Lane, *, held: bool) -> None:
         """Send nothing of the lane now: until its row is let go, or until its target is ready."""

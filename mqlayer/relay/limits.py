@@ -30,5 +30,5 @@ class RelayLimits:
     late_ids: int = 5_000
     late_s: float = 2.0
     """How many ids, and for how long, are asked for again because their rows were not visible."""
-    lps_at_once: int = 256
+    lps_at_once: int = 64
     """LPs read by seq in one query."""

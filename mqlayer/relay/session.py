@@ -275,10 +275,11 @@ class Session:
     def _attach(self, now: float) -> None:
         """Let the outbox publish to new topics and take changed limits, every minute, in the background."""
         if self._attaching is not None and self._attaching.done():
-            error = self._attaching.exception()
-            if error is not None:
+            error, self._attaching = self._attaching.exception(), None
+            if error is None:
+                retarget(self._lanes, self._targets, self._targets.refresh_all())
+            else:
                 log.warning("relay_attach_failed", extra={"reason": str(error)})
-            self._attaching = None
         if self._attaching is None and self._topics.due(now):
             self._attaching = self._background.submit(attach_topics, self._control, self._application)
 

@@ -54,6 +54,10 @@ class Targets:
             self._load(topic_id, refresh=True)
         return {topic_id for topic_id in due if topic_id in self._by_lp}
 
+    def refresh_all(self) -> set[int]:
+        """Ask for all routes and limits in use as they are now; return the topics that have another version."""
+        return {topic_id for topic_id in list(self._by_lp) if self.refresh(topic_id)}
+
     def refresh(self, topic_id: int) -> bool:
         """Ask for a topic's route after a refusal; return whether there was a newer one."""
         before = self._versions.get(topic_id)

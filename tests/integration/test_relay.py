@@ -13,7 +13,7 @@ import redis
 from mqlayer.domain.message import NO_KEY
 from mqlayer.domain.names import BODY_LIMIT, KEY_LIMIT
 from mqlayer.domain.routing import lp_of
-from mqlayer.errors import ConfigurationRefused, SchemaMismatch
+from mqlayer.errors import ConfigurationRefused, InvalidInput, SchemaMismatch
 from mqlayer.outbox import adopt, list_aside, renew, retry_aside
 from mqlayer.postgres.database import Database
 from mqlayer.relay import RelayLimits, relay_once
@@ -261,6 +261,13 @@ def test_a_restored_database_goes_on_as_a_new_source_and_loses_nothing(world: Ou
         tags = [record.value.partition("-")[0] for record in records if record.key == key]
         assert tags == ["m"] * 10 + ["waiting"] * 2 + ["after"] * 2
     assert {record.source for record in records} == {1, 2}
+
+
+def test_an_outbox_that_a_relay_works_on_keeps_its_identity(world: OutboxWorld) -> None:
+    with world.relay() as relay, Database(world.dsn) as database:
+        wait_until(lambda: _shares(world) == {relay.relay_id: 16}, what="the relay to work")
+        with pytest.raises(InvalidInput, match="stop its relays first"):
+            adopt(database)
 
 
 def test_a_copy_gets_an_identity_and_an_empty_outbox_of_its_own(world: OutboxWorld) -> None:

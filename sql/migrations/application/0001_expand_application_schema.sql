@@ -349,6 +349,9 @@ CREATE FUNCTION mqlayer_app.outbox_renew_v1(p_keep boolean) RETURNS bigint LANGU
 DECLARE
     v_count bigint;
 BEGIN
+    IF EXISTS (SELECT FROM mqlayer_app.lp_set WHERE lease_until >= now()) THEN
+        RAISE EXCEPTION 'a relay works on this outbox' USING ERRCODE = 'MQ005', HINT = 'stop its relays first';
+    END IF;
     LOCK TABLE mqlayer_app.counter, mqlayer_app.outbox, mqlayer_app.relayed IN ACCESS EXCLUSIVE MODE;
     IF p_keep THEN
         DELETE FROM mqlayer_app.outbox o USING mqlayer_app.relayed r
