@@ -1,0 +1,100 @@
+"""A node that lost partitions as a whole gets them again, under new epochs, and only where they are really gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from mqlayer import failpoints
+from mqlayer.errors import ConfigurationRefused
+from mqlayer.postgres.database import Database
+from mqlayer.redis.keys import group_keys, partition_keys
+from mqlayer.stack import RedisServer
+from mqlayer.topics import create_topic, rearm_node, register_node
+from tests.fixtures.servers import StartRedis
+
+
+@pytest.fixture
+def server(start_redis: StartRedis) -> RedisServer:
+    """A Redis of the test's own."""
+    return start_redis()
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def database(database_dsn: str, server: RedisServer, key_prefix: str) -> Iterator[Database]:
+    """One node with a topic of two partitions, consumed by a group."""
+    with Database(database_dsn) as database:
+        register_node(database, name="n1", url=server.url)
+        create_topic(database, "orders", prefix=key_prefix, partitions=2)
+        with database.connection() as connection:
+            connection.execute(
+                "INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) "
+                "VALUES (1, 'g', 'earliest', '{1}')"
+            )
+            connection.execute(
+                "INSERT INTO mqlayer.assignment (group_id, partition_id, epoch) VALUES (1, 1, nextval('mqlayer.epoch'))"
+            )
+        yield database
+
+
+def meta(client: redis.Redis, prefix: str, partition: int) -> dict[bytes, bytes]:
+    found: Any = client.hgetall(partition_keys(prefix, partition).meta)
+    return dict(found)
+
+
+def test_lost_partitions_are_made_again_under_epochs_that_no_old_ack_has(
+    database: Database, client: redis.Redis, key_prefix: str
+) -> None:
+    before = meta(client, key_prefix, 1)
+    client.flushall()
+    _, epochs = rearm_node(database, "n1", prefix=key_prefix)
+    assert epochs == 1
+    assert meta(client, key_prefix, 1) == before
+    assert meta(client, key_prefix, 2)[b"lp_from"] == b"512"
+    # The new epoch is 2; the lock is held by nobody one below, for the owner to whom Postgres gives it.
+    assert client.hmget(group_keys(key_prefix, 1, 1).lock, "owner", "epoch") == [b"", b"1"]
+    assert rearm_node(database, "n1", prefix=key_prefix)[1] == 0
+
+
+def test_a_partition_that_is_there_is_left_as_it_is(database: Database, client: redis.Redis, key_prefix: str) -> None:
+    client.hset(partition_keys(key_prefix, 1).meta, "next", "77")
+    client.delete(partition_keys(key_prefix, 2).meta)
+    rearm_node(database, "n1", prefix=key_prefix)
+    assert meta(client, key_prefix, 1)[b"next"] == b"77"
+    assert meta(client, key_prefix, 2)[b"next"] == b"1"
+
+
+@pytest.mark.parametrize("place", ["rearm.before_raise", "rearm.before_remake", "rearm.before_arm"])
+def test_what_broke_half_way_is_finished_by_the_next(
+    database: Database, client: redis.Redis, server: RedisServer, key_prefix: str, place: str
+) -> None:
+    client.flushall()
+    server.restart()
+    failpoints.arm(place, "raise")
+    try:
+        with pytest.raises(failpoints.FailpointHit):
+            rearm_node(database, "n1", prefix=key_prefix)
+    finally:
+        failpoints.disarm_all()
+    node, epochs = rearm_node(database, "n1", prefix=key_prefix)
+    assert epochs == 1
+    assert {meta(client, key_prefix, partition)[b"state"] for partition in (1, 2)} == {b"open"}
+    assert rearm_node(database, "n1", prefix=key_prefix) == (node, 0)
+
+
+def test_partitions_under_another_prefix_are_not_taken_for_lost(
+    database: Database, client: redis.Redis, key_prefix: str
+) -> None:
+    with pytest.raises(ConfigurationRefused, match="MQLAYER_KEY_PREFIX") as refused:
+        rearm_node(database, "n1", prefix="elsewhere")
+    assert key_prefix in str(refused.value)
+    assert list(client.scan_iter("elsewhere:*")) == []
