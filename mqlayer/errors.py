@@ -6,8 +6,7 @@ MqlayerError
 │   ├── InvalidName
 │   ├── KeyTooLarge
 │   ├── BodyTooLarge
-│   ├── ReservedHeader
-│   └── BatchTooLarge
+│   └── ReservedHeader
 ├── NotFound                a topic, group, node or partition that nobody created
 ├── Conflict                it exists already, otherwise; nothing was changed
 ├── ConfigurationRefused    a server's settings void the promise: says which to change
@@ -109,17 +108,6 @@ class ReservedHeader(InvalidInput):
 
     def __str__(self) -> str:
         return f"bad headers: {self.reason}"
-
-
-class BatchTooLarge(InvalidInput):
-    """More in one call than a script may take."""
-
-    def __init__(self, count: int, limit: int) -> None:
-        super().__init__(count, limit)
-        self.count, self.limit = count, limit
-
-    def __str__(self) -> str:
-        return f"{self.count} in one call, the limit is {self.limit}: send several batches"
 
 
 class NotFound(MqlayerError):
