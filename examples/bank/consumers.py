@@ -14,7 +14,7 @@ from mqlayer.errors import FenceError
 
 TOPIC: Final = "bank.entries"
 GROUP: Final = "ledger"
-CONCURRENCY: Final = 6
+CONCURRENCY: Final = 4
 
 app = mqlayer.App()
 # A stopped process must not keep its rows from the next owner for longer than its lease.
