@@ -231,9 +231,12 @@ class Reader:
         if held.state not in (State.NEW, State.OPEN):
             return
         if isinstance(answer, Refused):
+            # The node lost it, though it is the armed run: re-arming makes it again under new epochs.
             facts = {"partition": held.partition, "word": answer.word, "address": self._line.node.address}
             log.error("partition_refused", extra=facts)
-        self._owner.fenced(held, "pull")
+            self._owner.node_lost(self._line.node.node_id)
+        else:
+            self._owner.fenced(held, "pull")
 
     def _check(self, held: Held) -> Command:
         return take_command(self._line, held.holder, start=held.assigned.start)

@@ -168,7 +168,7 @@ class Settler:
 
     def _lost(self, held: Held, answer: Fenced | Refused) -> None:
         if isinstance(answer, Refused):
-            # Offsets that the node never gave out: it fell back under us. Nothing was changed there.
+            # Offsets that the node never gave out, or no such partition: it fell back under us. Nothing was changed.
             facts = {"partition": held.partition, "word": answer.word, "fact": answer.fact}
             log.error("settling_refused", extra=facts)
         self._owner.fenced(held, "settle")

@@ -21,6 +21,9 @@ from mqlayer.routes.cache import load_nodes
 
 log = logging.getLogger(__name__)
 
+PATIENCE: Final = {"lock_wait": "10s", "idle": "30s"}
+"""A process that is stopped while it arms a node must not keep all others from arming it."""
+
 SCAN_ROUNDS: Final = 1_000
 
 
@@ -72,6 +75,7 @@ def rearm_node(
     """
 
     def work(connection: Connection) -> tuple[int, int]:
+        connection.execute(query("transaction_patience"), PATIENCE)
         row = connection.execute(query("node_lock"), {"name": name}).fetchone()
         if row is None:
             raise NotFound("node", name, "register it: mqlayer node register NAME URL")
