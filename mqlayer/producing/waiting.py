@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from mqlayer.errors import PublishUnknown
+from mqlayer.producing.lanes import Lane
 from mqlayer.producing.ledger import Ledger, tell_all
 from mqlayer.producing.parcels import Gathering, Parcel, Promise
 
@@ -37,12 +38,19 @@ def await_all(ledger: Ledger, gathering: Gathering, parcels: Sequence[Parcel], d
 def unknown_outcome(parcel: Parcel, index: int = 0) -> PublishUnknown:
     """Return the error for a message of a parcel that is not settled."""
     lane = parcel.lane
-    slot = lane.slot
-    reason = str(slot.refusal) if slot.refusal else slot.link.trouble or "no answer in time"
-    error = PublishUnknown(lane.topic.name, lane.lp, parcel.first + index, reason)
+    error = PublishUnknown(lane.topic.name, lane.lp, parcel.first + index, _reason(lane))
     if isinstance(parcel.listener, Promise):
         error.future = parcel.listener.future
     return error
+
+
+def _reason(lane: Lane) -> str:
+    slot = lane.slot
+    if lane.trouble == "route":
+        return f"partition {slot.partition} does not serve the LP at present, and no newer route is known"
+    if slot.refusal is not None:
+        return str(slot.refusal)
+    return slot.link.trouble or "no answer in time"
 
 
 def _give_up(ledger: Ledger, parcels: Sequence[Parcel]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,15 +29,24 @@ class ProducerWorld:
 
     dsn: str
     prefix: str
-    urls: Sequence[str]
-    direct_urls: Sequence[str] = ()
+    urls: list[str]
+    direct_urls: list[str] = field(default_factory=list)
     routes: dict[str, Route] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.direct_urls = self.direct_urls or self.urls
+        self.direct_urls = self.direct_urls or list(self.urls)
+        for number, url in enumerate(self.urls, start=1):
+            self._register(number, url)
+
+    def add_node(self, url: str) -> None:
+        """Register one more node."""
+        self.urls.append(url)
+        self.direct_urls.append(url)
+        self._register(len(self.urls), url)
+
+    def _register(self, number: int, url: str) -> None:
         with Database(self.dsn) as database:
-            for number, url in enumerate(self.urls, start=1):
-                register_node(database, name=f"node-{number}", url=url)
+            register_node(database, name=f"node-{number}", url=url)
 
     def add_topic(self, name: str = "orders", **options: Any) -> Route:
         """Create a topic."""

@@ -1,0 +1,570 @@
+"""Direct publishing while lines break, servers stop and partitions refuse: each message once, in order, or an error."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from pydantic import SecretStr
+
+from mqlayer.domain.routing import lp_of
+from mqlayer.errors import (
+    AcknowledgedLoss,
+    BacklogFull,
+    ConfigurationRefused,
+    NodeOutOfMemory,
+    NotReplicated,
+    PartlyPublished,
+    ProducerClosed,
+    ProducerFull,
+    PublishAborted,
+    PublishUnknown,
+    SchemaMismatch,
+    StoreUnavailable,
+)
+from mqlayer.failpoints import FailpointHit, arm, disarm_all
+from mqlayer.postgres.migrations import migrate
+from mqlayer.producing import Message, Producer
+from mqlayer.settings import Settings
+from mqlayer.stack import RedisProgram, RedisServer, redis_programs
+from tests.fixtures.servers import StartPostgres, StartRedis
+from tests.fixtures.waiting import wait_until
+from tests.proof.producer_world import ProducerWorld
+from tests.proof.proxy import TcpProxy
+
+
+@pytest.fixture
+def proxy(redis_url: str) -> Iterator[TcpProxy]:
+    """A bad network on the way to the Redis."""
+    parts: Any = redis.ConnectionPool.from_url(redis_url).connection_kwargs
+    with TcpProxy(parts["host"], parts["port"]) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def world(database_dsn: str, redis_url: str, key_prefix: str, proxy: TcpProxy) -> ProducerWorld:
+    """One node behind the proxy, with the topic orders of two partitions."""
+    world = ProducerWorld(database_dsn, key_prefix, [f"redis://{proxy.host}:{proxy.port}/0"], [redis_url])
+    world.add_topic(partitions=2)
+    return world
+
+
+@pytest.fixture
+def server(start_redis: StartRedis) -> RedisServer:
+    """A Redis that the test may kill."""
+    return start_redis()
+
+
+@pytest.fixture
+def mortal(database_dsn: str, key_prefix: str, server: RedisServer) -> ProducerWorld:
+    """One node that the test may kill, with the topic orders of two partitions."""
+    world = ProducerWorld(database_dsn, key_prefix, [server.url])
+    world.add_topic(partitions=2)
+    return world
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    yield
+    disarm_all()
+
+
+def other_partition_key(world: ProducerWorld, key: str, topic: str = "orders") -> str:
+    """Return a key whose messages go to another partition than those of this key."""
+    route = world.routes[topic]
+    home = route.range_of(lp_of(key.encode())).partition
+    names = (f"other-{number}" for number in range(1_000))
+    return next(name for name in names if route.range_of(lp_of(name.encode())).partition != home)
+
+
+# Lines
+
+
+@pytest.mark.parametrize("server_bytes", [0, 1, 7])
+def test_a_reply_that_is_lost_leaves_the_message_stored_once_at_its_first_place(
+    world: ProducerWorld, proxy: TcpProxy, server_bytes: int
+) -> None:
+    """Case 8: the resend is answered `dup`, and the receipt names the original position."""
+    with world.producer() as producer:
+        producer.send("orders", key="k", body=b"1")
+        proxy.cut_after(server_bytes=server_bytes)
+        receipt = producer.send("orders", key="k", body=b"2")
+        proxy.wait_for_cut()
+        assert (receipt.offset, receipt.identity.seq) == (2, 2)
+        assert producer.stats.repeated == 1
+        assert producer.send("orders", key="k", body=b"3").offset == 3
+    assert world.by_key() == {"k": ["1", "2", "3"]}
+
+
+@pytest.mark.parametrize("client_bytes", [0, 100])
+def test_a_request_that_is_lost_is_sent_again(world: ProducerWorld, proxy: TcpProxy, client_bytes: int) -> None:
+    with world.producer() as producer:
+        producer.send("orders", key="k", body=b"1")
+        proxy.cut_after(client_bytes=client_bytes)
+        assert producer.send("orders", key="k", body=b"2").offset == 2
+        assert producer.stats.repeated == 0
+    assert world.by_key() == {"k": ["1", "2"]}
+
+
+def test_a_batch_whose_reply_is_lost_is_stored_once(world: ProducerWorld, proxy: TcpProxy) -> None:
+    """Case 9, and its receipts name the first places."""
+    with world.producer() as producer:
+        producer.send("orders", key="k", body=b"0")
+        proxy.cut_after(server_bytes=0)
+        receipts = producer.send_many("orders", [Message("k", body) for body in (b"1", b"2", b"3")])
+        assert [receipt.offset for receipt in receipts] == [2, 3, 4]
+        assert producer.stats.repeated == 3
+    assert world.by_key() == {"k": ["0", "1", "2", "3"]}
+
+
+def test_batches_under_way_while_lines_break_are_stored_once_and_in_order(
+    world: ProducerWorld, proxy: TcpProxy
+) -> None:
+    messages = [Message(f"k{number % 150}", b"%d" % number) for number in range(6_000)]
+    with world.producer() as producer:
+        producer.send("orders", key="first", body=b"x")
+        proxy.cut_after(server_bytes=30, times=4)
+        receipts = producer.send_many("orders", messages)
+        assert proxy.cut_count == 4
+        places = {(record.partition, record.offset): record.value for record in world.records()}
+        for message, receipt in zip(messages, receipts, strict=True):
+            assert receipt.offset is not None
+            assert places[receipt.partition, receipt.offset].encode() == message.body
+    found = world.by_key()
+    del found["first"]
+    assert found == {f"k{k}": [str(n) for n in range(6_000) if n % 150 == k] for k in range(150)}
+
+
+def test_an_outcome_that_is_late_is_told_by_the_future_of_the_error(world: ProducerWorld, proxy: TcpProxy) -> None:
+    """Cases 7 and 10: what is published behind it is not stored before it."""
+    with world.producer() as producer:
+        producer.send("orders", key="k", body=b"1")
+        proxy.blackhole("client_to_server")
+        with pytest.raises(PublishUnknown, match="do not publish it again") as raised:
+            producer.send("orders", key="k", body=b"2", timeout_s=0.2)
+        behind = producer.send_async("orders", key="k", body=b"3")
+        with pytest.raises(PublishUnknown):
+            producer.send("orders", key="k", body=b"4", timeout_s=0.2)
+        late = raised.value.future
+        assert late is not None
+        assert not late.done()
+        proxy.heal()
+        assert late.result(20).offset == 2
+        assert behind.result(20).offset == 3
+    assert world.by_key() == {"k": ["1", "2", "3", "4"]}
+
+
+def test_a_batch_whose_outcome_is_late_says_so_for_each_message(world: ProducerWorld, proxy: TcpProxy) -> None:
+    with world.producer() as producer:
+        producer.send("orders", key="k", body=b"0")
+        proxy.blackhole("server_to_client")
+        with pytest.raises(PartlyPublished) as raised:
+            producer.send_many("orders", [Message("k", b"1"), Message("k", b"2"), Message("l", b"3")], timeout_s=0.3)
+        assert [type(outcome) for outcome in raised.value.outcomes] == [PublishUnknown] * 3
+        assert [outcome.seq for outcome in raised.value.outcomes] == [2, 3, 1]
+        proxy.heal()
+        assert producer.flush(20) == 0
+        assert producer.send("orders", key="k", body=b"4").identity.seq == 4
+    assert world.by_key() == {"k": ["0", "1", "2", "4"], "l": ["3"]}
+
+
+def test_a_node_that_does_not_answer_holds_up_only_its_own_lps(
+    database_dsn: str, redis_url: str, key_prefix: str, proxy: TcpProxy
+) -> None:
+    world = ProducerWorld(
+        database_dsn, key_prefix, [redis_url, f"redis://{proxy.host}:{proxy.port}/0"], [redis_url, redis_url]
+    )
+    route = world.add_topic(partitions=2)
+    names = [f"k{number}" for number in range(100)]
+    stuck = [name for name in names if route.range_of(lp_of(name.encode())).node == 2]
+    with world.producer() as producer:
+        producer.send_many("orders", [Message(name, b"0") for name in names])
+        proxy.blackhole()
+        futures = {name: producer.send_async("orders", key=name, body=b"1") for name in names}
+        wait([futures[name] for name in names if name not in stuck], 20)
+        assert [name for name in names if not futures[name].done()] == stuck
+        proxy.heal()
+        wait(list(futures.values()), 20)
+    assert world.by_key() == {name: ["0", "1"] for name in names}
+
+
+@pytest.mark.parametrize("name", ["producer.before_append", "producer.after_send", "producer.after_reply"])
+def test_an_interrupted_call_leaves_its_message_queued(world: ProducerWorld, name: str) -> None:
+    with world.producer() as producer:
+        producer.send("orders", key="k", body=b"1")
+        arm(name, "raise")
+        with pytest.raises(FailpointHit):
+            producer.send("orders", key="k", body=b"2")
+        arm(name, "raise", occurrence=3)
+        futures = [producer.send_async("orders", key="k", body=b"%d" % number) for number in range(3, 40)]
+        wait(futures, 20)
+    assert world.by_key() == {"k": [str(number) for number in range(1, 40)]}
+
+
+# Servers
+
+
+def test_scripts_that_a_server_forgot_are_loaded_again(
+    every_redis: RedisServer, database_dsn: str, key_prefix: str
+) -> None:
+    world = ProducerWorld(database_dsn, key_prefix, [every_redis.url])
+    world.add_topic(partitions=1)
+    expected = [str(number) for number in range(3_000)]
+    with world.producer() as producer, world.client() as client:
+        producer.send("orders", key="k", body=b"0")
+        client.script_flush()
+        producer.send("orders", key="k", body=b"1")
+        client.script_flush()
+        producer.send_async("orders", key="k", body=b"2").result(20)
+        client.script_flush()
+        producer.send_many("orders", [Message("k", text.encode()) for text in expected[3:]])
+    assert world.by_key() == {"k": expected}
+
+
+def test_a_redis_that_is_killed_and_armed_again_has_each_message_once_and_in_order(
+    mortal: ProducerWorld, server: RedisServer
+) -> None:
+    stop = threading.Event()
+    sent: dict[str, int] = dict.fromkeys(("a", "b", "c"), 0)
+    with mortal.producer(delivery_timeout_s=60) as producer:
+
+        def publish() -> None:
+            while not stop.is_set():
+                for key, number in list(sent.items()):
+                    producer.send_async("orders", key=key, body=b"%d" % number)
+                    sent[key] = number + 1
+                if sum(sent.values()) % 30 == 0:
+                    producer.send("orders", key="d", body=b"d")
+
+        thread = threading.Thread(target=publish)
+        thread.start()
+        for _ in range(2):
+            before = producer.stats.stored
+            wait_until(lambda: producer.stats.stored > before + 100, what="messages to be stored")  # noqa: B023
+            server.kill()
+            wait_until(lambda: producer.stats.pending > 0, what="messages to wait")
+            server.start()
+            mortal.rearm()
+        stop.set()
+        thread.join(60)
+        assert producer.flush(60) == 0
+        assert producer.stats.failed == producer.stats.lost == 0
+    found = mortal.by_key()
+    assert {key: found[key] for key in sent} == {key: [str(n) for n in range(count)] for key, count in sent.items()}
+
+
+def test_a_node_that_is_away_is_named_and_what_was_queued_arrives_later(
+    mortal: ProducerWorld, server: RedisServer
+) -> None:
+    with mortal.producer() as producer:
+        server.kill()
+        with pytest.raises(PublishUnknown, match=f"127.0.0.1:{server.port}") as raised:
+            producer.send("orders", key="k", body=b"1", timeout_s=0.2)
+        server.start()
+        with pytest.raises(PublishUnknown, match="not the armed one"):
+            wait_until(lambda: producer.send("orders", key="k", body=b"2", timeout_s=0.5), what="a refusal")
+        mortal.rearm()
+        assert raised.value.future is not None
+        assert raised.value.future.result(20).offset == 1
+        assert producer.flush(20) == 0
+    assert mortal.by_key() == {"k": ["1", "2"]}
+
+
+def test_settings_that_void_the_promise_stop_publishing(mortal: ProducerWorld, server: RedisServer) -> None:
+    with mortal.producer() as producer, mortal.client() as client:
+        producer.send("orders", key="k", body=b"1")
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.client_kill_filter(_type="normal", skipme=True)
+        with pytest.raises((ConfigurationRefused, PublishUnknown)):
+            producer.send("orders", key="k", body=b"in between", timeout_s=5)
+        with pytest.raises(ConfigurationRefused, match="maxmemory-policy noeviction"):
+            producer.send("orders", key="l", body=b"x", timeout_s=5)
+        client.config_set("maxmemory-policy", "noeviction")
+        assert producer.send("orders", key="l", body=b"2").identity.seq == 1
+        assert producer.flush(20) == 0
+    assert mortal.by_key()["l"] == ["2"]
+
+
+def test_messages_that_a_node_lost_after_it_acknowledged_them_are_an_error(
+    mortal: ProducerWorld, server: RedisServer, tmp_path: Path
+) -> None:
+    """DESIGN 9. The lost seqs are not given out again: groups may have handled the lost messages."""
+    with mortal.producer() as producer:
+        bystander = other_partition_key(mortal, "k")
+        old = producer.send_many("orders", [Message("k", b"kept %d" % number) for number in range(3)])[0]
+        producer.send_many("orders", [Message(bystander, b"%d" % number) for number in range(3)])
+        fall_back_to_here = Backup(server, mortal, tmp_path / "backup")
+        for number in range(2):
+            producer.send("orders", key="k", body=b"lost %d" % number)
+        fall_back_to_here.restore()
+
+        with pytest.raises(AcknowledgedLoss, match="4 to 5") as raised:
+            producer.send("orders", key="k", body=b"notices", timeout_s=20)
+        assert (raised.value.first_lost, raised.value.last_lost) == (4, 5)
+        assert producer.stats.lost == 2
+        again = producer.send("orders", key="k", body=b"goes on", timeout_s=20)
+        assert again.identity.seq == 1
+        assert again.identity.source != old.identity.source
+        assert producer.send("orders", key=bystander, body=b"3").identity.seq == 4
+        fresh = producer.send("orders", key="new", body=b"x")
+        assert fresh.identity.source == again.identity.source
+    assert mortal.by_key()["k"] == ["kept 0", "kept 1", "kept 2", "goes on"]
+    assert mortal.by_key()[bystander] == ["0", "1", "2", "3"]
+    assert not mortal.rows("SELECT 1 FROM mqlayer.source WHERE closed_at IS NULL")
+
+
+def test_what_waits_behind_a_message_that_notices_a_loss_is_not_sent(
+    mortal: ProducerWorld, server: RedisServer, tmp_path: Path
+) -> None:
+    with mortal.producer() as producer:
+        producer.send("orders", key="k", body=b"1")
+        fall_back_to_here = Backup(server, mortal, tmp_path / "backup")
+        producer.send("orders", key="k", body=b"2")
+        fall_back_to_here.stop()
+        futures = [producer.send_async("orders", key="k", body=b"%d" % number) for number in range(3, 6)]
+        fall_back_to_here.restore()
+        errors = [future.exception(20) for future in futures]
+        assert [type(error) for error in errors] == [AcknowledgedLoss, PublishAborted, PublishAborted]
+        producer.send("orders", key="k", body=b"6", timeout_s=20)
+    assert mortal.by_key() == {"k": ["1", "6"]}
+
+
+class Backup:
+    """A server's data as they are now, to which it falls back later."""
+
+    def __init__(self, server: RedisServer, world: ProducerWorld, directory: Path) -> None:
+        self._server, self._world, self._directory = server, world, directory
+        server.stop()
+        self._data = [path for path in server.directory.iterdir() if path.name.startswith("appendonly")]
+        directory.mkdir()
+        for path in self._data:
+            self._copy(path, directory / path.name)
+        server.start()
+        world.rearm()
+
+    def stop(self) -> None:
+        """Stop the server."""
+        self._server.stop()
+
+    def restore(self) -> None:
+        """Start the server with the old data, and arm it."""
+        self._server.stop()
+        for path in self._data:
+            if path.is_dir():
+                shutil.rmtree(path)
+            self._copy(self._directory / path.name, path)
+        self._server.start()
+        self._world.rearm()
+
+    @staticmethod
+    def _copy(source: Path, target: Path) -> None:
+        if source.is_dir():
+            shutil.copytree(source, target)
+        else:
+            shutil.copy(source, target)
+
+
+# Refusals
+
+
+def test_a_full_partition_refuses_after_the_time_and_nothing_overtakes(
+    database_dsn: str, redis_url: str, key_prefix: str
+) -> None:
+    world = ProducerWorld(database_dsn, key_prefix, [redis_url])
+    world.add_topic(partitions=2, backlog_limit=4)
+    with world.producer() as producer, world.client() as client:
+        bystander = other_partition_key(world, "k")
+        full = producer.send_many("orders", [Message("k", b"%d" % number) for number in range(4)])[0].partition
+        with pytest.raises(BacklogFull, match="limit of 4"):
+            producer.send("orders", key="k", body=b"refused", timeout_s=0.3)
+        assert producer.send("orders", key=bystander, body=b"goes on").offset == 1
+
+        waiting = producer.send_async("orders", key="k", body=b"4", timeout_s=60)
+        client.xtrim(world.keys(full).log, maxlen=2, approximate=False)
+        assert waiting.result(20).identity.seq == 5
+        assert producer.send("orders", key="k", body=b"5").identity.seq == 6
+
+        head = producer.send_async("orders", key="k", body=b"6", timeout_s=0.5)
+        behind = producer.send_async("orders", key="k", body=b"7", timeout_s=60)
+        with pytest.raises(BacklogFull):
+            head.result(20)
+        with pytest.raises(PublishAborted, match="limit of 4"):
+            behind.result(20)
+        with pytest.raises(PartlyPublished) as raised:
+            producer.send_many(
+                "orders", [Message("k", b"6"), Message(bystander, b"too"), Message("k", b"7")], timeout_s=1
+            )
+        assert isinstance(raised.value.outcomes[0], BacklogFull)
+        assert raised.value.outcomes[1].offset == 2
+        assert isinstance(raised.value.outcomes[2], BacklogFull | PublishAborted)
+        assert raised.value.stored == 1
+        client.xtrim(world.keys(full).log, maxlen=0, approximate=False)
+        assert producer.send("orders", key="k", body=b"last").identity.seq == 7
+        assert producer.stats.pending == 0
+
+
+def test_a_message_that_may_be_stored_is_not_refused_for_good(
+    database_dsn: str, redis_url: str, key_prefix: str, proxy: TcpProxy
+) -> None:
+    """Its first try was stored and made the partition full, so the second one is refused. Had it failed, its seq would
+    go to the next message, which the node would take for a repetition and not store."""
+    world = ProducerWorld(database_dsn, key_prefix, [f"redis://{proxy.host}:{proxy.port}/0"], [redis_url])
+    world.add_topic(partitions=1, backlog_limit=3)
+    with world.producer() as producer, world.client() as client:
+        producer.send_many("orders", [Message("k", b"1"), Message("k", b"2")])
+        proxy.cut_after(server_bytes=0)
+        with pytest.raises(PublishUnknown) as raised:
+            producer.send("orders", key="k", body=b"3", timeout_s=1)
+        with pytest.raises(BacklogFull):
+            producer.send("orders", key="k", body=b"refused", timeout_s=0.3)
+        client.xtrim(world.keys(1).log, maxlen=1, approximate=False)
+        assert raised.value.future is not None
+        assert raised.value.future.result(20).offset == 3
+        assert producer.send("orders", key="k", body=b"4").identity.seq == 4
+        found: Any = client.xrange(world.keys(1).log)
+    assert [fields[b"b"] for _, fields in found] == [b"3", b"4"]
+
+
+@pytest.mark.parametrize("program", redis_programs(), ids=str)
+def test_publishing_waits_while_redis_is_out_of_memory(
+    start_redis: StartRedis, program: RedisProgram, database_dsn: str, key_prefix: str
+) -> None:
+    server = start_redis(program=program)
+    world = ProducerWorld(database_dsn, key_prefix, [server.url])
+    world.add_topic(partitions=1)
+    with world.producer() as producer, world.client() as client:
+        producer.send("orders", key="k", body=b"1")
+        client.setrange("filler", 20_000_000, b"x")
+        info: Any = client.info("memory")
+        client.config_set("maxmemory", info["used_memory"] - 5_000_000)
+        with pytest.raises(NodeOutOfMemory, match="out of memory"):
+            producer.send("orders", key="k", body=b"refused", timeout_s=0.3)
+        waiting = producer.send_async("orders", key="k", body=b"2", timeout_s=60)
+        wait_until(lambda: producer.stats.pending == 1, what="the message to wait")
+        client.delete("filler")
+        assert waiting.result(20).identity.seq == 2
+        producer.send_many("orders", [Message("k", b"3"), Message("k", b"4")])
+    assert world.by_key() == {"k": ["1", "2", "3", "4"]}
+
+
+def test_a_producer_holds_no_more_than_its_bounds(mortal: ProducerWorld, server: RedisServer) -> None:
+    options = {"max_pending_messages": 5, "room_timeout_s": 0.2}
+    with mortal.producer(options=options) as producer:
+        producer.send("orders", key="k", body=b"0")
+        server.send(signal.SIGSTOP)
+        futures = [producer.send_async("orders", key="k", body=b"%d" % number) for number in range(1, 6)]
+        with pytest.raises(ProducerFull, match="5 messages"):
+            producer.send_async("orders", key="k", body=b"no room")
+        with pytest.raises(ProducerFull):
+            producer.send("orders", key="l", body=b"no room")
+        with pytest.raises(PartlyPublished) as raised:
+            producer.send_many("orders", [Message("l", b"no"), Message("l", b"room")], timeout_s=0.2)
+        assert [type(outcome) for outcome in raised.value.outcomes] == [ProducerFull, ProducerFull]
+        producer.send_oneway("orders", key="k", body=b"dropped")
+        assert producer.stats.failed == 1
+        server.send(signal.SIGCONT)
+        wait(futures, 20)
+        assert producer.send_many("orders", [Message("l", b"%d" % number) for number in range(20)])[-1].offset
+    assert mortal.by_key() == {"k": [str(number) for number in range(6)], "l": [str(number) for number in range(20)]}
+
+
+def test_a_producer_bounds_bytes_too_but_takes_any_one_message(mortal: ProducerWorld, server: RedisServer) -> None:
+    with mortal.producer(options={"max_pending_bytes": 1_000, "room_timeout_s": 0.2}) as producer:
+        producer.send("orders", key="k", body=bytes(5_000))
+        server.send(signal.SIGSTOP)
+        first = producer.send_async("orders", key="k", body=bytes(900))
+        with pytest.raises(ProducerFull):
+            producer.send_async("orders", key="k", body=bytes(200))
+        server.send(signal.SIGCONT)
+        assert first.result(20).offset == 2
+
+
+def test_closing_with_messages_unsettled_fails_them(mortal: ProducerWorld, server: RedisServer) -> None:
+    with mortal.producer() as producer:
+        producer.send("orders", key="k", body=b"0")
+        server.send(signal.SIGSTOP)
+        future = producer.send_async("orders", key="k", body=b"1")
+        assert producer.flush(0.1) == 1
+        closing = threading.Thread(target=producer.close, args=(0.1,))
+        closing.start()
+        with pytest.raises(ProducerClosed, match="may or may not be stored"):
+            future.result(40)
+        server.send(signal.SIGCONT)
+        closing.join(20)
+
+
+# Replicas
+
+
+def test_receipts_say_how_many_replicas_received_the_message(
+    mortal: ProducerWorld, server: RedisServer, start_redis: StartRedis
+) -> None:
+    """Case 11."""
+    replica = start_redis(options={"replicaof": f"127.0.0.1 {server.port}"})
+    with mortal.client() as client:
+        wait_until(lambda: client.wait(1, 100) == 1, what="the replica to follow")
+    with (
+        mortal.producer(options={"replicas": 1, "replica_timeout_s": 5.0}) as willing,
+        mortal.producer(options={"replicas": 1, "require_replicas": True, "replica_timeout_s": 0.5}) as strict,
+    ):
+        assert willing.send("orders", key="k", body=b"1").replicas == 1
+        assert [r.replicas for r in willing.send_many("orders", [Message("k", b"2"), Message("l", b"x")])] == [1, 1]
+        wait_until(lambda: strict.send("orders", key="s", body=b"1").replicas == 1, what="a replicated message")
+        replica.kill()
+        with pytest.raises(NotReplicated, match="stored, but 0 of 1"):
+            strict.send("orders", key="s", body=b"2")
+        with pytest.raises(NotReplicated):
+            strict.send_async("orders", key="s", body=b"3").result(20)
+        with pytest.raises(PartlyPublished) as raised:
+            strict.send_many("orders", [Message("s", b"4"), Message("s", b"5")])
+        assert [type(outcome) for outcome in raised.value.outcomes] == [NotReplicated, NotReplicated]
+        assert strict.stats.unreplicated == 4
+    with mortal.producer(options={"replicas": 1, "replica_timeout_s": 0.1}) as willing:
+        assert willing.send("orders", key="k", body=b"3").replicas == 0
+    found = mortal.by_key()
+    assert found["k"] == ["1", "2", "3"]
+    assert found["s"][-4:] == ["2", "3", "4", "5"]
+
+
+# Postgres
+
+
+def test_without_postgres_a_producer_does_not_start_and_names_the_address() -> None:
+    settings = Settings(dsn=SecretStr("postgresql://someone:secret@127.0.0.1:1/shop"))
+    with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1:1/shop") as raised:
+        Producer(settings)
+    assert "secret" not in str(raised.value)
+
+
+def test_without_the_schema_a_producer_says_what_to_run(empty_database_dsn: str) -> None:
+    with pytest.raises(SchemaMismatch, match="mqlayer migrate"):
+        Producer(Settings(dsn=SecretStr(empty_database_dsn)))
+
+
+def test_publishing_goes_on_while_postgres_is_away(
+    start_postgres: StartPostgres, redis_url: str, key_prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    postgres = start_postgres()
+    dsn = postgres.create_database("control")
+    migrate(dsn)
+    world = ProducerWorld(dsn, key_prefix, [redis_url])
+    world.add_topic(partitions=1)
+    world.add_topic("unseen", partitions=1)
+    producer = Producer(world.settings(), name="test")
+    producer.send("orders", key="k", body=b"1")
+    postgres.stop()
+    assert producer.send("orders", key="k", body=b"2").offset == 2
+    producer.send_many("orders", [Message("k", b"3")])
+    with pytest.raises(StoreUnavailable):
+        producer.send("unseen", key="k", body=b"x")
+    producer.close()
+    assert "source_not_closed" in caplog.text
+    postgres.start()
+    assert world.by_key() == {"k": ["1", "2", "3"]}
