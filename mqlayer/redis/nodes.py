@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import redis
@@ -29,6 +30,10 @@ WANTED: Final = {
 Command = Sequence[Any]
 
 
+# Asked for with every reply that is judged.
+_shown = lru_cache(maxsize=256)(redact)
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """A registered Redis and the run that may be served; armed_run_id is None until it is armed."""
@@ -41,7 +46,7 @@ class Node:
     @property
     def address(self) -> str:
         """The URL without its password, for messages."""
-        return redact(self.url)
+        return _shown(self.url)
 
 
 @dataclass(frozen=True, slots=True)
