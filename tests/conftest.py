@@ -12,6 +12,10 @@ TESTS = Path(__file__).parent
 MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="let chaos and races go on for minutes, not for seconds")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]

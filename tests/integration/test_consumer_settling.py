@@ -24,13 +24,15 @@ from mqlayer.redis.partitions import (
     Taken,
     attempt_command,
     attempt_reply,
+    raise_command,
     release_command,
     settle_command,
     settle_reply,
     take_command,
     take_reply,
 )
-from tests.fixtures.consuming import Recorder, Stage, member_of
+from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
+from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 
 
@@ -357,3 +359,55 @@ def test_taking_twice_under_one_epoch_answers_the_same(every_stage: Stage) -> No
         first, second = (take_reply(reply, "") for reply in line.call([command, command]))
     assert isinstance(first, Taken)
     assert first == second
+
+
+def test_an_owner_whose_epoch_the_node_refuses_gets_a_higher_one(
+    every_stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a node has seen a higher epoch than Postgres gave out, nobody would ever own the partition again."""
+    recorder = Recorder()
+    app = every_stage.consume(recorder)
+    every_stage.send_numbers(keys=4, each=5)
+    every_stage.wait_settled()
+    with every_stage.line() as line:
+        raised = {p: epoch + 3 for p, (epoch, _) in member_of(app).holdings().items()}
+        line.call([raise_command(line, every_stage.prefix, p, every_stage.group_id(), e) for p, e in raised.items()])
+    every_stage.send_numbers(keys=4, each=5, first=6)
+    every_stage.wait_settled()
+    assert "partition_lost" in caplog.text
+    recorder.assert_in_order()
+    assert all(epoch >= raised[p] for p, (epoch, _) in member_of(app).holdings().items())
+
+
+def test_locks_offsets_and_attempts_survive_a_restart_of_their_node(
+    start_stage: StartStage, start_redis: StartRedis
+) -> None:
+    """Case 42, first half; the second is that epochs come from Postgres."""
+    server = start_redis()
+    stage = start_stage(server.url, partitions=1)
+    key_of_head, other = keys_of(stage, stage.partitions[0], 2)
+
+    def act(_body: bytes, ctx: Context) -> None:
+        if ctx.key == key_of_head:
+            raise ValueError
+
+    stage.send([(key_of_head, b"1"), (other, b"2"), (other, b"3")])
+    app = stage.consume(Recorder(act), backoff_s=(0.01, 60.0))
+    wait_until(lambda: member_of(app).stats.settled == 2, what="the others settled")
+    wait_until(lambda: member_of(app).stats.failed == 2, what="two attempts")
+    assert app.stop()
+    keys = stage.group_keys(stage.partitions[0])
+
+    def kept() -> list[object]:
+        return [
+            stage.redis.hgetall(keys.lock.decode()),
+            stage.redis.get(keys.acks),
+            stage.redis.hgetall(keys.attempts.decode()),
+            stage.redis.hgetall(stage.keys(stage.partitions[0]).meta.decode()),
+        ]
+
+    before = kept()
+    server.kill()
+    server.start()
+    assert kept() == before
+    assert before[2] == {b"1": b"2"}

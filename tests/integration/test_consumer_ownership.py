@@ -1,0 +1,173 @@
+"""Who owns what, sampled while owners come, go and are cut off: cases 33, 41, 42 and 44 with whole members."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+from psycopg.conninfo import conninfo_to_dict
+from pydantic import SecretStr
+
+from mqlayer.consuming.clock import clock
+from mqlayer.consuming.holdings import State
+from mqlayer.consuming.member import Member
+from mqlayer.redis.nodes import Command, NodeConnection
+from mqlayer.redis.partitions import Holder, release_command, settle_command, take_command
+from mqlayer.stack import RedisServer
+from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
+from tests.fixtures.waiting import wait_until
+from tests.proof.proxy import TcpProxy
+
+OPERATIONS = 20_000
+MEMBERS = 3
+
+
+@pytest.fixture
+def proxies(database_dsn: str) -> Iterator[list[TcpProxy]]:
+    """A way to Postgres for each member, to be broken one by one."""
+    port = int(str(conninfo_to_dict(database_dsn)["port"]))
+    with ExitStack() as cleanup:
+        yield [cleanup.enter_context(TcpProxy("127.0.0.1", port)) for _ in range(MEMBERS)]
+
+
+def through(stage: Stage, proxy: TcpProxy) -> SecretStr:
+    """Return the stage's database, reached through a proxy."""
+    port = str(conninfo_to_dict(stage.dsn)["port"])
+    return SecretStr(stage.dsn.replace(f":{port}/", f":{proxy.port}/"))
+
+
+def valid_epoch(member: Member, partition: int) -> int | None:
+    """Return the epoch under which a member would start a message of a partition now."""
+    for held in member._holdings.all():
+        if held.partition == partition and held.state is State.OPEN and clock() < member._heart.deadline:
+            return held.epoch
+    return None
+
+
+def two_owners(members: list[Member], partition: int) -> bool:
+    """Say whether two members hold a partition: one before and after the other was seen to."""
+    for one, other in itertools.permutations(members, 2):
+        before = valid_epoch(one, partition)
+        if before is not None and valid_epoch(other, partition) is not None and valid_epoch(one, partition) == before:
+            return True
+    return False
+
+
+def test_no_two_members_ever_hold_a_partition_while_they_are_cut_off_and_come_back(
+    stage: Stage, proxies: list[TcpProxy]
+) -> None:
+    """Case 33: sampled all the time, while each member in turn loses its database for longer than its lease."""
+    recorders = [Recorder() for _ in range(MEMBERS)]
+    members = [
+        member_of(stage.consume(recorder, settings=stage.settings(lease_s=1.0, dsn=through(stage, proxy))))
+        for recorder, proxy in zip(recorders, proxies, strict=True)
+    ]
+    found: list[int] = []
+    samples = itertools.count()
+    ended = threading.Event()
+
+    def sample() -> None:
+        while not ended.is_set():
+            found.extend(partition for partition in stage.partitions if two_owners(members, partition))
+            next(samples)
+
+    rng, sent = random.Random(7), 1
+    with ThreadPoolExecutor(1) as pool:
+        sampler = pool.submit(sample)
+        try:
+            for proxy in [*proxies, *proxies]:
+                proxy.blackhole()
+                until = time.monotonic() + rng.uniform(1.2, 1.8)
+                while time.monotonic() < until:
+                    stage.send_numbers(keys=10, each=2, first=sent)
+                    sent += 2
+                proxy.heal()
+                proxy.reset_all()
+            stage.wait_settled(timeout_s=30)
+        finally:
+            ended.set()
+        sampler.result()
+    assert found == []
+    assert next(samples) > 1_000
+    assert max(epoch for _, _, epoch, _ in stage.assignments()) > 6
+    first: dict[str | None, list[int]] = {}
+    for handled in sorted(itertools.chain(*(recorder.ended for recorder in recorders)), key=lambda h: h.offset):
+        first.setdefault(handled.key, []).append(int(handled.body))
+    assert all(sorted(set(numbers)) == list(range(1, sent)) for numbers in first.values())
+
+
+def test_a_member_stops_by_its_own_clock_before_the_database_frees_its_partitions(
+    stage: Stage, proxies: list[TcpProxy]
+) -> None:
+    """Case 41: the margin, measured by the database at the moment when the member has stopped."""
+    member = member_of(stage.consume(Recorder(), settings=stage.settings(lease_s=5.0, dsn=through(stage, proxies[0]))))
+    wait_until(lambda: len(member.holdings()) == 2, what="it holds partitions")
+    with stage.database.connection() as connection:
+        proxies[0].blackhole()
+        wait_until(lambda: not member.may_read(), timeout_s=20, what="it stopped by itself")
+        row = connection.execute(
+            "SELECT extract(epoch FROM lease_until - clock_timestamp()) FROM mqlayer.member"
+        ).fetchone()
+    assert row is not None
+    assert 0 < row[0] <= 5.0 * 0.2 + 0.1
+    assert set(stage.owners().values()) == {member.member_id}
+    proxies[0].heal()
+
+
+def operate(line: NodeConnection, owner: Holder, rng: random.Random) -> list[tuple[int, int, str]]:
+    """Take a partition and use it for a while; return what was accepted, with its number in the node's order."""
+    take = take_command(line, owner, start=1, afresh=True)
+    settle = settle_command(line, owner, [(rng.randint(1, 100), 150)])
+    uses = rng.choices([settle, take_command(line, owner, start=1), release_command(line, owner)], [20, 20, 1], k=24)
+    # One transaction each: what the script answers, and which number that has in the order of the node.
+    commands: list[Command] = []
+    for command in [take, *uses]:
+        commands += [("MULTI",), command, ("INCR", f"{owner.prefix}:{{{owner.partition}}}:order"), ("EXEC",)]
+    accepted = []
+    for done in line.call(commands)[3::4]:
+        answer, number = done
+        if answer[0] in {b"taken", b"kept", b"settled", b"released"}:
+            accepted.append((number, owner.epoch, owner.member))
+    return accepted
+
+
+def test_under_any_race_only_the_highest_epoch_so_far_is_ever_accepted(
+    start_stage: StartStage, every_redis: RedisServer, request: pytest.FixtureRequest
+) -> None:
+    """Case 33 at the node: many owners race with random pauses; the node's own order of what it accepted is judged."""
+    stage = start_stage(every_redis.url, partitions=1)
+    stage.send_numbers(keys=1, each=200)
+    stage.consume(Recorder()).stop()
+    operations = 100_000 if request.config.getoption("--long", default=False) else OPERATIONS
+    group_id, epochs, lock = stage.group_id(), itertools.count(1_000), threading.Lock()
+    accepted: list[tuple[int, int, str]] = []
+
+    def race(number: int) -> None:
+        rng, seen = random.Random(number), []
+        with stage.line() as line:
+            for turn in range(operations // 8 // 25):
+                with lock:
+                    epoch = next(epochs)
+                if rng.random() < 0.3:
+                    time.sleep(rng.uniform(0, 0.004))  # a pause between being told and acting, as long as any
+                owner = Holder(stage.prefix, stage.partitions[0], group_id, f"m{number}-{turn}", epoch)
+                seen += operate(line, owner, rng)
+        with lock:
+            accepted.extend(seen)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(race, range(8)))
+    accepted.sort()
+    assert len(accepted) > operations / 20
+    highest = 0
+    owner_of: dict[int, str] = {}
+    for _, epoch, member in accepted:
+        assert epoch >= highest
+        assert owner_of.setdefault(epoch, member) == member
+        highest = epoch
