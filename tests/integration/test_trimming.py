@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,3 +112,21 @@ def test_trimming_a_partition_that_is_not_there_makes_nothing(stream: Stream) ->
     command = trim_command(stream.line, stream.prefix, 10**6, [], floor=100, limit=100)
     assert stream.line.call([command]) == [[b"absent"]]
     assert not stream.client.exists(group_keys(stream.prefix, 10**6, 1).lock)
+
+
+def test_a_pass_that_is_killed_half_way_is_done_by_the_next(stream: Stream) -> None:
+    """Between two rounds nothing is owed: what was dropped was settled by all."""
+    group = stream.group()
+    stream.settle(group, 1, 350)
+    program = (
+        "import sys; from mqlayer.postgres.database import Database; from mqlayer.trimming import trim_pass; "
+        "trim_pass(Database(sys.argv[1]), prefix=sys.argv[2])"
+    )
+    killed = subprocess.run(
+        [sys.executable, "-c", program, stream.database.dsn, stream.prefix],
+        env=os.environ | {"MQLAYER_FAILPOINTS": "trim.after_round=kill"},
+        check=False,
+    )
+    assert killed.returncode == -9
+    stream.trim()
+    assert 1 < stream.first() <= 351
