@@ -14,9 +14,7 @@ def lua_source(name: str) -> str:
 
 def lua_names() -> list[str]:
     """Return the names of all scripts, sorted."""
-    return sorted(
-        entry.name[:-4] for entry in (files("mqlayer") / "lua").iterdir() if entry.name.endswith(".lua")
-    )
+    return sorted(entry.name[:-4] for entry in (files("mqlayer") / "lua").iterdir() if entry.name.endswith(".lua"))
 
 
 @cache
