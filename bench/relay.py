@@ -14,10 +14,11 @@ from mqlayer import outbox
 from mqlayer.postgres.database import Database
 from mqlayer.relay import Relay
 
-BACKLOG = 40_000
+BACKLOG = 100_000
 PARTITIONS = 8
-ROUNDS = 5
+ROUNDS = 3
 POLL_S = 0.001
+FILL = 10_000
 
 NAIVE_TABLE = "CREATE TABLE naive_outbox (id bigserial PRIMARY KEY, key text NOT NULL, body bytea NOT NULL)"
 
@@ -77,7 +78,7 @@ def run_naive(system: System) -> float:
 def fill_outbox(system: System) -> None:
     """Publish the backlog, each key in turn."""
     with psycopg.connect(system.dsn) as connection:
-        for first in range(0, BACKLOG, BATCH):
+        for first in range(0, BACKLOG, FILL):
             with outbox.transaction(connection) as tx:
-                for number in range(first, first + BATCH):
+                for number in range(first, first + FILL):
                     tx.publish("bench", key=KEYS[number % len(KEYS)], body=BODY)

@@ -63,6 +63,18 @@ def append_packet(
     return b"".join((b"*%d\r\n" % length, start, bulk_number(len(heads) // 3), *heads, *messages))
 
 
+def message_packet(facts: bytes, key: bytes, body: bytes) -> bytes:
+    """Return a message of an append packet as one piece."""
+    return b"$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(facts), facts, len(key), key, len(body), body)
+
+
+def marks_packet(prefix: str, partition: int, source: int, lps: Sequence[int]) -> bytes:
+    """Return the request for a source's marks of some LPs in a partition; its reply has one or None for each."""
+    keys = partition_keys(prefix, partition)
+    words = [b"HMGET", keys.marks, *(b"%d:%d" % (source, lp) for lp in lps)]
+    return b"*%d\r\n" % len(words) + b"".join(map(bulk, words))
+
+
 def wait_packet(replicas: int, timeout_ms: int) -> bytes:
     """Return the request that waits until replicas received all that this connection wrote; its reply is how many."""
     return b"*3\r\n" + bulk(b"WAIT") + bulk_number(replicas) + bulk_number(timeout_ms)

@@ -12,9 +12,10 @@ from typing import Any, Final, Literal, NamedTuple
 from mqlayer.domain.message import NO_KEY
 from mqlayer.domain.names import BATCH_BYTES_LIMIT, BATCH_COUNT_LIMIT, BODY_LIMIT, KEY_LIMIT
 from mqlayer.domain.routing import LP_COUNT
+from mqlayer.redis.packets import message_packet
 
 Row = tuple[Any, ...]
-"""id, chain (None for another relay's LP), seq, facts, key, body (None where it is over the hard limit)."""
+"""id, chain (None for another relay's LP), seq; as bytes: facts, key, body (None where it is over the hard limit)."""
 
 LaneState = Literal["open", "behind", "held"]
 
@@ -51,7 +52,8 @@ class Lane:
     """
 
     __slots__ = (
-        "acked", "batch", "chain", "counted", "expected", "fields", "recorded", "rewound_at", "sent", "state", "target",
+        "acked", "batch", "chain", "counted", "expected", "messages", "recorded", "rewound_at", "sent", "state",
+        "target",
     )  # fmt: skip
 
     def __init__(self, chain: int, target: Target, *, seq: int = 0) -> None:
@@ -61,7 +63,7 @@ class Lane:
         self.state: LaneState = "open"
         self.expected = seq + 1
         self.batch: Batch | None = None
-        self.fields: list[bytes | str] = []
+        self.messages: list[bytes] = []
 
     @property
     def topic_id(self) -> int:
@@ -83,16 +85,11 @@ class Lane:
 
 
 class Run(NamedTuple):
-    """Consecutive messages of a lane in a batch."""
+    """Consecutive messages of a lane in a batch, ready for the wire."""
 
     lane: Lane
     first: int
-    fields: list[bytes | str]
-
-    @property
-    def length(self) -> int:
-        """How many messages it has."""
-        return len(self.fields) // 3
+    messages: list[bytes]
 
 
 class Batch:
@@ -204,23 +201,23 @@ def plan(rows: Sequence[Row], lanes: Lanes) -> tuple[list[Batch], list[Unsendabl
                 lanes.fall_behind(lane)
             continue
         target = lane.target
-        if not target.ready or body is None or (key is not None and len(key) > KEY_LIMIT // 4):
+        if not target.ready or body is None or (key is not None and len(key) > KEY_LIMIT):
             reason = refusal_of(target, key, body)
             if reason:
                 unsendable.append(Unsendable(lane, seq, reason))
             if reason or not target.ready:
                 lanes.put_off(lane, held=bool(reason))
                 continue
-        name = NO_KEY if key is None else key
-        size = len(facts) + len(name) + len(body)
+        message = message_packet(facts, NO_KEY if key is None else key, body)
+        size = len(message)
         batch = target.batch
         if batch is None or batch.count == BATCH_COUNT_LIMIT or batch.size + size > BATCH_BYTES_LIMIT:
             batch = target.batch = Batch(target)
             batches.append(batch)
         if lane.batch is not batch:
-            lane.batch, lane.fields = batch, []
-            batch.runs.append(Run(lane, seq, lane.fields))
-        lane.fields += (facts, name, body)
+            lane.batch, lane.messages = batch, []
+            batch.runs.append(Run(lane, seq, lane.messages))
+        lane.messages.append(message)
         lane.sent = seq
         lane.expected = seq + 1
         batch.count += 1
@@ -229,12 +226,12 @@ def plan(rows: Sequence[Row], lanes: Lanes) -> tuple[list[Batch], list[Unsendabl
     return batches, unsendable
 
 
-def refusal_of(target: Target, key: str | None, body: bytes | None) -> str:
+def refusal_of(target: Target, key: bytes | None, body: bytes | None) -> str:
     """Return why a row can never be sent, or an empty string."""
     if target.refusal:
         return target.refusal
-    if key is not None and (size := len(key.encode())) > KEY_LIMIT:
-        return f"key of {size} bytes, the limit is {KEY_LIMIT}"
+    if key is not None and len(key) > KEY_LIMIT:
+        return f"key of {len(key)} bytes, the limit is {KEY_LIMIT}"
     if body is None:
         return f"body over the hard limit of {BODY_LIMIT} bytes"
     return ""
@@ -245,4 +242,4 @@ def _close(batches: Iterable[Batch]) -> None:
     for batch in batches:
         batch.target.batch = None
         for run in batch.runs:
-            run.lane.batch, run.lane.fields = None, []
+            run.lane.batch, run.lane.messages = None, []

@@ -19,7 +19,7 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NodeNotArmed, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
-from mqlayer.redis.nodes import Command, Node, NodeConnection
+from mqlayer.redis.nodes import Node, NodeConnection
 from mqlayer.relay.lanes import Lane, Target
 from mqlayer.relay.pauses import pause_s
 from mqlayer.routes.cache import RouteCache
@@ -116,14 +116,14 @@ class Links:
                 fresh.append(link)
         return fresh
 
-    def send(self, link: Link, commands: Sequence[Command], asked: Sequence[Append | MarksQuestion]) -> bool:
-        """Send commands in one write; return False when the line broke, which leaves everything on it unknown."""
+    def send(self, link: Link, packets: Sequence[bytes], asked: Sequence[Append | MarksQuestion]) -> bool:
+        """Send requests in one write; return False when the line broke, which leaves everything on it unknown."""
         self._flight_number += 1
         link.flights.append(Flight(self._flight_number, time.monotonic(), asked))
         try:
             if link.line is None:
                 raise StoreUnavailable(link.address, "not connected")
-            link.line.send(commands)
+            link.line.send_packet(b"".join(packets))
         except StoreUnavailable as error:
             self.drop(link, error)
             return False

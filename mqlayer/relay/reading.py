@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from psycopg.types.string import ByteaBinaryLoader
+
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
@@ -25,12 +27,16 @@ class OutboxReader:
     def __init__(self, connection: Connection, limits: RelayLimits) -> None:
         self.connection, self._limits = connection, limits
         self._cursor = connection.cursor(binary=True)
+        # Text of messages goes on as it comes: decoding and encoding it again would cost more than reading it.
+        self._messages = connection.cursor(binary=True)
+        self._messages.adapters.register_loader("text", ByteaBinaryLoader)
+        self._cursor.execute(query("relay_settings"))
         self.after = 0
 
     def scan(self, lp_sets: Sequence[int]) -> list[Row]:
         """Return the next rows by id; advance `after`."""
         limits = self._limits
-        rows = self._rows(
+        rows = self._read(
             "outbox_scan",
             {"after": self.after, "lp_sets": lp_sets, "limit": limits.chunk_rows, "bytes": limits.chunk_bytes},
         )
@@ -41,12 +47,12 @@ class OutboxReader:
 
     def late(self, ids: Sequence[int], lp_sets: Sequence[int]) -> list[Row]:
         """Return those rows of the ids that are visible by now."""
-        return self._rows("outbox_late", {"ids": ids, "lp_sets": lp_sets, "bytes": self._limits.chunk_bytes})
+        return self._read("outbox_late", {"ids": ids, "lp_sets": lp_sets, "bytes": self._limits.chunk_bytes})
 
     def of_lps(self, lanes: Sequence[Lane]) -> tuple[list[Row], int]:
         """Return the next rows of some lanes by seq, and how many at most there are of each."""
         each = max(1, self._limits.chunk_rows // len(lanes))
-        rows = self._rows(
+        rows = self._read(
             "outbox_of_lps",
             {
                 "topic_ids": [lane.topic_id for lane in lanes],
@@ -108,6 +114,9 @@ class OutboxReader:
         self._cursor.execute(query("relayed_lower"), _progress(fallen))
         for lane in fallen:
             lane.recorded = min(lane.recorded, lane.acked)
+
+    def _read(self, name: str, arguments: Mapping[str, Any]) -> list[Row]:
+        return self._messages.execute(query(name), arguments).fetchall()
 
     def _rows(self, name: str, arguments: Mapping[str, Any]) -> list[Row]:
         return self._cursor.execute(query(name), arguments).fetchall()

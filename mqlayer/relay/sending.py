@@ -9,10 +9,9 @@ from typing import Any, Final
 
 from mqlayer.errors import MqlayerError, NodeOutOfMemory, StoreUnavailable
 from mqlayer.failpoints import failpoint
-from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.nodes import Command, raise_for_reply
-from mqlayer.redis.partitions import Refused, RunOutcome, append_command, append_reply
-from mqlayer.redis.partitions import Run as ScriptRun
+from mqlayer.redis.nodes import NodeConnection, raise_for_reply
+from mqlayer.redis.packets import append_packet, bulk_number, marks_packet
+from mqlayer.redis.partitions import Refused, RunOutcome, append_reply
 from mqlayer.relay.lanes import Batch, Lane, Lanes, Target, Unsendable
 from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.links import Append, Flight, Link, Links, MarksQuestion
@@ -55,10 +54,10 @@ class Sender:
             by_link.setdefault(self._links.link(batch.target.node_id), []).append(batch)
         failpoint("relay.before_append")
         for link, group in by_link.items():
-            asked = [Append(b.target, [(r.lane, r.first, r.length) for r in b.runs]) for b in group]
+            asked = [Append(b.target, [(r.lane, r.first, len(r.messages)) for r in b.runs]) for b in group]
             # The target was ready when the batch was made; a line that broke since is noticed by the write.
-            commands = [self._append(link, batch) for batch in group] if link.line is not None else []
-            if not self._links.send(link, commands, asked):
+            packets = [self._append(link.line, batch) for batch in group] if link.line is not None else []
+            if not self._links.send(link, packets, asked):
                 self._rewind_flights(link)
 
     def ask_marks(self, links: Iterable[Link]) -> None:
@@ -234,18 +233,27 @@ class Sender:
                     self._send_again(asked, flight.number)
         link.flights.clear()
 
-    def _append(self, link: Link, batch: Batch) -> Command:
-        if link.line is None:
-            raise StoreUnavailable(link.address, "not connected")
-        runs = [ScriptRun(run.lane.lp, run.first, run.length, run.fields) for run in batch.runs]
+    def _append(self, line: NodeConnection, batch: Batch) -> bytes:
+        heads: list[bytes] = []
+        messages: list[bytes] = []
+        for lane, first, of_lane in batch.runs:
+            heads += (bulk_number(lane.lp), bulk_number(first), bulk_number(len(of_lane)))
+            messages += of_lane
         target = batch.target
-        return append_command(
-            link.line, self._prefix, target.partition, self.source_id, runs, backlog=target.backlog_limit
+        return append_packet(
+            line,
+            self._prefix,
+            target.partition,
+            self.source_id,
+            heads,
+            messages,
+            count=batch.count,
+            backlog=target.backlog_limit,
         )
 
-    def _marks(self, question: MarksQuestion) -> Command:
-        keys = partition_keys(self._prefix, question.target.partition)
-        return (b"HMGET", keys.marks, *(b"%d:%d" % (self.source_id, lane.lp) for lane in question.lanes))
+    def _marks(self, question: MarksQuestion) -> bytes:
+        lps = [lane.lp for lane in question.lanes]
+        return marks_packet(self._prefix, question.target.partition, self.source_id, lps)
 
     def _lanes_of(self, links: Iterable[Link]) -> dict[Link, dict[Target, list[Lane]]]:
         found: dict[Link, dict[Target, list[Lane]]] = {link: {} for link in links}

@@ -28,6 +28,11 @@ SELECT i.outbox_uuid, current_database() AS name,
        (SELECT system_identifier FROM pg_control_system())::text || '/' || current_database() AS cluster
 FROM mqlayer_app.identity i;
 
+-- name: relay_settings
+-- Have a relay's connection read by indexes, in order: the statistics of a table that fills up fast are always late,
+-- and a planner that believes them would read and sort the whole backlog for each chunk.
+SELECT set_config('enable_sort', 'off', false);
+
 -- name: outbox_scan
 -- The next rows by id, up to so many bytes of bodies: a hint of what is new. Other relays' LPs come without content.
 SELECT id, CASE WHEN ours THEN topic_id * 1024::bigint + lp END AS chain, seq, facts, key, CASE WHEN ours THEN body END

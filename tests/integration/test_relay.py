@@ -307,13 +307,11 @@ def _shares(world: OutboxWorld) -> dict[str | None, int]:
 
 def _insert_row(world: OutboxWorld, *, lp: int, key: str, body: bytes) -> None:
     """Put a row into the outbox past the functions, which would refuse it."""
-    (seq,) = world.rows(
-        "UPDATE mqlayer_app.counter SET seq = seq + 1 WHERE topic_id = 1 AND lp = %s RETURNING seq", lp
-    )[0]
     world.rows(
+        "WITH c AS (UPDATE mqlayer_app.counter SET seq = seq + 1 WHERE topic_id = 1 AND lp = %s RETURNING lp, seq) "
         "INSERT INTO mqlayer_app.outbox (id, topic_id, lp, slot, seq, created_at, key, body) "
-        "VALUES (nextval('mqlayer_app.outbox_number'), 1, %s, 0, %s, now(), %s, %s)",
-        lp, seq, key, body,
+        "SELECT nextval('mqlayer_app.outbox_number'), 1, lp, 0, seq, now(), %s, %s FROM c",
+        lp, key, body,
     )  # fmt: skip
 
 

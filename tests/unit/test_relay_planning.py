@@ -8,14 +8,15 @@ import pytest
 
 from mqlayer.domain.message import NO_KEY
 from mqlayer.domain.names import BATCH_BYTES_LIMIT, BATCH_COUNT_LIMIT, KEY_LIMIT
+from mqlayer.redis.packets import message_packet
 from mqlayer.relay.lanes import Lane, Lanes, Row, Target, chain_of, plan
 from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.pauses import LONGEST_S, Every, pause_s
 from mqlayer.relay.reading import LateIds
 
 
-def row(lp: int, seq: int, *, number: int = 0, key: str | None = "k", body: bytes | None = b"b") -> Row:
-    return (number, chain_of(1, lp), seq, "123", key, body)
+def row(lp: int, seq: int, *, number: int = 0, key: bytes | None = b"k", body: bytes | None = b"b") -> Row:
+    return (number, chain_of(1, lp), seq, b"123", key, body)
 
 
 @pytest.fixture
@@ -40,14 +41,14 @@ def test_consecutive_rows_of_an_lp_are_one_run_of_their_partitions_batch(lanes: 
     batches, unsendable = plan([row(5, 1), row(600, 1), row(5, 2), row(7, 1, key=None)], lanes)
     assert unsendable == []
     assert [(b.target.partition, b.count) for b in batches] == [(1, 3), (2, 1)]
-    assert [(run.lane.lp, run.first, run.length) for run in batches[0].runs] == [(5, 1, 2), (7, 1, 1)]
-    assert batches[0].runs[1].fields == ["123", NO_KEY, b"b"]
+    assert [(run.lane.lp, run.first, len(run.messages)) for run in batches[0].runs] == [(5, 1, 2), (7, 1, 1)]
+    assert batches[0].runs[1].messages == [message_packet(b"123", NO_KEY, b"b")]
     assert lane_of(lanes, 5).sent == 2
 
 
 def test_rows_that_were_sent_and_rows_of_other_relays_are_passed_by(lanes: Lanes) -> None:
     plan([row(5, 1), row(5, 2)], lanes)
-    batches, _ = plan([row(5, 1), row(5, 2), (9, None, 1, "1", "k", None)], lanes)
+    batches, _ = plan([row(5, 1), row(5, 2), (9, None, 1, b"1", b"k", None)], lanes)
     assert batches == []
     assert lanes.behind == {}
 
@@ -84,8 +85,8 @@ def test_a_target_that_is_not_ready_has_its_lps_wait_and_no_others(lanes: Lanes,
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (row(5, 2, key="x" * (KEY_LIMIT + 1)), "key of 513 bytes"),
-        (row(5, 2, key="ä" * 300), "key of 600 bytes"),
+        (row(5, 2, key=b"x" * (KEY_LIMIT + 1)), "key of 513 bytes"),
+        (row(5, 2, key="ä".encode() * 300), "key of 600 bytes"),
         (row(5, 2, body=None), "hard limit"),
     ],
 )
@@ -102,7 +103,7 @@ def test_a_row_that_can_never_be_sent_holds_its_lp(lanes: Lanes, bad: Row, reaso
 
 
 def test_a_long_key_within_the_limit_is_sent(lanes: Lanes) -> None:
-    assert plan([row(5, 1, key="x" * KEY_LIMIT)], lanes)[0][0].count == 1
+    assert plan([row(5, 1, key=b"x" * KEY_LIMIT)], lanes)[0][0].count == 1
 
 
 def test_a_refused_target_says_why_for_each_lp(lanes: Lanes, targets: dict[int, Target]) -> None:
@@ -131,7 +132,7 @@ def test_lanes_of_given_up_lp_sets_are_forgotten(lanes: Lanes) -> None:
 
 def test_batches_keep_no_message_alive_after_planning(lanes: Lanes) -> None:
     batches, _ = plan([row(5, 1)], lanes)
-    assert lane_of(lanes, 5).fields is not batches[0].runs[0].fields
+    assert lane_of(lanes, 5).messages is not batches[0].runs[0].messages
     assert batches[0].target.batch is None
 
 
