@@ -150,8 +150,10 @@ class Ledger:
         if lane.queued or lane.trouble is not None or not lane.waiting:
             return
         if lane.source is None:
-            self.orphans[lane] = None
-            return
+            if self.source is None:
+                self.orphans[lane] = None
+                return
+            lane.source = self.source
         # Answers about what flies decide about what is behind it, so both must go the same way.
         if not lane.flying:
             lane.slot = lane.topic.table[lane.lp]
@@ -317,7 +319,6 @@ class Ledger:
         self.source = source
         orphans, self.orphans = list(self.orphans), {}
         for lane in orphans:
-            lane.source = source
             self.queue(lane)
 
     def release(self, topic: TopicLanes) -> None:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from mqlayer.domain.routing import Lp, NodeId
 from mqlayer.errors import BacklogFull, ConfigurationRefused, MqlayerError, NodeOutOfMemory, StoreUnavailable
@@ -23,6 +23,9 @@ from mqlayer.redis.partitions import Appended, Refused, append_reply
 from mqlayer.settings import Settings
 
 log = logging.getLogger(__name__)
+
+LAST_ANSWER_S: Final = 1.0
+"""How long a link that is stopped may go on waiting for an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +130,11 @@ class Link:
             self._stopping = True
             self._work.notify()
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            self._thread.join(LAST_ANSWER_S)
+        # Ends a wait for an answer that does not come.
         self._line.close()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     # With `io` held
 

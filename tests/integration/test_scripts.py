@@ -1,0 +1,183 @@
+"""What the scripts on the publishing side answer, path by path, on every Redis on this machine.
+
+Those on the consuming side: tests/property/test_consumer_scripts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import NodeOutOfMemory, StoreUnavailable
+from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.nodes import Node, NodeConnection, is_missing_script
+from mqlayer.redis.partitions import Appended, Refused, Run, RunOutcome, append_command, append_reply, create
+from mqlayer.stack import RedisServer
+from tests.fixtures.servers import StartRedis
+
+SOURCE = 5
+
+
+class Partition:
+    """One partition that serves LPs 10 to 19, and a connection to its node."""
+
+    def __init__(self, url: str, prefix: str) -> None:
+        self.line = NodeConnection(Node(NodeId(1), "n", url, None), any_run=True)
+        self.prefix, self.number = prefix, 1
+        self.keys = partition_keys(prefix, self.number)
+
+    def create(self, state: str = "open", change: str = "", lp_to: int = 20) -> str:
+        return create(self.line, self.prefix, self.number, "orders", 10, lp_to, state, change)
+
+    def append(self, *runs: Run, backlog: int = 0) -> Appended | Refused:
+        return append_reply(self.call(*runs, backlog=backlog), "the node")
+
+    def call(self, *runs: Run, backlog: int = 0) -> Any:
+        command = append_command(self.line, self.prefix, self.number, SOURCE, runs, backlog=backlog)
+        return self.line.call([command])[0]
+
+    def records(self) -> list[tuple[bytes, bytes]]:
+        (entries,) = self.line.call([("XRANGE", self.keys.log, "-", "+")])
+        return [(entry_id, fields[1]) for entry_id, fields in entries]
+
+    def meta(self) -> dict[bytes, bytes]:
+        (flat,) = self.line.call([("HGETALL", self.keys.meta)])
+        return dict(zip(flat[::2], flat[1::2], strict=True))
+
+    def mark(self, lp: int) -> bytes | None:
+        (mark,) = self.line.call([("HGET", self.keys.marks, f"{SOURCE}:{lp}")])
+        return mark if mark is None else bytes(mark)
+
+
+@pytest.fixture
+def partition(every_redis: RedisServer, key_prefix: str) -> Iterator[Partition]:
+    """A partition that is not made yet, on each version."""
+    partition = Partition(every_redis.url, key_prefix)
+    yield partition
+    partition.line.close()
+
+
+def run(lp: int, first: int, count: int = 1) -> Run:
+    """Return a run whose bodies tell its messages apart."""
+    fields = [field for number in range(count) for field in (b"1700000000000", b"k", b"%d/%d" % (lp, first + number))]
+    return Run(lp, first, count, fields)
+
+
+def test_appended_whole(partition: Partition) -> None:
+    partition.create()
+    assert partition.append(run(10, 1, 2), run(19, 1)) == Appended(1, None)
+    assert partition.append(run(10, 3)) == Appended(4, None)
+    assert partition.records() == [
+        (b"1-0", b"5:10:1:1700000000000"),
+        (b"2-0", b"5:10:2:1700000000000"),
+        (b"3-0", b"5:19:1:1700000000000"),
+        (b"4-0", b"5:10:3:1700000000000"),
+    ]
+    assert (partition.mark(10), partition.mark(19), partition.meta()[b"next"]) == (b"3", b"1", b"5")
+
+
+def test_a_run_that_is_there_is_skipped_and_its_rest_appended(partition: Partition) -> None:
+    partition.create()
+    partition.append(run(10, 1, 3))
+    assert partition.append(run(10, 1, 3)) == Appended(4, [RunOutcome("dup", 0, 3)])
+    assert partition.append(run(10, 2, 4)) == Appended(4, [RunOutcome("dup", 2, 5)])
+    assert [m.split(b":")[2] for _, m in partition.records()] == [b"1", b"2", b"3", b"4", b"5"]
+
+
+def test_a_run_behind_a_hole_is_refused_with_the_mark_and_leaves_the_others_alone(partition: Partition) -> None:
+    partition.create()
+    partition.append(run(10, 1, 2))
+    outcome = partition.append(run(10, 4), run(11, 1), run(12, 2))
+    assert outcome == Appended(3, [RunOutcome("gap", 0, 2), RunOutcome("ok", 1, 1), RunOutcome("gap", 0, 0)])
+    assert len(partition.records()) == 3
+    assert partition.mark(12) is None
+
+
+@pytest.mark.parametrize("lp", [9, 20, 1023])
+def test_an_lp_that_is_not_served_here_is_refused_and_leaves_the_others_alone(partition: Partition, lp: int) -> None:
+    partition.create()
+    outcome = partition.append(run(lp, 1), run(10, 1))
+    assert outcome == Appended(1, [RunOutcome("unowned", 0, 0), RunOutcome("ok", 1, 1)])
+    assert partition.mark(lp) is None
+
+
+def test_without_a_meta_nothing_is_made(partition: Partition) -> None:
+    """Invariant 4: absent means refuse, never new."""
+    assert partition.append(run(10, 1)) == Refused("absent", "")
+    assert partition.line.call([("EXISTS", *vars_of(partition))]) == [0]
+
+
+@pytest.mark.parametrize("state", ["sealed", "importing"])
+def test_a_partition_that_is_not_open_refuses_and_names_the_change(partition: Partition, state: str) -> None:
+    """Case 5."""
+    partition.create(state, "12")
+    assert partition.append(run(10, 1)) == Refused(state, "12")
+    assert not partition.records()
+
+
+def test_a_partition_at_its_backlog_limit_refuses_whole_calls(partition: Partition) -> None:
+    partition.create()
+    partition.append(run(10, 1, 3))
+    assert partition.append(run(10, 4), backlog=3) == Refused("full", "3")
+    assert partition.append(run(10, 4), backlog=4) == Appended(4, None)
+
+
+def test_more_than_500_messages_or_runs_are_refused(partition: Partition) -> None:
+    partition.create()
+    assert partition.append(run(10, 1, 500)) == Appended(1, None)
+    assert partition.append(run(10, 501, 501)) == Refused("toolarge", "501")
+    assert isinstance(partition.append(*(run(10, 501, 0) for _ in range(501))), Refused)
+    assert len(partition.records()) == 500
+
+
+def test_counts_that_do_not_match_the_messages_are_an_error_and_change_nothing(partition: Partition) -> None:
+    partition.create()
+    for wrong in (Run(10, 1, 2, run(10, 1).fields), Run(10, 1, 1, run(10, 1, 2).fields)):
+        with pytest.raises(StoreUnavailable, match="counts do not match"):
+            partition.append(wrong)
+    assert not partition.records()
+
+
+def test_a_partition_is_made_once(partition: Partition) -> None:
+    assert partition.create() == "created"
+    partition.append(run(10, 1))
+    assert partition.create() == "kept"
+    assert partition.create(lp_to=30) == "conflict"
+    assert partition.create(change="8") == "conflict"
+    assert partition.meta() == {
+        b"state": b"open", b"topic": b"orders", b"lp_from": b"10", b"lp_to": b"20", b"change": b"", b"next": b"2",
+        b"first": b"1",
+    }  # fmt: skip
+
+
+def test_a_flushed_script_cache_is_its_own_error_and_nothing_was_done(partition: Partition) -> None:
+    partition.create()
+    partition.line.call([("SCRIPT", "FLUSH")])
+    assert is_missing_script(partition.call(run(10, 1)))
+    partition.line.reload_scripts()
+    assert partition.append(run(10, 1)) == Appended(1, None)
+
+
+def test_appending_does_not_run_when_memory_is_out(
+    start_redis: StartRedis, every_redis: RedisServer, key_prefix: str
+) -> None:
+    server = start_redis(program=every_redis.program)
+    partition = Partition(server.url, key_prefix)
+    partition.create()
+    partition.append(run(10, 1))
+    with redis.Redis.from_url(server.url) as client:
+        client.config_set("maxmemory", 100_000)
+        with pytest.raises(NodeOutOfMemory):
+            partition.append(run(10, 2))
+        client.config_set("maxmemory", 0)
+    assert partition.append(run(10, 2)) == Appended(2, None)
+    partition.line.close()
+
+
+def vars_of(partition: Partition) -> tuple[bytes, bytes, bytes]:
+    """Return all keys of a partition."""
+    return partition.keys.log, partition.keys.meta, partition.keys.marks

@@ -1,0 +1,450 @@
+"""A producer's link and ledger against a node that does everything a node and a network can do.
+
+The node is a model in this process: it works when the test says so, loses replies, refuses, forgets scripts, is cut
+off, works off requests of lines that are long gone, moves partitions and falls back. Judged is what it holds in the
+end.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from pydantic import SecretStr
+
+from mqlayer.domain.routing import Lp, NodeId, PartitionId, Range, Route, RouteVersion
+from mqlayer.errors import (
+    AcknowledgedLoss,
+    BacklogFull,
+    NodeOutOfMemory,
+    PublishAborted,
+)
+from mqlayer.producing.lanes import Lane, Slot, TopicLanes
+from mqlayer.producing.ledger import Ledger, tell_all
+from mqlayer.producing.links import Link, LinkOptions
+from mqlayer.producing.messages import pieces_of
+from mqlayer.producing.parcels import Found, Parcel, Place
+from mqlayer.producing.upkeep import Search
+from mqlayer.redis.nodes import Node
+from mqlayer.redis.packets import bulk
+from mqlayer.settings import Settings
+from tests.proof.model_node import ADDRESS, BACKLOG_LIMIT, ModelLine, ModelNode, Partition
+
+LPS = (3, 600)
+NEVER, AT_ONCE = float("inf"), 0.0
+NODE = Node(NodeId(1), "node", ADDRESS, "run")
+OPTIONS = LinkOptions(Settings(dsn=SecretStr("x")), in_flight=3, replicas=0, replica_timeout_s=1.0)
+
+
+class FakeLink(Link):
+    """A link whose thread never runs: the test does its work."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        super().__init__(NODE, world.ledger, OPTIONS, lambda node_id: NODE)
+
+    def _new_line(self, node: Node) -> Any:
+        return ModelLine(self._world.node)
+
+    def wake_locked(self) -> None:
+        pass
+
+    @property
+    def fake_line(self) -> ModelLine:
+        line: Any = self._line
+        assert isinstance(line, ModelLine)
+        return line
+
+    def do_connect(self) -> bool:
+        return self._connected()
+
+
+class World(RuleBasedStateMachine):
+    """One producer, one topic of one partition at a time, one node."""
+
+    @initialize()
+    def make(self) -> None:
+        self.node = ModelNode()
+        self.snapshot = copy.deepcopy(self.node.partitions)
+        self.fell_back = False
+        self.ledger = Ledger(source=1, max_count=10_000, max_bytes=10**9, require_replicas=0)
+        self.ledger.errands = self
+        self.link = FakeLink(self)
+        self.serving, self.version = 1, 1
+        self.sources = itertools.count(2)
+        self.numbers = itertools.count(1)
+        self.published: list[Parcel] = []
+        self.bodies: dict[Parcel, list[str]] = {}
+        self.stranded: list[TopicLanes] = []
+        self.renewals = 0
+        self.searches: list[Search] = []
+        self.topic = TopicLanes(self.route(), self.table(), 0.0)
+        self.ledger.topics["orders"] = self.topic
+        self.link.do_connect()
+
+    def route(self) -> Route:
+        ranges = (Range(0, 1024, PartitionId(self.serving), NodeId(1)),)
+        return Route(1, "orders", RouteVersion(self.version), ranges, 1_000, BACKLOG_LIMIT)
+
+    def table(self) -> list[Any]:
+        slot = self.ledger.slots.setdefault(self.serving, Slot(self.serving, self.link, BACKLOG_LIMIT))
+        return [slot] * 1024
+
+    # Errands of the ledger: noted, and run when the test says so.
+
+    def reroute(self, topic: TopicLanes) -> None:
+        self.stranded.append(topic)
+
+    def renew(self) -> None:
+        self.renewals += 1
+
+    def search(self, parcel: Parcel, early: int, place: Place, offset: int) -> None:
+        self.searches.append(Search(parcel, early, place, offset, ()))
+
+    # What a producer does
+
+    @rule(
+        lp=st.sampled_from(LPS),
+        count=st.integers(1, 3),
+        deadline=st.sampled_from([NEVER, NEVER, AT_ONCE]),
+        bulk_=st.booleans(),
+    )
+    def publish(self, lp: int, count: int, deadline: float, bulk_: bool) -> None:
+        bodies = [str(next(self.numbers)) for _ in range(count)]
+        pieces = tuple(piece for body in bodies for piece in pieces_of(bulk(b"1"), bulk(b"k"), body.encode()))
+        parcel = Parcel(pieces, count, 10 * count, deadline, None)
+        self.published.append(parcel)
+        self.bodies[parcel] = bodies
+        if bulk_ and self.link.good and self.link.under_way < OPTIONS.in_flight:
+            self.link.launch(self.topic, {Lp(lp): parcel}, self.topic.table[lp])
+        else:
+            with self.ledger.lock:
+                self.ledger.add(self.topic, Lp(lp), parcel)
+
+    @rule()
+    def push(self) -> None:
+        self.link.push()
+
+    @precondition(lambda self: self.link.under_way and (self.node.cut_off or self.link.fake_line.outbox))
+    @rule()
+    def pull(self) -> None:
+        self.link.pull()
+
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        waiting = [parcel for parcel in self.published if parcel.outcome is None]
+        if waiting:
+            with self.ledger.lock:
+                tell_all(self.ledger.give_up(data.draw(st.sampled_from(waiting)), time.monotonic()))
+
+    @rule()
+    def connect(self) -> None:
+        if not self.link.under_way:
+            self.link.do_connect()
+
+    @rule()
+    def time_passes(self) -> None:
+        for slot in self.ledger.slots.values():
+            slot.retry_at = 0.0
+
+    @rule()
+    def go_on(self) -> None:
+        """What a healthy system does all the time."""
+        self.node.cut_off = False
+        self.time_passes()
+        self.connect()
+        self.push()
+        self.work(3)
+        while self.link.under_way and self.link.fake_line.outbox:
+            self.link.pull()
+
+    # What a node and a network do
+
+    @rule(steps=st.integers(1, 4))
+    def work(self, steps: int) -> None:
+        line = self.link.fake_line
+        for _ in range(min(steps, len(line.inbox))):
+            line.outbox.append(self.node.work(line.inbox.popleft()))
+
+    @rule(steps=st.integers(1, 4))
+    def work_for_a_line_that_is_gone(self, steps: int) -> None:
+        for _ in range(min(steps, len(self.node.ghosts))):
+            self.node.work(self.node.ghosts.popleft())
+
+    @rule()
+    def cut(self) -> None:
+        self.node.cut_off = True
+
+    @rule()
+    def heal(self) -> None:
+        self.node.cut_off = False
+
+    @precondition(lambda self: self.link.under_way)
+    @rule(worked=st.integers(0, 3), arrive_later=st.booleans(), refused_then=st.booleans())
+    def break_line(self, worked: int, arrive_later: bool, refused_then: bool) -> None:
+        """Requests are worked off and their replies lost; the others arrive later or never; a new line is made."""
+        if refused_then and not self.node.next_refusals:
+            self.work(worked)
+            worked = 0
+            self.refuse_next(["full"])
+        if worked:
+            self.work(worked)
+        self.link.fake_line.outbox.clear()
+        if not arrive_later:
+            self.link.fake_line.inbox.clear()
+        self.link.pull()
+        self.node.cut_off = False
+        self.connect()
+
+    @rule(kinds=st.lists(st.sampled_from(["memory", "full"]), min_size=1, max_size=2))
+    def refuse_next(self, kinds: list[str]) -> None:
+        refusals = {"memory": redis.exceptions.OutOfMemoryError("OOM"), "full": [b"full", 9]}
+        self.node.next_refusals.extend(refusals[kind] for kind in kinds)
+
+    @rule(lp=st.sampled_from(LPS), later=st.integers(1, 3))
+    def refuse_the_first_of_several(self, lp: int, later: int) -> None:
+        """What is under way behind a refused message finds a gap."""
+        for _ in range(1 + later):
+            self.publish(lp, 1, NEVER, bulk_=False)
+            self.link.push()
+        self.refuse_next(["memory"])
+        self.work(1 + later)
+
+    @rule(on=st.booleans())
+    def memory(self, on: bool) -> None:
+        self.node.out_of_memory = on
+
+    @rule(on=st.booleans())
+    def limit(self, on: bool) -> None:
+        self.node.limited = on
+
+    @rule()
+    def trim(self) -> None:
+        for partition in self.node.partitions.values():
+            partition.trimmed = len(partition.log)
+
+    @rule()
+    def forget_scripts(self) -> None:
+        self.node.scripts_missing = True
+
+    @rule()
+    def remember(self) -> None:
+        self.snapshot = copy.deepcopy(self.node.partitions)
+
+    @rule()
+    def fall_back(self) -> None:
+        """The server restarts with older data: every line ends, and nothing of them is worked off any more."""
+        if self.snapshot.keys() != self.node.partitions.keys():
+            return
+        self.node.partitions, self.fell_back = copy.deepcopy(self.snapshot), True
+        self.link.fake_line.inbox.clear()
+        self.link.fake_line.outbox.clear()
+        self.node.ghosts.clear()
+        if self.link.under_way:
+            self.link.pull()
+        self.link.fake_line.close()
+
+    @rule(lp=st.sampled_from(LPS))
+    def fall_back_behind_an_answer(self, lp: int) -> None:
+        """What was published last is acknowledged, and lost."""
+        self.remember()
+        self.publish(lp, 1, NEVER, bulk_=False)
+        self.go_on()
+        self.fall_back()
+        self.publish(lp, 1, NEVER, bulk_=False)
+
+    @rule()
+    def seal(self) -> None:
+        self.node.partitions[self.serving].state = "sealed"
+
+    @precondition(lambda self: self.node.partitions[self.serving].state == "sealed")
+    @rule()
+    def open_successor(self) -> None:
+        parent = self.node.partitions[self.serving]
+        self.serving, self.version = self.serving + 1, self.version + 1
+        self.node.partitions[self.serving] = Partition(marks=dict(parent.marks))
+
+    # What the clerk does
+
+    @rule()
+    def run_errands(self) -> None:
+        with self.ledger.lock:
+            for topic in self.stranded:
+                topic.adopt(self.route(), self.table(), 0.0)
+                topic.rerouting = False
+                self.ledger.release(topic)
+            for _ in range(self.renewals):
+                self.ledger.renew(next(self.sources))
+            for search in self.searches:
+                tell_all(self.ledger.found(search.parcel, self.answer(search)))
+        self.stranded, self.renewals, self.searches = [], 0, []
+
+    def answer(self, search: Search) -> Found:
+        found = {}
+        for number, partition in self.node.partitions.items():
+            for offset, (source, lp, seq, _) in enumerate(partition.log, start=1):
+                found[source, lp, seq] = (number, offset)
+        return search.outcome({identity: found[identity] for identity in search.wanted() if identity in found})
+
+    # What must hold
+
+    def teardown(self) -> None:
+        if not hasattr(self, "node"):
+            return
+        self.settle_all()
+        self.judge()
+
+    def settle_all(self) -> None:
+        """Make everything well and go on until nothing is pending."""
+        self.node.out_of_memory = self.node.limited = self.node.cut_off = False
+        self.node.next_refusals.clear()
+        if self.node.partitions[self.serving].state == "sealed":
+            self.open_successor()
+        for _ in range(400):
+            if not self.ledger.pending_count:
+                return
+            self.run_errands()
+            self.time_passes()
+            if not self.link.under_way:
+                self.link.do_connect()
+            self.link.push()
+            self.work(10)
+            while self.link.under_way and self.link.fake_line.outbox:
+                self.link.pull()
+        raise AssertionError(f"{self.ledger.pending_count} messages never settle")
+
+    def judge(self) -> None:
+        held = [record for number in sorted(self.node.partitions) for record in self.node.partitions[number].log]
+        place = {
+            (number, offset): record[3]
+            for number, partition in self.node.partitions.items()
+            for offset, record in enumerate(partition.log, start=1)
+        }
+        bodies = [body for _, _, _, body in held]
+        assert len(bodies) == len(set(bodies)), "stored twice"
+        for lp in LPS:
+            numbers = [int(body) for _, record_lp, _, body in held if record_lp == lp]
+            assert numbers == sorted(numbers), f"LP {lp} is out of order"
+        lost = 0
+        for parcel in self.published:
+            if isinstance(parcel.outcome, Place | Found):
+                for index, body in enumerate(self.bodies[parcel]):
+                    receipt = parcel.receipt(index)
+                    if body in bodies:
+                        assert self.fell_back or place[receipt.partition, receipt.offset or 0] == body
+                    else:
+                        assert self.fell_back, f"{body} is lost"
+                        lost += 1
+            else:
+                assert isinstance(parcel.outcome, BacklogFull | NodeOutOfMemory | PublishAborted | AcknowledgedLoss)
+                assert self.fell_back or not isinstance(parcel.outcome, AcknowledgedLoss)
+                assert not set(self.bodies[parcel]) & set(bodies), "failed, yet stored"
+        chains: dict[tuple[int, int], list[int]] = {}
+        for source, lp, seq, _ in held:
+            chains.setdefault((source, lp), []).append(seq)
+        assert all(chain == list(range(1, len(chain) + 1)) for chain in chains.values()), chains
+        assert self.ledger.pending_bytes == 0
+
+
+def run(examples: int, **changes: Any) -> None:
+    run_state_machine_as_test(
+        World,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=50,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            **changes,
+        ),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused partition is left alone until the test says that time has passed."""
+    monkeypatch.setattr("mqlayer.producing.ledger.pause_s", lambda refusals: 1e6)
+
+
+def test_whatever_happens_each_message_is_stored_once_in_order_or_failed_and_not_stored() -> None:
+    run(400)
+
+
+def forget_what_is_unsure(patch: pytest.MonkeyPatch) -> None:
+    """A message that may be stored fails for good, and its seq goes to the next one."""
+    patch.setattr(Lane, "note_unsure", lambda lane: None)
+
+
+def give_lost_seqs_out_again(patch: pytest.MonkeyPatch) -> None:
+    """After a loss the lane goes on behind the mark under the same incarnation."""
+
+    def restart(lane: Lane, source: int | None) -> None:
+        if hasattr(lane, "source"):
+            lane.next_seq, lane.acked = lane.lost_after + 1, lane.lost_after
+        else:
+            original(lane, source)
+
+    original = Lane.restart
+    patch.setattr(Lane, "restart", restart)
+
+
+def put_back_in_reverse(patch: pytest.MonkeyPatch) -> None:
+    """What flew is sent again in the wrong order."""
+
+    def put_back(lane: Lane) -> None:
+        lane.waiting.extendleft(lane.flying)
+        lane.flying.clear()
+
+    patch.setattr(Lane, "put_back", put_back)
+
+
+def leave_what_is_behind_a_failure(patch: pytest.MonkeyPatch) -> None:
+    """Later messages of the LP go on after one failed; the seqs have a hole."""
+
+    def cut_off(lane: Lane, index: int) -> list[Parcel]:
+        parcel = lane.waiting[index]
+        del lane.waiting[index]
+        return [parcel]
+
+    patch.setattr(Lane, "cut_off", cut_off)
+
+
+def resolve_too_early(patch: pytest.MonkeyPatch) -> None:
+    """A lane is sent again while answers about it are still to come."""
+    patch.setattr(Link, "_resolve", lambda link, batch, now: link._resolve_lanes(batch.lanes(), now))
+
+
+def take_repetitions_for_losses(patch: pytest.MonkeyPatch) -> None:
+    """A gap behind a refused batch is taken for a loss."""
+
+    def mixed(ledger: Ledger, batch: Any, *rest: Any) -> Any:
+        for lane in batch.lanes():
+            lane.acked += 1
+        return original(ledger, batch, *rest)
+
+    original = Ledger.mixed
+    patch.setattr(Ledger, "mixed", mixed)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        forget_what_is_unsure,
+        give_lost_seqs_out_again,
+        put_back_in_reverse,
+        leave_what_is_behind_a_failure,
+        resolve_too_early,
+        take_repetitions_for_losses,
+    ],
+)
+def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        run(1_000, phases=[Phase.generate], database=None, print_blob=False, derandomize=True)
