@@ -33,7 +33,7 @@ from mqlayer.consuming.holdings import Held
 from mqlayer.consuming.member import Member, MemberOptions
 from mqlayer.domain.message import Record
 from mqlayer.domain.names import check_name
-from mqlayer.errors import Conflict, InvalidInput, MqlayerError
+from mqlayer.errors import Conflict, InvalidInput, SchemaMismatch
 from mqlayer.membership.groups import Group, GroupSettings, Start, ensure_group
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
@@ -259,7 +259,7 @@ def _has_fence(application: Database) -> bool:
     try:
         with application.connection() as connection:
             check_schema(connection, "application", application.address)
-    except MqlayerError as error:
+    except SchemaMismatch as error:
         log.info("no_fence", extra={"reason": str(error)})
         return False
     return True

@@ -2,7 +2,7 @@
 
 Workers take several lanes at a time while handlers are quick, so that the lock is not the price of a message. An idle
 worker looks again after a moment, and takes over half of what a busy one still has in hand, so a slow message never
-holds the lanes beside it for long.
+holds the lanes beside it for long. What they have done comes back with the next thing that takes the lock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Final
 
-from mqlayer.consuming.clock import clock
+from mqlayer.consuming.clock import Lease, clock
 from mqlayer.consuming.holdings import Held, Lane, State
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import PartitionId
@@ -37,13 +37,16 @@ class Dispatcher:
     `lock` guards every field of holdings and lanes marked (lock).
     """
 
-    def __init__(self, *, lease_holds: Callable[[], bool]) -> None:
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.stopping = False
         self.on_ready: Callable[[], None] | None = None
-        self._lease_holds = lease_holds
         self._ready: deque[Lane] = deque()
+        # Lanes handled to the end, appended without the lock, which would be the price of every message of its own key.
+        self._done: deque[Lane] = deque()
+        self.done: Callable[[Lane], None] = self._done.append
         self._delayed: list[tuple[float, int, Lane]] = []
         self._order = count()
         self._hands: list[deque[Lane]] = []
@@ -66,6 +69,7 @@ class Dispatcher:
     def put(self, held: Held, records: list[Record]) -> None:
         """Add records that were read, in order."""
         with self.lock:
+            self._take_back()
             if held.state is State.OPEN:
                 self._line_up(held.admit(records))
 
@@ -98,30 +102,20 @@ class Dispatcher:
     def finish(self, lane: Lane, leftover: list[Record], *, delay_s: float = 0.0) -> None:
         """Take a lane back from a worker: what it did not settle goes in front again."""
         with self.lock:
-            held = lane.held
-            held.busy -= 1
-            lane.batch = ()
             if leftover:
                 lane.records[:0] = leftover
-            if held.state is not State.OPEN:
-                self._end(lane)
-            elif not lane.records:
-                if lane.later is None:
-                    del held.lanes[lane.key]
-                else:
-                    held.unfold(lane)
-            elif delay_s > 0:
-                held.fold(lane)
-                held.asleep += 1
-                heapq.heappush(self._delayed, (clock() + delay_s, next(self._order), lane))
-            else:
-                self._ready.append(lane)
-                if self._message_s >= QUICK_S:
-                    self._wake()
+            self._finish(lane, delay_s)
+
+    def drained(self, held: Held) -> bool:
+        """Say whether nothing of a holding is under way any more."""
+        with self.lock:
+            self._take_back()
+            return held.busy == 0
 
     def refills(self, held: Held) -> list[Lane]:
         """Return the folded lanes of a holding that are to be read again now."""
         with self.lock:
+            self._take_back()
             self._release_due()
             lanes = list(held.to_refill)
             held.to_refill.clear()
@@ -154,6 +148,7 @@ class Dispatcher:
     def drain(self, held: Held, until: float) -> None:
         """Start nothing more of a holding; what is under way may end until then."""
         with self.lock:
+            self._take_back()
             if held.state is not State.GONE:
                 held.drain_until = until
                 held.state = State.DRAINING
@@ -162,6 +157,7 @@ class Dispatcher:
     def drop(self, held: Held) -> None:
         """Forget a holding; what of it is under way ends by itself and comes to nothing."""
         with self.lock:
+            self._take_back()
             if held.state is not State.GONE:
                 held.state = State.GONE
                 self._forget(held)
@@ -179,6 +175,32 @@ class Dispatcher:
             self.changed.notify_all()
         if self.on_ready is not None:
             self.on_ready()
+
+    def _take_back(self) -> None:
+        """Take back the lanes that workers have handled to the end."""
+        done = self._done
+        while done:
+            self._finish(done.popleft(), 0.0)
+
+    def _finish(self, lane: Lane, delay_s: float) -> None:
+        held = lane.held
+        held.busy -= 1
+        lane.batch = ()
+        if held.state is not State.OPEN:
+            self._end(lane)
+        elif not lane.records:
+            if lane.later is None:
+                del held.lanes[lane.key]
+            else:
+                held.unfold(lane)
+        elif delay_s > 0:
+            held.fold(lane)
+            held.asleep += 1
+            heapq.heappush(self._delayed, (clock() + delay_s, next(self._order), lane))
+        else:
+            self._ready.append(lane)
+            if self._message_s >= QUICK_S:
+                self._wake()
 
     def _line_up(self, lanes: list[Lane]) -> None:
         if self._orphans:
@@ -219,7 +241,8 @@ class Dispatcher:
         self.changed.notify_all()
 
     def _fill(self, hand: deque[Lane]) -> bool:
-        if self.stopping or not self._lease_holds():
+        self._take_back()
+        if self.stopping or not self.lease.holds():
             return False
         ready = self._ready
         wanted = min(CHUNK, 1 + len(ready) // max(1, len(self._hands))) if self._message_s < QUICK_S else 1

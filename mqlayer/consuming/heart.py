@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from mqlayer.consuming.clock import clock
+from mqlayer.consuming.clock import Lease, clock
 from mqlayer.consuming.faults import where
 from mqlayer.errors import MqlayerError, StoreUnavailable
 from mqlayer.membership.groups import Group
@@ -56,8 +56,7 @@ class Heart:
         self._leaving = self._left_to_the_lease = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{name}-heart", daemon=True)
-        self.deadline = 0.0
-        """Until when the lease holds, on this machine's clock."""
+        self.lease = Lease()
 
     def start(self) -> None:
         """Join the group and follow its first assignments, then beat. Raises StoreUnavailable, SchemaMismatch."""
@@ -109,7 +108,7 @@ class Heart:
                 self._give_back(self._session)
                 self._beat(self._session)
         except StoreUnavailable as error:
-            facts = {"reason": str(error), "paused": clock() >= self.deadline}
+            facts = {"reason": str(error), "paused": not self.lease.holds()}
             log.warning("heartbeat_failed", extra=facts | self._facts())
             return False
         except MqlayerError as error:
@@ -147,7 +146,7 @@ class Heart:
             self._join()
 
     def _extend(self, began: float) -> None:
-        self.deadline = began + self._lease_s * (1 - self._margin)
+        self.lease.until = began + self._lease_s * (1 - self._margin)
 
     def _give_back(self, session: Session) -> None:
         for _ in range(self._to_release.qsize()):

@@ -34,7 +34,6 @@ from mqlayer.domain.backoff import backoff_s
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import MqlayerError, NotFound
-from mqlayer.failpoints import failpoint
 from mqlayer.membership.groups import Group
 from mqlayer.membership.members import Assigned, Beat
 from mqlayer.postgres.database import Database
@@ -99,7 +98,6 @@ class Member:
         self.options = options or MemberOptions()
         self.member_id = self.options.member_id or new_member_id()
         self.stats = MemberStats()
-        self.dispatcher = Dispatcher(lease_holds=self.may_read)
         self._name = f"mqlayer-{group.name}"
         self._database, self._routes, self._application = database, routes, application
         self._backoff_s: tuple[float, ...] = group.backoff_s
@@ -109,11 +107,12 @@ class Member:
         # The epochs that a node refused: asked for again only under higher ones.
         self._refused: dict[PartitionId, int] = {}
         self._stopping = False
-        workers = LoopWorkers if is_async else ThreadWorkers
-        self._workers = workers(self, handle, count=self.options.concurrency, name=self._name)
         self._heart = Heart(
             self, database=database, group=group, member_id=self.member_id, settings=settings, name=self._name
         )
+        self.dispatcher = Dispatcher(self._heart.lease)
+        workers = LoopWorkers if is_async else ThreadWorkers
+        self._workers = workers(self, handle, count=self.options.concurrency, name=self._name)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -159,18 +158,9 @@ class Member:
 
     # -- what workers ask --------------------------------------------------------------------------------------------
 
-    def may_start(self, held: Held, now: float) -> bool:
-        """Say whether a message of this holding may be started: it is open, and the lease holds by our own clock."""
-        return held.state is State.OPEN and now < self._heart.deadline
-
-    def settled(self, held: Held, record: Record) -> None:
-        """Note that a message is handled."""
-        failpoint("handler.after_success")
-        self.stats.handled += 1
-        held.settled.append(record)
-
-    def settled_some(self) -> None:
-        """Let the settlers send what was noted."""
+    def handled(self, count: int) -> None:
+        """Count what was handled, and let the settlers send it."""
+        self.stats.handled += count
         self._links.send_some()
 
     def failed(self, held: Held, record: Record, error: BaseException) -> float:
@@ -201,7 +191,7 @@ class Member:
 
     def may_read(self) -> bool:
         """Say whether the lease still holds by our own clock."""
-        return clock() < self._heart.deadline
+        return self._heart.lease.holds()
 
     def shares(self) -> tuple[int, int]:
         """Return how many records and bytes one partition may have in hand."""
@@ -319,7 +309,7 @@ class Member:
     def _drain(self, held: Held, until: float) -> None:
         """Start nothing more of a holding; the settler releases it when what runs has ended."""
         self.dispatcher.drain(held, until)
-        self.settled_some()
+        self._links.send_some()
 
     def _drop(self, held: Held) -> None:
         """Forget a holding: nothing of it is started or settled any more."""

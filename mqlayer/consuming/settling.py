@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 from mqlayer.consuming.clock import clock
+from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.faults import where
 from mqlayer.consuming.holdings import Held, State
 from mqlayer.domain.message import Record
@@ -45,6 +46,8 @@ AGAIN_S: Final = 0.5
 
 class SettlingOwner(Protocol):
     """What a settler asks of its member."""
+
+    dispatcher: Dispatcher
 
     def holdings_on(self, node_id: NodeId) -> list[Held]:
         """Return the holdings on a node that are not gone."""
@@ -175,7 +178,7 @@ class Settler:
 
     def _drained(self, held: Held) -> bool:
         """Say whether a draining holding can be released: nothing runs and all is sent, or it took too long."""
-        if held.busy == 0 and not held.settled and not held.failed:
+        if self._owner.dispatcher.drained(held) and not held.settled and not held.failed:
             return True
         late = clock() > held.drain_until
         if late:

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.faults import where
-from mqlayer.consuming.holdings import Held, Lane
+from mqlayer.consuming.holdings import Held, Lane, State
 from mqlayer.domain.message import Record
 from mqlayer.errors import AlreadyApplied, HandlerFault, StaleOwner
 from mqlayer.failpoints import failpoint
@@ -33,30 +33,14 @@ class Owner(Protocol):
 
     dispatcher: Dispatcher
 
-    def may_start(self, held: Held, now: float) -> bool:
-        """Say whether a message of this holding may be started now."""
-
-    def settled(self, held: Held, record: Record) -> None:
-        """Note that a message is handled."""
-
-    def settled_some(self) -> None:
-        """Let what was noted be sent."""
+    def handled(self, count: int) -> None:
+        """Count what was handled, and let it be sent."""
 
     def failed(self, held: Held, record: Record, error: BaseException) -> float:
         """Note a failed attempt; return how many seconds its key waits."""
 
     def fenced(self, held: Held, reason: str) -> None:
         """Drop a holding that a later owner has."""
-
-
-class Outcome:
-    """What became of a lane's batch: how far it came, and how long the rest waits."""
-
-    __slots__ = ("delay_s", "done")
-
-    def __init__(self) -> None:
-        self.done = 0
-        self.delay_s = 0.0
 
 
 class ThreadWorkers:
@@ -87,34 +71,37 @@ class ThreadWorkers:
         while not dispatcher.stopping:
             if not dispatcher.take(hand, IDLE_WAIT_S):
                 continue
-            began, messages = clock(), 0
+            began = now = clock()
+            messages = 0
             while True:
                 try:
                     lane = hand.popleft()
                 except IndexError:
                     break
-                messages += self._run(lane)
-            self._owner.settled_some()
-            dispatcher.note_pace(messages, clock() - began)
+                done, now = self._run(lane, now)
+                messages += done
+            self._owner.handled(messages)
+            dispatcher.note_pace(messages, now - began)
 
-    def _run(self, lane: Lane) -> int:
-        outcome = Outcome()
-        with _turn(self._owner, lane, outcome):
-            self._handle_batch(lane, outcome)
-        return outcome.done
-
-    def _handle_batch(self, lane: Lane, outcome: Outcome) -> None:
-        owner, held, handle = self._owner, lane.held, self._handle
-        until = clock() + TURN_S
-        for record in lane.batch:
-            now = clock()
-            if now >= until or not owner.may_start(held, now):
-                break
-            answer = handle(held, record)
-            if answer is not None and isawaitable(answer):
-                raise _not_awaited(answer)
-            owner.settled(held, record)
-            outcome.done += 1
+    def _run(self, lane: Lane, now: float) -> tuple[int, float]:
+        """Handle what a lane has, for one turn at most; return how many messages that were, and the time then."""
+        handle, lease, held, batch = self._handle, self._owner.dispatcher.lease, lane.held, lane.batch
+        settled, until, done = held.settled.append, now + TURN_S, 0
+        try:
+            for record in batch:
+                if now >= until or held.state is not State.OPEN or now >= lease.until:
+                    break
+                answer = handle(held, record)
+                if answer is not None and isawaitable(answer):
+                    raise _not_awaited(answer)
+                failpoint("handler.after_success")
+                settled(record)
+                done += 1
+                now = clock()
+        except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
+            return judge(self._owner, lane, done, error), clock()
+        give_back(self._owner, lane, done)
+        return done, now
 
 
 class LoopWorkers:
@@ -163,63 +150,53 @@ class LoopWorkers:
                     await asyncio.wait_for(ready.wait(), IDLE_WAIT_S)
                 continue
             while hand:
-                await self._run(hand.popleft())
+                self._owner.handled(await self._run(hand.popleft()))
 
-    async def _run(self, lane: Lane) -> None:
-        outcome = Outcome()
-        with _turn(self._owner, lane, outcome):
-            await self._handle_batch(lane, outcome)
-        self._owner.settled_some()
-
-    async def _handle_batch(self, lane: Lane, outcome: Outcome) -> None:
-        owner, held, handle = self._owner, lane.held, self._handle
-        until = clock() + TURN_S
-        for record in lane.batch:
-            now = clock()
-            if now >= until or not owner.may_start(held, now):
-                break
-            await handle(held, record)
-            owner.settled(held, record)
-            outcome.done += 1
-
-
-class _turn:  # noqa: N801 - reads as what it is: with a turn of this lane
-    """One turn of a lane: whatever the handler raises is judged, and the lane goes back in any case."""
-
-    __slots__ = ("_lane", "_outcome", "_owner")
-
-    def __init__(self, owner: Owner, lane: Lane, outcome: Outcome) -> None:
-        self._owner, self._lane, self._outcome = owner, lane, outcome
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
-        lane, outcome = self._lane, self._outcome
+    async def _run(self, lane: Lane) -> int:
+        """Handle what a lane has, for one turn at most; return how many messages that were."""
+        handle, lease, held, batch = self._handle, self._owner.dispatcher.lease, lane.held, lane.batch
+        settled, now, done = held.settled.append, clock(), 0
+        until = now + TURN_S
         try:
-            if error is not None:
-                judge(self._owner, lane, outcome, error)
-        except Exception as fault:  # noqa: BLE001 - a worker that died would leave a member that handles less and less
-            outcome.delay_s = AGAIN_S
-            log.error("judging_failed", extra={"partition": lane.held.partition, "error": where(fault)})
-        leftover = list(lane.batch[outcome.done :])
-        if leftover:
-            self._owner.settled_some()
-        self._owner.dispatcher.finish(lane, leftover, delay_s=outcome.delay_s)
-        return True
+            for record in batch:
+                if now >= until or held.state is not State.OPEN or now >= lease.until:
+                    break
+                await handle(held, record)
+                failpoint("handler.after_success")
+                settled(record)
+                done += 1
+                now = clock()
+        except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
+            return judge(self._owner, lane, done, error)
+        give_back(self._owner, lane, done)
+        return done
 
 
-def judge(owner: Owner, lane: Lane, outcome: Outcome, error: BaseException) -> None:
-    """Decide what an exception of a handler means for its message and the rest of its lane."""
-    held, record = lane.held, lane.batch[outcome.done]
-    if isinstance(error, AlreadyApplied):
-        owner.settled(held, record)
-        outcome.done += 1
-    elif isinstance(error, StaleOwner):
-        owner.fenced(held, "fence")
+def give_back(owner: Owner, lane: Lane, done: int, *, delay_s: float = 0.0) -> None:
+    """Return a lane to the dispatcher after so many messages of its batch."""
+    if done == len(lane.batch):
+        owner.dispatcher.done(lane)
     else:
-        failpoint("handler.after_failure")
-        outcome.delay_s = owner.failed(held, record, error)
+        owner.dispatcher.finish(lane, list(lane.batch[done:]), delay_s=delay_s)
+
+
+def judge(owner: Owner, lane: Lane, done: int, error: BaseException) -> int:
+    """Decide what an exception of a handler means for its message and its lane; return how many are handled now."""
+    held, record, delay_s = lane.held, lane.batch[done], 0.0
+    try:
+        if isinstance(error, AlreadyApplied):
+            held.settled.append(record)
+            done += 1
+        elif isinstance(error, StaleOwner):
+            owner.fenced(held, "fence")
+        else:
+            failpoint("handler.after_failure")
+            delay_s = owner.failed(held, record, error)
+    except Exception as fault:  # noqa: BLE001 - a worker that died would leave a member that handles less and less
+        delay_s = AGAIN_S
+        log.error("judging_failed", extra={"partition": held.partition, "error": where(fault)})
+    give_back(owner, lane, done, delay_s=delay_s)
+    return done
 
 
 def _not_awaited(answer: Any) -> HandlerFault:

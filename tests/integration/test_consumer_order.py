@@ -281,7 +281,7 @@ def test_what_is_read_ahead_is_bounded_by_count(stage: Stage) -> None:
     member = member_of(app)
     wait_until(lambda: max((h.count_in_hand for h in member._holdings.all()), default=0) >= 90, what="read ahead")
     # A quarter of the share is the least that is read at a time: one pass more would show.
-    wait_until(lambda: member._heart.deadline, what="a heartbeat")
+    wait_until(lambda: member._heart.lease.until, what="a heartbeat")
     assert max(h.count_in_hand for h in member._holdings.all()) <= 100
     go_on.set()
     stage.wait_settled()

@@ -92,8 +92,8 @@ def test_while_postgres_is_away_for_less_than_the_lease_consumption_goes_on(
     wait_until(lambda: recorder.count() == 110, timeout_s=10, what="consumption goes on")
     assert not any(record.__dict__.get("paused") for record in caplog.records)
     server.start()
-    deadline = member_of(app)._heart.deadline
-    wait_until(lambda: member_of(app)._heart.deadline > deadline, timeout_s=20, what="heartbeats go on")
+    deadline = member_of(app)._heart.lease.until
+    wait_until(lambda: member_of(app)._heart.lease.until > deadline, timeout_s=20, what="heartbeats go on")
     assert member_of(app).holdings() == holdings
     stage.wait_settled()
     assert len(recorder.begun) == 110

@@ -45,7 +45,7 @@ def through(stage: Stage, proxy: TcpProxy) -> SecretStr:
 def valid_epoch(member: Member, partition: int) -> int | None:
     """Return the epoch under which a member would start a message of a partition now."""
     for held in member._holdings.all():
-        if held.partition == partition and held.state is State.OPEN and clock() < member._heart.deadline:
+        if held.partition == partition and held.state is State.OPEN and clock() < member._heart.lease.until:
             return held.epoch
     return None
 

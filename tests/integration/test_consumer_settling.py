@@ -299,8 +299,8 @@ def test_a_heart_that_fails_goes_on(
     monkeypatch.setattr(member_of(app), "follow", fail)
     wait_until(lambda: "ZeroDivisionError" in str([r.__dict__ for r in caplog.records]), what="the failure told")
     monkeypatch.undo()
-    before = heart.deadline
-    wait_until(lambda: heart.deadline > before, what="a heartbeat later")
+    before = heart.lease.until
+    wait_until(lambda: heart.lease.until > before, what="a heartbeat later")
     stage.send_numbers(keys=3, each=3)
     stage.wait_settled()
 

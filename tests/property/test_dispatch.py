@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mqlayer.consuming.clock import Lease
 from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.holdings import Held, Lane, State, size_of
 from mqlayer.domain.message import NO_KEY, Record
@@ -59,7 +60,9 @@ class Lanes:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.server = Server()
-        self.dispatcher = Dispatcher(lease_holds=lambda: True)
+        lease = Lease()
+        lease.until = float("inf")
+        self.dispatcher = Dispatcher(lease)
         self.dispatcher._message_s = 0.0  # as with quick handlers: several lanes in a hand
         self.workers = [Worker(self.dispatcher.new_hand()) for _ in range(WORKERS)]
         self.handled: dict[bytes, list[int]] = {key: [] for key in KEYS}
@@ -127,8 +130,10 @@ class Lanes:
                 self.handle(worker, lane, record)
         if self.rng.random() < 0.6:
             leftover = list(lane.batch[worker.done :])
-            fails = leftover and self.rng.random() < 0.5
-            self.dispatcher.finish(lane, leftover, delay_s=AT_ONCE_S if fails else 0.0)
+            if leftover:
+                self.dispatcher.finish(lane, leftover, delay_s=AT_ONCE_S if self.rng.random() < 0.5 else 0.0)
+            else:
+                self.dispatcher.done(lane)
             worker.lane = None
 
     def handle(self, worker: Worker, lane: Lane, record: Record) -> None:
@@ -162,13 +167,14 @@ class Lanes:
         self.dispatcher.drain(self.held, 0.0)
 
     def release_and_get_again(self) -> None:
-        if self.held.state is State.DRAINING and (self.held.busy == 0 or self.rng.random() < 0.2):
+        if self.held.state is State.DRAINING and (self.dispatcher.drained(self.held) or self.rng.random() < 0.2):
             self.acknowledge()
             self.lose_and_get_again()
 
     def what_is_in_hand_is_counted(self) -> None:
-        if self.held.state is not State.OPEN:
+        if self.held.state is not State.OPEN or self.rng.random() < 0.5:
             return
+        self.dispatcher.drained(self.held)  # takes back what is done
         lanes = self.held.lanes.values()
         in_memory = {record for lane in lanes for record in (*lane.records, *lane.batch)} | set(self.held.settled)
         in_memory = {record for record in in_memory if record.offset not in self.server.settled}
