@@ -130,7 +130,7 @@ def test_more_than_500_messages_or_runs_are_refused(partition: Partition) -> Non
     partition.create()
     assert partition.append(run(10, 1, 500)) == Appended(1, None)
     assert partition.append(run(10, 501, 501)) == Refused("toolarge", "501")
-    assert isinstance(partition.append(*(run(10, 501, 0) for _ in range(501))), Refused)
+    assert isinstance(partition.append(*(run(lp, 1, 0) for lp in range(501))), Refused)
     assert len(partition.records()) == 500
 
 
