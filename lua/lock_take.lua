@@ -50,7 +50,8 @@ end
 local committed = tonumber(lock[4] or '0')
 local base = tonumber(lock[5] or '0')
 if committed == 0 then
-  committed = math.max(start, tonumber(meta[3] or '1'))
+  -- A partition that fell back below the start begins anew: what comes now is new to the group.
+  committed = math.max(math.min(start, tonumber(meta[2])), tonumber(meta[3] or '1'))
   base = committed
 end
 redis.call('HSET', lock_key, 'owner', member, 'epoch', string.format('%d', epoch),

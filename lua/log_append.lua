@@ -46,11 +46,13 @@ if backlog > 0 then
 end
 
 local lp_from, lp_to, offset = tonumber(meta[2]), tonumber(meta[3]), tonumber(meta[4])
-local fields, firsts, counts = {}, {}, {}
+local fields, firsts, counts, known = {}, {}, {}, {}
 local total = 0
 local at = 4
 for i = 1, run_count do
   fields[i] = source .. ':' .. argv[at]
+  if known[fields[i]] then return redis.error_reply('ERR log_append: two runs of one LP in a call') end
+  known[fields[i]] = true
   firsts[i] = tonumber(argv[at + 1])
   counts[i] = tonumber(argv[at + 2])
   total = total + counts[i]

@@ -251,12 +251,13 @@ BEGIN
     IF v_timeout = interval '0' OR v_timeout > interval '60 seconds' THEN
         PERFORM set_config('idle_in_transaction_session_timeout', '60s', true);
     END IF;
-    SELECT f.epoch INTO epoch FROM mqlayer_app.fence_epoch f WHERE f.group_id = p_group_id AND f.lp = p_lp FOR SHARE;
+    -- Raised before it is locked for sharing: two effects that both held the shared lock could not both raise it.
+    SELECT f.epoch INTO epoch FROM mqlayer_app.fence_epoch f WHERE f.group_id = p_group_id AND f.lp = p_lp;
     IF epoch IS NULL OR epoch < p_epoch THEN
         INSERT INTO mqlayer_app.fence_epoch AS f (group_id, lp, epoch) VALUES (p_group_id, p_lp, p_epoch)
-            ON CONFLICT (group_id, lp) DO UPDATE SET epoch = greatest(f.epoch, excluded.epoch)
-            RETURNING f.epoch INTO epoch;
+            ON CONFLICT (group_id, lp) DO UPDATE SET epoch = greatest(f.epoch, excluded.epoch);
     END IF;
+    SELECT f.epoch INTO epoch FROM mqlayer_app.fence_epoch f WHERE f.group_id = p_group_id AND f.lp = p_lp FOR SHARE;
     IF epoch > p_epoch THEN
         answer := 'stale';
         RETURN;
@@ -338,10 +339,6 @@ BEGIN
     RETURN 'emptied';
 END $$;
 
--- Everybody may execute a new function until this is said; default privileges of a schema can't take it away. Each later
--- migration that makes a function says it again.
-REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA mqlayer_app FROM PUBLIC;
-
 -- Give an outbox that was copied an identity of its own, so that its relay opens a new source whose numbers begin at 1.
 -- With p_keep, what is not recorded as relayed is numbered anew and sent again; without, the outbox is emptied.
 CREATE FUNCTION mqlayer_app.outbox_renew_v1(p_keep boolean) RETURNS bigint LANGUAGE plpgsql
@@ -372,3 +369,7 @@ BEGIN
     SELECT count(*) INTO v_count FROM mqlayer_app.outbox;
     RETURN v_count;
 END $$;
+
+-- Everybody may execute a new function until this is said; default privileges of a schema can't take it away. Each later
+-- migration that makes a function says it again.
+REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA mqlayer_app FROM PUBLIC;
