@@ -172,7 +172,8 @@ def test_a_version_that_tiles_is_taken_and_notified(database: Database, node: st
     assert routes.route("orders").version == 1
     routes.listen()
     try:
-        with psycopg.connect(database.dsn) as connection:
+        # Not in a transaction: it would see the same statistics again and again.
+        with psycopg.connect(database.dsn, autocommit=True) as connection:
             wait_until(
                 lambda: connection.execute(
                     "SELECT 1 FROM pg_stat_activity WHERE application_name = 'mqlayer routes' "
