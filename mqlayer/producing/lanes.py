@@ -31,8 +31,8 @@ Trouble = Literal["repeat", "route", "lost"]
 class Lane:
     """One LP of a topic: its numbering, and its messages that are not settled.
 
-    `source` is None while a new incarnation is being registered. Seqs up to `unsure_to` were sent at least once
-    without an answer; `unsure_at` are the partitions that may hold them.
+    `source` is None while a new incarnation is being registered; `Ledger.renew` brings it. Seqs up to `unsure_to` were
+    sent at least once without an answer; `unsure_at` are the partitions that may hold them.
     """
 
     __slots__ = (

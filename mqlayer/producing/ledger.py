@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -82,7 +82,6 @@ class Ledger:
         self.source: int | None = source
         self.topics: dict[str, TopicLanes] = {}
         self.slots: dict[int, Slot] = {}
-        self.orphans: dict[Lane, None] = {}
         self.searched: dict[Parcel, Place] = {}
         self.pending_count = self.pending_bytes = 0
         self.counts: Counter[str] = Counter()
@@ -147,13 +146,8 @@ class Ledger:
 
     def queue(self, lane: Lane) -> None:
         """Have what waits in a lane sent, unless something holds it up."""
-        if lane.queued or lane.trouble is not None or not lane.waiting:
+        if lane.queued or lane.trouble is not None or not lane.waiting or lane.source is None:
             return
-        if lane.source is None:
-            if self.source is None:
-                self.orphans[lane] = None
-                return
-            lane.source = self.source
         # Answers about what flies decide about what is behind it, so both must go the same way.
         if not lane.flying:
             lane.slot = lane.topic.table[lane.lp]
@@ -303,11 +297,10 @@ class Ledger:
     def fail_rest(self) -> list[Listener]:
         """Give up everything that is left, when the producer closes."""
         told: list[Listener] = []
-        for topic in self.topics.values():
-            for lane in filter(None, topic.lanes):
-                lane.put_back()
-                while lane.waiting:
-                    told += self._finish(lane.waiting.popleft(), ProducerClosed(CLOSED))
+        for lane in self._lanes():
+            lane.put_back()
+            while lane.waiting:
+                told += self._finish(lane.waiting.popleft(), ProducerClosed(CLOSED))
         for parcel, place in list(self.searched.items()):
             told += self.found(parcel, Found(place.source, place.replicas, ((place.partition, None),) * parcel.count))
         return told
@@ -315,11 +308,12 @@ class Ledger:
     # New incarnations and routes
 
     def renew(self, source: int) -> None:
-        """Go on under a new incarnation in the lanes that need one."""
+        """Go on under a new incarnation in the lanes that have none."""
         self.source = source
-        orphans, self.orphans = list(self.orphans), {}
-        for lane in orphans:
-            self.queue(lane)
+        for lane in self._lanes():
+            if lane.source is None:
+                lane.source = source
+                self.queue(lane)
 
     def release(self, topic: TopicLanes) -> None:
         """Send again what waited for a newer route."""
@@ -335,6 +329,10 @@ class Ledger:
             pending=self.pending_count,
             pending_bytes=self.pending_bytes,
         )
+
+    def _lanes(self) -> Iterator[Lane]:
+        for topic in self.topics.values():
+            yield from filter(None, topic.lanes)
 
     def _stored_parcel(
         self,
