@@ -103,7 +103,7 @@ class Ledger:
         started = time.monotonic()
         while not self.closed_because and not self.has_room(count, size):
             wait_s = until - time.monotonic()
-            if wait_s <= 0:
+            if wait_s <= 0 or is_telling():
                 raise ProducerFull(self.pending_count, self.pending_bytes, time.monotonic() - started)
             self.wait_for_change(wait_s)
         if self.closed_because:
@@ -428,10 +428,30 @@ class Ledger:
 COUNTED: Final = ("stored", "repeated", "failed", "aborted", "lost", "unreplicated", "lines_lost")
 
 
-def tell_all(listeners: Iterable[Listener]) -> None:
+class _Telling(threading.local):
+    """Whether this thread runs the application's callbacks."""
+
+    now = False
+
+
+_telling = _Telling()
+
+
+def tell_all(listeners: Sequence[Listener]) -> None:
     """Tell listeners; not under the lock, because it runs the application's callbacks."""
-    for listener in listeners:
-        listener.tell()
+    if not listeners:
+        return
+    before, _telling.now = _telling.now, True
+    try:
+        for listener in listeners:
+            listener.tell()
+    finally:
+        _telling.now = before
+
+
+def is_telling() -> bool:
+    """Say whether this is called by a future's callback: it must not wait then, others wait for this very thread."""
+    return _telling.now
 
 
 def _copy(error: MqlayerError) -> MqlayerError:

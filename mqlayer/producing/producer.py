@@ -18,7 +18,7 @@ from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
 from mqlayer.producing.bulk import Bulk, BulkSend
 from mqlayer.producing.lanes import Lane, TopicLanes
-from mqlayer.producing.ledger import Ledger, ProducerStats, tell_all
+from mqlayer.producing.ledger import Ledger, ProducerStats, is_telling, tell_all
 from mqlayer.producing.links import LinkOptions
 from mqlayer.producing.messages import (
     NO_KEY_BULK,
@@ -126,6 +126,7 @@ class Producer:
         `timeout_s` (default: the setting delivery_timeout_s): the message stays queued, and the error's future tells
         the outcome. Other PublishErrors are definite.
         """
+        _may_wait()
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         parcel, lane = self._queue(topic, key, body, headers, deadline, None, wake=False)
         link = lane.slot.link
@@ -154,7 +155,9 @@ class Producer:
 
         The future fails only when the message is certainly not stored: a node refused it until `timeout_s` was over,
         or an earlier message of its LP failed. It can't be cancelled. Raises at once what the edge checks find, and
-        ProducerFull when there is no room within the producer's `room_timeout_s`.
+        ProducerFull when there is no room within the producer's `room_timeout_s`, at once in a future's callback.
+        Callbacks of futures run in a thread that has to send other messages: they may publish by `send_async` and
+        `send_oneway`, and must not wait for anything.
         """
         promise = Promise()
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
@@ -181,6 +184,7 @@ class Producer:
         Messages of one key are stored in their order. Raises what the edge checks find (nothing was queued), or
         PartlyPublished, which says for each message what became of it. `timeout_s` is for the whole call.
         """
+        _may_wait()
         lanes = self._lanes(topic)
         if not messages:
             return Receipts(())
@@ -191,6 +195,7 @@ class Producer:
     def flush(self, timeout_s: float | None = None) -> int:
         """Wait until everything published so far is settled; return how many messages are not, after the time."""
         self._check_process()
+        _may_wait()
         ledger = self._ledger
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         with ledger.lock:
@@ -212,6 +217,7 @@ class Producer:
         """
         if self._pid != os.getpid() or self._ledger.closed_because == CLOSED:
             return
+        _may_wait()
         with self._ledger.lock:
             self._ledger.closed_because = CLOSED
             self._ledger.changed.notify_all()
@@ -282,3 +288,9 @@ class Producer:
 
 
 CLOSED: Final = "it is closed"
+
+
+def _may_wait() -> None:
+    """Raise InvalidInput in a future's callback: the thread that it runs in is the one that would be waited for."""
+    if is_telling():
+        raise InvalidInput("a future's callback must not wait for the producer: use send_async or send_oneway there")

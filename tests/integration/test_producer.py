@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections import Counter
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 import pytest
@@ -98,6 +98,33 @@ def test_a_cancelled_wait_does_not_take_the_message_back(world: ProducerWorld) -
         asyncio.run(publish())
         assert producer.flush(10) == 0
     assert world.by_key() == {"k": ["kept"]}
+
+
+def test_callbacks_of_futures_may_publish_but_not_wait(world: ProducerWorld) -> None:
+    refused: list[Exception] = []
+    followed: list[Future[Receipt]] = []
+    told = threading.Event()
+    with world.producer() as producer:
+
+        def follow(_: object) -> None:
+            for wait_for in (
+                lambda: producer.send("orders", key="k", body=b"x"),
+                lambda: producer.send_many("orders", [Message("k", b"x")]),
+                producer.flush,
+                producer.close,
+            ):
+                try:
+                    wait_for()
+                except InvalidInput as error:
+                    refused.append(error)
+            followed.append(producer.send_async("orders", key="k", body=b"2"))
+            told.set()
+
+        producer.send_async("orders", key="k", body=b"1").add_done_callback(follow)
+        assert told.wait(10)
+        assert followed[0].result(10).identity.seq == 2
+        assert len(refused) == 4
+    assert world.by_key() == {"k": ["1", "2"]}
 
 
 def test_one_way_messages_arrive_in_order(world: ProducerWorld) -> None:
