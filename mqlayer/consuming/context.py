@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import psycopg
-
 from mqlayer.consuming.holdings import Held
 from mqlayer.domain.message import NO_KEY, Identity, Record
 from mqlayer.errors import AlreadyApplied, HandlerFault, StaleOwner
 from mqlayer.failpoints import failpoint
-from mqlayer.postgres.database import translate
 from mqlayer.postgres.queries import query
-from mqlayer.postgres.sessions import run_one, run_one_async
+from mqlayer.postgres.sessions import caller_errors, run_one, run_one_async
 
 
 class Context:
@@ -90,10 +87,8 @@ class Context:
         """
         failpoint("fence.before")
         self._only_once()
-        try:
+        with caller_errors(connection):
             answer, epoch = run_one(connection, query("fence"), self._fence_facts())
-        except psycopg.Error as error:
-            raise translate(error) from error
         self._judge(answer, epoch)
         failpoint("fence.after")
 
@@ -101,10 +96,8 @@ class Context:
         """Do what `fence` does on an async connection."""
         failpoint("fence.before")
         self._only_once()
-        try:
+        with caller_errors(connection):
             answer, epoch = await run_one_async(connection, query("fence"), self._fence_facts())
-        except psycopg.Error as error:
-            raise translate(error) from error
         self._judge(answer, epoch)
         failpoint("fence.after")
 

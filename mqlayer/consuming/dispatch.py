@@ -163,6 +163,12 @@ class Dispatcher:
                 self._forget(held)
                 self._orphans.update((held.partition, lane.key) for lane in held.lanes.values() if lane.batch)
 
+    def runs_on(self, partition: PartitionId) -> bool:
+        """Say whether a handler still runs under an earlier holding of a partition, which is gone."""
+        with self.lock:
+            self._take_back()
+            return any(spot[0] == partition for spot in self._orphans)
+
     def acknowledged(self, held: Held, records: list[Record]) -> None:
         """Make room for what the server knows to be settled."""
         with self.lock:

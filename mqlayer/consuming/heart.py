@@ -43,7 +43,7 @@ class HeartOwner(Protocol):
 
 
 class Heart:
-    """The heartbeat of one member, in a thread of its own. Only that thread talks to Postgres once it is started."""
+    """The heartbeat of one member, in a thread of its own, which alone changes its session once it is started."""
 
     def __init__(
         self, owner: HeartOwner, *, database: Database, group: Group, member_id: str, settings: Settings, name: str

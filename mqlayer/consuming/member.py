@@ -106,6 +106,7 @@ class Member:
         self._allocation = -1
         # The epochs that a node refused: asked for again only under higher ones.
         self._refused: dict[PartitionId, int] = {}
+        self._give_back_by: dict[PartitionId, float] = {}
         self._stopping = False
         self._heart = Heart(
             self, database=database, group=group, member_id=self.member_id, settings=settings, name=self._name
@@ -288,7 +289,7 @@ class Member:
         held = self._holdings.get(assigned.partition)
         if assigned.release:
             if held is None:
-                self._heart.give_back(assigned)
+                self._give_back(assigned)
             elif held.state in (State.NEW, State.OPEN):
                 self._drain(held, clock() + self.options.drain_limit_s)
         elif held is None and not self._stopping:
@@ -296,6 +297,13 @@ class Member:
                 self._heart.renew(assigned)
             else:
                 self._hold(assigned)
+
+    def _give_back(self, assigned: Assigned) -> None:
+        """Release what is not held any more, once no handler of an earlier holding runs on, or not for long."""
+        until = self._give_back_by.setdefault(assigned.partition, clock() + self.options.drain_limit_s)
+        if clock() >= until or not self.dispatcher.runs_on(assigned.partition):
+            del self._give_back_by[assigned.partition]
+            self._heart.give_back(assigned)
 
     def _hold(self, assigned: Assigned) -> None:
         prefix, group_id = self.settings.key_prefix, self.group.group_id

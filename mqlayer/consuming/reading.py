@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 from array import array
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from mqlayer.consuming.dispatch import Dispatcher
-from mqlayer.consuming.faults import where
 from mqlayer.consuming.holdings import Held, Lane, State
+from mqlayer.consuming.node_thread import NodeThread
 from mqlayer.domain.message import Record, records_of
 from mqlayer.domain.offsets import as_ranges
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import MqlayerError, NodeNotArmed
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import Command, NodeConnection, is_missing_script, raise_for_reply
@@ -63,45 +61,17 @@ class ReadingOwner(Protocol):
         """Drop all holdings on a node that is not the armed run."""
 
 
-class Reader:
+class Reader(NodeThread):
     """The reading thread of one node."""
 
     def __init__(self, owner: ReadingOwner, line: NodeConnection, *, name: str) -> None:
-        self._owner, self._line = owner, line
-        self.wake = threading.Event()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"{name}-reader", daemon=True)
+        super().__init__(line, owner.node_lost, name=name, work="reading")
+        self._owner = owner
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float) -> None:
-        """Stop reading."""
-        self._stopping.set()
-        self.wake.set()
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
+    def _loop(self) -> None:
         while not self._stopping.is_set():
             if not self._try_pass():
                 self._stopping.wait(random.uniform(*AGAIN_S))
-        self._line.close()
-
-    def _try_pass(self) -> bool:
-        """Read once; say whether that went well. Whatever went wrong is said, and tried again."""
-        try:
-            self._pass()
-        except NodeNotArmed:
-            self._owner.node_lost(self._line.node.node_id)
-        except MqlayerError as error:
-            log.warning("reading_waits", extra={"reason": str(error)})
-        except Exception as error:  # noqa: BLE001 - a thread that died would leave a member that reads nothing
-            self._line.close()
-            log.error("reading_failed", extra={"node": self._line.node.name, "error": where(error)})
-        else:
-            return True
-        return False
 
     def _pass(self) -> None:
         holdings = self._owner.holdings_on(self._line.node.node_id)

@@ -7,19 +7,17 @@ idempotent.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.dispatch import Dispatcher
-from mqlayer.consuming.faults import where
 from mqlayer.consuming.holdings import Held, State
+from mqlayer.consuming.node_thread import NodeThread
 from mqlayer.domain.message import Record
 from mqlayer.domain.offsets import as_ranges
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import MqlayerError, NodeNotArmed
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.nodes import Command, NodeConnection, is_missing_script, raise_for_reply
 from mqlayer.redis.partitions import (
@@ -65,26 +63,14 @@ class SettlingOwner(Protocol):
         """Drop all holdings on a node that is not the armed run."""
 
 
-class Settler:
-    """The settling thread of one node."""
+class Settler(NodeThread):
+    """The settling thread of one node. Stopping it sends what is there."""
 
     def __init__(self, owner: SettlingOwner, line: NodeConnection, *, name: str) -> None:
-        self._owner, self._line = owner, line
-        self.wake = threading.Event()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"{name}-settler", daemon=True)
+        super().__init__(line, owner.node_lost, name=name, work="settling")
+        self._owner = owner
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float) -> None:
-        """Send what is there and end."""
-        self._stopping.set()
-        self.wake.set()
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
+    def _loop(self) -> None:
         while not self._stopping.is_set():
             self.wake.wait(IDLE_WAIT_S)
             self._stopping.wait(LINGER_S)
@@ -92,34 +78,19 @@ class Settler:
             if not self._try_pass():
                 self._stopping.wait(AGAIN_S)
         self._try_pass()
-        self._line.close()
-
-    def _try_pass(self) -> bool:
-        """Send what is there; say whether that went well. Whatever went wrong is said, and tried again."""
-        try:
-            self._pass()
-        except NodeNotArmed:
-            self._owner.node_lost(self._line.node.node_id)
-        except MqlayerError as error:
-            log.warning("settling_waits", extra={"reason": str(error)})
-        except Exception as error:  # noqa: BLE001 - a thread that died would leave a member that settles nothing
-            self._line.close()
-            log.error("settling_failed", extra={"node": self._line.node.name, "error": where(error)})
-        else:
-            return True
-        return False
 
     def _pass(self) -> None:
         holdings = self._owner.holdings_on(self._line.node.node_id)
+        # Once each: what comes in meanwhile waits for the next pass, or a busy partition would starve the others.
         for held in holdings:
-            while (held.settled or held.failed) and self._send(held):
-                pass
+            if held.settled or held.failed:
+                self._send(held)
         for held in holdings:
             if held.state is State.DRAINING and self._drained(held):
                 self._release(held)
 
-    def _send(self, held: Held) -> bool:
-        """Send what one holding has; say whether the node took it."""
+    def _send(self, held: Held) -> None:
+        """Send what one holding has."""
         records, failed = _all_of(held.settled), _all_of(held.failed)
         try:
             answers = self._ask(held, records, failed)
@@ -130,13 +101,12 @@ class Settler:
         for answer in answers:
             if isinstance(answer, Fenced | Refused):
                 self._lost(held, answer)
-                return False
+                return
         if held.attempts:
             for record in records:
                 held.attempts.pop(record.offset, None)
         committed = max((answer.committed for answer in answers if isinstance(answer, Kept)), default=0)
         self._owner.acknowledged(held, records, committed)
-        return True
 
     def _ask(
         self, held: Held, records: list[Record], failed: list[tuple[int, int]]

@@ -15,6 +15,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_r
 
 from mqlayer.errors import (
     BodyTooLarge,
+    Conflict,
     InvalidInput,
     KeyTooLarge,
     MqlayerError,
@@ -147,6 +148,8 @@ def translate(error: Exception, address: str = "postgres") -> MqlayerError:
         return _published_error(error, state, text)
     if isinstance(error, pg_errors.InFailedSqlTransaction):
         return InvalidInput(f"{text}: an earlier statement of this transaction failed, so it can only be rolled back")
+    if isinstance(error, psycopg.IntegrityError):
+        return Conflict(text)
     if isinstance(error, pg_errors.UndefinedTable | pg_errors.InvalidSchemaName | pg_errors.UndefinedFunction):
         return SchemaMismatch(address, "missing or older", "migrated", f"run `mqlayer migrate` ({text})")
     return StoreUnavailable(address, text)

@@ -226,21 +226,28 @@ class Upkeep:
     # Reading back
 
     def _find(self, search: Search, tries: int) -> None:
-        prefix = self._options.settings.key_prefix
-        places = [(slot.partition, slot.link.node_id) for slot in search.slots]
-        with ExitStack() as lines:
-            found, all_asked = find_on_nodes(
-                lambda node_id: lines.enter_context(self._lookup_line(NodeId(node_id))),
-                prefix,
-                places,
-                search.wanted(),
-            )
+        try:
+            found, all_asked = self._look(search)
+        except MqlayerError as error:
+            # The messages are stored; only where stays unknown if this goes on.
+            log.warning("position_not_found", extra={"reason": str(error)})
+            found, all_asked = {}, False
         if len(found) < search.early and not all_asked and tries < FIND_TRIES:
             self._clerk.do(lambda: self._find(search, tries + 1), after_s=pause_s(tries))
             return
         with self._ledger.lock:
             told = self._ledger.found(search.parcel, search.outcome(found))
         tell_all(told)
+
+    def _look(self, search: Search) -> tuple[dict[Identity, tuple[int, int]], bool]:
+        places = [(slot.partition, slot.link.node_id) for slot in search.slots]
+        with ExitStack() as lines:
+            return find_on_nodes(
+                lambda node_id: lines.enter_context(self._lookup_line(NodeId(node_id))),
+                self._options.settings.key_prefix,
+                places,
+                search.wanted(),
+            )
 
     def _lookup_line(self, node_id: NodeId) -> NodeConnection:
         settings = self._options.settings

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import MqlayerError, NodeNotArmed, StoreUnavailable
+from mqlayer.errors import MqlayerError, NodeNotArmed, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
 from mqlayer.redis.nodes import Node, NodeConnection
@@ -183,7 +183,9 @@ class Links:
 
     def _connect(self, node_id: NodeId, suspect: bool) -> NodeConnection:  # noqa: FBT001
         """Connect to a node, armed again where it has to be. Runs in the background."""
-        node = self._routes.refresh_nodes()[node_id]
+        node = self._routes.refresh_nodes().get(node_id)
+        if node is None:
+            raise NotFound("node", node_id, "it was removed while partitions of a route are on it")
         if not suspect:
             try:
                 return self._connected(node)

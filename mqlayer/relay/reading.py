@@ -30,8 +30,11 @@ class OutboxReader:
         # Text of messages goes on as it comes: decoding and encoding it again would cost more than reading it.
         self._messages = connection.cursor(binary=True)
         self._messages.adapters.register_loader("text", ByteaBinaryLoader)
-        self._cursor.execute(query("relay_settings"))
         self.after = 0
+
+    def prepare(self) -> None:
+        """Set the connection up for reading; once, before anything else."""
+        self._cursor.execute(query("relay_settings"))
 
     def scan(self, lp_sets: Sequence[int]) -> list[Row]:
         """Return the next rows by id; advance `after`."""

@@ -59,7 +59,14 @@ class Relay:
     def run_once(self, *, at_most_s: float) -> int:
         """Relay what waits in LP sets that nobody holds; return how many messages were appended."""
         deadline = time.monotonic() + at_most_s
-        self._serve(lambda session: self._drain(session, deadline), helper=True)
+        # Ends the waiting for a Postgres that is away too.
+        limit = threading.Timer(at_most_s, self._stopping.set)
+        limit.daemon = True
+        limit.start()
+        try:
+            self._serve(lambda session: self._drain(session, deadline), helper=True)
+        finally:
+            limit.cancel()
         return self.appended_count
 
     def stop(self) -> None:

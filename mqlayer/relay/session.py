@@ -84,6 +84,7 @@ class Session:
 
     def _open(self) -> None:
         check_schema(self._connection, "application", self._application.address)
+        self._reader.prepare()
         with self._control.connection() as connection:
             check_schema(connection, "control", self._control.address)
         source = open_source(self._connection, self._control, self._application.address)

@@ -314,7 +314,11 @@ DECLARE
     v_waits boolean;
     v_holds boolean;
 BEGIN
-    IF p_slot IN (v_slots % 4, (v_slots - 1) % 4) THEN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        -- A snapshot from before the lock would not show what was committed in between, and that would be lost.
+        RAISE EXCEPTION 'rotation needs READ COMMITTED, not %', current_setting('transaction_isolation')
+            USING ERRCODE = 'MQ005', HINT = 'SET TRANSACTION ISOLATION LEVEL READ COMMITTED first';
+    ELSIF p_slot IN (v_slots % 4, (v_slots - 1) % 4) THEN
         RETURN 'current';
     END IF;
     BEGIN

@@ -1,0 +1,66 @@
+"""A thread that works on one connection to a node, pass after pass, until it is stopped. No error ends it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from mqlayer.consuming.faults import where
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import MqlayerError, NodeNotArmed
+from mqlayer.redis.nodes import NodeConnection
+
+log = logging.getLogger(__name__)
+
+
+class NodeThread(ABC):
+    """What the reading and the settling thread of a node have in common. `wake` has it look for work at once.
+
+    `work` names what it does in log events and in the thread's name; `node_lost` is told when the node is not the
+    armed run.
+    """
+
+    def __init__(self, line: NodeConnection, node_lost: Callable[[NodeId], None], *, name: str, work: str) -> None:
+        self._line, self._node_lost, self._work = line, node_lost, work
+        self.wake = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{name}-{work}", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Have it end what it is at, and wait for that."""
+        self._stopping.set()
+        self.wake.set()
+        self._thread.join(timeout_s)
+
+    @abstractmethod
+    def _loop(self) -> None:
+        """Make passes until `_stopping`."""
+
+    @abstractmethod
+    def _pass(self) -> None:
+        """Do what there is to do now."""
+
+    def _run(self) -> None:
+        self._loop()
+        self._line.close()
+
+    def _try_pass(self) -> bool:
+        """Make a pass; say whether it went well. Whatever went wrong is said, and tried again."""
+        try:
+            self._pass()
+        except NodeNotArmed:
+            self._node_lost(self._line.node.node_id)
+        except MqlayerError as error:
+            log.warning("%s_waits", self._work, extra={"reason": str(error)})
+        except Exception as error:  # noqa: BLE001 - a thread that died would leave a member that does no more of this
+            self._line.close()
+            log.error("%s_failed", self._work, extra={"node": self._line.node.name, "error": where(error)})
+        else:
+            return True
+        return False
