@@ -23,8 +23,9 @@ RELAY: Final = Job("relay", 10)
 TRIM: Final = Job("trim", 10)
 ROTATE_OUTBOX: Final = Job("rotate_outbox", 60)
 CLEAN_FENCE: Final = Job("clean_fence", 300)
+CLEAN_MARKS: Final = Job("clean_marks", 300)
 
-JOBS: Final = (RELAY, TRIM, ROTATE_OUTBOX, CLEAN_FENCE)
+JOBS: Final = (RELAY, TRIM, ROTATE_OUTBOX, CLEAN_FENCE, CLEAN_MARKS)
 
 
 def beat_schedule() -> dict[str, dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mqlayer.outbox import rotate
 from mqlayer.relay import relay_once
-from mqlayer.trimming import clean_fence, trim_pass
+from mqlayer.trimming import clean_fence, drop_closed_marks, trim_pass
 from mqlayer.workers import schedule
 from mqlayer.workers.app import app
 from mqlayer.workers.claims import claimed
@@ -37,3 +37,10 @@ def clean_fence_rows() -> None:
     """Forget applied seqs that no redelivery can reach any more."""
     if claimed(control(), schedule.CLEAN_FENCE):
         clean_fence(application())
+
+
+@app.task(name=schedule.CLEAN_MARKS.task)
+def clean_marks() -> None:
+    """Remove the marks of direct producers that ended."""
+    if claimed(control(), schedule.CLEAN_MARKS):
+        drop_closed_marks(control(), prefix=settings().key_prefix, unsafe=settings().allow_unsafe_redis)

@@ -86,6 +86,21 @@ INSERT INTO mqlayer.source (kind, name) VALUES ('direct', %(name)s) RETURNING so
 -- A direct producer ended; the worker may remove its marks.
 UPDATE mqlayer.source SET closed_at = now() WHERE source_id = %(source_id)s AND closed_at IS NULL;
 
+-- name: source_list_closed
+-- Direct sources that were closed long enough ago and whose marks are still there, oldest first.
+SELECT source_id FROM mqlayer.source
+WHERE kind = 'direct' AND dropped_at IS NULL AND closed_at < now() - make_interval(secs => %(closed_for_s)s)
+ORDER BY closed_at LIMIT %(limit)s;
+
+-- name: source_marks_dropped
+-- The marks of these sources are gone.
+UPDATE mqlayer.source SET dropped_at = now() WHERE source_id = ANY(%(source_ids)s::int[]) AND dropped_at IS NULL;
+
+-- name: partition_places
+-- Every partition that has marks, and where it is.
+SELECT partition_id, node_id, lp_from, lp_to FROM mqlayer.partition WHERE state IN ('open', 'sealed')
+ORDER BY partition_id;
+
 -- name: source_open_outbox
 -- The incarnation of an outbox: made once.
 INSERT INTO mqlayer.source (kind, name, outbox_uuid, cluster)

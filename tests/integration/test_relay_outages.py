@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -13,11 +14,12 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
+from mqlayer.relay import relay_once
 from mqlayer.stack import RedisServer
 from mqlayer.topics import register_node
 from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.waiting import wait_until
-from tests.proof.outbox_world import OutboxWorld
+from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.proxy import TcpProxy
 
 
@@ -169,6 +171,17 @@ def test_postgres_away_at_the_start_is_waited_for_and_its_password_is_not_told(
     told = [str(vars(record).get("reason")) for record in caplog.records if record.message == "relay_postgres_away"]
     assert str(line.port) in told[0]
     assert "secret-of-the-test" not in "".join(told) + caplog.text
+
+
+def test_the_compensating_pass_ends_in_its_time_while_postgres_is_away(world: OutboxWorld, line: TcpProxy) -> None:
+    world.app_dsn = world.control_dsn = through(world.dsn, line)
+    line.refuse_new()
+    world.publish(5)
+    began = time.monotonic()
+    assert relay_once(world.settings(), at_most_s=1.0, limits=QUICK) == 0
+    assert time.monotonic() - began < 8.0
+    line.heal()
+    assert relay_once(world.settings(), at_most_s=30.0, limits=QUICK) == 5
 
 
 def test_postgres_lost_while_running_is_connected_to_again(world: OutboxWorld, line: TcpProxy) -> None:

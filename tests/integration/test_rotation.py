@@ -73,3 +73,13 @@ def test_what_redis_lost_keeps_its_slot_until_it_is_sent_again(world: OutboxWorl
     """A relay that notices a fall-back takes back what was recorded as relayed."""
     world.rows("UPDATE mqlayer_app.relayed SET seq = seq - 1 WHERE lp = (SELECT min(lp) FROM mqlayer_app.relayed)")
     assert rotated(world)[old_slot] == "waiting"
+
+
+def test_rotation_sees_what_was_committed_last_whatever_the_databases_isolation_is(
+    world: OutboxWorld, old_slot: int
+) -> None:
+    (name,) = world.rows("SELECT current_database()")[0]
+    world.rows(f"ALTER DATABASE \"{name}\" SET default_transaction_isolation = 'repeatable read'")
+    assert rotated(world)[old_slot] == "emptied"
+    with pytest.raises(psycopg.DatabaseError, match="READ COMMITTED"):
+        world.rows("SELECT mqlayer_app.outbox_rotate_v1(0::smallint)")

@@ -105,9 +105,12 @@ CREATE TABLE mqlayer.source (
     cluster      text,
     opened_at    timestamptz NOT NULL DEFAULT now(),
     closed_at    timestamptz,
+    -- Direct only: its marks are gone from every partition.
+    dropped_at   timestamptz,
     CONSTRAINT source_kind CHECK (kind IN ('outbox', 'direct')),
     CONSTRAINT source_outbox_identity CHECK ((kind = 'outbox') = (outbox_uuid IS NOT NULL AND cluster IS NOT NULL))
 );
+CREATE INDEX source_closed ON mqlayer.source (closed_at) WHERE kind = 'direct' AND dropped_at IS NULL;
 CREATE UNIQUE INDEX source_outbox_live ON mqlayer.source (outbox_uuid) WHERE kind = 'outbox' AND closed_at IS NULL;
 
 CREATE TABLE mqlayer.consumer_group (
