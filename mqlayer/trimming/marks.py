@@ -24,7 +24,7 @@ PARTITIONS_PER_WRITE: Final = 50
 
 
 def drop_closed_marks(
-    database: Database, *, prefix: str, unsafe: bool = False, closed_for_s: float | None = None
+    database: Database, *, prefix: str, unsafe: bool = False, closed_for_s: float = CLOSED_FOR_S
 ) -> int:
     """Remove the marks of some direct sources that Postgres says are closed; return of how many.
 
@@ -32,10 +32,7 @@ def drop_closed_marks(
     a node is away the sources are tried again by the next pass.
     """
     with database.connection() as connection:
-        facts = {
-            "closed_for_s": CLOSED_FOR_S if closed_for_s is None else closed_for_s,
-            "limit": SOURCES_PER_PASS,
-        }
+        facts = {"closed_for_s": closed_for_s, "limit": SOURCES_PER_PASS}
         sources = [row[0] for row in connection.execute(query("source_list_closed"), facts)]
         if not sources:
             return 0
@@ -46,7 +43,7 @@ def drop_closed_marks(
         marks = partition_keys(prefix, partition).marks
         names = (b"%d:%d" % (source, lp) for source in sources for lp in range(lp_from, lp_to))
         by_node.setdefault(NodeId(node_id), []).append(("HDEL", marks, *names))
-    if not all([_drop(nodes[node_id], commands, unsafe=unsafe) for node_id, commands in by_node.items()]):
+    if not all(_drop(nodes[node_id], commands, unsafe=unsafe) for node_id, commands in by_node.items()):
         return 0
     failpoint("marks.before_record")
     with database.connection() as connection:

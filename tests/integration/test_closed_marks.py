@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,8 @@ def world(database_dsn: str, redis_url: str, key_prefix: str) -> ProducerWorld:
 def sources_with_marks(world: ProducerWorld) -> set[int]:
     found: set[int] = set()
     for r in world.routes["orders"].ranges:
-        names = world.client().hkeys(partition_keys(world.prefix, r.partition).marks)
-        found |= {int(bytes(name).split(b":")[0]) for name in names}
+        names: Any = world.client().hkeys(partition_keys(world.prefix, r.partition).marks)
+        found |= {int(name.split(b":")[0]) for name in names}
     return found
 
 
