@@ -164,10 +164,11 @@ class Ledger:
         """Every message of a batch was appended, the first one at `offset`."""
         outcome = self._outcome_of(batch, replicas)
         told: list[Listener] = []
-        if not isinstance(outcome, Place):
+        if not isinstance(outcome, Place) or any(parcel.lane.trouble is not None for parcel in batch.parcels):
             for parcel in batch.parcels:
                 told += self._stored_parcel(parcel, offset, 0, outcome, replicas, batch.slot)
                 offset += parcel.count
+            self._clear_refusal(batch.slot)
             return told
         # The common case, written out: it runs for every message.
         for parcel in batch.parcels:
@@ -250,6 +251,9 @@ class Ledger:
             lane.put_back()
             if trouble == "lost":
                 told += self._lose(lane)
+            elif not lane.waiting:
+                # What was refused turned out to be stored.
+                lane.trouble = None
             elif trouble == "route":
                 self._strand(lane)
             else:
@@ -345,6 +349,11 @@ class Ledger:
     ) -> list[Listener]:
         """Settle a parcel of which the first `early` messages were there before."""
         lane = parcel.lane
+        told: list[Listener] = []
+        while lane.flying[0] is not parcel:
+            # It was refused in this try. The chain accepted what is behind it, so an earlier try had stored it.
+            ahead = lane.flying[0]
+            told += self._stored_parcel(ahead, 0, ahead.count, outcome, replicas, slot)
         lane.flying.popleft()
         lane.acked = parcel.last
         self.counts["stored"] += parcel.count
@@ -353,11 +362,11 @@ class Ledger:
             place = Place(slot.partition, lane.source, replicas)
             self.searched[parcel] = place
             self.errands.search(parcel, early, place, offset)
-            return []
+            return told
         if not isinstance(outcome, Place):
             self.counts["unreplicated"] += parcel.count
         parcel.offset = offset
-        return self._finish(parcel, outcome)
+        return told + self._finish(parcel, outcome)
 
     def _outcome_of(self, batch: Batch, replicas: int | None) -> Place | MqlayerError:
         if replicas is not None and replicas < self._require_replicas:

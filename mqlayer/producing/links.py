@@ -246,13 +246,14 @@ class Link:
         if isinstance(answer, Appended):
             if answer.outcomes is None:
                 told = ledger.stored(batch, answer.offset, replicas)
-                batch.parcels = []
+                # The rest is for lanes that are in trouble by an earlier answer.
+                batch.parcels = [parcel for parcel in batch.parcels if parcel.lane.trouble is not None]
                 return told
             return ledger.mixed(batch, answer.offset, answer.outcomes, replicas)
         topic = batch.parcels[0].lane.topic.name
         if answer.word == "full":
             return ledger.refused(batch, BacklogFull(topic, batch.slot.partition, batch.slot.backlog_limit), now)
-        if answer.word in ("sealed", "importing", "absent"):
+        if answer.word in ("sealed", "importing", "deleted", "absent"):
             facts = {"topic": topic, "partition": batch.slot.partition, "word": answer.word}
             log.info("publish_rerouted", extra=facts)
             ledger.misrouted(batch)

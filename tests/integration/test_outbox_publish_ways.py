@@ -279,7 +279,6 @@ def objects_of(dsn: str) -> list[str]:
     return [
         *statements,
         "SELECT mqlayer_app.outbox_rotate_v1(0::smallint)",
-        "SELECT mqlayer_app.fence_raise_v1(1, 0::smallint, 1024::smallint, 99)",
         "SELECT mqlayer_app.fence_clean_v1(interval '0', 1000)",
         "CREATE TABLE mqlayer_app.mine (n int)",
     ]

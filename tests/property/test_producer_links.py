@@ -377,6 +377,19 @@ def test_whatever_happens_each_message_is_stored_once_in_order_or_failed_and_not
     run(400)
 
 
+def test_a_stored_message_refused_at_its_repetition_is_settled_by_what_is_accepted_behind_it() -> None:
+    world = World()
+    world.make()
+    world.publish(lp=3, count=1, deadline=NEVER, bulk_=False)
+    world.push()
+    world.break_line(worked=1, arrive_later=False, refused_then=True)
+    world.push()
+    world.publish(lp=3, count=1, deadline=NEVER, bulk_=False)
+    world.go_on()
+    world.teardown()
+    assert all(isinstance(parcel.outcome, Place | Found) for parcel in world.published)
+
+
 def forget_what_is_unsure(patch: pytest.MonkeyPatch) -> None:
     """A message that may be stored fails for good, and its seq goes to the next one."""
     patch.setattr(Lane, "note_unsure", lambda lane: None)
