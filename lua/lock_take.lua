@@ -33,7 +33,7 @@ local start = tonumber(ARGV[3])
 local afresh = ARGV[4] == '1'
 
 local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first')
-if not meta[1] then return {'absent'} end
+if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
 local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'refreshed_at', 'committed', 'base')
 local held = tonumber(lock[2] or '0')
 local now = tonumber(redis.call('TIME')[1])

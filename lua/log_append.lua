@@ -22,6 +22,7 @@ RETURNS
                                       there), "gap" (nothing; the mark), "unowned" (nothing; LP not served here)
   {"sealed", change}                  nothing appended: closed for this change
   {"importing", change}               nothing appended: not open yet
+  {"deleted", change}                 nothing appended: only its tombstone is left
   {"absent"}                          nothing appended: no such partition on this node
   {"full", length}                    nothing appended: at its backlog limit
   {"toolarge", count}                 nothing appended: more than 500 messages
@@ -36,10 +37,10 @@ local run_count = tonumber(ARGV[3])
 -- Locals: 500 messages use them thousands of times, and each use of a global is a lookup by name.
 local call, format, argv = redis.call, string.format, ARGV
 
-local meta = call('HMGET', meta_key, 'state', 'lp_from', 'lp_to', 'next', 'change')
+local meta = call('HMGET', meta_key, 'state', 'lp_from', 'lp_to', 'next')
 local state = meta[1]
 if not state then return {'absent'} end
-if state ~= 'open' then return {state, meta[5] or ''} end
+if state ~= 'open' then return {state, call('HGET', meta_key, state == 'sealed' and 'sealed_for' or 'change') or ''} end
 if backlog > 0 then
   local length = call('XLEN', log_key)
   if length >= backlog then return {'full', length} end

@@ -22,7 +22,9 @@ local entry_limit = tonumber(ARGV[1])
 local floor = tonumber(ARGV[2])
 
 local meta = redis.call('HMGET', meta_key, 'state', 'next')
-if not meta[1] then return {'absent'} end
+if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
+-- The command of a sealed partition stays: its id is below that of a next record.
+if meta[1] == 'sealed' then floor = math.min(floor, tonumber(meta[2]) - 1) end
 for i = 3, #KEYS do
   local committed = redis.call('HGET', KEYS[i], 'committed') or ARGV[i]
   floor = math.min(floor, tonumber(committed))

@@ -43,11 +43,20 @@ def list_(as_json: JsonOption = False) -> None:
 
 
 @nodes.command()
-def rearm(name: Annotated[str, typer.Argument(help="The node's name.")]) -> None:
+def rearm(
+    name: Annotated[str, typer.Argument(help="The node's name.")],
+    accept_loss: Annotated[bool, typer.Option(help="Go on without what no outbox holds any more.")] = False,
+) -> None:
     """Bring a node that restarted or was replaced back into service. Harmless where nothing happened."""
     settings = settings_here()
-    with Database(settings.control_dsn()) as database:
+    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
         node, count = rearm_node(
-            database, name, prefix=settings.key_prefix, actor=ACTOR, unsafe=settings.allow_unsafe_redis
+            database,
+            name,
+            prefix=settings.key_prefix,
+            application=application,
+            accept_loss=accept_loss,
+            actor=ACTOR,
+            unsafe=settings.allow_unsafe_redis,
         )
     typer.echo(f"{node.name} is armed; {count} assignments got a new epoch")

@@ -34,7 +34,8 @@ from mqlayer.consuming.member import Member, MemberOptions
 from mqlayer.domain.message import Record
 from mqlayer.domain.names import check_name
 from mqlayer.errors import Conflict, InvalidInput, SchemaMismatch
-from mqlayer.membership.groups import Group, GroupSettings, Start, ensure_group
+from mqlayer.membership.groups import Group, GroupSettings, ensure_group
+from mqlayer.membership.starts import Start
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.routes.cache import RouteCache

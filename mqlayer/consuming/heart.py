@@ -16,7 +16,9 @@ from typing import Final, Protocol
 
 from mqlayer.consuming.clock import Lease, clock
 from mqlayer.consuming.faults import where
+from mqlayer.consuming.holdings import Held, State
 from mqlayer.errors import MqlayerError, StoreUnavailable
+from mqlayer.membership.gates import drained
 from mqlayer.membership.groups import Group
 from mqlayer.membership.members import Assigned, Beat, Session, beat, join, leave, release, renew, start_leaving
 from mqlayer.postgres.database import Database
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 LONGEST_BEAT_S: Final = 1.0
 """Hand-overs are seen at heartbeats, so they come more often than a long lease needs."""
 SHORTEST_BEAT_S: Final = 0.05
+UNRECORDED_S: Final = 0.1
+"""How soon a drained partition is reported again whose seal Postgres had not recorded yet."""
 
 
 class HeartOwner(Protocol):
@@ -52,6 +56,8 @@ class Heart:
         self._lease_s, self._margin = settings.lease_s, settings.lease_margin
         self._session: Session | None = None
         self._to_release: queue.SimpleQueue[Assigned] = queue.SimpleQueue()
+        # Appended by settlers, taken out by the heart.
+        self._drained: list[Held] = []
         self._nudged = threading.Event()
         self._leaving = self._left_to_the_lease = False
         self._ended = threading.Event()
@@ -71,6 +77,12 @@ class Heart:
         """Release a partition in Postgres, soon."""
         self._to_release.put(assigned)
         self.nudge()
+
+    def say_drained(self, held: Held) -> None:
+        """Tell Postgres that everything before a holding's command record is settled, until it takes that."""
+        if held not in self._drained:
+            self._drained.append(held)
+            self.nudge()
 
     def renew(self, assigned: Assigned) -> None:
         """Ask for a new epoch for a partition whose present one the node refuses. For `follow` only."""
@@ -95,7 +107,7 @@ class Heart:
     def _run(self) -> None:
         every = min(self._lease_s / 3, LONGEST_BEAT_S)
         while not self._ended.is_set():
-            self._nudged.wait(every * random.uniform(0.8, 1.0))
+            self._nudged.wait((UNRECORDED_S if self._drained else every) * random.uniform(0.8, 1.0))
             self._nudged.clear()
             if not self._ended.is_set() and not self._try_beat():
                 self._ended.wait(min(every, 0.5))
@@ -106,6 +118,7 @@ class Heart:
         try:
             if self._session is not None:
                 self._give_back(self._session)
+                self._report_drained(self._session)
                 self._beat(self._session)
         except StoreUnavailable as error:
             facts = {"reason": str(error), "paused": not self.lease.holds()}
@@ -158,6 +171,21 @@ class Heart:
                 self._to_release.put(assigned)
                 log.warning("release_waits", extra={"partition": assigned.partition, "reason": str(error)})
                 return
+
+    def _report_drained(self, session: Session) -> None:
+        for held in list(self._drained):
+            command = held.command
+            wanted = held.state is State.OPEN and command is not None
+            try:
+                if wanted and command and not drained(self._database, session, held.assigned, command.seal_id):
+                    # Not recorded yet, or another seal is, or another epoch is in force: that shows at a heartbeat.
+                    continue
+            except MqlayerError as error:
+                log.warning("drained_waits", extra={"partition": held.partition, "reason": str(error)})
+                continue
+            self._drained.remove(held)
+            if wanted:
+                log.info("partition_drained", extra=self._facts() | {"partition": str(held.partition)})
 
     def _quietly(self, say: Callable[[Database, Session], None]) -> None:
         """Do what is only a courtesy, unless it failed before: the lease does it later where the store is away."""

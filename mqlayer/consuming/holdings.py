@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from mqlayer.domain.message import NO_KEY, Record
+from mqlayer.domain.message import NO_KEY, CommandRecord, Record
 from mqlayer.domain.offsets import first_unsettled, is_settled
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.membership.members import Assigned
@@ -59,6 +59,7 @@ class Held:
         "attempts",
         "busy",
         "bytes_in_hand",
+        "command",
         "committed",
         "count_in_hand",
         "drain_until",
@@ -91,6 +92,7 @@ class Held:
         self.committed = self.next_read = 0
         self.record_bytes = 1024.0
         self.drain_until = float("inf")
+        self.command: CommandRecord | None = None  # once it was read: nothing follows
 
     @property
     def partition(self) -> PartitionId:
@@ -197,6 +199,11 @@ class Held:
         # A quarter of what may be in hand at the least: no reads of one record at a time.
         enough = min(others, int(bytes_share / self.record_bytes)) // 4
         return room if room >= min(max(1, enough), read_count) else 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything before the command record is settled, by the server's word."""
+        return self.command is not None and self.committed >= self.command.end
 
     @property
     def reach(self) -> int:

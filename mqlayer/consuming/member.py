@@ -220,6 +220,14 @@ class Member:
         self._drop(held)
         self._heart.give_back(held.assigned)
 
+    def sealed(self) -> None:
+        """Have the settler look whether everything before the command record is settled."""
+        self._links.send_some()
+
+    def drained(self, held: Held) -> None:
+        """Say in Postgres that a sealed partition is drained, by the heart's thread: its successors may follow."""
+        self._heart.say_drained(held)
+
     def forgotten(self, held: Held) -> None:
         """Begin a holding anew, under the same epoch: the node does not know its pull lock any more."""
         self._drop(held)
@@ -248,6 +256,7 @@ class Member:
             self._database,
             node.name,
             prefix=self.settings.key_prefix,
+            application=self._application,
             actor=self.member_id,
             unsafe=self.settings.allow_unsafe_redis,
         )

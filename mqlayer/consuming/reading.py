@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.holdings import Held, Lane, State
 from mqlayer.consuming.node_thread import NodeThread
-from mqlayer.domain.message import Record, records_of
+from mqlayer.domain.message import Record, pop_command, records_of
 from mqlayer.domain.offsets import as_ranges
 from mqlayer.domain.routing import NodeId
 from mqlayer.failpoints import failpoint
@@ -57,6 +57,9 @@ class ReadingOwner(Protocol):
     def forgotten(self, held: Held) -> None:
         """Begin a holding anew whose pull lock the node does not know any more."""
 
+    def sealed(self) -> None:
+        """Note that a command record was read."""
+
     def node_lost(self, node_id: NodeId) -> None:
         """Drop all holdings on a node that is not the armed run."""
 
@@ -82,9 +85,10 @@ class Reader(NodeThread):
             return
         for held in opened:
             self._refill(held)
-        readable, count = self._choose(opened)
+        growing = [held for held in opened if held.command is None]
+        readable, count = self._choose(growing)
         if readable:
-            self._read(readable, count, self._block_ms(opened, held_back=len(readable) < len(opened)))
+            self._read(readable, count, self._block_ms(opened, held_back=len(readable) < len(growing)))
         else:
             # Acks that make room wake this thread.
             self._rest(self._block_ms(opened, held_back=False))
@@ -137,9 +141,18 @@ class Reader(NodeThread):
         failpoint("read.after_reply")
         for held, key, lock in zip(readable, keys, locks, strict=True):
             if self._ours(held, lock) and key in by_key:
-                records = records_of(by_key[key])
-                self._look_for_holes(held, records)
-                self._owner.dispatcher.put(held, records)
+                self._put(held, by_key[key])
+
+    def _put(self, held: Held, entries: list[Any]) -> None:
+        """Hand on what was read; a command record stays here, and nothing follows it."""
+        command = pop_command(entries)
+        if entries:
+            records = records_of(entries)
+            self._look_for_holes(held, records)
+            self._owner.dispatcher.put(held, records)
+        if command is not None:
+            held.command = command
+            self._owner.sealed()
 
     def _refill(self, held: Held) -> None:
         """Read again what is in front of folded lanes that are due, in half of the room: other keys want some too."""

@@ -56,6 +56,9 @@ class SettlingOwner(Protocol):
     def fenced(self, held: Held, reason: str) -> None:
         """Drop a holding that a later owner has."""
 
+    def drained(self, held: Held) -> None:
+        """Note that everything before a holding's command record is settled; called again until it is dropped."""
+
     def released(self, held: Held) -> None:
         """Note that a drained holding is given up in Redis."""
 
@@ -86,8 +89,10 @@ class Settler(NodeThread):
             if held.settled or held.failed:
                 self._send(held)
         for held in holdings:
-            if held.state is State.DRAINING and self._drained(held):
+            if held.state is State.DRAINING and self._idle(held):
                 self._release(held)
+            elif held.state is State.OPEN and held.is_settled:
+                self._owner.drained(held)
 
     def _send(self, held: Held) -> None:
         """Send what one holding has."""
@@ -146,7 +151,7 @@ class Settler(NodeThread):
             log.error("settling_refused", extra=facts)
         self._owner.fenced(held, "settle")
 
-    def _drained(self, held: Held) -> bool:
+    def _idle(self, held: Held) -> bool:
         """Say whether a draining holding can be released: nothing runs and all is sent, or it took too long."""
         if self._owner.dispatcher.drained(held) and not held.settled and not held.failed:
             return True

@@ -79,6 +79,24 @@ class Record(NamedTuple):
         return _decode_headers(parts[4]) if len(parts) > 4 else _NO_HEADERS
 
 
+class CommandRecord(NamedTuple):
+    """The last record of a sealed partition: which seal it stands for, and the offset behind the last message."""
+
+    seal_id: str
+    end: int
+
+
+def pop_command(entries: list[Any]) -> CommandRecord | None:
+    """Take the command record off the end of what was read of a partition; None where none is.
+
+    Its entry id is the only one that does not end in -0 (see partition_seal).
+    """
+    if not entries or entries[-1][0][-1:] == b"0":
+        return None
+    entry_id, fields = entries.pop()
+    return CommandRecord(fields[5].decode(), int(entry_id[:-2]) + 1)
+
+
 def records_of(entries: Iterable[Any]) -> list[Record]:
     """Return the records of stream entries as the server sends them: [id, [m, .., k, .., b, ..]]."""
     # The constructor of a named tuple costs three times as much; this is done for every message.

@@ -1,8 +1,10 @@
 """Groups, their members, and who may consume what: decided in Postgres, by its clock only."""
 
-from mqlayer.membership.groups import Group, GroupSettings, Start, ensure_group, find_group
+from mqlayer.membership.gates import drained
+from mqlayer.membership.groups import Group, GroupSettings, ensure_group, find_group, raise_group_version
 from mqlayer.membership.members import Assigned, Beat, Session, beat, join, leave, release, start_leaving
 from mqlayer.membership.rebalance import rebalance
+from mqlayer.membership.starts import Start
 
 __all__ = [
     "Assigned",
@@ -12,10 +14,12 @@ __all__ = [
     "Session",
     "Start",
     "beat",
+    "drained",
     "ensure_group",
     "find_group",
     "join",
     "leave",
+    "raise_group_version",
     "rebalance",
     "release",
     "start_leaving",

@@ -7,20 +7,16 @@ counts) and *live*. A crash between leaves it *creating*; whoever asks for the g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from datetime import datetime
 
 from mqlayer.domain.backoff import DEFAULT_BACKOFF_S
 from mqlayer.domain.names import check_name
-from mqlayer.domain.routing import NodeId
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
-from mqlayer.postgres.database import Database
+from mqlayer.membership.starts import Beginnings, Kept, Start
+from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
 from mqlayer.routes.cache import RouteCache
-
-Start = Literal["earliest", "latest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +38,7 @@ class Group:
     state: str
     start: Start
     backoff_s: tuple[float, ...]
+    version: int
 
 
 def find_group(database: Database, topic: str, name: str) -> Group:
@@ -50,8 +47,8 @@ def find_group(database: Database, topic: str, name: str) -> Group:
         row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
     if row is None:
         raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
-    group_id, topic_id, state, start, backoff, _ = row
-    return Group(group_id, topic_id, topic, name, state, start, tuple(backoff))
+    group_id, topic_id, state, start, backoff, start_at, version = row
+    return Group(group_id, topic_id, topic, name, state, start_at or start, tuple(backoff), version)
 
 
 def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: str, prefix: str,
@@ -63,12 +60,13 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
     """
     check_name("topic", topic)
     check_name("group", name)
-    if settings.start not in ("earliest", "latest"):
-        raise InvalidInput(f"a group starts at earliest or latest, not {settings.start!r}")
+    _check_start(settings.start)
     if not settings.backoff_s or min(settings.backoff_s) < 0:
         raise InvalidInput("the backoff table needs at least one wait of 0 seconds or more")
     routes.route(topic)
-    facts = {"topic": topic, "name": name, "start": settings.start, "backoff_s": list(settings.backoff_s)}
+    at = settings.start if isinstance(settings.start, datetime) else None
+    start = "time" if at is not None else settings.start
+    facts = {"topic": topic, "name": name, "start": start, "start_at": at, "backoff_s": list(settings.backoff_s)}
     database.transaction(lambda connection: connection.execute(query("group_insert"), facts))
     group = find_group(database, topic, name)
     if group.state == "retired":
@@ -81,25 +79,41 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
     return find_group(database, topic, name)
 
 
+def _check_start(start: Start) -> None:
+    if isinstance(start, datetime):
+        if start.tzinfo is None:
+            raise InvalidInput(f"the start {start.isoformat()} has no time zone: add one")
+    elif start not in ("earliest", "latest"):
+        raise InvalidInput(f"a group starts at earliest, latest or a time, not {start!r}")
+
+
 def _store_starts(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool) -> None:
     with database.connection() as connection:
         rows = connection.execute(query("partition_list"), {"topic_id": group.topic_id}).fetchall()
-    starts = {partition: 1 for partition, *_ in rows}
-    if group.start == "latest":
-        by_node: dict[NodeId, list[int]] = {}
-        for partition, node_id, *_ in rows:
-            by_node.setdefault(node_id, []).append(partition)
-        for node_id, partitions in by_node.items():
-            starts |= _next_offsets(routes.node(node_id), partitions, prefix=prefix, unsafe=unsafe)
+    kept = [
+        Kept(partition, node_id, lp_from, lp_to, state == "sealed", born_in, ended_in)
+        for partition, node_id, lp_from, lp_to, state, born_in, ended_in in rows
+        # A successor that is not open yet begins with its first record.
+        if state in ("open", "sealed")
+    ]
+    beginnings = Beginnings(routes, kept, prefix=prefix, unsafe=unsafe).of(group.start)
     with database.connection() as connection, connection.transaction():
-        for partition, offset in starts.items():
-            facts = {"group_id": group.group_id, "partition_id": partition, "start_offset": offset}
+        for beginning in beginnings:
+            facts = {"group_id": group.group_id, "partition_id": beginning.partition, "start_offset": beginning.offset}
             connection.execute(query("group_start_insert"), facts)
+            if beginning.drained:
+                connection.execute(query("drained_from_start"), facts)
+        raise_group_version(connection, group.group_id)
         failpoint("group.before_live")
         connection.execute(query("group_live"), {"group_id": group.group_id})
 
 
-def _next_offsets(node: Node, partitions: list[int], *, prefix: str, unsafe: bool) -> dict[int, int]:
-    with NodeConnection(node, unsafe=unsafe) as line:
-        replies = line.call([("HGET", partition_keys(prefix, p).meta, "next") for p in partitions])
-    return {p: int(raise_for_reply(r, node.address) or 1) for p, r in zip(partitions, replies, strict=True)}
+def raise_group_version(connection: Connection, group_id: int) -> int:
+    """Raise a group's route version as far as it has drained, one by one; return where it is. Call in a transaction."""
+    row = connection.execute(query("group_version"), {"group_id": group_id}).fetchone()
+    version = int(row[0]) if row else 0
+    while True:
+        raised = connection.execute(query("group_version_raise"), {"group_id": group_id, "version": version}).fetchone()
+        if raised is None:
+            return version
+        version = int(raised[0])

@@ -5,7 +5,8 @@ different partitions have different tags. Groups are named by their id: a name m
 
 ```text
 <prefix>:{<partition>}:log                  stream  records, entry id <offset>-0
-<prefix>:{<partition>}:meta                 hash    state, topic, lp_from, lp_to, change, next, first
+<prefix>:{<partition>}:meta                 hash    state, topic, lp_from, lp_to, next, first; of route changes:
+                                                    change, sealed_for, seal, dropped
 <prefix>:{<partition>}:marks                hash    <source>:<lp> -> highest seq in the partition
 <prefix>:{<partition>}:g<group>:lock        hash    owner, epoch, refreshed_at, committed, base, top
 <prefix>:{<partition>}:g<group>:acks        string  ack bitmap, bit i is offset base + i
@@ -15,12 +16,11 @@ different partitions have different tags. Groups are named by their id: a name m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionKeys:
+class PartitionKeys(NamedTuple):
     """The keys of a partition itself."""
 
     log: bytes
@@ -28,8 +28,7 @@ class PartitionKeys:
     marks: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class GroupKeys:
+class GroupKeys(NamedTuple):
     """The keys of a group at a partition."""
 
     lock: bytes

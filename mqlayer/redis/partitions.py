@@ -5,7 +5,7 @@ Commands and replies are apart, so that many can go in one write and several wri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -77,6 +77,58 @@ def create(line: NodeConnection, prefix: str, partition: int, *args: Any) -> str
     keys = partition_keys(prefix, partition)
     reply = line.call([line.script("partition_create", (keys.meta,), *args)])[0]
     return str(raise_for_reply(reply, line.node.address)[0].decode())
+
+
+class Sealed(NamedTuple):
+    """A partition is sealed for a route change: by which seal, behind which offset, and its frozen marks."""
+
+    seal_id: str
+    next_offset: int
+    marks: dict[str, int]
+
+
+MARKS_PER_CALL = 1_000
+
+
+def seal_command(line: NodeConnection, prefix: str, partition: int, change: int, seal_id: str) -> Command:
+    """Return the command that closes a partition for a route change."""
+    keys = partition_keys(prefix, partition)
+    return line.script("partition_seal", (keys.log, keys.meta, keys.marks), change, seal_id)
+
+
+def seal_reply(reply: Any, address: str) -> Sealed | Refused:
+    """Return what partition_seal says. Raises NodeOutOfMemory (nothing changed) or StoreUnavailable (unknown)."""
+    reply = raise_for_reply(reply, address)
+    if reply[0] != b"sealed":
+        return _refused(reply)
+    flat = [part.decode() for part in reply[3]]
+    return Sealed(reply[1].decode(), reply[2], {k: int(v) for k, v in zip(flat[::2], flat[1::2], strict=True)})
+
+
+def open_partition(line: NodeConnection, prefix: str, partition: int, change: int, marks: Mapping[str, int]) -> str:
+    """Load marks into a successor and open it; return the script's last word."""
+    keys = partition_keys(prefix, partition)
+    flat: list[str | int] = [part for pair in marks.items() for part in pair]
+    pieces = [flat[at : at + 2 * MARKS_PER_CALL] for at in range(0, len(flat), 2 * MARKS_PER_CALL)] or [[]]
+    commands = [
+        line.script("partition_open", (keys.meta, keys.marks), change, int(piece is pieces[-1]), *piece)
+        for piece in pieces
+    ]
+    replies = [raise_for_reply(reply, line.node.address) for reply in line.call(commands)]
+    return str(replies[-1][0].decode())
+
+
+def refuse_change(line: NodeConnection, prefix: str, partition: int, change: int) -> str:
+    """Never let a change seal a partition; return the script's word."""
+    command = line.script("partition_refuse", (partition_keys(prefix, partition).meta,), change)
+    return str(raise_for_reply(line.call([command])[0], line.node.address)[0].decode())
+
+
+def retire_command(line: NodeConnection, prefix: str, partition: int, groups: Iterable[int]) -> Command:
+    """Return the command that leaves nothing of a partition but its tombstone."""
+    keys = partition_keys(prefix, partition)
+    of_groups = [key for group in groups for key in group_keys(prefix, partition, group)]
+    return line.script("partition_retire", (keys.meta, keys.log, keys.marks, *of_groups))
 
 
 @dataclass(frozen=True, slots=True)

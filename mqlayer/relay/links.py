@@ -83,9 +83,15 @@ class Links:
     """All links of a relay."""
 
     def __init__(
-        self, settings: Settings, control: Database, routes: RouteCache, background: ThreadPoolExecutor
+        self,
+        settings: Settings,
+        control: Database,
+        application: Database,
+        routes: RouteCache,
+        background: ThreadPoolExecutor,
     ) -> None:
-        self._settings, self._control, self._routes, self._background = settings, control, routes, background
+        self._settings, self._control, self._application = settings, control, application
+        self._routes, self._background = routes, background
         self._links: dict[int, Link] = {}
         self._chance = random.Random()
         self._flight_number = 0
@@ -193,7 +199,12 @@ class Links:
                 log.info("relay_node_not_armed", extra={"node": node.name})
         settings = self._settings
         node, _ = rearm_node(
-            self._control, node.name, prefix=settings.key_prefix, actor="relay", unsafe=settings.allow_unsafe_redis
+            self._control,
+            node.name,
+            prefix=settings.key_prefix,
+            application=self._application,
+            actor="relay",
+            unsafe=settings.allow_unsafe_redis,
         )
         return self._connected(node)
 

@@ -49,7 +49,7 @@ class Session:
         self._connection = connect(application.dsn, application="mqlayer relay")
         self._background = ThreadPoolExecutor(max_workers=8, thread_name_prefix="mqlayer-relay")
         self._routes = RouteCache(control)
-        self._links = Links(settings, control, self._routes, self._background)
+        self._links = Links(settings, control, application, self._routes, self._background)
         self._reader = OutboxReader(self._connection, limits)
         self._targets = Targets(self._routes, self._links, self._reader.topics)
         self._lanes = Lanes(self._targets.find)

@@ -10,21 +10,19 @@ from psycopg.types.json import Jsonb
 
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import ConfigurationRefused, Conflict, InvalidInput, NotFound, redact
+from mqlayer.errors import Conflict, InvalidInput, NotFound, redact
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
-from mqlayer.redis.partitions import create, raise_command
+from mqlayer.redis.partitions import raise_command
 from mqlayer.routes.cache import load_nodes
+from mqlayer.topics.mending import Mender
 
 log = logging.getLogger(__name__)
 
 PATIENCE: Final = {"lock_wait": "10s", "idle": "30s"}
 """A process that is stopped while it arms a node must not keep all others from arming it."""
-
-SCAN_ROUNDS: Final = 1_000
 
 
 def register_node(database: Database, *, name: str, url: str, actor: str = "api", unsafe: bool = False) -> Node:
@@ -62,19 +60,27 @@ def find_node(database: Database, name: str) -> Node:
 
 
 def rearm_node(
-    database: Database, name: str, *, prefix: str, actor: str = "api", unsafe: bool = False
+    database: Database,
+    name: str,
+    *,
+    prefix: str,
+    application: Database | None = None,
+    accept_loss: bool = False,
+    actor: str = "api",
+    unsafe: bool = False,
 ) -> tuple[Node, int]:
     """Bring a node that restarted or lost data back into service; return it and how many assignments got a new epoch.
 
     In one transaction that holds the node's row: raise the epoch of every assignment on the node, put those epochs in
-    force in Redis, make open partitions again that the node lost as a whole, record the run as armed. No earlier ack
-    passes from then on, so none can settle a message that was given an old offset after a fall-back; a partition made
-    again has no marks, so relays send it everything anew. A crash in between leaves the node unarmed or the partitions
-    absent; anybody does it again. A node that is armed and holds all its partitions is left as it is.
-    Raises ConfigurationRefused where the node holds them under another key prefix.
+    force in Redis, bring its partitions to what Postgres says (see `mending`), record the run as armed. No earlier ack
+    passes from then on, so none can settle a message that was given an old offset after a fall-back. A crash in between
+    leaves the node unarmed; anybody does it again. A node that is armed and as it has to be is left as it is.
+    `application` is the database of the outbox that may have to send something again. Raises ConfigurationRefused where
+    the node holds its partitions under another key prefix, StoreUnavailable where another outbox's relay has to do its
+    part, Conflict where an outbox does not hold any more what is lost, unless `accept_loss`.
     """
 
-    def work(connection: Connection) -> tuple[int, int]:
+    def work(connection: Connection) -> int:
         connection.execute(query("transaction_patience"), PATIENCE)
         row = connection.execute(query("node_lock"), {"name": name}).fetchone()
         if row is None:
@@ -82,9 +88,9 @@ def rearm_node(
         node = Node(*row)
         with NodeConnection(node, any_run=True, unsafe=unsafe) as line:
             run_id = line.connect().run_id
-            lost = _lost_partitions(connection, line, prefix)
-            if run_id == node.armed_run_id and not lost:
-                return 0, 0
+            mender = Mender(connection, line, prefix=prefix, application=application, accept_loss=accept_loss)
+            if not mender.needed and run_id == node.armed_run_id:
+                return 0
             raised = connection.execute(query("node_epochs_raise"), {"node_id": node.node_id}).fetchall()
             failpoint("rearm.before_raise")
             replies = line.call(
@@ -93,43 +99,16 @@ def rearm_node(
             for reply in replies:
                 raise_for_reply(reply, node.address)
             failpoint("rearm.before_remake")
-            for partition, topic, lp_from, lp_to in lost:
-                create(line, prefix, partition, topic, lp_from, lp_to, "open", "")
+            mender.mend()
             failpoint("rearm.before_arm")
         connection.execute(query("node_arm"), {"node_id": node.node_id, "run_id": run_id})
-        facts = {"run_id": run_id, "epochs": len(raised), "partitions_remade": [row[0] for row in lost]}
+        facts = {"run_id": run_id, "epochs": len(raised)} | mender.mended.facts()
         note(connection, actor, "node rearm", name, facts)
-        log.warning("node_rearmed", extra={"node": name, "epochs": len(raised), "partitions_remade": len(lost)})
-        return len(raised), len(lost)
+        log.warning("node_rearmed", extra={"node": name} | facts)
+        return len(raised)
 
-    epochs, _ = database.transaction(work)
+    epochs = database.transaction(work)
     return find_node(database, name), epochs
-
-
-def _lost_partitions(connection: Connection, line: NodeConnection, prefix: str) -> list[tuple[int, str, int, int]]:
-    """Return the open partitions that Postgres has on the node and the node does not: id, topic, range."""
-    there = connection.execute(query("node_partitions"), {"node_id": line.node.node_id}).fetchall()
-    if not there:
-        return []
-    replies = line.call([(b"EXISTS", partition_keys(prefix, row[0]).meta) for row in there])
-    lost = [row for row, reply in zip(there, replies, strict=True) if not raise_for_reply(reply, line.node.address)]
-    if len(lost) == len(there):
-        _refuse_other_prefix(line, prefix, lost[0][0])
-    return lost
-
-
-def _refuse_other_prefix(line: NodeConnection, prefix: str, partition: int) -> None:
-    """Raise ConfigurationRefused where a partition is there under another prefix: then it is we who look wrong."""
-    cursor = b"0"
-    for _ in range(SCAN_ROUNDS):
-        ((cursor, found),) = line.call([(b"SCAN", cursor, b"MATCH", b"*:{%d}:meta" % partition, b"COUNT", 1000)])
-        if found:
-            other = found[0].decode().split(":", 1)[0]
-            raise ConfigurationRefused(
-                line.node.address, "MQLAYER_KEY_PREFIX", prefix, f"{other!r}, as when it was filled"
-            )
-        if cursor == b"0":
-            return
 
 
 def note(connection: Connection, actor: str, act: str, target: str, facts: dict[str, Any]) -> None:

@@ -121,12 +121,12 @@ def _make_partitions(database: Database, name: str, topic_id: int, *, prefix: st
     """Make the metas of partitions that are not open yet; a meta that is there already is left as it is."""
     with database.connection() as connection:
         rows = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
+    # Successors of an open route change are importing too; they are made by the change.
+    rows = [row for row in rows if row[4] == "importing" and row[5] is None]
     nodes = {node.node_id: node for node in load_nodes(database)}
     lines: dict[NodeId, NodeConnection] = {}
     try:
-        for partition, node_id, lp_from, lp_to, state in rows:
-            if state != "importing":
-                continue
+        for partition, node_id, lp_from, lp_to, *_ in rows:
             line = lines.setdefault(node_id, NodeConnection(nodes[node_id], unsafe=unsafe))
             word = create(line, prefix, partition, name, lp_from, lp_to, "open", "")
             if word == "conflict":

@@ -18,10 +18,20 @@ SELECT node_id, name, url, armed_run_id FROM mqlayer.node WHERE name = %(name)s 
 UPDATE mqlayer.node SET armed_run_id = %(run_id)s, armed_at = now() WHERE node_id = %(node_id)s;
 
 -- name: node_partitions
--- The partitions that a node must have.
-SELECT p.partition_id, t.name, p.lp_from, p.lp_to
-FROM mqlayer.partition p JOIN mqlayer.topic t ON t.topic_id = p.topic_id
-WHERE p.node_id = %(node_id)s AND p.state = 'open' ORDER BY p.partition_id;
+-- What the partitions of a node have to be: open, or sealed as is recorded; with the last change of their topic that was
+-- dropped.
+SELECT p.partition_id, t.topic_id, t.name, p.lp_from, p.lp_to, p.born_in, s.change_id, coalesce(s.seal_id::text, ''),
+       coalesce(s.marks, '{}'),
+       coalesce((SELECT max(c.change_id) FROM mqlayer.route_change c
+                 WHERE c.topic_id = t.topic_id AND c.state = 'dropped'), 0) AS dropped
+FROM mqlayer.partition p
+JOIN mqlayer.topic t USING (topic_id)
+LEFT JOIN mqlayer.seal s ON s.partition_id = p.partition_id
+WHERE p.node_id = %(node_id)s AND p.state IN ('open', 'sealed') ORDER BY p.partition_id;
+
+-- name: source_outbox
+-- Which outbox a source is; null for a direct producer.
+SELECT outbox_uuid FROM mqlayer.source WHERE source_id = %(source_id)s;
 
 -- name: node_epochs_raise
 -- Give every assignment on a node a new epoch and say which, so that Redis can refuse all earlier ones.
@@ -52,13 +62,13 @@ INSERT INTO mqlayer.partition (topic_id, node_id, lp_from, lp_to)
 VALUES (%(topic_id)s, %(node_id)s, %(lp_from)s, %(lp_to)s);
 
 -- name: partition_list
--- A topic's partitions that are not deleted.
-SELECT partition_id, node_id, lp_from, lp_to, state FROM mqlayer.partition
-WHERE topic_id = %(topic_id)s AND state <> 'deleted' ORDER BY lp_from, partition_id;
+-- A topic's partitions that are not deleted, parents before successors.
+SELECT partition_id, node_id, lp_from, lp_to, state, born_in, ended_in FROM mqlayer.partition
+WHERE topic_id = %(topic_id)s AND state <> 'deleted' ORDER BY partition_id;
 
 -- name: partition_open
 -- Say that partitions exist in Redis and are open.
-UPDATE mqlayer.partition SET state = 'open' WHERE topic_id = %(topic_id)s AND state = 'importing';
+UPDATE mqlayer.partition SET state = 'open' WHERE topic_id = %(topic_id)s AND state = 'importing' AND born_in IS NULL;
 
 -- name: route_insert_first
 -- The first route version: one range per partition.

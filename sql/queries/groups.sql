@@ -1,12 +1,12 @@
 -- name: group_insert
 -- Create a group that is not live yet; nothing where the name is taken.
-INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s)
-SELECT topic_id, %(name)s, %(start)s, %(backoff_s)s FROM mqlayer.topic WHERE name = %(topic)s
+INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, backoff_s)
+SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(backoff_s)s FROM mqlayer.topic WHERE name = %(topic)s
 ON CONFLICT (topic_id, name) DO NOTHING;
 
 -- name: group_find
 -- One group of a topic.
-SELECT g.group_id, g.topic_id, g.state, g.start, g.backoff_s, g.allocation
+SELECT g.group_id, g.topic_id, g.state, g.start, g.backoff_s, g.start_at, g.version
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE t.name = %(topic)s AND g.name = %(name)s;
 
@@ -52,10 +52,9 @@ SELECT (SELECT count(*) FROM beat) AS known,
         WHERE m.group_id = %(group_id)s AND m.member_id = %(member_id)s) AS session,
        EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = %(group_id)s AND m.member_id <> %(member_id)s
                AND m.lease_until < now() AND m.lease_until > '-infinity')
-       OR EXISTS (SELECT FROM mqlayer.consumer_group g
-                  JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')
-                  LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.partition_id = p.partition_id
-                  WHERE g.group_id = %(group_id)s AND a.member_id IS NULL) AS unbalanced;
+       OR EXISTS (SELECT FROM mqlayer.readable r
+                  LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
+                  WHERE r.group_id = %(group_id)s AND a.member_id IS NULL) AS unbalanced;
 
 -- name: member_assignments
 -- What a member holds: partition, node, epoch, start, and whether it shall release it. Nothing for an earlier session:
@@ -96,12 +95,11 @@ UPDATE mqlayer.member SET leaving = true, lease_until = '-infinity'
 WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s;
 
 -- name: assignment_list
--- Who owns what in a group, and who shall.
-SELECT p.partition_id, a.member_id, a.epoch, a.target
-FROM mqlayer.consumer_group g
-JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')
-LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.partition_id = p.partition_id
-WHERE g.group_id = %(group_id)s ORDER BY p.partition_id;
+-- Who owns what of all that a group may consume, and who shall.
+SELECT r.partition_id, a.member_id, a.epoch, a.target
+FROM mqlayer.readable r
+LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
+WHERE r.group_id = %(group_id)s ORDER BY r.partition_id;
 
 -- name: assignment_put
 -- Give a partition to a member, under a new epoch.

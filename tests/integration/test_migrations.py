@@ -15,10 +15,14 @@ import mqlayer
 from mqlayer import failpoints
 from mqlayer.errors import SchemaMismatch, StoreUnavailable
 from mqlayer.postgres.database import Database, connect
-from mqlayer.postgres.migrations import check_schema, grant, latest, migrate, migrations, script
+from mqlayer.postgres.migrations import SCHEMAS, check_schema, grant, latest, migrate, migrations, script
 from mqlayer.postgres.queries import queries, query
 
 ROLE = "mqlayer_test_application"
+
+
+STEPS = {schema: [step.number for step in migrations(schema)] for schema in SCHEMAS}
+ALL = sum(map(len, STEPS.values()))
 
 
 def numbers(dsn: str, schema: str) -> list[int]:
@@ -27,14 +31,15 @@ def numbers(dsn: str, schema: str) -> list[int]:
 
 
 def test_migrating_runs_each_step_once(empty_database_dsn: str) -> None:
-    assert [(m.schema, m.number) for m in migrate(empty_database_dsn)] == [("control", 1), ("application", 1)]
+    ran = [(m.schema, m.number) for m in migrate(empty_database_dsn)]
+    assert ran == [(schema, number) for schema in SCHEMAS for number in STEPS[schema]]
     assert migrate(empty_database_dsn) == []
 
 
 def test_two_at_once_run_each_step_once(empty_database_dsn: str) -> None:
     with ThreadPoolExecutor(4) as pool:
         done = list(pool.map(lambda _: len(migrate(empty_database_dsn)), range(4)))
-    assert sorted(done) == [0, 0, 0, 2]
+    assert sorted(done) == [0, 0, 0, ALL]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +48,7 @@ def test_two_at_once_run_each_step_once(empty_database_dsn: str) -> None:
 )
 def test_each_schema_is_installed_on_its_own(empty_database_dsn: str, schema: str, there: str, not_there: str) -> None:
     migrate(empty_database_dsn, schema=schema)  # type: ignore[arg-type]
-    assert numbers(empty_database_dsn, there) == [1]
+    assert numbers(empty_database_dsn, there) == STEPS[schema]  # type: ignore[index]
     with pytest.raises(psycopg.errors.UndefinedTable):
         numbers(empty_database_dsn, not_there)
 
@@ -55,7 +60,7 @@ def test_a_step_that_breaks_leaves_nothing(empty_database_dsn: str) -> None:
             migrate(empty_database_dsn)
     finally:
         failpoints.disarm_all()
-    assert len(migrate(empty_database_dsn)) == 2
+    assert len(migrate(empty_database_dsn)) == ALL
 
 
 def test_a_newer_database_is_refused_and_stays(database_dsn: str) -> None:
@@ -65,7 +70,7 @@ def test_a_newer_database_is_refused_and_stays(database_dsn: str) -> None:
             check_schema(connection, "control", "postgres")
     with pytest.raises(SchemaMismatch, match="9999"):
         migrate(database_dsn)
-    assert numbers(database_dsn, "mqlayer") == [1, 9999]
+    assert numbers(database_dsn, "mqlayer") == [*STEPS["control"], 9999]
 
 
 def test_a_missing_schema_is_an_error_that_says_what_to_run(empty_database_dsn: str) -> None:
@@ -86,7 +91,7 @@ def test_a_database_that_is_away_is_named_without_its_password() -> None:
 def test_the_printed_script_does_what_the_runner_does(empty_database_dsn: str) -> None:
     with closing(psycopg.connect(empty_database_dsn, autocommit=True)) as connection:
         connection.execute(script())
-    assert numbers(empty_database_dsn, "mqlayer") == [1]
+    assert numbers(empty_database_dsn, "mqlayer") == STEPS["control"]
     assert migrate(empty_database_dsn) == []
 
 

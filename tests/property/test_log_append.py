@@ -123,7 +123,8 @@ class Appends(RuleBasedStateMachine):
     @rule(state=st.sampled_from(STATES))
     def change_state(self, state: str) -> None:
         self.model.state, self.model.change = state, "" if state == "open" else "41"
-        self.line.call([("HSET", self.keys.meta, "state", state, "change", self.model.change)])
+        changes = ("change", self.model.change, "sealed_for", self.model.change)
+        self.line.call([("HSET", self.keys.meta, "state", state, *changes)])
 
     @rule()
     def open_again(self) -> None:

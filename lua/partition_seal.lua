@@ -1,0 +1,39 @@
+#!lua flags=allow-oom
+--[[
+partition_seal: close one partition for a route change, and append the command record as its last one.
+
+The marks are frozen from then on. The command's entry id is that of the last record with 1 behind the dash, so that
+offsets of messages stay dense and the command takes none; its field b is the seal id, which names this very command.
+
+KEYS
+  1 log_key     stream  the partition's records
+  2 meta_key    hash    state, change that sealed it, seal id, next offset
+  3 marks_key   hash    <source>:<lp> -> highest seq
+
+ARGV
+  1 change      int     the route change
+  2 seal        string  a name for this seal that nobody used before
+
+RETURNS
+  {"sealed", seal, next, {field, seq, ...}}   closed now, or before by this change: then with the seal it got
+  {"conflict", state, change}                 not open, and not sealed by this change; nothing was changed
+  {"dropped", change}                         this change may not seal it any more; nothing was changed
+  {"absent"}                                  no such partition on this node
+]]
+local log_key = KEYS[1]
+local meta_key = KEYS[2]
+local marks_key = KEYS[3]
+local change = ARGV[1]
+local seal = ARGV[2]
+
+local meta = redis.call('HMGET', meta_key, 'state', 'next', 'sealed_for', 'seal', 'dropped')
+local state, next_offset = meta[1], meta[2]
+if not state then return {'absent'} end
+if state == 'sealed' and meta[3] == change then
+  return {'sealed', meta[4], tonumber(next_offset), redis.call('HGETALL', marks_key)}
+end
+if state ~= 'open' then return {'conflict', state, meta[3] or ''} end
+if tonumber(meta[5] or '0') >= tonumber(change) then return {'dropped', meta[5]} end
+redis.call('XADD', log_key, string.format('%d-1', tonumber(next_offset) - 1), 'm', 'command', 'k', change, 'b', seal)
+redis.call('HSET', meta_key, 'state', 'sealed', 'sealed_for', change, 'seal', seal)
+return {'sealed', seal, tonumber(next_offset), redis.call('HGETALL', marks_key)}

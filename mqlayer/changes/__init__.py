@@ -1,0 +1,31 @@
+"""Elastic routes: split, merge and move partitions while messages flow; what becomes of the old ones."""
+
+from mqlayer.changes.changing import apply_change, drop_change, merge, move, split
+from mqlayer.changes.load import measured_load
+from mqlayer.changes.retiring import retire_partitions
+from mqlayer.changes.showing import Change, DrainProgress, RouteLine, drain_progress, route_history, route_lines
+from mqlayer.changes.steps import finish_change, finish_changes
+from mqlayer.domain.changes import Plan, Successor, plan_merge, plan_move, plan_split
+
+__all__ = [
+    "Change",
+    "DrainProgress",
+    "Plan",
+    "RouteLine",
+    "Successor",
+    "apply_change",
+    "drain_progress",
+    "drop_change",
+    "finish_change",
+    "finish_changes",
+    "measured_load",
+    "merge",
+    "move",
+    "plan_merge",
+    "plan_move",
+    "plan_split",
+    "retire_partitions",
+    "route_history",
+    "route_lines",
+    "split",
+]

@@ -1,0 +1,282 @@
+"""The steps of a route change, each repeated by whoever finds the change unfinished.
+
+States, and who repairs a crash behind them:
+
+1. *planned* (rows in Postgres; successors may exist in Redis, importing; parents may be sealed). Anybody goes on; while
+   no parent is sealed it may be dropped instead.
+2. *sealed* (every parent's command record is in its stream, and Postgres has recorded these very ones with their
+   marks). Only forward: anybody goes on.
+3. *done* (successors open with their marks, route version in force). Nothing is left to do.
+
+A step runs in one transaction that holds the change's row, so that two drivers work one after the other. One that was
+stopped for so long that Postgres ended its transaction does no harm when it wakes up: making, sealing and opening are
+idempotent by the change's id, and a dropped change is refused by the partitions themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from psycopg.types.json import Jsonb
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+
+from mqlayer.domain.changes import marks_within
+from mqlayer.domain.routing import NodeId, PartitionId
+from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, NotFound, StoreUnavailable
+from mqlayer.failpoints import failpoint
+from mqlayer.membership.groups import raise_group_version
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.nodes import NodeConnection, is_missing_script, raise_for_reply
+from mqlayer.redis.partitions import Refused, Sealed, create, open_partition, seal_command, seal_reply
+from mqlayer.routes.cache import load_nodes
+
+log = logging.getLogger(__name__)
+
+PATIENCE: Final = {"lock_wait": "10s", "idle": "30s"}
+"""A driver that is stopped in a step must not keep all others from finishing the change."""
+AGAIN_FOR_S: Final = 5.0
+"""How long a step is repeated that a node's restart came between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A partition of a change, and where it is."""
+
+    partition: PartitionId
+    node: NodeId
+    lp_from: int
+    lp_to: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A change under its lock."""
+
+    change_id: int
+    topic_id: int
+    topic: str
+    version: int
+    kind: str
+    state: str
+    parents: tuple[Place, ...]
+    successors: tuple[Place, ...]
+
+
+class Driver:
+    """Brings changes to their end. Holds connections to the nodes that it needed; close it."""
+
+    def __init__(self, database: Database, *, prefix: str, unsafe: bool = False) -> None:
+        self._database, self._prefix, self._unsafe = database, prefix, unsafe
+        self._lines: dict[NodeId, NodeConnection] = {}
+
+    def finish(self, change_id: int) -> str:
+        """Take every step that is left; return the state it ended in: done or dropped.
+
+        Raises StoreUnavailable where a node is away: the change stays as far as it is. Raises Conflict where Redis
+        holds something else than Postgres says.
+        """
+        retrying = Retrying(
+            retry=retry_if_exception_type(NodeNotArmed),
+            wait=wait_random_exponential(multiplier=0.05, max=0.5),
+            stop=stop_after_delay(AGAIN_FOR_S),
+            reraise=True,
+        )
+        retrying(self._run, self._seal, change_id)
+        state: str = retrying(self._run, self._open, change_id)
+        return state
+
+    def close(self) -> None:
+        """Close the connections."""
+        for line in self._lines.values():
+            line.close()
+
+    def _run(self, step: Callable[[Connection, Work], str], change_id: int) -> str:
+        try:
+            return self._database.transaction(lambda connection: step(connection, locked(connection, change_id)))
+        except NodeNotArmed:
+            self._lines.clear()
+            raise
+
+    def _seal(self, connection: Connection, work: Work) -> str:
+        """Make the successors, seal the parents, record what is durable: from here on the change goes forward."""
+        if work.state != "planned":
+            return work.state
+        for place in work.successors:
+            self._make(work, place)
+        failpoint("change.after_make")
+        seals = {place.partition: self._seal_one(work, place) for place in work.parents}
+        failpoint("change.after_seal")
+        for place in work.parents:
+            self._read_back(place, seals[place.partition])
+        self._still_armed(connection, work.parents)
+        for place in work.parents:
+            self._record(connection, work, place, seals[place.partition])
+        connection.execute(query("change_sealed"), {"change_id": work.change_id})
+        failpoint("change.before_sealed_commit")
+        return "sealed"
+
+    def _open(self, connection: Connection, work: Work) -> str:
+        """Load the marks into the successors, open them, put the next route version in force."""
+        if work.state != "sealed":
+            return work.state
+        change = {"change_id": work.change_id}
+        marks = [row[0] for row in connection.execute(query("seal_marks_of"), change)]
+        for place in work.successors:
+            self._open_one(work, place, marks_within(marks, place.lp_from, place.lp_to))
+        failpoint("change.after_open")
+        opened_at = connection.execute(query("change_clock")).fetchone()
+        version = {"topic_id": work.topic_id, "version": work.version}
+        connection.execute(query("topic_lock"), {"name": work.topic})
+        connection.execute(query("route_insert_next"), version | change)
+        connection.execute(query("change_partitions_settle"), change)
+        raised = connection.execute(query("topic_version_raise"), version | {"version": work.version - 1})
+        if raised.rowcount != 1:
+            raise Conflict(f"topic {work.topic!r} is not at version {work.version - 1} any more")
+        connection.execute(query("change_done"), change | {"opened_at": opened_at and opened_at[0]})
+        for row in connection.execute(query("group_ids_of_topic"), version).fetchall():
+            raise_group_version(connection, row[0])
+        failpoint("change.before_done_commit")
+        facts = {"topic": work.topic, "kind": work.kind, "version": work.version, "change": work.change_id}
+        log.info("route_changed", extra=facts)
+        return "done"
+
+    def _make(self, work: Work, place: Place) -> None:
+        line = self.line(place.node)
+        word = create(
+            line, self._prefix, place.partition, work.topic, place.lp_from, place.lp_to, "importing", work.change_id
+        )
+        if word == "conflict":
+            raise Conflict(
+                f"partition {place.partition} exists on {line.node.address} otherwise than planned",
+                "this Redis holds data of another control database: use another MQLAYER_KEY_PREFIX",
+            )
+
+    def _seal_one(self, work: Work, place: Place) -> Sealed:
+        line = self.line(place.node)
+        command = seal_command(line, self._prefix, place.partition, work.change_id, str(uuid.uuid4()))
+        answer = seal_reply(_once_more(line, command), line.node.address)
+        if isinstance(answer, Sealed):
+            return answer
+        raise _not_sealed(work, place, answer, line.node.address)
+
+    def _read_back(self, place: Place, sealed: Sealed) -> None:
+        """See the very command in the stream, on the run it was written to: a fact to record (invariant 6)."""
+        line, keys = self.line(place.node), partition_keys(self._prefix, place.partition)
+        replies = line.call([("HGET", keys.meta, "seal"), ("XREVRANGE", keys.log, "+", "-", "COUNT", 1)])
+        seal, last = (raise_for_reply(reply, line.node.address) for reply in replies)
+        if seal != sealed.seal_id.encode() or not last or last[0][1][5] != seal:
+            raise StoreUnavailable(line.node.address, f"the seal of partition {place.partition} is not there any more")
+
+    def _still_armed(self, connection: Connection, parents: Sequence[Place]) -> None:
+        """Refuse to record what a run said that may not be the armed one any more: re-arming waits for us now."""
+        wanted = {place.node: self.line(place.node) for place in parents}
+        rows = connection.execute(query("node_armed_runs"), {"node_ids": list(wanted)}).fetchall()
+        for node_id, armed in rows:
+            line = wanted[NodeId(node_id)]
+            if line.connect().run_id != armed:
+                raise NodeNotArmed(line.node.address, "it was armed anew while a partition on it was sealed")
+
+    def _record(self, connection: Connection, work: Work, place: Place, sealed: Sealed) -> None:
+        facts = {
+            "partition_id": place.partition,
+            "change_id": work.change_id,
+            "seal_id": sealed.seal_id,
+            "next_offset": sealed.next_offset,
+            "run_id": self.line(place.node).connect().run_id,
+            "marks": Jsonb(sealed.marks),
+        }
+        connection.execute(query("seal_put"), facts)
+
+    def _open_one(self, work: Work, place: Place, marks: Mapping[str, int]) -> None:
+        line = self.line(place.node)
+        word = open_partition(line, self._prefix, place.partition, work.change_id, marks)
+        if word == "absent":
+            # Its node lost it since; what it has to hold is in Postgres.
+            self._make(work, place)
+            word = open_partition(line, self._prefix, place.partition, work.change_id, marks)
+        if word != "open":
+            raise Conflict(f"partition {place.partition} on {line.node.address} can't be opened: {word}")
+
+    def line(self, node_id: NodeId) -> NodeConnection:
+        """Return the connection to a node. Raises NotFound."""
+        if node_id not in self._lines:
+            nodes = {node.node_id: node for node in load_nodes(self._database)}
+            if node_id not in nodes:
+                raise NotFound("node", node_id, "its row is gone from the control database")
+            self._lines[node_id] = NodeConnection(nodes[node_id], unsafe=self._unsafe)
+        return self._lines[node_id]
+
+
+def locked(connection: Connection, change_id: int) -> Work:
+    """Lock a change for a step and return it with its partitions. Raises NotFound."""
+    connection.execute(query("transaction_patience"), PATIENCE)
+    row = connection.execute(query("change_lock"), {"change_id": change_id}).fetchone()
+    if row is None:
+        raise NotFound("route change", change_id)
+    parents: list[Place] = []
+    successors: list[Place] = []
+    for partition, node, lp_from, lp_to, is_parent in connection.execute(
+        query("change_partitions"), {"change_id": change_id}
+    ):
+        (parents if is_parent else successors).append(Place(PartitionId(partition), NodeId(node), lp_from, lp_to))
+    number, topic_id, topic, version, kind, state = row
+    return Work(number, topic_id, topic, version, kind, state, tuple(parents), tuple(successors))
+
+
+@contextmanager
+def driver(database: Database, *, prefix: str, unsafe: bool = False) -> Iterator[Driver]:
+    """Lend a driver."""
+    with ExitStack() as cleanup:
+        lent = Driver(database, prefix=prefix, unsafe=unsafe)
+        cleanup.callback(lent.close)
+        yield lent
+
+
+def finish_change(database: Database, change_id: int, *, prefix: str, unsafe: bool = False) -> str:
+    """Bring one change to its end; return its state then: done or dropped. Safe to run twice at once."""
+    with driver(database, prefix=prefix, unsafe=unsafe) as lent:
+        return lent.finish(change_id)
+
+
+def finish_changes(
+    database: Database, *, prefix: str, topic: str | None = None, unsafe: bool = False
+) -> dict[int, str]:
+    """Bring all unfinished changes, or those of a topic, as far as that goes; return what became of each.
+
+    What a node that is away holds up is left for the next call, with the reason.
+    """
+    with database.connection() as connection:
+        open_ones = connection.execute(query("change_unfinished"), {"topic": topic}).fetchall()
+    came_to: dict[int, str] = {}
+    for change_id, name in open_ones:
+        try:
+            came_to[change_id] = finish_change(database, change_id, prefix=prefix, unsafe=unsafe)
+        except MqlayerError as error:
+            came_to[change_id] = str(error)
+            log.warning("route_change_waits", extra={"topic": name, "change": change_id, "reason": str(error)})
+    return came_to
+
+
+def _once_more(line: NodeConnection, command: Any) -> Any:
+    """Call a script; once more after loading the scripts, where the server forgot them."""
+    (reply,) = line.call([command])
+    if is_missing_script(reply):
+        line.reload_scripts()
+        (reply,) = line.call([command])
+    return reply
+
+
+def _not_sealed(work: Work, place: Place, refused: Refused, address: str) -> MqlayerError:
+    if refused.word == "absent":
+        return NodeNotArmed(address, f"partition {place.partition} is gone from it: the node lost data")
+    return Conflict(
+        f"partition {place.partition} on {address} can't be sealed for change {work.change_id}: "
+        f"{refused.word} {refused.fact}".rstrip()
+    )

@@ -1,0 +1,42 @@
+"""How far a group is in the lineage of a topic's partitions.
+
+A successor is handed out only when the group has drained all its parents: that is a fact in Postgres, said by the
+owner of each parent under its epoch, of the very command record that Postgres has recorded (invariant 8). The group's
+route version follows, one by one.
+"""
+
+from __future__ import annotations
+
+from mqlayer.failpoints import failpoint
+from mqlayer.membership.groups import raise_group_version
+from mqlayer.membership.members import Assigned, Session
+from mqlayer.membership.rebalance import change_group, rebalance
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+
+
+def drained(database: Database, session: Session, assigned: Assigned, seal_id: str) -> bool:
+    """Say that everything before a command record is settled; return whether Postgres took it.
+
+    In one transaction: the fact, the partition taken off its owner, the group's version raised, the successors given
+    out. Refused unless this epoch is in force and this very seal is the recorded one; then nothing was changed.
+    """
+    facts = {
+        "group_id": session.group_id,
+        "member_id": session.member_id,
+        "session": session.session,
+        "partition_id": assigned.partition,
+        "epoch": assigned.epoch,
+        "seal_id": seal_id,
+    }
+
+    def work(connection: Connection) -> bool:
+        if connection.execute(query("drained_put"), facts).fetchone() is None:
+            return False
+        connection.execute(query("assignment_free"), facts)
+        raise_group_version(connection, session.group_id)
+        rebalance(connection, session.group_id)
+        failpoint("drained.before_commit")
+        return True
+
+    return change_group(database, session.group_id, work)

@@ -1,0 +1,104 @@
+"""Where a new group begins in each partition that there is.
+
+`earliest`: at the first record kept, along the whole lineage. `latest`: behind the last record of the partitions in
+force. A time: at the first record of that time or later, by the publishers' clocks; found by bisection, so where those
+clocks differ it may be some records off, never out of order. What lies behind a group's start counts as drained; a
+partition with a parent that is not drained begins with its first record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.nodes import NodeConnection, raise_for_reply
+from mqlayer.routes.cache import RouteCache
+
+Start = Literal["earliest", "latest"] | datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A partition that is not deleted."""
+
+    partition: int
+    node: NodeId
+    lp_from: int
+    lp_to: int
+    sealed: bool
+    born_in: int | None
+    ended_in: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Where a group begins in a partition; `drained`: behind all of it."""
+
+    partition: int
+    offset: int
+    drained: bool
+
+
+class Beginnings:
+    """Finds the beginnings of one group. `partitions` come parents first."""
+
+    def __init__(self, routes: RouteCache, partitions: Sequence[Kept], *, prefix: str, unsafe: bool) -> None:
+        self._routes, self._partitions, self._prefix, self._unsafe = routes, partitions, prefix, unsafe
+
+    def of(self, start: Start) -> list[Beginning]:
+        """Return the beginning in each partition. Raises StoreUnavailable, also where only one node is away."""
+        if start == "earliest":
+            return [Beginning(kept.partition, 1, drained=False) for kept in self._partitions]
+        found: dict[int, Beginning] = {}
+        lines: dict[NodeId, NodeConnection] = {}
+        try:
+            for kept in self._partitions:
+                if any(not found[parent.partition].drained for parent in self._parents(kept)):
+                    found[kept.partition] = Beginning(kept.partition, 1, drained=False)
+                    continue
+                line = lines.get(kept.node)
+                if line is None:
+                    node = self._routes.node(kept.node)
+                    line = lines[kept.node] = NodeConnection(node, unsafe=self._unsafe)
+                found[kept.partition] = self._in_partition(line, kept, start)
+        finally:
+            for line in lines.values():
+                line.close()
+        return list(found.values())
+
+    def _parents(self, kept: Kept) -> list[Kept]:
+        if kept.born_in is None:
+            return []
+        return [
+            other
+            for other in self._partitions
+            if other.ended_in == kept.born_in and other.lp_from < kept.lp_to and kept.lp_from < other.lp_to
+        ]
+
+    def _in_partition(self, line: NodeConnection, kept: Kept, start: Start) -> Beginning:
+        meta = self._ask(line, "HMGET", partition_keys(self._prefix, kept.partition).meta, "next", "first")
+        end, first = (int(value or 1) for value in meta)
+        offset = end
+        if isinstance(start, datetime):
+            offset = self._first_since(line, kept.partition, int(start.timestamp() * 1000), first, end)
+        return Beginning(kept.partition, offset, drained=kept.sealed and offset >= end)
+
+    def _first_since(self, line: NodeConnection, partition: int, at_ms: int, first: int, end: int) -> int:
+        """Return the first offset whose record is of that time or later, by bisection; the end where none is."""
+        key = partition_keys(self._prefix, partition).log
+        low, high = first, end
+        while low < high:
+            middle = (low + high) // 2
+            entries = self._ask(line, "XRANGE", key, b"%d-0" % middle, b"%d-0" % (end - 1), "COUNT", 1)
+            if entries and int(entries[0][1][1].split(b":", 4)[3]) < at_ms:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _ask(self, line: NodeConnection, *command: Any) -> Any:
+        return raise_for_reply(line.call([command])[0], line.node.address)

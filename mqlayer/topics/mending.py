@@ -1,0 +1,272 @@
+"""Bring the partitions of a node that restarted or lost data to what Postgres says they are.
+
+Runs inside of re-arming: under the node's row lock, before the run is armed, so nobody else is served meanwhile.
+
+| Postgres says | Redis has | what is done |
+|---|---|---|
+| open | nothing | made again with the marks that its LPs came with; relays send the rest |
+| open | importing | its marks are loaded, it is opened |
+| sealed | not sealed, or by another seal | resent from the outbox up to the recorded marks, sealed anew |
+
+A new seal gets a new name, and Postgres records that one: whoever read the lost command record can't open the gate.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from psycopg.types.json import Jsonb
+
+from mqlayer.domain.changes import marks_within
+from mqlayer.domain.message import NO_KEY
+from mqlayer.errors import ConfigurationRefused, Conflict, StoreUnavailable
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.nodes import NodeConnection, raise_for_reply
+from mqlayer.redis.partitions import (
+    Appended,
+    Run,
+    Sealed,
+    append_command,
+    append_reply,
+    create,
+    open_partition,
+    refuse_change,
+    seal_command,
+    seal_reply,
+)
+
+log = logging.getLogger(__name__)
+
+SCAN_ROUNDS: Final = 1_000
+ROWS_PER_READ: Final = 500
+BYTES_PER_READ: Final = 900_000
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a partition has to be. `seal_id` is empty where it is open; `dropped` is the topic's last dropped change."""
+
+    partition: int
+    topic_id: int
+    topic: str
+    lp_from: int
+    lp_to: int
+    born_in: int | None
+    change_id: int | None
+    seal_id: str
+    marks: Mapping[str, int]
+    dropped: int
+
+
+@dataclass(slots=True)
+class Mended:
+    """What was done: partitions made again, opened again, sealed again; messages that nobody can bring back."""
+
+    remade: list[int] = field(default_factory=list)
+    opened: list[int] = field(default_factory=list)
+    sealed: list[int] = field(default_factory=list)
+    lost: dict[int, int] = field(default_factory=dict)
+
+    def facts(self) -> dict[str, Any]:
+        """Return it for an audit row."""
+        lost = {str(partition): count for partition, count in self.lost.items()}
+        return {"partitions_remade": self.remade, "opened": self.opened, "sealed": self.sealed, "lost": lost}
+
+
+class Mender:
+    """Mends one node. `application` is the database whose outbox this process can read."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        line: NodeConnection,
+        *,
+        prefix: str,
+        application: Database | None,
+        accept_loss: bool,
+    ) -> None:
+        self._connection, self._line, self._prefix = connection, line, prefix
+        self._application, self._accept_loss = application, accept_loss
+        self._wanted = [
+            Wanted(*row)
+            for row in connection.execute(query("node_partitions"), {"node_id": line.node.node_id}).fetchall()
+        ]
+        self._states = self._ask_states()
+        self.mended = Mended()
+
+    @property
+    def needed(self) -> bool:
+        """Whether any partition is not what it has to be. Raises ConfigurationRefused for a wrong key prefix."""
+        gone = [wanted for wanted in self._wanted if self._states[wanted.partition][0] is None]
+        if gone and len(gone) == len(self._wanted):
+            refuse_other_prefix(self._line, self._prefix, gone[0].partition)
+        return any(not self._is_right(wanted) for wanted in self._wanted)
+
+    def mend(self) -> None:
+        """Do what is needed, and have partitions refuse dropped changes again. Raises StoreUnavailable or Conflict."""
+        for wanted in self._wanted:
+            if not self._is_right(wanted):
+                self._mend_one(wanted)
+            if wanted.dropped and not wanted.seal_id:
+                refuse_change(self._line, self._prefix, wanted.partition, wanted.dropped)
+
+    def _ask_states(self) -> dict[int, tuple[str | None, str]]:
+        keys = [partition_keys(self._prefix, wanted.partition).meta for wanted in self._wanted]
+        replies = self._line.call([("HMGET", key, "state", "seal") for key in keys]) if keys else []
+        found = [raise_for_reply(reply, self._line.node.address) for reply in replies]
+        return {
+            wanted.partition: (state.decode() if state else None, (seal or b"").decode())
+            for wanted, (state, seal) in zip(self._wanted, found, strict=True)
+        }
+
+    def _is_right(self, wanted: Wanted) -> bool:
+        state, seal = self._states[wanted.partition]
+        if wanted.seal_id:
+            return state == "sealed" and seal == wanted.seal_id
+        # Sealed for a change that Postgres has not recorded as sealed: whoever drives it goes on from there.
+        return state in ("open", "sealed")
+
+    def _mend_one(self, wanted: Wanted) -> None:
+        state, _ = self._states[wanted.partition]
+        if state is None:
+            self._make(wanted)
+            self.mended.remade.append(wanted.partition)
+        if state in (None, "importing") and wanted.born_in is not None:
+            self._open(wanted)
+            self.mended.opened.append(wanted.partition)
+        if wanted.seal_id:
+            self._seal_again(wanted)
+            self.mended.sealed.append(wanted.partition)
+        failpoint("mend.after_one")
+
+    def _make(self, wanted: Wanted) -> None:
+        state, change = ("open", "") if wanted.born_in is None else ("importing", wanted.born_in)
+        create(
+            self._line, self._prefix, wanted.partition, wanted.topic, wanted.lp_from, wanted.lp_to, state, change
+        )  # fmt: skip
+
+    def _open(self, wanted: Wanted) -> None:
+        rows = self._connection.execute(query("seal_marks_of"), {"change_id": wanted.born_in}).fetchall()
+        marks = marks_within((row[0] for row in rows), wanted.lp_from, wanted.lp_to)
+        word = open_partition(self._line, self._prefix, wanted.partition, wanted.born_in or 0, marks)
+        if word not in ("open", "conflict"):
+            raise StoreUnavailable(self._line.node.address, f"partition {wanted.partition} can't be opened: {word}")
+
+    def _seal_again(self, wanted: Wanted) -> None:
+        """Bring a sealed partition that fell back up to its recorded marks, and seal it under a new name."""
+        state, _ = self._states[wanted.partition]
+        if state != "sealed":
+            self._resend(wanted)
+        failpoint("mend.after_resend")
+        command = seal_command(self._line, self._prefix, wanted.partition, wanted.change_id or 0, str(uuid.uuid4()))
+        answer = seal_reply(self._line.call([command])[0], self._line.node.address)
+        if not isinstance(answer, Sealed):
+            raise Conflict(f"partition {wanted.partition} can't be sealed again: {answer.word} {answer.fact}".rstrip())
+        failpoint("mend.after_seal")
+        facts = {
+            "partition_id": wanted.partition,
+            "change_id": wanted.change_id,
+            "seal_id": answer.seal_id,
+            "next_offset": answer.next_offset,
+            "run_id": self._line.connect().run_id,
+            "marks": Jsonb(dict(wanted.marks)),
+        }
+        self._connection.execute(query("seal_put"), facts)
+
+    def _resend(self, wanted: Wanted) -> None:
+        """Append again what the partition had to hold when it was sealed and does not hold now."""
+        keys = partition_keys(self._prefix, wanted.partition)
+        flat = raise_for_reply(self._line.call([("HGETALL", keys.marks)])[0], self._line.node.address)
+        there = {name.decode(): int(seq) for name, seq in zip(flat[::2], flat[1::2], strict=True)}
+        short: dict[int, dict[int, tuple[int, int]]] = {}
+        for name, seq in wanted.marks.items():
+            source, lp = map(int, name.split(":"))
+            if there.get(name, 0) < seq:
+                short.setdefault(source, {})[lp] = (there.get(name, 0), seq)
+        lost = 0
+        for source, lps in short.items():
+            lost += self._resend_source(wanted, source, lps)
+        if lost:
+            self.mended.lost[wanted.partition] = lost
+            log.error("messages_lost", extra={"partition": wanted.partition, "count": lost})
+
+    def _resend_source(self, wanted: Wanted, source: int, lps: Mapping[int, tuple[int, int]]) -> int:
+        """Return how many messages of a source nobody can bring back."""
+        row = self._connection.execute(query("source_outbox"), {"source_id": source}).fetchone()
+        if row is None or row[0] is None:
+            # Directly published: what Redis lost of it is lost.
+            return sum(to - after for after, to in lps.values())
+        if self._application is None:
+            raise StoreUnavailable(self._line.node.address, _whose(wanted.partition, row[0]))
+        lost = 0
+        with self._application.connection() as outbox:
+            identity = outbox.execute(query("outbox_identity")).fetchone()
+            if identity is None or identity[0] != row[0]:
+                raise StoreUnavailable(self._line.node.address, _whose(wanted.partition, row[0]))
+            for lp, (after, to) in lps.items():
+                lost += self._resend_lp(outbox, wanted, source, lp, after, to)
+        return lost
+
+    def _resend_lp(self, outbox: Connection, wanted: Wanted, source: int, lp: int, after: int, to: int) -> int:
+        lost = 0
+        while after < to:
+            facts = {
+                "topic_ids": [wanted.topic_id], "lps": [lp], "afters": [after], "each": ROWS_PER_READ,
+                "bytes": BYTES_PER_READ,
+            }  # fmt: skip
+            rows = [row for row in outbox.execute(query("outbox_of_lps"), facts).fetchall() if row[2] <= to]
+            first = rows[0][2] if rows else to + 1
+            if first > after + 1:
+                lost += self._give_up(wanted, source, lp, after, first - 1)
+            if rows:
+                self._append(wanted, source, lp, rows)
+            after = rows[-1][2] if rows else to
+        return lost
+
+    def _append(self, wanted: Wanted, source: int, lp: int, rows: Sequence[tuple[Any, ...]]) -> None:
+        fields: list[bytes] = []
+        for _, _, _, facts, key, body in rows:
+            fields += (facts.encode(), NO_KEY if key is None else key.encode(), bytes(body))
+        run = Run(lp, rows[0][2], len(rows), fields)
+        command = append_command(self._line, self._prefix, wanted.partition, source, [run])
+        answer = append_reply(self._line.call([command])[0], self._line.node.address)
+        if not isinstance(answer, Appended):
+            raise StoreUnavailable(self._line.node.address, f"resending was refused: {answer.word} {answer.fact}")
+
+    def _give_up(self, wanted: Wanted, source: int, lp: int, after: int, to: int) -> int:
+        """Go on behind seqs that the outbox does not hold any more, where an operator said so."""
+        if not self._accept_loss:
+            raise Conflict(
+                f"partition {wanted.partition} lost messages {after + 1} to {to} of LP {lp}, and the outbox does not "
+                "hold them any more",
+                f"mqlayer node rearm {self._line.node.name} --accept-loss goes on without them",
+            )
+        marks = partition_keys(self._prefix, wanted.partition).marks
+        raise_for_reply(self._line.call([("HSET", marks, f"{source}:{lp}", to)])[0], self._line.node.address)
+        return to - after
+
+
+def refuse_other_prefix(line: NodeConnection, prefix: str, partition: int) -> None:
+    """Raise ConfigurationRefused where a partition is there under another prefix: then it is we who look wrong."""
+    cursor = b"0"
+    for _ in range(SCAN_ROUNDS):
+        (reply,) = line.call([(b"SCAN", cursor, b"MATCH", b"*:{%d}:meta" % partition, b"COUNT", 1000)])
+        cursor, found = raise_for_reply(reply, line.node.address)
+        if found:
+            other = found[0].decode().split(":", 1)[0]
+            raise ConfigurationRefused(
+                line.node.address, "MQLAYER_KEY_PREFIX", prefix, f"{other!r}, as when it was filled"
+            )
+        if cursor == b"0":
+            return
+
+
+def _whose(partition: int, outbox_uuid: object) -> str:
+    return f"partition {partition} waits for the relay of outbox {outbox_uuid}, which can send again what it lost"

@@ -1,0 +1,181 @@
+-- name: change_insert
+-- Plan a change; the unique indexes refuse a second one of the topic, and a second one for the version.
+INSERT INTO mqlayer.route_change (topic_id, version, kind, actor)
+VALUES (%(topic_id)s, %(version)s, %(kind)s, %(actor)s) RETURNING change_id;
+
+-- name: change_successor
+-- Allocate a successor that waits to be made in Redis.
+INSERT INTO mqlayer.partition (topic_id, node_id, lp_from, lp_to, born_in)
+VALUES (%(topic_id)s, %(node_id)s, %(lp_from)s, %(lp_to)s, %(change_id)s) RETURNING partition_id;
+
+-- name: change_parents_put
+-- Say which partitions a change ends.
+UPDATE mqlayer.partition SET ended_in = %(change_id)s
+WHERE partition_id = ANY(%(partitions)s::int[]) AND state = 'open' AND ended_in IS NULL;
+
+-- name: change_unfinished
+-- Changes that somebody has to bring to their end, oldest first; of one topic, or of all.
+SELECT c.change_id, t.name FROM mqlayer.route_change c JOIN mqlayer.topic t USING (topic_id)
+WHERE c.state IN ('planned', 'sealed') AND (%(topic)s::text IS NULL OR t.name = %(topic)s) ORDER BY c.change_id;
+
+-- name: change_lock
+-- Lock one change for its next step.
+SELECT c.change_id, c.topic_id, t.name, c.version, c.kind, c.state
+FROM mqlayer.route_change c JOIN mqlayer.topic t USING (topic_id)
+WHERE c.change_id = %(change_id)s FOR UPDATE OF c;
+
+-- name: change_partitions
+-- What a change ends and what it makes, in the order of their LPs.
+SELECT partition_id, node_id, lp_from, lp_to, ended_in IS NOT DISTINCT FROM %(change_id)s AS parent
+FROM mqlayer.partition WHERE %(change_id)s IN (born_in, ended_in) ORDER BY lp_from, partition_id;
+
+-- name: node_armed_runs
+-- The runs that some nodes are armed for; nobody arms another one before this transaction ends.
+SELECT node_id, armed_run_id FROM mqlayer.node WHERE node_id = ANY(%(node_ids)s::int[]) ORDER BY node_id FOR SHARE;
+
+-- name: seal_put
+-- Record how a partition was sealed; again, where its node fell back and it was sealed anew.
+INSERT INTO mqlayer.seal (partition_id, change_id, seal_id, next_offset, run_id, marks)
+VALUES (%(partition_id)s, %(change_id)s, %(seal_id)s, %(next_offset)s, %(run_id)s, %(marks)s)
+ON CONFLICT (partition_id) DO UPDATE
+SET seal_id = excluded.seal_id, next_offset = excluded.next_offset, run_id = excluded.run_id;
+
+-- name: seal_marks_of
+-- The recorded marks of all parents of a change.
+SELECT s.marks FROM mqlayer.seal s WHERE s.change_id = %(change_id)s ORDER BY s.partition_id;
+
+-- name: change_sealed
+-- Every parent of a change is sealed, and that is recorded: it goes forward from here.
+UPDATE mqlayer.route_change SET state = 'sealed', sealed_at = clock_timestamp()
+WHERE change_id = %(change_id)s AND state = 'planned';
+
+-- name: route_insert_next
+-- The routes of the version that a change makes: those in force, with the successors in place of the parents.
+INSERT INTO mqlayer.route (topic_id, version, lp_from, lp_to, partition_id)
+SELECT r.topic_id, %(version)s, r.lp_from, r.lp_to, r.partition_id
+FROM mqlayer.route r JOIN mqlayer.partition p USING (partition_id)
+WHERE r.topic_id = %(topic_id)s AND r.version = %(version)s - 1 AND p.ended_in IS DISTINCT FROM %(change_id)s
+UNION ALL
+SELECT topic_id, %(version)s, lp_from, lp_to, partition_id FROM mqlayer.partition WHERE born_in = %(change_id)s;
+
+-- name: change_partitions_settle
+-- Successors are open, parents sealed.
+UPDATE mqlayer.partition SET state = CASE WHEN born_in = %(change_id)s THEN 'open' ELSE 'sealed' END
+WHERE %(change_id)s IN (born_in, ended_in);
+
+-- name: change_done
+-- A change is in force.
+UPDATE mqlayer.route_change SET state = 'done', opened_at = %(opened_at)s, ended_at = clock_timestamp()
+WHERE change_id = %(change_id)s AND state = 'sealed';
+
+-- name: change_clock
+-- The database's clock, now.
+SELECT clock_timestamp();
+
+-- name: change_drop
+-- A change that sealed nothing is given up.
+UPDATE mqlayer.route_change SET state = 'dropped', ended_at = clock_timestamp()
+WHERE change_id = %(change_id)s AND state = 'planned';
+
+-- name: change_parents_free
+-- The parents of a dropped change go on.
+UPDATE mqlayer.partition SET ended_in = NULL WHERE ended_in = %(change_id)s;
+
+-- name: change_successors_delete
+-- The successors of a dropped change were never anything.
+UPDATE mqlayer.partition SET state = 'deleted' WHERE born_in = %(change_id)s;
+
+-- name: change_history
+-- A topic's changes, oldest first, with what they ended and made.
+SELECT c.change_id, c.version, c.kind, c.state, c.actor, c.planned_at, c.sealed_at, c.opened_at, c.ended_at,
+       (SELECT coalesce(array_agg(p.partition_id ORDER BY p.lp_from), '{}')
+        FROM mqlayer.partition p WHERE p.ended_in = c.change_id) AS parents,
+       (SELECT coalesce(array_agg(p.partition_id ORDER BY p.lp_from), '{}')
+        FROM mqlayer.partition p WHERE p.born_in = c.change_id) AS successors
+FROM mqlayer.route_change c JOIN mqlayer.topic t USING (topic_id)
+WHERE t.name = %(topic)s ORDER BY c.change_id;
+
+-- name: route_of_version
+-- The ranges of one route version of a topic with their partitions' places and parents; the one in force where none is
+-- named.
+SELECT r.version, r.lp_from, r.lp_to, r.partition_id, p.node_id, p.state,
+       (SELECT coalesce(array_agg(q.partition_id ORDER BY q.lp_from), '{}') FROM mqlayer.partition q
+        WHERE q.ended_in = p.born_in AND q.lp_from < p.lp_to AND p.lp_from < q.lp_to) AS parents
+FROM mqlayer.topic t
+JOIN mqlayer.route r ON r.topic_id = t.topic_id AND r.version = coalesce(%(version)s::int, t.version)
+JOIN mqlayer.partition p ON p.partition_id = r.partition_id
+WHERE t.name = %(topic)s ORDER BY r.lp_from;
+
+-- name: drain_progress
+-- The sealed partitions of a topic that some group has not drained, per group: where it must come to.
+SELECT g.group_id, g.name, g.version, p.partition_id, p.node_id, s.next_offset, coalesce(gs.start_offset, 1) AS start_offset
+FROM mqlayer.topic t
+JOIN mqlayer.consumer_group g ON g.topic_id = t.topic_id AND g.state <> 'retired'
+JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.state = 'sealed'
+JOIN mqlayer.seal s ON s.partition_id = p.partition_id
+LEFT JOIN mqlayer.group_start gs ON gs.group_id = g.group_id AND gs.partition_id = p.partition_id
+WHERE t.name = %(topic)s
+  AND NOT EXISTS (SELECT FROM mqlayer.drained d WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id)
+ORDER BY g.name, p.partition_id;
+
+-- name: drained_put
+-- A group drained a partition: said by its owner, under the epoch in force, of the very command that is recorded.
+INSERT INTO mqlayer.drained (group_id, partition_id)
+SELECT a.group_id, a.partition_id
+FROM mqlayer.assignment a
+JOIN mqlayer.member m ON m.group_id = a.group_id AND m.member_id = a.member_id AND m.session = %(session)s
+JOIN mqlayer.seal s ON s.partition_id = a.partition_id AND s.seal_id = %(seal_id)s
+WHERE a.group_id = %(group_id)s AND a.partition_id = %(partition_id)s AND a.member_id = %(member_id)s
+  AND a.epoch = %(epoch)s
+ON CONFLICT DO NOTHING
+RETURNING partition_id;
+
+-- name: drained_from_start
+-- A group begins behind a partition.
+INSERT INTO mqlayer.drained (group_id, partition_id) VALUES (%(group_id)s, %(partition_id)s) ON CONFLICT DO NOTHING;
+
+-- name: group_version_raise
+-- Let a group's route version move to the next one, if it still is this one and all that came before is drained.
+UPDATE mqlayer.consumer_group g SET version = g.version + 1
+WHERE g.group_id = %(group_id)s AND g.version = %(version)s
+  AND EXISTS (SELECT FROM mqlayer.route_change c
+              WHERE c.topic_id = g.topic_id AND c.version = g.version + 1 AND c.state = 'done'
+                AND NOT EXISTS (
+                    SELECT FROM mqlayer.partition p
+                    WHERE p.ended_in = c.change_id AND p.state <> 'deleted'
+                      AND NOT EXISTS (SELECT FROM mqlayer.drained d
+                                      WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id)))
+RETURNING g.version;
+
+-- name: group_version
+-- The route version of a group.
+SELECT version FROM mqlayer.consumer_group WHERE group_id = %(group_id)s;
+
+-- name: group_ids_of_topic
+-- The groups of a topic that are not retired.
+SELECT g.group_id FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+WHERE t.topic_id = %(topic_id)s AND g.state <> 'retired' ORDER BY g.group_id;
+
+-- name: partition_retire
+-- Sealed partitions that every group has drained; a topic without any group keeps everything. Its rows of the route in
+-- force are others by then.
+UPDATE mqlayer.partition p SET state = 'deleted'
+FROM mqlayer.route_change c
+WHERE c.change_id = p.ended_in AND c.state = 'done' AND p.state = 'sealed'
+  AND EXISTS (SELECT FROM mqlayer.consumer_group g WHERE g.topic_id = p.topic_id AND g.state <> 'retired')
+  AND NOT EXISTS (SELECT FROM mqlayer.consumer_group g
+                  WHERE g.topic_id = p.topic_id AND g.state <> 'retired'
+                    AND NOT EXISTS (SELECT FROM mqlayer.drained d
+                                    WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id))
+RETURNING p.partition_id;
+
+-- name: partition_unburied
+-- Deleted partitions of which more than a tombstone may be left in Redis, with the groups that have keys there.
+SELECT p.partition_id, p.node_id,
+       (SELECT coalesce(array_agg(g.group_id ORDER BY g.group_id), '{}')
+        FROM mqlayer.consumer_group g WHERE g.topic_id = p.topic_id) AS group_ids
+FROM mqlayer.partition p WHERE p.state = 'deleted' AND p.retired_at IS NULL ORDER BY p.partition_id LIMIT %(limit)s;
+
+-- name: partition_buried
+-- Nothing but tombstones is left of these.
+UPDATE mqlayer.partition SET retired_at = now() WHERE partition_id = ANY(%(partitions)s::int[]) AND retired_at IS NULL;

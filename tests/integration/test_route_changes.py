@@ -1,0 +1,147 @@
+"""Split, merge and move, step by step, on live servers."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from mqlayer import App, Context, failpoints
+from mqlayer.changes import (
+    Plan,
+    apply_change,
+    drop_change,
+    merge,
+    move,
+    plan_merge,
+    plan_move,
+    plan_split,
+    split,
+)
+from mqlayer.domain.routing import NodeId, PartitionId, Range, Route, RouteVersion
+from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.postgres.database import Database
+from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.partitions import Refused, seal_command, seal_reply
+from mqlayer.routes.cache import load_nodes, load_route
+from tests.fixtures.servers import StartRedis
+from tests.fixtures.waiting import wait_until
+from tests.proof.outbox_world import OutboxWorld
+
+
+@pytest.fixture
+def world(database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str) -> OutboxWorld:
+    """Two nodes, a topic of two partitions, one on each."""
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url, start_redis().url])
+    world.add_topic("orders", partitions=2)
+    return world
+
+
+@pytest.fixture
+def database(world: OutboxWorld) -> Database:
+    """The control database."""
+    return Database(world.dsn)
+
+
+def ranges(route: Route) -> list[tuple[int, int, int, int]]:
+    return [(r.lp_from, r.lp_to, r.partition, r.node) for r in route.ranges]
+
+
+def meta(world: OutboxWorld, partition: int) -> dict[Any, Any]:
+    for url in world.urls:
+        found = redis.Redis.from_url(url, decode_responses=True).hgetall(f"{world.key_prefix}:{{{partition}}}:meta")
+        if found:
+            return dict(found)
+    return {}
+
+
+def test_a_split_gives_its_lps_to_two_new_partitions(world: OutboxWorld, database: Database) -> None:
+    route = split(database, "orders", 1, at=[100], prefix=world.key_prefix)
+    assert ranges(route) == [(0, 100, 3, 1), (100, 512, 4, 1), (512, 1024, 2, 2)]
+    assert route.version == 2
+    assert meta(world, 1)["state"] == "sealed"
+    assert [meta(world, p)["state"] for p in (3, 4)] == ["open", "open"]
+
+
+def test_consumers_keep_every_keys_order_over_split_merge_and_move(world: OutboxWorld, database: Database) -> None:
+    app = App(world.settings(lease_s=2.0))
+    seen: dict[str, list[int]] = defaultdict(list)
+
+    @app.consumer("orders", group="ledger")
+    def book(body: bytes, ctx: Context) -> None:
+        assert ctx.key is not None
+        seen[ctx.key].append(int(body.split(b"-")[1]))
+
+    def publish_more() -> None:
+        world.publish(400, keys=40, tag=f"{next(rounds)}")
+
+    rounds = itertools.count(1)
+    app.start()
+    try:
+        with world.relay():
+            publish_more()
+            route = split(database, "orders", 1, at=[100], prefix=world.key_prefix)
+            publish_more()
+            one, two, three = (r.partition for r in route.ranges)
+            route = move(database, "orders", three, prefix=world.key_prefix)
+            publish_more()
+            route = merge(database, "orders", [one, two], prefix=world.key_prefix)
+            publish_more()
+            wait_until(lambda: sum(map(len, seen.values())) >= 1600, what="everything to be handled", timeout_s=30)
+    finally:
+        app.stop()
+    assert all(numbers == [n for _ in range(4) for n in numbers[: len(numbers) // 4]] for numbers in seen.values())
+    assert all(len(numbers) == 40 for numbers in seen.values())
+    assert route.version == 4
+
+
+def test_a_plan_that_somebody_elses_change_overtook_changes_nothing(world: OutboxWorld, database: Database) -> None:
+    """Case 12: of two operators one gets the next version, the other a conflict; no version is skipped."""
+    route = load_route(database, "orders")
+    mine, theirs = plan_split(route, 1, [100]), plan_split(route, 2, [600])
+    assert apply_change(database, theirs, prefix=world.key_prefix).version == 2
+    with pytest.raises(Conflict, match="plan again"):
+        apply_change(database, mine, prefix=world.key_prefix)
+    assert load_route(database, "orders").version == 2
+    assert meta(world, 1)["state"] == "open"
+
+
+def test_a_drop_keeps_a_stopped_driver_from_sealing(world: OutboxWorld, database: Database) -> None:
+    plan = plan_move(load_route(database, "orders"), 1, NodeId(2))
+    failpoints.arm("change.after_plan", "raise")
+    try:
+        with pytest.raises(failpoints.FailpointHit):
+            apply_change(database, plan, prefix=world.key_prefix)
+    finally:
+        failpoints.disarm_all()
+    assert drop_change(database, "orders", prefix=world.key_prefix) == 1
+    with NodeConnection(load_nodes(database)[0]) as line:
+        reply = seal_reply(line.call([seal_command(line, world.key_prefix, 1, 1, "late")])[0], "node")
+    assert reply == Refused("dropped", "1")
+    assert move(database, "orders", 1, prefix=world.key_prefix).version == 2
+
+
+@pytest.mark.parametrize(
+    ("plan", "error"),
+    [
+        (lambda route: plan_merge(route, [1, 3]), "not adjacent"),
+        (lambda route: plan_merge(route, [1]), "two different"),
+        (lambda route: plan_merge(route, [1, 9]), "unknown partition 9"),
+        (lambda route: plan_split(route, 1, [0]), "empty"),
+        (lambda route: plan_split(route, 1, [512]), "empty"),
+        (lambda route: plan_split(route, 1, [5, 5]), "different"),
+        (lambda route: plan_split(route, 9, [5]), "unknown partition 9"),
+        (lambda route: plan_move(route, 1, NodeId(1)), "already"),
+    ],
+)
+def test_what_can_not_be_done_is_refused(plan: Callable[[Route], Plan], error: str) -> None:
+    """Cases 13 to 15."""
+    quarters = [(0, 300, 1), (300, 512, 2), (512, 1024, 3)]
+    ranges = tuple(Range(lo, hi, PartitionId(p), NodeId(1)) for lo, hi, p in quarters)
+    route = Route(1, "orders", RouteVersion(1), ranges, 1000, 0)
+    with pytest.raises((InvalidInput, NotFound), match=error):
+        plan(route)
