@@ -25,11 +25,13 @@ def record_count(client: redis.Redis, prefix: str, partitions: Iterable[int]) ->
 
 
 def read_partition(client: redis.Redis, prefix: str, partition: int, topic: str) -> Iterator[Append]:
-    """Return all records of a partition in the order of their offsets; a body's text is its value."""
+    """Return all records of a partition in the order of their offsets; commands are none."""
     log, after = partition_keys(prefix, partition).log, "-"
     info: Any = client.info("server")
     while entries := _entries(client, log, after):
         for entry_id, fields in entries:
+            if fields[b"m"] == b"command":
+                continue
             source, lp, seq, _ = fields[b"m"].split(b":", 3)
             yield Append(
                 topic=topic,
