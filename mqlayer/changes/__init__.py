@@ -1,6 +1,15 @@
 """Elastic routes: split, merge and move partitions while messages flow; what becomes of the old ones."""
 
-from mqlayer.changes.changing import apply_change, drop_change, merge, move, split
+from mqlayer.changes.changing import (
+    apply_change,
+    drop_change,
+    merge,
+    move,
+    planned_merge,
+    planned_move,
+    planned_split,
+    split,
+)
 from mqlayer.changes.load import measured_load
 from mqlayer.changes.retiring import retire_partitions
 from mqlayer.changes.showing import Change, DrainProgress, RouteLine, drain_progress, route_history, route_lines
@@ -24,6 +33,9 @@ __all__ = [
     "plan_merge",
     "plan_move",
     "plan_split",
+    "planned_merge",
+    "planned_move",
+    "planned_split",
     "retire_partitions",
     "route_history",
     "route_lines",

@@ -29,13 +29,22 @@ from mqlayer.domain.changes import marks_within
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
-from mqlayer.membership.groups import raise_group_version
+from mqlayer.membership.gates import raise_group_versions
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection, is_missing_script, raise_for_reply
-from mqlayer.redis.partitions import Refused, Sealed, create, open_partition, seal_command, seal_reply
+from mqlayer.redis.partitions import (
+    Refused,
+    Sealed,
+    create,
+    open_partition,
+    refuse_change,
+    seal_command,
+    seal_reply,
+)
 from mqlayer.routes.cache import load_nodes
+from mqlayer.topics.nodes import note
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +101,23 @@ class Driver:
         state: str = retrying(self._run, self._open, change_id)
         return state
 
+    def give_up(self, connection: Connection, work: Work, *, actor: str) -> None:
+        """Drop a change: have all its parents refuse it, then forget it. In the order in which they are sealed, so
+        that a first one that refuses means that none is sealed. Raises Conflict where one is."""
+        if work.state != "planned":
+            raise Conflict(f"change {work.change_id} of topic {work.topic!r} is {work.state}", "it goes forward only")
+        for step in (self._is_sealed, self._refuse):
+            for place in work.parents:
+                if step(work, place):
+                    raise Conflict(
+                        f"change {work.change_id} of topic {work.topic!r} has sealed partition {place.partition}",
+                        f"it goes forward only: mqlayer route repair {work.topic}",
+                    )
+        failpoint("drop.after_refuse")
+        for name in ("change_drop", "change_parents_free", "change_successors_delete"):
+            connection.execute(query(name), {"change_id": work.change_id})
+        note(connection, actor, "route drop", work.topic, {"change": work.change_id, "kind": work.kind})
+
     def close(self) -> None:
         """Close the connections."""
         for line in self._lines.values():
@@ -101,6 +127,7 @@ class Driver:
         try:
             return self._database.transaction(lambda connection: step(connection, locked(connection, change_id)))
         except NodeNotArmed:
+            self.close()
             self._lines.clear()
             raise
 
@@ -111,7 +138,14 @@ class Driver:
         for place in work.successors:
             self._make(work, place)
         failpoint("change.after_make")
-        seals = {place.partition: self._seal_one(work, place) for place in work.parents}
+        seals: dict[PartitionId, Sealed] = {}
+        for place in work.parents:
+            sealed = self._seal_one(work, place)
+            if sealed is None:
+                # Whoever began to drop it did not come to the end.
+                self.give_up(connection, work, actor="repair")
+                return "dropped"
+            seals[place.partition] = sealed
         failpoint("change.after_seal")
         for place in work.parents:
             self._read_back(place, seals[place.partition])
@@ -140,8 +174,6 @@ class Driver:
         if raised.rowcount != 1:
             raise Conflict(f"topic {work.topic!r} is not at version {work.version - 1} any more")
         connection.execute(query("change_done"), change | {"opened_at": opened_at and opened_at[0]})
-        for row in connection.execute(query("group_ids_of_topic"), version).fetchall():
-            raise_group_version(connection, row[0])
         failpoint("change.before_done_commit")
         facts = {"topic": work.topic, "kind": work.kind, "version": work.version, "change": work.change_id}
         log.info("route_changed", extra=facts)
@@ -158,13 +190,25 @@ class Driver:
                 "this Redis holds data of another control database: use another MQLAYER_KEY_PREFIX",
             )
 
-    def _seal_one(self, work: Work, place: Place) -> Sealed:
+    def _seal_one(self, work: Work, place: Place) -> Sealed | None:
+        """Seal a parent; None where it refuses this change, because somebody began to drop it."""
         line = self.line(place.node)
         command = seal_command(line, self._prefix, place.partition, work.change_id, str(uuid.uuid4()))
         answer = seal_reply(_once_more(line, command), line.node.address)
         if isinstance(answer, Sealed):
             return answer
+        if answer == Refused("dropped", str(work.change_id)):
+            return None
         raise _not_sealed(work, place, answer, line.node.address)
+
+    def _is_sealed(self, work: Work, place: Place) -> bool:
+        line = self.line(place.node)
+        (reply,) = line.call([("HGET", partition_keys(self._prefix, place.partition).meta, "sealed_for")])
+        return bool(raise_for_reply(reply, line.node.address) == str(work.change_id).encode())
+
+    def _refuse(self, work: Work, place: Place) -> bool:
+        """Have a parent refuse the change; say whether it can't, being sealed for it."""
+        return refuse_change(self.line(place.node), self._prefix, place.partition, work.change_id) == "sealed"
 
     def _read_back(self, place: Place, sealed: Sealed) -> None:
         """See the very command in the stream, on the run it was written to: a fact to record (invariant 6)."""
@@ -242,7 +286,10 @@ def driver(database: Database, *, prefix: str, unsafe: bool = False) -> Iterator
 def finish_change(database: Database, change_id: int, *, prefix: str, unsafe: bool = False) -> str:
     """Bring one change to its end; return its state then: done or dropped. Safe to run twice at once."""
     with driver(database, prefix=prefix, unsafe=unsafe) as lent:
-        return lent.finish(change_id)
+        state = lent.finish(change_id)
+    # Behind the commit: a member that was stopped with its group's lock must not keep publishers waiting.
+    raise_group_versions(database)
+    return state
 
 
 def finish_changes(
@@ -261,6 +308,7 @@ def finish_changes(
         except MqlayerError as error:
             came_to[change_id] = str(error)
             log.warning("route_change_waits", extra={"topic": name, "change": change_id, "reason": str(error)})
+    raise_group_versions(database)
     return came_to
 
 
