@@ -3,6 +3,7 @@
 from mqlayer.changes.changing import (
     apply_change,
     drop_change,
+    finish_earlier,
     merge,
     move,
     planned_merge,
@@ -27,6 +28,7 @@ __all__ = [
     "drop_change",
     "finish_change",
     "finish_changes",
+    "finish_earlier",
     "measured_load",
     "merge",
     "move",

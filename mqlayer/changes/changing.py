@@ -77,7 +77,7 @@ def split(
     unsafe: bool = False,
 ) -> Route:
     """Plan a split as `planned_split` does and apply it; return the route then in force. Raises as both."""
-    _finish_earlier(database, topic, prefix=prefix, unsafe=unsafe)
+    finish_earlier(database, topic, prefix=prefix, unsafe=unsafe)
     plan = planned_split(
         database, topic, partition, prefix=prefix, at=at, to=to, measure_s=measure_s, unsafe=unsafe
     )  # fmt: skip
@@ -95,7 +95,7 @@ def merge(
     unsafe: bool = False,
 ) -> Route:
     """Plan a merge as `planned_merge` does and apply it; return the route then in force. Raises as both."""
-    _finish_earlier(database, topic, prefix=prefix, unsafe=unsafe)
+    finish_earlier(database, topic, prefix=prefix, unsafe=unsafe)
     plan = planned_merge(database, topic, partitions, to=to)
     return apply_change(database, plan, prefix=prefix, actor=actor, unsafe=unsafe)
 
@@ -111,7 +111,7 @@ def move(
     unsafe: bool = False,
 ) -> Route:
     """Plan a move as `planned_move` does and apply it; return the route then in force. Raises as both."""
-    _finish_earlier(database, topic, prefix=prefix, unsafe=unsafe)
+    finish_earlier(database, topic, prefix=prefix, unsafe=unsafe)
     plan = planned_move(database, topic, partition, to=to)
     return apply_change(database, plan, prefix=prefix, actor=actor, unsafe=unsafe)
 
@@ -130,7 +130,7 @@ def apply_change(database: Database, plan: Plan, *, prefix: str, actor: str = "a
     that was planned on any more, or another change can't be finished now; StoreUnavailable where a node is away: then
     the change stays open, and is finished by the worker, by `finish_changes` or by the next command.
     """
-    _finish_earlier(database, plan.topic, prefix=prefix, unsafe=unsafe)
+    finish_earlier(database, plan.topic, prefix=prefix, unsafe=unsafe)
     change_id = _record_plan(database, plan, actor)
     failpoint("change.after_plan")
     try:
@@ -173,7 +173,8 @@ def _plannable(database: Database, topic: str, if_version: int | None) -> Route:
     return route
 
 
-def _finish_earlier(database: Database, topic: str, *, prefix: str, unsafe: bool) -> None:
+def finish_earlier(database: Database, topic: str, *, prefix: str, unsafe: bool = False) -> None:
+    """Finish what an earlier change of a topic left. Raises Conflict where it has to wait."""
     for change_id, word in finish_changes(database, prefix=prefix, topic=topic, unsafe=unsafe).items():
         if word not in ("done", "dropped"):
             raise Conflict(f"change {change_id} of topic {topic!r} is not finished", word)

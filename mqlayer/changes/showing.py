@@ -64,8 +64,8 @@ def route_lines(database: Database, topic: str, version: int | None = None) -> l
     with database.connection() as connection:
         rows = connection.execute(query("route_of_version"), facts).fetchall()
     if not rows:
-        shown = topic if version is None else f"{topic} version {version}"
-        raise NotFound("route of topic", shown, "mqlayer topic list, mqlayer route history TOPIC")
+        newest = load_route(database, topic).version
+        raise NotFound("route version", version, f"topic {topic!r} has 1 to {newest}")
     return [
         RouteLine(found, lp_from, lp_to, partition, names[node_id], state, tuple(parents))
         for found, lp_from, lp_to, partition, node_id, state, parents in rows

@@ -6,12 +6,11 @@ from typing import Annotated
 
 import typer
 
+from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.showing import JsonOption, show_rows
 from mqlayer.postgres.database import Database
 from mqlayer.topics import list_nodes, rearm_node, register_node
-
-ACTOR = "cli"
 
 nodes = typer.Typer(no_args_is_help=True, help="Redis nodes: register, list, arm again.")
 
@@ -29,7 +28,7 @@ def register(
     """Register a Redis as a node and arm it. The same again changes nothing."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database:
-        node = register_node(database, name=name, url=url, actor=ACTOR, unsafe=settings.allow_unsafe_redis)
+        node = register_node(database, name=name, url=url, actor=actor(), unsafe=settings.allow_unsafe_redis)
     typer.echo(f"{node.name} is {node.address}")
 
 
@@ -56,7 +55,7 @@ def rearm(
             prefix=settings.key_prefix,
             application=application,
             accept_loss=accept_loss,
-            actor=ACTOR,
+            actor=actor(),
             unsafe=settings.allow_unsafe_redis,
         )
     typer.echo(f"{node.name} is armed; {count} assignments got a new epoch")
