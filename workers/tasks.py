@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mqlayer.changes import finish_changes, retire_partitions
 from mqlayer.outbox import rotate
 from mqlayer.relay import relay_once
 from mqlayer.trimming import clean_fence, drop_closed_marks, trim_pass
@@ -44,3 +45,11 @@ def clean_marks() -> None:
     """Remove the marks of direct producers that ended."""
     if claimed(control(), schedule.CLEAN_MARKS):
         drop_closed_marks(control(), prefix=settings().key_prefix, unsafe=settings().allow_unsafe_redis)
+
+
+@app.task(name=schedule.REPAIR_ROUTES.task)
+def repair_routes() -> None:
+    """Finish route changes that their drivers left, and retire partitions that every group has drained."""
+    if claimed(control(), schedule.REPAIR_ROUTES):
+        finish_changes(control(), prefix=settings().key_prefix, unsafe=settings().allow_unsafe_redis)
+        retire_partitions(control(), prefix=settings().key_prefix, unsafe=settings().allow_unsafe_redis)

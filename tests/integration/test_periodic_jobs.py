@@ -5,12 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
+from mqlayer import failpoints
+from mqlayer.changes import split
+from mqlayer.membership.groups import GroupSettings, ensure_group
 from mqlayer.postgres.database import Database
+from mqlayer.routes.cache import RouteCache, load_route
 from mqlayer.trimming import clean_fence
+from mqlayer.workers import stores, tasks
 from mqlayer.workers.claims import claimed
 from mqlayer.workers.schedule import JOBS, Job, beat_schedule
 from tests.fixtures.servers import StartRedis
@@ -45,7 +52,6 @@ def test_a_job_is_due_again_a_little_before_its_interval_ends(database_dsn: str)
 
 
 def test_every_job_is_scheduled_and_has_a_task() -> None:
-    from mqlayer.workers import tasks
     from mqlayer.workers.app import app
 
     app.loader.import_default_modules()
@@ -54,6 +60,70 @@ def test_every_job_is_scheduled_and_has_a_task() -> None:
     assert tasks.relay.name == "mqlayer.relay"
     assert app.conf.accept_content == ["json"]
     assert app.conf.task_serializer == "json"
+
+
+@pytest.fixture
+def world(database_dsn: str, redis_url: str, key_prefix: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[OutboxWorld]:
+    """A topic of two partitions; tasks that are called in this process work on it."""
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+    world.add_topic("orders", partitions=2)
+    for name, value in world.environment().items():
+        monkeypatch.setenv(name, value)
+    stores._settings.cache_clear()
+    yield world
+    failpoints.disarm_all()
+    stores.control().close()
+    stores._settings.cache_clear()
+    stores._database.cache_clear()
+
+
+def due_again(world: OutboxWorld) -> None:
+    world.rows("UPDATE mqlayer.job SET next_at = now()")
+
+
+def test_a_change_that_its_driver_left_is_finished_by_the_job(world: OutboxWorld) -> None:
+    """Case 16: to one outcome; the repair repeated does nothing."""
+    with Database(world.dsn) as database:
+        failpoints.arm("change.after_seal", "raise")
+        with pytest.raises(failpoints.FailpointHit):
+            split(database, "orders", 1, at=[100], prefix=world.key_prefix)
+        tasks.repair_routes()
+        route = load_route(database, "orders")
+        assert (route.version, [r.lp_from for r in route.ranges]) == (2, [0, 100, 512])
+        due_again(world)
+        tasks.repair_routes()
+        assert load_route(database, "orders") == route
+
+
+def test_a_partition_that_every_group_has_drained_is_retired_by_the_job(world: OutboxWorld) -> None:
+    """Cases 18 and 28."""
+    state = "SELECT state, retired_at IS NOT NULL FROM mqlayer.partition WHERE partition_id = 1"
+    with Database(world.dsn) as database:
+        split(database, "orders", 1, at=[100], prefix=world.key_prefix)
+        for name in ("slow", "fast"):
+            ensure_group(
+                database, RouteCache(database), topic="orders", name=name, prefix=world.key_prefix,
+                settings=GroupSettings(start="earliest"),
+            )  # fmt: skip
+    world.rows("INSERT INTO mqlayer.drained (group_id, partition_id) VALUES (2, 1)")
+    tasks.repair_routes()
+    assert world.rows(state) == [("sealed", False)], "one group has not drained it"
+    world.rows("INSERT INTO mqlayer.drained (group_id, partition_id) VALUES (1, 1)")
+    tasks.repair_routes()
+    assert world.rows(state) == [("sealed", False)], "the job is not due yet"
+    due_again(world)
+    tasks.repair_routes()
+    assert world.rows(state) == [("deleted", True)]
+    keys = redis.Redis.from_url(world.urls[0], decode_responses=True).keys(f"{world.key_prefix}:{{1}}:*")
+    assert keys == [f"{world.key_prefix}:{{1}}:meta"]
+    assert world.rows("SELECT DISTINCT version FROM mqlayer.consumer_group") == [(2,)]
+
+
+def test_a_topic_without_groups_keeps_its_sealed_partitions(world: OutboxWorld) -> None:
+    with Database(world.dsn) as database:
+        split(database, "orders", 1, at=[100], prefix=world.key_prefix)
+    tasks.repair_routes()
+    assert world.rows("SELECT state FROM mqlayer.partition WHERE partition_id = 1") == [("sealed",)]
 
 
 def test_the_fence_forgets_what_is_older_than_the_horizon(database_dsn: str) -> None:
