@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from mqlayer.changes.load import measured_load
 from mqlayer.changes.steps import driver, finish_change, finish_changes, locked
@@ -15,6 +16,9 @@ from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.routes.cache import load_nodes, load_route
 from mqlayer.topics.nodes import find_node, note
+
+PATIENCE: Final = {"lock_wait": "10s", "idle": "5s"}
+"""Whoever is stopped while it writes a plan down holds the topic, and the end of a change needs it: publishers wait."""
 
 
 def planned_split(
@@ -184,6 +188,7 @@ def _record_plan(database: Database, plan: Plan, actor: str) -> int:
     """Write the plan down, if the route is still the one that it starts from; return the change's id."""
 
     def work(connection: Connection) -> int:
+        connection.execute(query("transaction_patience"), PATIENCE)
         row = connection.execute(query("topic_lock"), {"name": plan.topic}).fetchone()
         if row is None:
             raise NotFound("topic", plan.topic, f"create it: mqlayer topic create {plan.topic}")

@@ -27,7 +27,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_r
 
 from mqlayer.domain.changes import marks_within
 from mqlayer.domain.routing import NodeId, PartitionId
-from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, NotFound, StoreUnavailable
+from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, NotFound, StoreUnavailable, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.gates import raise_group_versions
 from mqlayer.postgres.database import Connection, Database
@@ -130,6 +130,10 @@ class Driver:
             self.close()
             self._lines.clear()
             raise
+        except TransactionConflict as error:
+            raise Conflict(
+                f"change {change_id} is held by another process", "it finishes it, or dies: mqlayer route repair"
+            ) from error
 
     def _seal(self, connection: Connection, work: Work) -> str:
         """Make the successors, seal the parents, record what is durable: from here on the change goes forward."""

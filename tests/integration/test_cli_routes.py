@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import pty
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -249,6 +250,24 @@ def test_on_a_terminal_watching_is_live(world: OutboxWorld, run: Commands) -> No
     assert done.returncode == 1
     assert "left to drain" in shown
     assert "ledger" in shown
+
+
+def test_an_operator_who_is_stopped_while_planning_holds_the_topic_for_seconds_only(
+    world: OutboxWorld, run: Commands
+) -> None:
+    command = [sys.executable, "-m", "mqlayer", "route", "split", "orders", "1", "--at", "100", "--apply"]
+    environment = world.environment("change.before_plan_commit=stop")
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as stopped:
+        try:
+            assert os.WIFSTOPPED(os.waitpid(stopped.pid, os.WUNTRACED)[1])
+            assert "is in force" in run.text("route", "split", "orders", "2", "--at", "600", "--apply")
+        finally:
+            stopped.send_signal(signal.SIGCONT)
+        _, said = stopped.communicate(timeout=30)
+    assert stopped.returncode == 1
+    assert len(said.splitlines()) == 1
+    assert [change["kind"] for change in run.lines("route", "history", "orders")] == ["split"]
+    assert ranges(run)[0] == AS_BEFORE[0]
 
 
 def test_two_operators_get_one_version_each_or_a_conflict(world: OutboxWorld, run: Commands) -> None:
