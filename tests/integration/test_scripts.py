@@ -15,7 +15,18 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.errors import NodeOutOfMemory, StoreUnavailable
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import Node, NodeConnection, is_missing_script
-from mqlayer.redis.partitions import Appended, Refused, Run, RunOutcome, append_command, append_reply, create
+from mqlayer.redis.partitions import (
+    Appended,
+    Refused,
+    Run,
+    RunOutcome,
+    Sealed,
+    append_command,
+    append_reply,
+    create,
+    seal_command,
+    seal_reply,
+)
 from mqlayer.stack import RedisServer
 from tests.fixtures.servers import StartRedis
 
@@ -114,9 +125,15 @@ def test_without_a_meta_nothing_is_made(partition: Partition) -> None:
 @pytest.mark.parametrize("state", ["sealed", "importing"])
 def test_a_partition_that_is_not_open_refuses_and_names_the_change(partition: Partition, state: str) -> None:
     """Case 5."""
-    partition.create(state, "12")
+    if state == "sealed":
+        partition.create()
+        command = seal_command(partition.line, partition.prefix, partition.number, 12, "the seal")
+        assert isinstance(seal_reply(partition.line.call([command])[0], "the node"), Sealed)
+    else:
+        partition.create(state, "12")
+    before = partition.records()
     assert partition.append(run(10, 1)) == Refused(state, "12")
-    assert not partition.records()
+    assert partition.records() == before
 
 
 def test_a_partition_at_its_backlog_limit_refuses_whole_calls(partition: Partition) -> None:
