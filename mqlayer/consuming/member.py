@@ -148,6 +148,10 @@ class Member:
         self._heart.stop(10.0)
         return ended
 
+    def nudge(self) -> None:
+        """Have it look at its assignments now: they may have changed."""
+        self._heart.nudge()
+
     @property
     def running(self) -> bool:
         """Whether it consumes: False after `stop`, or when another process took its id."""

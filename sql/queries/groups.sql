@@ -139,5 +139,8 @@ WHERE a.group_id = %(group_id)s AND a.partition_id = %(partition_id)s AND a.memb
               AND m.session = %(session)s);
 
 -- name: allocation_raise
--- Note that assignments of a group changed.
-UPDATE mqlayer.consumer_group SET allocation = allocation + 1 WHERE group_id = %(group_id)s RETURNING allocation;
+-- Note that assignments of a group changed, and let its members know.
+WITH raised AS (
+    UPDATE mqlayer.consumer_group SET allocation = allocation + 1 WHERE group_id = %(group_id)s RETURNING group_id
+)
+SELECT pg_notify('mqlayer_group', group_id::text) FROM raised;
