@@ -83,24 +83,32 @@ def move(
     return _plan_and_apply(database, topic, plan, prefix=prefix, actor=actor, unsafe=unsafe)
 
 
-def choose_node(database: Database, route: Route, partition: int) -> NodeId:
+def choose_node(database: Database, route: Route, partition: int, *, other_than: NodeId | None = None) -> NodeId:
     """Return the node with the fewest partitions of a topic, other than a partition's own. Raises NotFound."""
-    home = next((r.node for r in route.ranges if r.partition == partition), NodeId(0))
+    home = other_than or next((r.node for r in route.ranges if r.partition == partition), NodeId(0))
     in_use = [r.node for r in route.ranges]
     return emptiest((node.node_id for node in load_nodes(database)), in_use, other_than=home)
 
 
-def apply_change(database: Database, plan: Plan, *, prefix: str, actor: str = "api", unsafe: bool = False) -> Route:
+def apply_change(
+    database: Database,
+    plan: Plan,
+    *,
+    prefix: str,
+    application: Database | None = None,
+    actor: str = "api",
+    unsafe: bool = False,
+) -> Route:
     """Do what a plan says, and return the route then in force; nothing is changed where it raises Conflict.
 
     What an earlier change of the topic left open is finished first. Raises Conflict where the route is not the one
     that was planned on any more, or another change can't be finished now; StoreUnavailable where a node is away: then
     the change stays open, and is finished by the worker, by `finish_changes` or by the next command.
     """
-    _finish_earlier(database, plan.topic, prefix=prefix, unsafe=unsafe)
+    _finish_earlier(database, plan.topic, prefix=prefix, application=application, unsafe=unsafe)
     change_id = _record_plan(database, plan, actor)
     failpoint("change.after_plan")
-    finish_change(database, change_id, prefix=prefix, unsafe=unsafe)
+    finish_change(database, change_id, prefix=prefix, application=application, unsafe=unsafe)
     return load_route(database, plan.topic)
 
 
@@ -143,8 +151,11 @@ def _plan_and_apply(
     return apply_change(database, plan(load_route(database, topic)), prefix=prefix, actor=actor, unsafe=unsafe)
 
 
-def _finish_earlier(database: Database, topic: str, *, prefix: str, unsafe: bool) -> None:
-    for change_id, word in finish_changes(database, prefix=prefix, topic=topic, unsafe=unsafe).items():
+def _finish_earlier(
+    database: Database, topic: str, *, prefix: str, application: Database | None = None, unsafe: bool
+) -> None:
+    came_to = finish_changes(database, prefix=prefix, topic=topic, application=application, unsafe=unsafe)
+    for change_id, word in came_to.items():
         if word not in ("done", "dropped"):
             raise Conflict(f"change {change_id} of topic {topic!r} is not finished", word)
 
@@ -161,7 +172,13 @@ def _record_plan(database: Database, plan: Plan, actor: str) -> int:
                 f"topic {plan.topic!r} is at route version {row[4]}, the plan starts from {plan.base}",
                 "somebody changed it meanwhile: plan again",
             )
-        facts = {"topic_id": plan.topic_id, "version": plan.version, "kind": plan.kind, "actor": actor}
+        facts = {
+            "topic_id": plan.topic_id,
+            "version": plan.version,
+            "kind": plan.kind,
+            "mode": plan.mode,
+            "actor": actor,
+        }
         if connection.execute(query("change_unfinished"), {"topic": plan.topic}).fetchone():
             raise Conflict(
                 f"another change of topic {plan.topic!r} is open", "wait for it, or finish it: mqlayer route repair"

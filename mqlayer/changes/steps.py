@@ -25,7 +25,8 @@ from typing import Any, Final
 from psycopg.types.json import Jsonb
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from mqlayer.domain.changes import marks_within
+from mqlayer.changes.proving import prove
+from mqlayer.domain.changes import Mode, marks_within
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
@@ -65,6 +66,7 @@ class Work:
     version: int
     kind: str
     state: str
+    mode: Mode
     parents: tuple[Place, ...]
     successors: tuple[Place, ...]
 
@@ -72,8 +74,11 @@ class Work:
 class Driver:
     """Brings changes to their end. Holds connections to the nodes that it needed; close it."""
 
-    def __init__(self, database: Database, *, prefix: str, unsafe: bool = False) -> None:
-        self._database, self._prefix, self._unsafe = database, prefix, unsafe
+    def __init__(
+        self, database: Database, *, prefix: str, application: Database | None = None, unsafe: bool = False
+    ) -> None:
+        self._database, self._application = database, application
+        self._prefix, self._unsafe = prefix, unsafe
         self._lines: dict[NodeId, NodeConnection] = {}
 
     def finish(self, change_id: int) -> str:
@@ -111,13 +116,16 @@ class Driver:
         for place in work.successors:
             self._make(work, place)
         failpoint("change.after_make")
-        seals = {place.partition: self._seal_one(work, place) for place in work.parents}
+        seals = {place: self._seal_one(work, place) for place in work.parents if not self._is_away(work, place)}
         failpoint("change.after_seal")
+        for place, sealed in seals.items():
+            self._read_back(place, sealed)
+        self._still_armed(connection, list(seals))
+        for place, sealed in seals.items():
+            self._record(connection, work, place, sealed)
         for place in work.parents:
-            self._read_back(place, seals[place.partition])
-        self._still_armed(connection, work.parents)
-        for place in work.parents:
-            self._record(connection, work, place, seals[place.partition])
+            if place not in seals:
+                self._record_proof(connection, work, place)
         connection.execute(query("change_sealed"), {"change_id": work.change_id})
         failpoint("change.before_sealed_commit")
         return "sealed"
@@ -135,7 +143,7 @@ class Driver:
         version = {"topic_id": work.topic_id, "version": work.version}
         connection.execute(query("topic_lock"), {"name": work.topic})
         connection.execute(query("route_insert_next"), version | change)
-        connection.execute(query("change_partitions_settle"), change)
+        connection.execute(query("change_partitions_settle"), change | {"mode": work.mode})
         raised = connection.execute(query("topic_version_raise"), version | {"version": work.version - 1})
         if raised.rowcount != 1:
             raise Conflict(f"topic {work.topic!r} is not at version {work.version - 1} any more")
@@ -166,6 +174,37 @@ class Driver:
             return answer
         raise _not_sealed(work, place, answer, line.node.address)
 
+    def _is_away(self, work: Work, place: Place) -> bool:
+        """Say whether a parent's node can't be reached, where the change is meant for that."""
+        if work.mode == "live":
+            return False
+        try:
+            self.line(place.node).connect()
+        except NodeNotArmed:
+            # It answers: it has to be armed first, unless it was given up.
+            if work.mode == "away":
+                raise
+            return True
+        except StoreUnavailable:
+            return True
+        return False
+
+    def _record_proof(self, connection: Connection, work: Work, place: Place) -> None:
+        """Record a parent as sealed by what its outbox proves. Its node is not served before it has sealed it too."""
+        proof = prove(connection, self._application, work.topic_id, place.lp_from, place.lp_to, work.mode)
+        connection.execute(query("node_disarm"), {"node_id": place.node})
+        facts = {
+            "partition_id": place.partition,
+            "change_id": work.change_id,
+            "seal_id": uuid.uuid4(),
+            "next_offset": 0,
+            "run_id": "",
+            "marks": Jsonb(proof.marks),
+            "away": True,
+            "cut": False,
+        }
+        connection.execute(query("seal_put"), facts)
+
     def _read_back(self, place: Place, sealed: Sealed) -> None:
         """See the very command in the stream, on the run it was written to: a fact to record (invariant 6)."""
         line, keys = self.line(place.node), partition_keys(self._prefix, place.partition)
@@ -191,6 +230,8 @@ class Driver:
             "next_offset": sealed.next_offset,
             "run_id": self.line(place.node).connect().run_id,
             "marks": Jsonb(sealed.marks),
+            "away": False,
+            "cut": False,
         }
         connection.execute(query("seal_put"), facts)
 
@@ -226,27 +267,39 @@ def locked(connection: Connection, change_id: int) -> Work:
         query("change_partitions"), {"change_id": change_id}
     ):
         (parents if is_parent else successors).append(Place(PartitionId(partition), NodeId(node), lp_from, lp_to))
-    number, topic_id, topic, version, kind, state = row
-    return Work(number, topic_id, topic, version, kind, state, tuple(parents), tuple(successors))
+    number, topic_id, topic, version, kind, state, mode = row
+    return Work(number, topic_id, topic, version, kind, state, mode, tuple(parents), tuple(successors))
 
 
 @contextmanager
-def driver(database: Database, *, prefix: str, unsafe: bool = False) -> Iterator[Driver]:
+def driver(
+    database: Database, *, prefix: str, application: Database | None = None, unsafe: bool = False
+) -> Iterator[Driver]:
     """Lend a driver."""
     with ExitStack() as cleanup:
-        lent = Driver(database, prefix=prefix, unsafe=unsafe)
+        lent = Driver(database, prefix=prefix, application=application, unsafe=unsafe)
         cleanup.callback(lent.close)
         yield lent
 
 
-def finish_change(database: Database, change_id: int, *, prefix: str, unsafe: bool = False) -> str:
-    """Bring one change to its end; return its state then: done or dropped. Safe to run twice at once."""
-    with driver(database, prefix=prefix, unsafe=unsafe) as lent:
+def finish_change(
+    database: Database, change_id: int, *, prefix: str, application: Database | None = None, unsafe: bool = False
+) -> str:
+    """Bring one change to its end; return its state then: done or dropped. Safe to run twice at once.
+
+    `application` is the database of the outbox, which proves the marks of a partition whose node is away.
+    """
+    with driver(database, prefix=prefix, application=application, unsafe=unsafe) as lent:
         return lent.finish(change_id)
 
 
 def finish_changes(
-    database: Database, *, prefix: str, topic: str | None = None, unsafe: bool = False
+    database: Database,
+    *,
+    prefix: str,
+    topic: str | None = None,
+    application: Database | None = None,
+    unsafe: bool = False,
 ) -> dict[int, str]:
     """Bring all unfinished changes, or those of a topic, as far as that goes; return what became of each.
 
@@ -257,7 +310,9 @@ def finish_changes(
     came_to: dict[int, str] = {}
     for change_id, name in open_ones:
         try:
-            came_to[change_id] = finish_change(database, change_id, prefix=prefix, unsafe=unsafe)
+            came_to[change_id] = finish_change(
+                database, change_id, prefix=prefix, application=application, unsafe=unsafe
+            )
         except MqlayerError as error:
             came_to[change_id] = str(error)
             log.warning("route_change_waits", extra={"topic": name, "change": change_id, "reason": str(error)})

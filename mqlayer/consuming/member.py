@@ -34,6 +34,7 @@ from mqlayer.domain.backoff import backoff_s
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import MqlayerError, NotFound
+from mqlayer.membership.gates import seal_marks
 from mqlayer.membership.groups import Group
 from mqlayer.membership.members import Assigned, Beat
 from mqlayer.postgres.database import Database
@@ -321,7 +322,9 @@ class Member:
     def _hold(self, assigned: Assigned) -> None:
         prefix, group_id = self.settings.key_prefix, self.group.group_id
         link = self._links.get(assigned.node) or self._open_link(assigned.node)
+        cut = seal_marks(self._database, assigned.partition) if assigned.cut else {}
         held = Held(assigned, Holder(prefix, assigned.partition, group_id, self.member_id, assigned.epoch))
+        held.cut = cut
         if self._holdings.add(held):
             link.reader.wake.set()
 

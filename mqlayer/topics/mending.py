@@ -62,6 +62,7 @@ class Wanted:
     change_id: int | None
     seal_id: str
     marks: Mapping[str, int]
+    away: bool
     dropped: int
 
 
@@ -107,7 +108,7 @@ class Mender:
         gone = [wanted for wanted in self._wanted if self._states[wanted.partition][0] is None]
         if gone and len(gone) == len(self._wanted):
             refuse_other_prefix(self._line, self._prefix, gone[0].partition)
-        return any(not self._is_right(wanted) for wanted in self._wanted)
+        return self._accept_loss or any(not self._is_right(wanted) for wanted in self._wanted)
 
     def mend(self) -> None:
         """Do what is needed, and have partitions refuse dropped changes again. Raises StoreUnavailable or Conflict."""
@@ -116,6 +117,8 @@ class Mender:
                 self._mend_one(wanted)
             if wanted.dropped and not wanted.seal_id:
                 refuse_change(self._line, self._prefix, wanted.partition, wanted.dropped)
+            if self._accept_loss and not wanted.seal_id:
+                self._let_go_on(wanted)
 
     def _ask_states(self) -> dict[int, tuple[str | None, str]]:
         keys = [partition_keys(self._prefix, wanted.partition).meta for wanted in self._wanted]
@@ -165,6 +168,7 @@ class Mender:
         if state != "sealed":
             self._resend(wanted)
         failpoint("mend.after_resend")
+        cut = self._holds_more(wanted)
         command = seal_command(self._line, self._prefix, wanted.partition, wanted.change_id or 0, str(uuid.uuid4()))
         answer = seal_reply(self._line.call([command])[0], self._line.node.address)
         if not isinstance(answer, Sealed):
@@ -177,14 +181,23 @@ class Mender:
             "next_offset": answer.next_offset,
             "run_id": self._line.connect().run_id,
             "marks": Jsonb(dict(wanted.marks)),
+            "away": False,
+            "cut": cut,
         }
         self._connection.execute(query("seal_put"), facts)
 
-    def _resend(self, wanted: Wanted) -> None:
-        """Append again what the partition had to hold when it was sealed and does not hold now."""
+    def _marks(self, wanted: Wanted) -> dict[str, int]:
         keys = partition_keys(self._prefix, wanted.partition)
         flat = raise_for_reply(self._line.call([("HGETALL", keys.marks)])[0], self._line.node.address)
-        there = {name.decode(): int(seq) for name, seq in zip(flat[::2], flat[1::2], strict=True)}
+        return {name.decode(): int(seq) for name, seq in zip(flat[::2], flat[1::2], strict=True)}
+
+    def _holds_more(self, wanted: Wanted) -> bool:
+        """Say whether a partition that was sealed while its node was away holds what its successors hold too."""
+        return any(seq > wanted.marks.get(name, seq) for name, seq in self._marks(wanted).items())
+
+    def _resend(self, wanted: Wanted) -> None:
+        """Append again what the partition had to hold when it was sealed and does not hold now."""
+        there = self._marks(wanted)
         short: dict[int, dict[int, tuple[int, int]]] = {}
         for name, seq in wanted.marks.items():
             source, lp = map(int, name.split(":"))
@@ -194,7 +207,7 @@ class Mender:
         for source, lps in short.items():
             lost += self._resend_source(wanted, source, lps)
         if lost:
-            self.mended.lost[wanted.partition] = lost
+            self.mended.lost[wanted.partition] = self.mended.lost.get(wanted.partition, 0) + lost
             log.error("messages_lost", extra={"partition": wanted.partition, "count": lost})
 
     def _resend_source(self, wanted: Wanted, source: int, lps: Mapping[int, tuple[int, int]]) -> int:
@@ -229,6 +242,25 @@ class Mender:
                 self._append(wanted, source, lp, rows)
             after = rows[-1][2] if rows else to
         return lost
+
+    def _let_go_on(self, wanted: Wanted) -> None:
+        """Have LPs go on whose next rows the outbox does not hold any more, and let go what was held for them."""
+        outboxes = self._connection.execute(query("outbox_sources")).fetchall()
+        if self._application is None or len(outboxes) != 1:
+            return
+        there, lost = self._marks(wanted), 0
+        facts = {"topic_id": wanted.topic_id, "lp_from": wanted.lp_from, "lp_to": wanted.lp_to}
+        with self._application.connection() as outbox:
+            identity = outbox.execute(query("outbox_identity")).fetchone()
+            if identity is None or identity[0] != outboxes[0][1]:
+                return
+            for lp, _, floor in outbox.execute(query("outbox_proof"), facts).fetchall():
+                name = f"{outboxes[0][0]}:{lp}"
+                if there.get(name, 0) < floor:
+                    lost += self._give_up(wanted, outboxes[0][0], lp, there.get(name, 0), floor)
+                    outbox.execute(query("set_aside_remove"), {"topic_id": wanted.topic_id, "lp": lp})
+        if lost:
+            self.mended.lost[wanted.partition] = self.mended.lost.get(wanted.partition, 0) + lost
 
     def _append(self, wanted: Wanted, source: int, lp: int, rows: Sequence[tuple[Any, ...]]) -> None:
         fields: list[bytes] = []

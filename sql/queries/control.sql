@@ -21,7 +21,7 @@ UPDATE mqlayer.node SET armed_run_id = %(run_id)s, armed_at = now() WHERE node_i
 -- What the partitions of a node have to be: open, or sealed as is recorded; with the last change of their topic that was
 -- dropped.
 SELECT p.partition_id, t.topic_id, t.name, p.lp_from, p.lp_to, p.born_in, s.change_id, coalesce(s.seal_id::text, ''),
-       coalesce(s.marks, '{}'),
+       coalesce(s.marks, '{}'), coalesce(s.away, false),
        coalesce((SELECT max(c.change_id) FROM mqlayer.route_change c
                  WHERE c.topic_id = t.topic_id AND c.state = 'dropped'), 0) AS dropped
 FROM mqlayer.partition p
