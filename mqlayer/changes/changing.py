@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mqlayer.changes.load import measured_load
-from mqlayer.changes.steps import driver, finish_change, finish_changes, locked
+from mqlayer.changes.steps import finish_change, finish_changes, locked
 from mqlayer.domain.changes import Plan, emptiest, halving_point, plan_merge, plan_move, plan_split
 from mqlayer.domain.routing import NodeId, Route
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.partitions import refuse_change
 from mqlayer.routes.cache import load_nodes, load_route
 from mqlayer.topics.nodes import find_node, note
 
@@ -112,11 +111,10 @@ def apply_change(
     return load_route(database, plan.topic)
 
 
-def drop_change(database: Database, topic: str, *, prefix: str, actor: str = "api", unsafe: bool = False) -> int:
+def drop_change(database: Database, topic: str, *, actor: str = "api") -> int:
     """Give up a topic's open change where nothing is sealed yet; return its id.
 
-    Raises NotFound where no change is open, Conflict where it has to go forward, StoreUnavailable where a parent's
-    node can't be asked: a partition must refuse the change before it can be dropped.
+    Raises NotFound where no change is open, Conflict where it has to go forward.
     """
     with database.connection() as connection:
         row = connection.execute(query("change_unfinished"), {"topic": topic}).fetchone()
@@ -127,20 +125,15 @@ def drop_change(database: Database, topic: str, *, prefix: str, actor: str = "ap
     def work(connection: Connection) -> None:
         change = locked(connection, change_id)
         if change.state != "planned":
-            raise Conflict(f"change {change_id} of topic {topic!r} is {change.state}", "it goes forward only")
-        for place in change.parents:
-            if refuse_change(drive.line(place.node), prefix, place.partition, change_id) == "sealed":
-                raise Conflict(
-                    f"change {change_id} of topic {topic!r} has sealed partition {place.partition}",
-                    "it goes forward only: mqlayer route repair",
-                )
-        failpoint("drop.after_refuse")
+            raise Conflict(
+                f"change {change_id} of topic {topic!r} is {change.state}", "it only goes forward: mqlayer route repair"
+            )
         for name in ("change_drop", "change_parents_free", "change_successors_delete"):
             connection.execute(query(name), {"change_id": change_id})
         note(connection, actor, "route drop", topic, {"change": change_id, "kind": change.kind})
+        failpoint("drop.before_commit")
 
-    with driver(database, prefix=prefix, unsafe=unsafe) as drive:
-        database.transaction(work)
+    database.transaction(work)
     return change_id
 
 

@@ -2,15 +2,16 @@
 
 States, and who repairs a crash behind them:
 
-1. *planned* (rows in Postgres; successors may exist in Redis, importing; parents may be sealed). Anybody goes on; while
-   no parent is sealed it may be dropped instead.
-2. *sealed* (every parent's command record is in its stream, and Postgres has recorded these very ones with their
-   marks). Only forward: anybody goes on.
-3. *done* (successors open with their marks, route version in force). Nothing is left to do.
+1. *planned* (rows in Postgres; successors may exist in Redis, importing). Anybody goes on, or drops it.
+2. *sealing* (parents may be sealed). Only forward from here: a driver that is stopped and wakes up later seals for a
+   change that goes on anyway. Anybody goes on.
+3. *sealed* (every parent's command record is in its stream, and Postgres has recorded these very ones with their
+   marks). Anybody goes on.
+4. *done* (successors open with their marks, route version in force). Nothing is left to do.
 
 A step runs in one transaction that holds the change's row, so that two drivers work one after the other. One that was
 stopped for so long that Postgres ended its transaction does no harm when it wakes up: making, sealing and opening are
-idempotent by the change's id, and a dropped change is refused by the partitions themselves.
+idempotent by the change's id.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class Driver:
             stop=stop_after_delay(AGAIN_FOR_S),
             reraise=True,
         )
+        retrying(self._run, self._begin, change_id)
         retrying(self._run, self._seal, change_id)
         state: str = retrying(self._run, self._open, change_id)
         return state
@@ -109,13 +111,21 @@ class Driver:
             self._lines.clear()
             raise
 
-    def _seal(self, connection: Connection, work: Work) -> str:
-        """Make the successors, seal the parents, record what is durable: from here on the change goes forward."""
+    def _begin(self, connection: Connection, work: Work) -> str:
+        """Make the successors, and say that the change goes forward from here on."""
         if work.state != "planned":
             return work.state
         for place in work.successors:
             self._make(work, place)
         failpoint("change.after_make")
+        connection.execute(query("change_sealing"), {"change_id": work.change_id})
+        failpoint("change.before_sealing_commit")
+        return "sealing"
+
+    def _seal(self, connection: Connection, work: Work) -> str:
+        """Seal the parents, and record what is durable."""
+        if work.state != "sealing":
+            return work.state
         seals = {place: self._seal_one(work, place) for place in work.parents if not self._is_away(work, place)}
         failpoint("change.after_seal")
         for place, sealed in seals.items():
@@ -299,14 +309,18 @@ def finish_changes(
     prefix: str,
     topic: str | None = None,
     application: Database | None = None,
+    away: bool = False,
     unsafe: bool = False,
 ) -> dict[int, str]:
     """Bring all unfinished changes, or those of a topic, as far as that goes; return what became of each.
 
-    What a node that is away holds up is left for the next call, with the reason.
+    What a node that is away holds up is left for the next call, with the reason; with `away` it goes on without that
+    node: its parents count as sealed with the marks that the outbox proves, and it seals them when it is back.
     """
     with database.connection() as connection:
         open_ones = connection.execute(query("change_unfinished"), {"topic": topic}).fetchall()
+        if away:
+            connection.execute(query("changes_without_nodes"), {"change_ids": [row[0] for row in open_ones]})
     came_to: dict[int, str] = {}
     for change_id, name in open_ones:
         try:

@@ -5,7 +5,7 @@ Runs inside of re-arming: under the node's row lock, before the run is armed, so
 | Postgres says | Redis has | what is done |
 |---|---|---|
 | open | nothing | made again with the marks that its LPs came with; relays send the rest |
-| open | importing | its marks are loaded, it is opened |
+| open, or about to be | importing | its marks are loaded, it is opened |
 | sealed | not sealed, or by another seal | resent from the outbox up to the recorded marks, sealed anew |
 
 A new seal gets a new name, and Postgres records that one: whoever read the lost command record can't open the gate.
@@ -37,7 +37,6 @@ from mqlayer.redis.partitions import (
     append_reply,
     create,
     open_partition,
-    refuse_change,
     seal_command,
     seal_reply,
 )
@@ -51,7 +50,7 @@ BYTES_PER_READ: Final = 900_000
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a partition has to be. `seal_id` is empty where it is open; `dropped` is the topic's last dropped change."""
+    """What a partition has to be. `seal_id` is empty where it is open."""
 
     partition: int
     topic_id: int
@@ -63,7 +62,6 @@ class Wanted:
     seal_id: str
     marks: Mapping[str, int]
     away: bool
-    dropped: int
 
 
 @dataclass(slots=True)
@@ -111,12 +109,10 @@ class Mender:
         return self._accept_loss or any(not self._is_right(wanted) for wanted in self._wanted)
 
     def mend(self) -> None:
-        """Do what is needed, and have partitions refuse dropped changes again. Raises StoreUnavailable or Conflict."""
+        """Do what is needed. Raises StoreUnavailable or Conflict."""
         for wanted in self._wanted:
             if not self._is_right(wanted):
                 self._mend_one(wanted)
-            if wanted.dropped and not wanted.seal_id:
-                refuse_change(self._line, self._prefix, wanted.partition, wanted.dropped)
             if self._accept_loss and not wanted.seal_id:
                 self._let_go_on(wanted)
 

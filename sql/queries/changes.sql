@@ -16,7 +16,7 @@ WHERE partition_id = ANY(%(partitions)s::int[]) AND state = 'open' AND ended_in 
 -- name: change_unfinished
 -- Changes that somebody has to bring to their end, oldest first; of one topic, or of all.
 SELECT c.change_id, t.name FROM mqlayer.route_change c JOIN mqlayer.topic t USING (topic_id)
-WHERE c.state IN ('planned', 'sealed') AND (%(topic)s::text IS NULL OR t.name = %(topic)s) ORDER BY c.change_id;
+WHERE c.state IN ('planned', 'sealing', 'sealed') AND (%(topic)s::text IS NULL OR t.name = %(topic)s) ORDER BY c.change_id;
 
 -- name: change_lock
 -- Lock one change for its next step.
@@ -45,10 +45,14 @@ SET seal_id = excluded.seal_id, next_offset = excluded.next_offset, run_id = exc
 -- The recorded marks of all parents of a change.
 SELECT s.marks FROM mqlayer.seal s WHERE s.change_id = %(change_id)s ORDER BY s.partition_id;
 
+-- name: change_sealing
+-- Parents may be sealed from here on: it can't be dropped any more.
+UPDATE mqlayer.route_change SET state = 'sealing' WHERE change_id = %(change_id)s AND state = 'planned';
+
 -- name: change_sealed
 -- Every parent of a change is sealed, and that is recorded: it goes forward from here.
 UPDATE mqlayer.route_change SET state = 'sealed', sealed_at = clock_timestamp()
-WHERE change_id = %(change_id)s AND state = 'planned';
+WHERE change_id = %(change_id)s AND state = 'sealing';
 
 -- name: route_insert_next
 -- The routes of the version that a change makes: those in force, with the successors in place of the parents.
@@ -204,10 +208,14 @@ SELECT EXISTS (SELECT FROM mqlayer.source WHERE kind = 'direct' AND dropped_at I
 -- No connection is served any more until the node is armed again.
 UPDATE mqlayer.node SET armed_run_id = NULL WHERE node_id = %(node_id)s;
 
+-- name: changes_without_nodes
+-- These changes go on where a parent's node is away.
+UPDATE mqlayer.route_change SET mode = 'away' WHERE change_id = ANY(%(change_ids)s::int[]) AND mode = 'live';
+
 -- name: changes_of_lost_node
 -- Open changes that a lost node holds up go on without it.
 UPDATE mqlayer.route_change c SET mode = 'lost'
-WHERE c.state = 'planned' AND EXISTS (SELECT FROM mqlayer.partition p
+WHERE c.state IN ('planned', 'sealing') AND EXISTS (SELECT FROM mqlayer.partition p
                                       WHERE p.ended_in = c.change_id AND p.node_id = %(node_id)s);
 
 -- name: partitions_of_lost_node

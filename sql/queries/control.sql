@@ -18,16 +18,16 @@ SELECT node_id, name, url, armed_run_id FROM mqlayer.node WHERE name = %(name)s 
 UPDATE mqlayer.node SET armed_run_id = %(run_id)s, armed_at = now() WHERE node_id = %(node_id)s;
 
 -- name: node_partitions
--- What the partitions of a node have to be: open, or sealed as is recorded; with the last change of their topic that was
--- dropped.
+-- What the partitions of a node have to be: open, or sealed as is recorded. Successors count as open from the moment that
+-- their parents are recorded as sealed: they may have been opened, and whoever opened them won't look again.
 SELECT p.partition_id, t.topic_id, t.name, p.lp_from, p.lp_to, p.born_in, s.change_id, coalesce(s.seal_id::text, ''),
-       coalesce(s.marks, '{}'), coalesce(s.away, false),
-       coalesce((SELECT max(c.change_id) FROM mqlayer.route_change c
-                 WHERE c.topic_id = t.topic_id AND c.state = 'dropped'), 0) AS dropped
+       coalesce(s.marks, '{}'), coalesce(s.away, false)
 FROM mqlayer.partition p
 JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN mqlayer.seal s ON s.partition_id = p.partition_id
-WHERE p.node_id = %(node_id)s AND p.state IN ('open', 'sealed') ORDER BY p.partition_id;
+LEFT JOIN mqlayer.route_change c ON c.change_id = p.born_in
+WHERE p.node_id = %(node_id)s AND (p.state IN ('open', 'sealed') OR (p.state = 'importing' AND c.state = 'sealed'))
+ORDER BY p.partition_id;
 
 -- name: source_outbox
 -- Which outbox a source is; null for a direct producer.

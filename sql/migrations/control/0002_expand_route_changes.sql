@@ -1,9 +1,9 @@
 -- Route changes: split, merge, move; how far each group is in the lineage of partitions. The protocol: ARCHITECTURE.md.
 
 -- One change of a topic's route. It walks through its states, each step repeated by whoever finds it unfinished:
--- planned -> sealed -> done, or planned -> dropped. From sealed on it only goes forward.
+-- planned -> sealing -> sealed -> done, or planned -> dropped. Nothing is sealed before it is sealing, so until then it may
+-- be dropped, whoever was stopped on its way; from there on it only goes forward.
 CREATE TABLE mqlayer.route_change (
-    -- Grows: a partition that refuses a dropped change refuses all earlier ones too.
     change_id  int GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     topic_id   int NOT NULL REFERENCES mqlayer.topic,
     -- The route version that it makes.
@@ -20,9 +20,10 @@ CREATE TABLE mqlayer.route_change (
     ended_at   timestamptz,
     CONSTRAINT route_change_kind CHECK (kind IN ('split', 'merge', 'move')),
     CONSTRAINT route_change_mode CHECK (mode IN ('live', 'away', 'lost')),
-    CONSTRAINT route_change_state CHECK (state IN ('planned', 'sealed', 'done', 'dropped'))
+    CONSTRAINT route_change_state CHECK (state IN ('planned', 'sealing', 'sealed', 'done', 'dropped'))
 );
-CREATE UNIQUE INDEX route_change_one_at_a_time ON mqlayer.route_change (topic_id) WHERE state IN ('planned', 'sealed');
+CREATE UNIQUE INDEX route_change_one_at_a_time ON mqlayer.route_change (topic_id) 
+    WHERE state IN ('planned', 'sealing', 'sealed');
 CREATE UNIQUE INDEX route_change_version ON mqlayer.route_change (topic_id, version) WHERE state <> 'dropped';
 
 -- The parents of a partition are those that the change which made it ended, and whose LPs it took over.
