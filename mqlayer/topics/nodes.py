@@ -122,7 +122,8 @@ def _refuse_other_prefix(line: NodeConnection, prefix: str, partition: int) -> N
     """Raise ConfigurationRefused where a partition is there under another prefix: then it is we who look wrong."""
     cursor = b"0"
     for _ in range(SCAN_ROUNDS):
-        ((cursor, found),) = line.call([(b"SCAN", cursor, b"MATCH", b"*:{%d}:meta" % partition, b"COUNT", 1000)])
+        (reply,) = line.call([(b"SCAN", cursor, b"MATCH", b"*:{%d}:meta" % partition, b"COUNT", 1000)])
+        cursor, found = raise_for_reply(reply, line.node.address)
         if found:
             other = found[0].decode().split(":", 1)[0]
             raise ConfigurationRefused(
