@@ -106,6 +106,7 @@ class Member:
         self._allocation = -1
         # The epochs that a node refused: asked for again only under higher ones.
         self._refused: dict[PartitionId, int] = {}
+        # Until when the release of a dropped holding waits for its handlers; of what is asked back at present only.
         self._give_back_by: dict[PartitionId, float] = {}
         self._stopping = False
         self._heart = Heart(
@@ -267,6 +268,11 @@ class Member:
             assigned = wanted.get(held.partition)
             if assigned is None or assigned.epoch != held.epoch:
                 self._drop(held)
+        self._give_back_by = {
+            partition: until
+            for partition, until in self._give_back_by.items()
+            if partition in wanted and wanted[partition].release and self._holdings.get(partition) is None
+        }
         for assigned in answer.assignments:
             try:
                 self._follow(assigned)
@@ -276,6 +282,7 @@ class Member:
     def lease_lost(self) -> None:
         """Drop all holdings."""
         self._allocation = -1
+        self._give_back_by.clear()
         for held in self._holdings.all():
             self._drop(held)
 
