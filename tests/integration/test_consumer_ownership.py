@@ -14,9 +14,11 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 from pydantic import SecretStr
 
+from mqlayer import Context
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.holdings import State
 from mqlayer.consuming.member import Member
+from mqlayer.domain.routing import lp_of
 from mqlayer.redis.nodes import Command, NodeConnection
 from mqlayer.redis.partitions import Holder, release_command, settle_command, take_command
 from mqlayer.stack import RedisServer
@@ -118,6 +120,39 @@ def test_a_member_stops_by_its_own_clock_before_the_database_frees_its_partition
     assert 0 < row[0] <= 5.0 * 0.2 + 0.1
     assert set(stage.owners().values()) == {member.member_id}
     proxies[0].heal()
+
+
+def test_a_handler_of_many_leases_is_left_alone_until_its_member_goes_offline(
+    stage: Stage, proxies: list[TcpProxy]
+) -> None:
+    """Case 70: heartbeats renew while it runs, one delivery; cut off from Postgres, another has the message soon."""
+    lease_s, hang = 1.0, threading.Event()
+
+    def act(body: bytes, _ctx: Context) -> None:
+        hang.wait(3.5 * lease_s if body == b"1" else 60)
+
+    first, second = Recorder(act), Recorder()
+    member = member_of(stage.consume(first, settings=stage.settings(lease_s=lease_s, dsn=through(stage, proxies[0]))))
+    stage.consume(second, settings=stage.settings(lease_s=lease_s))
+    wait_until(lambda: len(set(stage.owners().values())) == 2, timeout_s=20, what="one partition each")
+    [(partition, epoch)] = [(p, epoch) for p, owner, epoch, _ in stage.assignments() if owner == member.member_id]
+    names = (f"key-{number}" for number in itertools.count())
+    key = next(name for name in names if stage.route.range_of(lp_of(name.encode())).partition == partition)
+
+    stage.send([(key, b"1")])
+    wait_until(lambda: stage.position(partition) == (2, 2), timeout_s=20, what="the long one settled")
+    assert [(h.epoch, h.attempt) for h in first.begun] == [(epoch, 1)]
+    assert second.begun == []
+
+    stage.send([(key, b"2")])
+    wait_until(lambda: len(first.begun) == 2, what="the next one begun")
+    proxies[0].blackhole()
+    wait_until(lambda: second.bodies() == [b"2"], timeout_s=5 * lease_s, what="the other to have it")
+    assert second.begun[0].epoch > epoch
+    hang.set()
+    wait_until(lambda: first.bodies() == [b"1", b"2"], what="the old handler ended")
+    proxies[0].heal()
+    wait_until(lambda: stage.position(partition) == (3, 3), what="it settled by the other")
 
 
 def operate(line: NodeConnection, owner: Holder, rng: random.Random) -> list[tuple[int, int, str]]:
