@@ -26,7 +26,7 @@ from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
 from tests.fixtures.waiting import wait_until
 from tests.proof.proxy import TcpProxy
 
-OPERATIONS = 20_000
+OPERATIONS = 100_000
 MEMBERS = 3
 
 
@@ -173,20 +173,19 @@ def operate(line: NodeConnection, owner: Holder, rng: random.Random) -> list[tup
 
 
 def test_under_any_race_only_the_highest_epoch_so_far_is_ever_accepted(
-    start_stage: StartStage, every_redis: RedisServer, request: pytest.FixtureRequest
+    start_stage: StartStage, every_redis: RedisServer
 ) -> None:
     """Case 33 at the node: many owners race with random pauses; the node's own order of what it accepted is judged."""
     stage = start_stage(every_redis.url, partitions=1)
     stage.send_numbers(keys=1, each=200)
     stage.consume(Recorder()).stop()
-    operations = 100_000 if request.config.getoption("--long", default=False) else OPERATIONS
     group_id, epochs, lock = stage.group_id(), itertools.count(1_000), threading.Lock()
     accepted: list[tuple[int, int, str]] = []
 
     def race(number: int) -> None:
         rng, seen = random.Random(number), []
         with stage.line() as line:
-            for turn in range(operations // 8 // 25):
+            for turn in range(OPERATIONS // 8 // 25):
                 with lock:
                     epoch = next(epochs)
                 if rng.random() < 0.3:
@@ -199,7 +198,7 @@ def test_under_any_race_only_the_highest_epoch_so_far_is_ever_accepted(
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(race, range(8)))
     accepted.sort()
-    assert len(accepted) > operations / 20
+    assert len(accepted) > OPERATIONS / 20
     highest = 0
     owner_of: dict[int, str] = {}
     for _, epoch, member in accepted:
