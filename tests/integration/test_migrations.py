@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -35,6 +38,19 @@ def test_two_at_once_run_each_step_once(empty_database_dsn: str) -> None:
     with ThreadPoolExecutor(4) as pool:
         done = list(pool.map(lambda _: len(migrate(empty_database_dsn)), range(4)))
     assert sorted(done) == [0, 0, 0, 2]
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_migration_that_is_killed_leaves_whole_steps_and_the_next_goes_on(empty_database_dsn: str, nth: int) -> None:
+    environment = os.environ | {"MQLAYER_DSN": empty_database_dsn, "MQLAYER_APP_DSN": empty_database_dsn}
+    killed = subprocess.run(
+        [sys.executable, "-m", "mqlayer", "migrate"],
+        env=environment | {"MQLAYER_FAILPOINTS": f"migrate.before_record=kill@{nth}"},
+        check=False,
+    )
+    assert killed.returncode == -9
+    assert len(migrate(empty_database_dsn)) == 3 - nth
+    assert numbers(empty_database_dsn, "mqlayer") == numbers(empty_database_dsn, "mqlayer_app") == [1]
 
 
 @pytest.mark.parametrize(
