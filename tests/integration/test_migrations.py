@@ -140,6 +140,19 @@ def test_an_application_may_publish_and_fence(as_application: psycopg.Connection
     assert row == (1,), "nine LPs are new under the epoch, one is raised to it"
 
 
+@pytest.mark.parametrize(("before", "after"), [("0", "1min"), ("2min", "1min"), ("5s", "5s")])
+def test_a_fenced_transaction_ends_after_a_minute_of_idleness_at_the_latest(
+    as_application: psycopg.Connection, before: str, after: str
+) -> None:
+    """A process that is stopped inside of it holds its LP's row until then."""
+    as_application.execute("SELECT set_config('idle_in_transaction_session_timeout', %s, false)", (before,))
+    shown = "SELECT current_setting('idle_in_transaction_session_timeout')"
+    with as_application.transaction():
+        as_application.execute("SELECT * FROM mqlayer_app.fence_v1(1, 5::smallint, 1, 'k', 1, 7)")
+        assert as_application.execute(shown).fetchone() == (after,)
+    assert as_application.execute(shown).fetchone() == (before,)
+
+
 TABLES = [
     "topic", "counter", "outbox", "relayed", "set_aside",
     "identity", "relay", "lp_set", "fence_epoch", "fence_applied",
