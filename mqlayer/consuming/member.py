@@ -36,7 +36,7 @@ from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import MqlayerError, NotFound
 from mqlayer.membership.groups import Group
 from mqlayer.membership.members import Assigned, Beat
-from mqlayer.postgres.database import Database
+from mqlayer.postgres.database import Connection, Database, driver_errors
 from mqlayer.postgres.queries import query
 from mqlayer.redis.nodes import Node, NodeConnection
 from mqlayer.redis.partitions import Holder, Taken
@@ -339,12 +339,19 @@ class Member:
         try:
             with self._application.connection() as connection:
                 for held in holdings:
-                    if clock() < until:
-                        with connection.transaction():
-                            connection.execute("SET LOCAL lock_timeout = '200ms'")
-                            connection.execute(query("fence_raise"), self._fence_facts(held))
+                    if clock() < until and not connection.closed:
+                        self._raise_fence(connection, held)
         except MqlayerError as error:
             log.warning("fence_not_raised", extra={"group": self.group.name, "reason": str(error)})
+
+    def _raise_fence(self, connection: Connection, held: Held) -> None:
+        """Raise the fence of one partition; where that fails the others are raised nevertheless."""
+        try:
+            with driver_errors("the application database"), connection.transaction():
+                connection.execute("SET LOCAL lock_timeout = '200ms'")
+                connection.execute(query("fence_raise"), self._fence_facts(held))
+        except MqlayerError as error:
+            log.warning("fence_not_raised", extra=self._facts(held) | {"reason": str(error)})
 
     def _fence_facts(self, held: Held) -> dict[str, int]:
         assigned = held.assigned

@@ -236,6 +236,24 @@ def test_a_fenced_effect_is_there_once_though_its_ack_was_lost(every_stage: Stag
     assert set(refused) == {AlreadyApplied}
 
 
+def test_the_fences_of_other_partitions_are_raised_where_one_can_not_be(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A transaction that nobody ends holds an LP of the first partition."""
+    assert stage.consume(Recorder()).stop()
+    with psycopg.connect(stage.dsn, autocommit=True) as connection, psycopg.connect(stage.dsn) as holder:
+        connection.execute("DELETE FROM mqlayer_app.fence_epoch")
+        holder.execute("INSERT INTO mqlayer_app.fence_epoch VALUES (%s, 0, 1)", (stage.group_id(),))
+        app = stage.consume(Recorder())
+        wait_until(
+            lambda: {state for _, state in member_of(app).holdings().values()} == {"open"}, what="both partitions open"
+        )
+        raised = connection.execute("SELECT count(*)::int, min(lp)::int FROM mqlayer_app.fence_epoch").fetchone()
+    assert raised == (512, 512)
+    told = [record.__dict__["partition"] for record in caplog.records if record.getMessage() == "fence_not_raised"]
+    assert told == [stage.partitions[0]]
+
+
 def test_the_fence_called_twice_for_a_message_is_a_fault_and_loses_no_effect(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
