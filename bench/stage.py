@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import uuid
 from contextlib import ExitStack
@@ -59,6 +60,7 @@ class Stage:
         self._cleanup = ExitStack()
         self._directory = Path(tempfile.mkdtemp(prefix="mqlayer-bench-"))
         self._directory.chmod(0o755)
+        self._cleanup.callback(shutil.rmtree, self._directory, ignore_errors=True)
         self._postgres: PostgresServer | None = None
         self._redis: dict[tuple[Fsync, int], RedisServer] = {}
 

@@ -96,11 +96,14 @@ INSERT INTO mqlayer.source (kind, name) VALUES ('direct', %(name)s) RETURNING so
 -- A direct producer ended; the worker may remove its marks.
 UPDATE mqlayer.source SET closed_at = now() WHERE source_id = %(source_id)s AND closed_at IS NULL;
 
--- name: source_list_closed
--- Direct sources that were closed long enough ago and whose marks are still there, oldest first.
-SELECT source_id FROM mqlayer.source
-WHERE kind = 'direct' AND dropped_at IS NULL AND closed_at < now() - make_interval(secs => %(closed_for_s)s)
-ORDER BY closed_at LIMIT %(limit)s;
+-- name: source_try_closed
+-- Direct sources that were closed long enough ago and whose marks are still there, and that this is another try. Those
+-- come first that were tried never or longest ago: what can't be finished now must not keep the others waiting.
+UPDATE mqlayer.source SET tried_at = now() WHERE source_id IN (
+    SELECT source_id FROM mqlayer.source
+    WHERE kind = 'direct' AND dropped_at IS NULL AND closed_at < now() - make_interval(secs => %(closed_for_s)s)
+    ORDER BY tried_at NULLS FIRST, closed_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED)
+RETURNING source_id;
 
 -- name: source_marks_dropped
 -- The marks of these sources are gone.

@@ -5,17 +5,23 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
+from mqlayer import Producer
 from mqlayer.postgres.database import Database
+from mqlayer.redis.keys import partition_keys
+from mqlayer.relay import relay_once
 from mqlayer.trimming import clean_fence
+from mqlayer.workers import stores, tasks
 from mqlayer.workers.claims import claimed
 from mqlayer.workers.schedule import JOBS, Job, beat_schedule
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
-from tests.proof.outbox_world import OutboxWorld
+from tests.proof.outbox_world import QUICK, OutboxWorld
 
 
 def test_of_many_schedulers_one_gets_the_job(database_dsn: str) -> None:
@@ -45,7 +51,6 @@ def test_a_job_is_due_again_a_little_before_its_interval_ends(database_dsn: str)
 
 
 def test_every_job_is_scheduled_and_has_a_task() -> None:
-    from mqlayer.workers import tasks
     from mqlayer.workers.app import app
 
     app.loader.import_default_modules()
@@ -66,6 +71,64 @@ def test_the_fence_forgets_what_is_older_than_the_horizon(database_dsn: str) -> 
         assert clean_fence(database) == 4
         assert clean_fence(database) == 0
         assert clean_fence(database, horizon_s=0) == 6
+
+
+@pytest.fixture
+def world(database_dsn: str, redis_url: str, key_prefix: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[OutboxWorld]:
+    """A topic, and this process with the settings of a worker."""
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+    world.add_topic("orders", partitions=2)
+    monkeypatch.setenv("MQLAYER_DSN", database_dsn)
+    monkeypatch.setenv("MQLAYER_KEY_PREFIX", key_prefix)
+    stores._settings.cache_clear()
+    yield world
+    for database in {stores.control(), stores.application()}:
+        database.close()
+    stores._settings.cache_clear()
+    stores._database.cache_clear()
+
+
+def test_the_task_of_rotation_empties_a_slot_once_it_is_due(world: OutboxWorld) -> None:
+    world.publish(10)
+    relay_once(world.settings(), limits=QUICK)
+    world.rows(
+        "UPDATE mqlayer_app.outbox SET slot = (floor(date_part('epoch', clock_timestamp()) / 900)::bigint + 2) & 3"
+    )
+    tasks.rotate_outbox()
+    assert world.published() == {}
+    world.publish(1)
+    assert world.rows("SELECT epoch FROM mqlayer.job WHERE name = 'rotate_outbox'") == [(1,)]
+    tasks.rotate_outbox()
+    assert world.rows("SELECT epoch FROM mqlayer.job WHERE name = 'rotate_outbox'") == [(1,)]
+
+
+def test_the_task_of_the_fence_forgets_what_is_older_than_the_horizon(world: OutboxWorld) -> None:
+    world.rows(
+        "INSERT INTO mqlayer_app.fence_applied (group_id, lp, source_id, key, seq, applied_at) "
+        "SELECT 1, 0, 1, 'key-' || n, n, now() - n * interval '1 day' FROM generate_series(1, 10) AS n"
+    )
+    tasks.clean_fence_rows()
+    assert world.rows("SELECT count(*)::int FROM mqlayer_app.fence_applied") == [(6,)]
+
+
+def test_the_task_of_marks_removes_those_of_a_producer_that_ended_days_ago(world: OutboxWorld, redis_url: str) -> None:
+    with Producer(world.settings(), name="billing") as producer:
+        source = producer.send("orders", key="k", body=b"1").identity.source
+    marks = [partition_keys(world.key_prefix, partition).marks.decode() for partition in (1, 2)]
+    with redis.Redis.from_url(redis_url) as client:
+        assert any(client.exists(name) for name in marks)
+        world.rows("UPDATE mqlayer.source SET closed_at = closed_at - interval '2 days' WHERE source_id = %s", source)
+        tasks.clean_marks()
+        assert not any(client.exists(name) for name in marks)
+    assert world.rows("SELECT 1 FROM mqlayer.source WHERE dropped_at IS NULL") == []
+
+
+def test_the_tasks_of_relaying_and_trimming_run_and_keep_what_no_group_has_settled(world: OutboxWorld) -> None:
+    world.publish(10)
+    tasks.relay()
+    tasks.trim()
+    assert world.whole()
+    assert {name for (name,) in world.rows("SELECT name FROM mqlayer.job")} == {"relay", "trim"}
 
 
 def test_a_worker_with_its_beat_makes_up_for_a_dead_relay(
