@@ -154,8 +154,9 @@ WHERE g.group_id = %(group_id)s AND g.version = %(version)s
 RETURNING g.version;
 
 -- name: group_version
--- The route version of a group.
-SELECT version FROM mqlayer.consumer_group WHERE group_id = %(group_id)s;
+-- The route version of a group, locked: a change that comes into force and a parent that is drained at the same time must
+-- not both miss the other's half.
+SELECT version FROM mqlayer.consumer_group WHERE group_id = %(group_id)s FOR NO KEY UPDATE;
 
 -- name: group_ids_of_topic
 -- The groups of a topic that are not retired.
