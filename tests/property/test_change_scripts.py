@@ -323,12 +323,18 @@ def test_no_record_is_behind_the_command_however_appends_and_seals_race(
     for thread in crew:
         thread.join(60)
     for partition in partitions:
-        (entries,) = line.call([("XRANGE", partition_keys(key_prefix, partition).log, "-", "+")])
-        command = pop_command(entries)
-        assert command is not None
-        assert sealed[partition] == {(command.seal_id, command.end)}
-        offsets = [record.offset for record in records_of(entries)]
-        assert offsets == sorted(stored[partition]) == list(range(1, command.end))
+        assert_nothing_behind_the_command(line, key_prefix, partition, sealed[partition], stored[partition])
+
+
+def assert_nothing_behind_the_command(
+    line: NodeConnection, prefix: str, partition: int, sealed: set[tuple[str, int]], stored: list[int]
+) -> None:
+    (entries,) = line.call([("XRANGE", partition_keys(prefix, partition).log, "-", "+")])
+    command = pop_command(entries)
+    assert command is not None
+    assert sealed == {(command.seal_id, command.end)}
+    offsets = [record.offset for record in records_of(entries)]
+    assert offsets == sorted(stored) == list(range(1, command.end))
 
 
 def test_a_seal_is_appended_though_the_server_is_out_of_memory(every_redis: RedisServer, key_prefix: str) -> None:
