@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -282,48 +283,52 @@ def test_steps_in_any_order_leave_what_the_model_leaves(line: NodeConnection, ke
     )
 
 
-def test_no_record_is_behind_the_command_however_appends_and_seals_race(
-    every_redis: RedisServer, line: NodeConnection, key_prefix: str
-) -> None:
-    """Case 6: 1000 races of two publishers and two drivers."""
-    node = Node(NodeId(1), "n", every_redis.url, None)
-    partitions = [next(_partitions) for _ in range(RACES)]
-    for partition in partitions:
-        create(line, key_prefix, partition, "t", 0, 1024, "open", "")
-    together = threading.Barrier(4)
-    sealed: dict[int, set[tuple[str, int]]] = {partition: set() for partition in partitions}
-    stored: dict[int, list[int]] = {partition: [] for partition in partitions}
+class Race:
+    """Two publishers and two drivers that go for one partition after the other, all at once."""
 
-    def publish(source: int) -> None:
-        with NodeConnection(node, any_run=True) as mine:
-            for partition in partitions:
-                together.wait(20)
+    def __init__(self, node: Node, prefix: str, partitions: list[int]) -> None:
+        self.node, self.prefix, self.partitions = node, prefix, partitions
+        self.together = threading.Barrier(4)
+        self.sealed: dict[int, set[tuple[str, int]]] = {partition: set() for partition in partitions}
+        self.stored: dict[int, list[int]] = {partition: [] for partition in partitions}
+
+    def publish(self, source: int) -> None:
+        with NodeConnection(self.node, any_run=True) as line:
+            for partition in self.partitions:
+                self.together.wait(20)
                 for seq in itertools.count(1):
                     run = Run(1, seq, 1, [b"1", b"k", b"%d" % seq])
-                    answer = append_reply(
-                        mine.call([append_command(mine, key_prefix, partition, source, [run])])[0], ""
-                    )
+                    reply = line.call([append_command(line, self.prefix, partition, source, [run])])[0]
+                    answer = append_reply(reply, "the node")
                     if isinstance(answer, Refused):
                         assert answer == Refused("sealed", "9")
                         break
-                    stored[partition].append(answer.offset)
+                    self.stored[partition].append(answer.offset)
 
-    def seal(name: str) -> None:
-        with NodeConnection(node, any_run=True) as mine:
-            for partition in partitions:
-                together.wait(20)
-                answer = seal_reply(mine.call([seal_command(mine, key_prefix, partition, 9, f"{name}")])[0], "")
+    def seal(self, name: str) -> None:
+        with NodeConnection(self.node, any_run=True) as line:
+            for partition in self.partitions:
+                self.together.wait(20)
+                answer = seal_reply(line.call([seal_command(line, self.prefix, partition, 9, name)])[0], "the node")
                 assert isinstance(answer, Sealed)
-                sealed[partition].add((answer.seal_id, answer.next_offset))
+                self.sealed[partition].add((answer.seal_id, answer.next_offset))
 
-    crew = [threading.Thread(target=publish, args=(source,)) for source in (1, 2)]
-    crew += [threading.Thread(target=seal, args=(name,)) for name in ("a", "b")]
-    for thread in crew:
-        thread.start()
-    for thread in crew:
-        thread.join(60)
+
+def test_no_record_is_behind_the_command_however_appends_and_seals_race(
+    every_redis: RedisServer, line: NodeConnection, key_prefix: str
+) -> None:
+    """Case 6: 1000 races."""
+    partitions = [next(_partitions) for _ in range(RACES)]
     for partition in partitions:
-        assert_nothing_behind_the_command(line, key_prefix, partition, sealed[partition], stored[partition])
+        create(line, key_prefix, partition, "t", 0, 1024, "open", "")
+    race = Race(Node(NodeId(1), "n", every_redis.url, None), key_prefix, partitions)
+    with ThreadPoolExecutor(4) as pool:
+        crew = [pool.submit(race.publish, source) for source in (1, 2)]
+        crew += [pool.submit(race.seal, name) for name in ("a", "b")]
+        for one in crew:
+            one.result(60)
+    for partition in partitions:
+        assert_nothing_behind_the_command(line, key_prefix, partition, race.sealed[partition], race.stored[partition])
 
 
 def assert_nothing_behind_the_command(
