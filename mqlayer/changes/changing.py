@@ -107,7 +107,9 @@ def apply_change(
     _finish_earlier(database, plan.topic, prefix=prefix, application=application, unsafe=unsafe)
     change_id = _record_plan(database, plan, actor)
     failpoint("change.after_plan")
-    finish_change(database, change_id, prefix=prefix, application=application, unsafe=unsafe)
+    came_to = finish_change(database, change_id, prefix=prefix, application=application, unsafe=unsafe)
+    if came_to != "done":
+        raise Conflict(f"change {change_id} of topic {plan.topic!r} was dropped", "somebody did so meanwhile")
     return load_route(database, plan.topic)
 
 

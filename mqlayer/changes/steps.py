@@ -108,6 +108,7 @@ class Driver:
         try:
             return self._database.transaction(lambda connection: step(connection, locked(connection, change_id)))
         except NodeNotArmed:
+            self.close()
             self._lines.clear()
             raise
 
@@ -117,7 +118,7 @@ class Driver:
             return work.state
         for place in work.successors:
             self._make(work, place)
-        failpoint("change.after_make")
+            failpoint("change.after_make")
         connection.execute(query("change_sealing"), {"change_id": work.change_id})
         failpoint("change.before_sealing_commit")
         return "sealing"
@@ -126,8 +127,11 @@ class Driver:
         """Seal the parents, and record what is durable."""
         if work.state != "sealing":
             return work.state
-        seals = {place: self._seal_one(work, place) for place in work.parents if not self._is_away(work, place)}
-        failpoint("change.after_seal")
+        seals: dict[Place, Sealed] = {}
+        for place in work.parents:
+            if not self._is_away(work, place):
+                seals[place] = self._seal_one(work, place)
+                failpoint("change.after_seal")
         for place, sealed in seals.items():
             self._read_back(place, sealed)
         self._still_armed(connection, list(seals))
@@ -148,7 +152,8 @@ class Driver:
         marks = [row[0] for row in connection.execute(query("seal_marks_of"), change)]
         for place in work.successors:
             self._open_one(work, place, marks_within(marks, place.lp_from, place.lp_to))
-        failpoint("change.after_open")
+            failpoint("change.after_open")
+        self._still_armed(connection, work.successors)
         opened_at = connection.execute(query("change_clock")).fetchone()
         version = {"topic_id": work.topic_id, "version": work.version}
         connection.execute(query("topic_lock"), {"name": work.topic})
