@@ -153,7 +153,6 @@ class Driver:
         for place in work.successors:
             self._open_one(work, place, marks_within(marks, place.lp_from, place.lp_to))
             failpoint("change.after_open")
-        self._still_armed(connection, work.successors)
         opened_at = connection.execute(query("change_clock")).fetchone()
         version = {"topic_id": work.topic_id, "version": work.version}
         connection.execute(query("topic_lock"), {"name": work.topic})

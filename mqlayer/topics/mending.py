@@ -161,8 +161,10 @@ class Mender:
     def _seal_again(self, wanted: Wanted) -> None:
         """Bring a sealed partition that fell back up to its recorded marks, and seal it under a new name."""
         state, _ = self._states[wanted.partition]
-        if state != "sealed":
-            self._resend(wanted)
+        lost = self._resend(wanted, sealed=state == "sealed")
+        if lost:
+            self.mended.lost[wanted.partition] = lost
+            log.error("messages_lost", extra={"partition": wanted.partition, "count": lost})
         failpoint("mend.after_resend")
         cut = self._holds_more(wanted)
         command = seal_command(self._line, self._prefix, wanted.partition, wanted.change_id or 0, str(uuid.uuid4()))
@@ -191,27 +193,27 @@ class Mender:
         """Say whether a partition that was sealed while its node was away holds what its successors hold too."""
         return any(seq > wanted.marks.get(name, seq) for name, seq in self._marks(wanted).items())
 
-    def _resend(self, wanted: Wanted) -> None:
-        """Append again what the partition had to hold when it was sealed and does not hold now."""
+    def _resend(self, wanted: Wanted, *, sealed: bool) -> int:
+        """Append again what the partition had to hold and does not; return how many messages nobody can bring back.
+
+        What is `sealed` already, by somebody who did not come to record it, has got all that could be brought back.
+        """
         there = self._marks(wanted)
         short: dict[int, dict[int, tuple[int, int]]] = {}
         for name, seq in wanted.marks.items():
             source, lp = map(int, name.split(":"))
             if there.get(name, 0) < seq:
                 short.setdefault(source, {})[lp] = (there.get(name, 0), seq)
-        lost = 0
-        for source, lps in short.items():
-            lost += self._resend_source(wanted, source, lps)
-        if lost:
-            self.mended.lost[wanted.partition] = self.mended.lost.get(wanted.partition, 0) + lost
-            log.error("messages_lost", extra={"partition": wanted.partition, "count": lost})
+        if sealed:
+            return sum(_count(lps) for lps in short.values())
+        return sum(self._resend_source(wanted, source, lps) for source, lps in short.items())
 
     def _resend_source(self, wanted: Wanted, source: int, lps: Mapping[int, tuple[int, int]]) -> int:
         """Return how many messages of a source nobody can bring back."""
         row = self._connection.execute(query("source_outbox"), {"source_id": source}).fetchone()
         if row is None or row[0] is None:
             # Directly published: what Redis lost of it is lost.
-            return sum(to - after for after, to in lps.values())
+            return _count(lps)
         if self._application is None:
             raise StoreUnavailable(self._line.node.address, _whose(wanted.partition, row[0]))
         lost = 0
@@ -294,6 +296,10 @@ def refuse_other_prefix(line: NodeConnection, prefix: str, partition: int) -> No
             )
         if cursor == b"0":
             return
+
+
+def _count(lps: Mapping[int, tuple[int, int]]) -> int:
+    return sum(to - after for after, to in lps.values())
 
 
 def _whose(partition: int, outbox_uuid: object) -> str:
