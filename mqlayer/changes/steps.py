@@ -158,6 +158,8 @@ class Driver:
         connection.execute(query("topic_lock"), {"name": work.topic})
         connection.execute(query("route_insert_next"), version | change)
         connection.execute(query("change_partitions_settle"), change | {"mode": work.mode})
+        if work.mode == "lost":
+            connection.execute(query("change_owners_free"), change)
         raised = connection.execute(query("topic_version_raise"), version | {"version": work.version - 1})
         if raised.rowcount != 1:
             raise Conflict(f"topic {work.topic!r} is not at version {work.version - 1} any more")

@@ -69,6 +69,11 @@ UPDATE mqlayer.partition
 SET state = CASE WHEN born_in = %(change_id)s THEN 'open' WHEN %(mode)s = 'lost' THEN 'deleted' ELSE 'sealed' END
 WHERE %(change_id)s IN (born_in, ended_in);
 
+-- name: change_owners_free
+-- Nobody consumes the parents of a change any more.
+UPDATE mqlayer.assignment a SET member_id = NULL, target = NULL, changed_at = now()
+FROM mqlayer.partition p WHERE p.partition_id = a.partition_id AND p.ended_in = %(change_id)s;
+
 -- name: change_done
 -- A change is in force.
 UPDATE mqlayer.route_change SET state = 'done', opened_at = %(opened_at)s, ended_at = clock_timestamp()

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from mqlayer import App, Context
-from mqlayer.changes import apply_change, finish_changes, give_up_node, plan_move
+from mqlayer.changes import apply_change, finish_changes, give_up_node, move, plan_move
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import Conflict, StoreUnavailable
 from mqlayer.postgres.database import Database
@@ -114,6 +114,33 @@ def test_a_node_that_is_lost_for_good_is_given_up_and_what_the_outbox_holds_is_s
         world.publish(100, tag="after")
         wait_until(lambda: all_handled(world, seen), what="everything is handled in order", timeout_s=30)
     assert world.rows("SELECT act FROM mqlayer.audit WHERE act = 'node lost'")
+
+
+def test_members_that_held_a_lost_partition_go_on_with_its_successor(
+    world: OutboxWorld, database: Database, node: RedisServer
+) -> None:
+    """Also a sealed one that the group had not drained: it is made anew elsewhere, from the outbox."""
+    with world.relay(), consuming(world) as seen:
+        world.publish(100, tag="before")
+        wait_until(lambda: all_handled(world, seen), what="the members hold both partitions")
+    world.publish(100, tag="waiting")
+    with world.relay():
+        world.wait_until_whole()
+        move(database, "orders", 2, prefix=world.key_prefix, to="node-1")
+        world.publish(50, tag="moved")
+        world.wait_until_whole()
+    with consuming(world) as seen_later, world.relay():
+        node.kill()
+        loss = give_up_node(database, "node-2", prefix=world.key_prefix, application=database)
+        assert (loss.moved, loss.remade) == ((), (2,))
+        wait_until(
+            lambda: all(
+                first_times(seen_later.get(key, []))[-len(wanted[5:]) :] == wanted[5:]
+                for key, wanted in published(world).items()
+            ),
+            what="everything that was not handled is handled in order",
+            timeout_s=30,
+        )
 
 
 def test_a_node_that_lost_everything_goes_on_behind_what_the_outbox_forgot(

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from mqlayer import failpoints
-from mqlayer.changes import apply_change, drop_change, finish_changes, merge, plan_split, split
+from mqlayer.changes import finish_changes, merge, split
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import Conflict, StoreUnavailable
 from mqlayer.failpoints import FailpointHit
@@ -19,9 +19,6 @@ from mqlayer.membership import drained
 from mqlayer.postgres.database import Database
 from mqlayer.producing import Producer
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.nodes import NodeConnection
-from mqlayer.redis.partitions import Refused, seal_command, seal_reply
-from mqlayer.routes.cache import load_nodes, load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
 from tests.fixtures.servers import StartRedis
@@ -296,20 +293,6 @@ def test_a_node_that_falls_back_and_is_armed_under_a_driver_is_noticed(
     scene.bring(100, "b")
     hand.consume_all()
     scene.judge(hand)
-
-
-def test_a_fall_back_does_not_bring_back_a_dropped_change(scene: Scene, node: RedisServer, tmp_path: Path) -> None:
-    """A driver that was stopped before the drop must not seal the partition when it wakes up after both."""
-    then = FallBack(node, tmp_path / "then")
-    failpoints.arm("change.after_plan", "raise")
-    with pytest.raises(FailpointHit):
-        apply_change(scene.control, plan_split(load_route(scene.control, "orders"), 1, [100]), prefix=scene.key_prefix)
-    drop_change(scene.control, "orders", prefix=scene.key_prefix)
-    then.happen()
-    scene.rearm()
-    with NodeConnection(load_nodes(scene.control)[0]) as line:
-        reply = line.call([seal_command(line, scene.key_prefix, 1, 1, "late")])[0]
-    assert seal_reply(reply, "the node") == Refused("dropped", "1")
 
 
 def test_a_drained_parent_that_is_mended_is_not_handled_again(scene: Scene, node: RedisServer) -> None:

@@ -470,7 +470,7 @@ def test_partition_ids_are_never_used_again(world: OutboxWorld, scene: Scene, da
     failpoints.arm("change.after_plan", "raise")
     with pytest.raises(FailpointHit):
         apply_change(database, plan, prefix=world.key_prefix)
-    drop_change(database, "orders", prefix=world.key_prefix)
+    drop_change(database, "orders")
     dropped = set(scene.states()) - seen
     assert len(dropped) == 1
     seen |= dropped

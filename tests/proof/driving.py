@@ -40,7 +40,7 @@ def main() -> None:
             case "move":
                 move(database, TOPIC, int(words[0]), prefix=prefix)
             case "drop":
-                drop_change(database, TOPIC, prefix=prefix)
+                drop_change(database, TOPIC)
             case "finish":
                 finish_changes(database, prefix=prefix)
             case "retire":

@@ -33,7 +33,6 @@ from mqlayer.redis.partitions import (
     append_reply,
     create,
     open_partition,
-    refuse_change,
     retire_command,
     seal_command,
     seal_reply,
@@ -65,7 +64,6 @@ class Model:
     log: list[str] = field(default_factory=list)
     sealed_for: int = 0
     seal_id: str = ""
-    dropped: int = 0
     epoch: int = 0
     committed: int = 0
 
@@ -93,19 +91,9 @@ class Model:
             return Sealed(self.seal_id, self.next, self.marks)
         if self.state != "open":
             return Refused("conflict", self.state)
-        if self.dropped >= change:
-            return Refused("dropped", str(self.dropped))
         self.state, self.sealed_for, self.seal_id = "sealed", change, seal_id
         self.log.append(f"{self.next - 1}-1")
         return Sealed(seal_id, self.next, self.marks)
-
-    def refuse(self, change: int) -> str:
-        if self.state is None:
-            return "absent"
-        if self.sealed_for == change:
-            return "sealed"
-        self.dropped = max(self.dropped, change)
-        return "refused"
 
     def retire(self) -> None:
         self.__init__("deleted")  # type: ignore[misc]
@@ -191,10 +179,6 @@ class Changes(RuleBasedStateMachine):
         reply = self.ask(seal_command(self.line, self.prefix, self.partition, change, seal_id))
         assert seal_reply(reply, "the node") == self.model.seal(change, seal_id)
 
-    @rule(change=st.sampled_from(CHANGES))
-    def refuse(self, change: int) -> None:
-        assert refuse_change(self.line, self.prefix, self.partition, change) == self.model.refuse(change)
-
     @rule(sure=st.sampled_from([True, False, False, False, False]))
     def retire(self, sure: bool) -> None:
         if sure:
@@ -244,8 +228,7 @@ class Changes(RuleBasedStateMachine):
         known = dict(zip(meta[::2], meta[1::2], strict=True))
         assert known.get(b"state") == (self.model.state.encode() if self.model.state else None)
         if self.model.state == "deleted":
-            # The refusal of changes may be noted in a tombstone; nothing else is there.
-            assert known.keys() <= {b"state", b"dropped"}
+            assert known.keys() == {b"state"}
             group = group_keys(self.prefix, self.partition, GROUP)
             assert self.ask(("EXISTS", self.keys.log, self.keys.marks, *group)) == 0
             return
