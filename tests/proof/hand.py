@@ -61,8 +61,11 @@ class Hand:
             assert isinstance(taken, Taken), taken
             return self._read(line, partition, taken.committed)
 
-    def consume(self, partition: int, count: int = ALL, *, report: bool = True) -> int:
-        """Handle and settle so many messages of a partition; report it drained where that was all up to the command."""
+    def consume(self, partition: int, count: int = ALL, *, report: bool = True, settle: bool = True) -> int:
+        """Handle and settle so many messages of a partition; report it drained where that was all up to the command.
+
+        Postgres refuses that of a command which it has not recorded yet. Settles nothing where it shall not.
+        """
         one = self.assigned()[partition]
         with self._line(one) as line:
             taken = take_reply(line.call([take_command(line, self._holder(one), start=one.start, afresh=True)])[0], "")
@@ -71,6 +74,9 @@ class Hand:
             while True:
                 records, command = self._read(line, partition, at)
                 wanted = records[:left]
+                self.handled += wanted
+                if not settle:
+                    return len(wanted)
                 self._settle(line, one, wanted)
                 left -= len(wanted)
                 if wanted:
@@ -78,7 +84,7 @@ class Hand:
                 if command is not None and len(wanted) == len(records):
                     assert command.end == at
                     if report:
-                        assert drained(self.database, self.session, one, command.seal_id)
+                        drained(self.database, self.session, one, command.seal_id)
                 if len(wanted) < PER_READ - 1:
                     return count - left
 
@@ -113,7 +119,6 @@ class Hand:
         ranges = [(records[0].offset, records[-1].offset)]
         answer = settle_reply(line.call([settle_command(line, self._holder(one), ranges)])[0], "")
         assert isinstance(answer, Kept), answer
-        self.handled += records
 
     def _line(self, one: Assigned) -> NodeConnection:
         return NodeConnection(next(node for node in load_nodes(self.database) if node.node_id == one.node))
