@@ -173,7 +173,7 @@ class Routes(RuleBasedStateMachine):
 
     @rule(name=places(DROP))
     def drop(self, name: str | None) -> None:
-        self.change(lambda: drop_change(self.database, self.topic, prefix=self.prefix), name, 1)
+        self.change(lambda: drop_change(self.database, self.topic), name, 1)
 
     @rule(name=places(CHANGE), nth=st.integers(1, 2))
     def resume(self, name: str | None, nth: int) -> None:
