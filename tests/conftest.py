@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["tests.fixtures.consuming", "tests.fixtures.outboxes", "tests.fixtures.servers"]
+pytest_plugins = [
+    "tests.fixtures.commands",
+    "tests.fixtures.consuming",
+    "tests.fixtures.outboxes",
+    "tests.fixtures.servers",
+]
 
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}

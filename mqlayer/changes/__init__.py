@@ -1,6 +1,16 @@
 """Elastic routes: split, merge and move partitions while messages flow; what becomes of the old ones."""
 
-from mqlayer.changes.changing import apply_change, drop_change, merge, move, split
+from mqlayer.changes.changing import (
+    apply_change,
+    drop_change,
+    finish_earlier,
+    merge,
+    move,
+    planned_merge,
+    planned_move,
+    planned_split,
+    split,
+)
 from mqlayer.changes.load import measured_load
 from mqlayer.changes.losing import Loss, bring_back_nodes, give_up_node
 from mqlayer.changes.retiring import retire_partitions
@@ -21,6 +31,7 @@ __all__ = [
     "drop_change",
     "finish_change",
     "finish_changes",
+    "finish_earlier",
     "give_up_node",
     "measured_load",
     "merge",
@@ -28,6 +39,9 @@ __all__ = [
     "plan_merge",
     "plan_move",
     "plan_split",
+    "planned_merge",
+    "planned_move",
+    "planned_split",
     "retire_partitions",
     "route_history",
     "route_lines",

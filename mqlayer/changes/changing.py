@@ -2,18 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from mqlayer.changes.load import measured_load
+from mqlayer.changes.proving import refuse_unproven
 from mqlayer.changes.steps import finish_change, finish_changes, locked
 from mqlayer.domain.changes import Plan, emptiest, halving_point, plan_merge, plan_move, plan_split
+from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId, Route
-from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.routes.cache import load_nodes, load_route
 from mqlayer.topics.nodes import find_node, note
+
+
+def planned_split(
+    database: Database,
+    topic: str,
+    partition: int,
+    *,
+    prefix: str,
+    at: Sequence[int] = (),
+    to: Sequence[str] = (),
+    measure_s: float = 0.0,
+    if_version: int | None = None,
+    unsafe: bool = False,
+) -> Plan:
+    """Plan to split a partition at the LPs given, or where its measured load is halved; change nothing.
+
+    `to`: one node for all successors or one for each; the partition's own where none is named. `measure_s`: for how
+    long the load is measured; 0 takes all that its LPs ever took in. `if_version`: the route version that it has to
+    start from. Raises InvalidInput or NotFound for what can't be done, Conflict where the route is at another version
+    or a change is open.
+    """
+    route = _plannable(database, topic, if_version)
+    points = list(at)
+    if not points:
+        loads = measured_load(database, route, partition, prefix=prefix, over_s=measure_s, unsafe=unsafe)
+        r = next(r for r in route.ranges if r.partition == partition)
+        points = [halving_point(loads, r.lp_from, r.lp_to)]
+    elif measure_s:
+        raise InvalidInput("a split is at the LPs named, or where the measured load is halved, not both")
+    return plan_split(route, partition, points, [find_node(database, name).node_id for name in to])
+
+
+def planned_merge(
+    database: Database, topic: str, partitions: Sequence[int], *, to: str | None = None, if_version: int | None = None
+) -> Plan:
+    """Plan to merge adjacent partitions into one, on the node named or the first one's; raises as `planned_split`."""
+    route = _plannable(database, topic, if_version)
+    return plan_merge(route, partitions, None if to is None else find_node(database, to).node_id)
+
+
+def planned_move(
+    database: Database,
+    topic: str,
+    partition: int,
+    *,
+    to: str | None = None,
+    away: bool = False,
+    accept_loss: bool = False,
+    if_version: int | None = None,
+) -> Plan:
+    """Plan to move a partition to the node named, or to the one with the fewest; raises as `planned_split`.
+
+    `away`: also where its own node does not answer. The outbox proves the marks then, consumers wait until the node is
+    back. Where direct producers may have published there this needs `accept_loss`: they are told of a loss.
+    """
+    route = _plannable(database, topic, if_version)
+    node = choose_node(database, route, partition) if to is None else find_node(database, to).node_id
+    if away and not accept_loss:
+        refuse_unproven(database)
+    return plan_move(route, partition, node, mode="away" if away else "live")
 
 
 def split(
@@ -28,21 +90,12 @@ def split(
     actor: str = "api",
     unsafe: bool = False,
 ) -> Route:
-    """Split a partition at the LPs given, or where its measured load is halved; return the route then in force.
-
-    `to`: one node for all successors or one for each; the partition's own where none is named. `measure_s`: for how
-    long the load is measured; 0 takes all that the partition ever took in. Raises as `apply_change`.
-    """
-
-    def plan(route: Route) -> Plan:
-        points = list(at)
-        if not points:
-            loads = measured_load(database, route, partition, prefix=prefix, over_s=measure_s, unsafe=unsafe)
-            r = next(r for r in route.ranges if r.partition == partition)
-            points = [halving_point(loads, r.lp_from, r.lp_to)]
-        return plan_split(route, partition, points, [find_node(database, name).node_id for name in to])
-
-    return _plan_and_apply(database, topic, plan, prefix=prefix, actor=actor, unsafe=unsafe)
+    """Plan a split as `planned_split` does and apply it; return the route then in force. Raises as both."""
+    finish_earlier(database, topic, prefix=prefix, unsafe=unsafe)
+    plan = planned_split(
+        database, topic, partition, prefix=prefix, at=at, to=to, measure_s=measure_s, unsafe=unsafe
+    )  # fmt: skip
+    return apply_change(database, plan, prefix=prefix, actor=actor, unsafe=unsafe)
 
 
 def merge(
@@ -55,12 +108,10 @@ def merge(
     actor: str = "api",
     unsafe: bool = False,
 ) -> Route:
-    """Merge adjacent partitions into one, on the node named or the first one's; return the route then in force."""
-
-    def plan(route: Route) -> Plan:
-        return plan_merge(route, partitions, None if to is None else find_node(database, to).node_id)
-
-    return _plan_and_apply(database, topic, plan, prefix=prefix, actor=actor, unsafe=unsafe)
+    """Plan a merge as `planned_merge` does and apply it; return the route then in force. Raises as both."""
+    finish_earlier(database, topic, prefix=prefix, unsafe=unsafe)
+    plan = planned_merge(database, topic, partitions, to=to)
+    return apply_change(database, plan, prefix=prefix, actor=actor, unsafe=unsafe)
 
 
 def move(
@@ -70,16 +121,16 @@ def move(
     *,
     prefix: str,
     to: str | None = None,
+    away: bool = False,
+    accept_loss: bool = False,
+    application: Database | None = None,
     actor: str = "api",
     unsafe: bool = False,
 ) -> Route:
-    """Move a partition to the node named, or to the one with the fewest partitions; return the route then in force."""
-
-    def plan(route: Route) -> Plan:
-        node = choose_node(database, route, partition) if to is None else find_node(database, to).node_id
-        return plan_move(route, partition, node)
-
-    return _plan_and_apply(database, topic, plan, prefix=prefix, actor=actor, unsafe=unsafe)
+    """Plan a move as `planned_move` does and apply it; return the route then in force. Raises as both."""
+    finish_earlier(database, topic, prefix=prefix, application=application, unsafe=unsafe)
+    plan = planned_move(database, topic, partition, to=to, away=away, accept_loss=accept_loss)
+    return apply_change(database, plan, prefix=prefix, application=application, actor=actor, unsafe=unsafe)
 
 
 def choose_node(database: Database, route: Route, partition: int, *, other_than: NodeId | None = None) -> NodeId:
@@ -104,12 +155,17 @@ def apply_change(
     that was planned on any more, or another change can't be finished now; StoreUnavailable where a node is away: then
     the change stays open, and is finished by the worker, by `finish_changes` or by the next command.
     """
-    _finish_earlier(database, plan.topic, prefix=prefix, application=application, unsafe=unsafe)
+    finish_earlier(database, plan.topic, prefix=prefix, application=application, unsafe=unsafe)
     change_id = _record_plan(database, plan, actor)
     failpoint("change.after_plan")
-    came_to = finish_change(database, change_id, prefix=prefix, application=application, unsafe=unsafe)
-    if came_to != "done":
-        raise Conflict(f"change {change_id} of topic {plan.topic!r} was dropped", "somebody did so meanwhile")
+    try:
+        state = finish_change(database, change_id, prefix=prefix, application=application, unsafe=unsafe)
+    except StoreUnavailable as error:
+        raise type(error)(
+            error.address, f"{error.reason}; change {change_id} stays open: mqlayer route repair {plan.topic}"
+        ) from error
+    if state == "dropped":
+        raise Conflict(f"change {change_id} of topic {plan.topic!r} was dropped meanwhile", "nothing was changed")
     return load_route(database, plan.topic)
 
 
@@ -139,16 +195,22 @@ def drop_change(database: Database, topic: str, *, actor: str = "api") -> int:
     return change_id
 
 
-def _plan_and_apply(
-    database: Database, topic: str, plan: Callable[[Route], Plan], *, prefix: str, actor: str, unsafe: bool
-) -> Route:
-    _finish_earlier(database, topic, prefix=prefix, unsafe=unsafe)
-    return apply_change(database, plan(load_route(database, topic)), prefix=prefix, actor=actor, unsafe=unsafe)
+def _plannable(database: Database, topic: str, if_version: int | None) -> Route:
+    """Return the route in force, where a change can start from it now."""
+    route = load_route(database, check_name("topic", topic))
+    if if_version is not None and route.version != if_version:
+        raise Conflict(f"topic {topic!r} is at route version {route.version}, not {if_version}", "look at it again")
+    with database.connection() as connection:
+        row = connection.execute(query("change_unfinished"), {"topic": topic}).fetchone()
+    if row is not None:
+        raise Conflict(f"change {row[0]} of topic {topic!r} is open", f"finish it first: mqlayer route repair {topic}")
+    return route
 
 
-def _finish_earlier(
-    database: Database, topic: str, *, prefix: str, application: Database | None = None, unsafe: bool
+def finish_earlier(
+    database: Database, topic: str, *, prefix: str, application: Database | None = None, unsafe: bool = False
 ) -> None:
+    """Finish what an earlier change of a topic left. Raises Conflict where it has to wait."""
     came_to = finish_changes(database, prefix=prefix, topic=topic, application=application, unsafe=unsafe)
     for change_id, word in came_to.items():
         if word not in ("done", "dropped"):

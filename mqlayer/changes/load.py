@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from typing import Final
 
 from mqlayer.domain.routing import NodeId, Route
-from mqlayer.errors import NotFound
+from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
 from mqlayer.routes.cache import load_nodes
+
+LONGEST_S: Final = 3_600.0
 
 
 def measured_load(
@@ -18,14 +21,17 @@ def measured_load(
 ) -> dict[int, int]:
     """Return messages per LP: those of the next `over_s` seconds, or with 0 all of the LPs' lives.
 
-    Where nothing comes in that time, all of their lives count too. Raises NotFound for a partition not in force.
+    Where nothing comes in that time, all of their lives count too. Raises NotFound for a partition not in force,
+    InvalidInput for a time over an hour.
     """
+    if not 0 <= over_s <= LONGEST_S:
+        raise InvalidInput(f"the load is measured for 0 to {LONGEST_S:g} seconds, not {over_s:g}")
     node_id = next((r.node for r in route.ranges if r.partition == partition), None)
     if node_id is None:
         raise NotFound("partition", partition, f"version {route.version} of topic {route.topic!r} does not have it")
     with NodeConnection(_node(database, node_id), unsafe=unsafe) as line:
         before = _marks(line, prefix, partition)
-        if over_s <= 0:
+        if over_s == 0:
             return dict(before)
         time.sleep(over_s)
         grown = _marks(line, prefix, partition) - before

@@ -28,6 +28,17 @@ class Proof:
     only_there: int
 
 
+def refuse_unproven(database: Database) -> None:
+    """Raise Conflict where direct producers may have published: no outbox proves their marks."""
+    with database.connection() as connection:
+        row = connection.execute(query("direct_sources_live")).fetchone()
+    if row and row[0]:
+        raise Conflict(
+            "direct producers may have published there, and nothing proves how far",
+            "wait for the node, or go on with --accept-loss: they are told of a loss and go on anew",
+        )
+
+
 def prove(
     connection: Connection, application: Database | None, topic_id: int, lp_from: int, lp_to: int, mode: Mode
 ) -> Proof:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import NamedTuple
 
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NotFound
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.keys import group_keys
-from mqlayer.redis.nodes import NodeConnection, raise_for_reply
-from mqlayer.routes.cache import load_nodes
+from mqlayer.redis.keys import group_keys, partition_keys
+from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
+from mqlayer.routes.cache import load_nodes, load_route
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,8 @@ def route_lines(database: Database, topic: str, version: int | None = None) -> l
     with database.connection() as connection:
         rows = connection.execute(query("route_of_version"), facts).fetchall()
     if not rows:
-        shown = topic if version is None else f"{topic} version {version}"
-        raise NotFound("route of topic", shown, "mqlayer topic list, mqlayer route history TOPIC")
+        newest = load_route(database, topic).version
+        raise NotFound("route version", version, f"topic {topic!r} has 1 to {newest}")
     return [
         RouteLine(found, lp_from, lp_to, partition, names[node_id], state, tuple(parents))
         for found, lp_from, lp_to, partition, node_id, state, parents in rows
@@ -72,9 +73,11 @@ def route_lines(database: Database, topic: str, version: int | None = None) -> l
 
 
 def route_history(database: Database, topic: str) -> list[Change]:
-    """Return the changes of a topic's route, oldest first."""
+    """Return the changes of a topic's route, oldest first. Raises NotFound."""
     with database.connection() as connection:
         rows = connection.execute(query("change_history"), {"topic": check_name("topic", topic)}).fetchall()
+    if not rows:
+        load_route(database, topic)
     return [Change(*row) for row in rows]
 
 
@@ -82,30 +85,38 @@ def drain_progress(database: Database, topic: str, *, prefix: str, unsafe: bool 
     """Return how much each group has yet to settle of each sealed partition that it has not drained."""
     with database.connection() as connection:
         rows = connection.execute(query("drain_progress"), {"topic": check_name("topic", topic)}).fetchall()
-    committed = _committed(database, ((row[4], row[3], row[0]) for row in rows), prefix=prefix, unsafe=unsafe)
+    places = _places(database, ((row[4], row[3], row[0]) for row in rows), prefix=prefix, unsafe=unsafe)
     found = []
     for group_id, group, version, partition, _, next_offset, start in rows:
-        at = committed.get((partition, group_id))
-        left = None if at is None else max(0, next_offset - (at or start))
+        at = places.get((partition, group_id))
+        left = None if at is None else max(0, next_offset - (at.committed or max(start, at.first)))
         found.append(DrainProgress(group, version, partition, left))
     return found
 
 
-def _committed(
-    database: Database, places: Iterable[tuple[NodeId, int, int]], *, prefix: str, unsafe: bool
-) -> dict[tuple[int, int], int]:
-    """Return committed per partition and group, 0 where a group has none yet; nothing of a node that is away."""
+class _Place(NamedTuple):
+    """How far a group is in a partition: 0 where it has not begun; and the first offset that is kept."""
+
+    committed: int
+    first: int
+
+
+def _places(
+    database: Database, wanted: Iterable[tuple[NodeId, int, int]], *, prefix: str, unsafe: bool
+) -> dict[tuple[int, int], _Place]:
+    """Return the place per partition and group; nothing of a node that is away."""
     by_node: dict[NodeId, list[tuple[int, int]]] = {}
-    for node_id, partition, group_id in places:
+    for node_id, partition, group_id in wanted:
         by_node.setdefault(node_id, []).append((partition, group_id))
     nodes = {node.node_id: node for node in load_nodes(database)}
-    found: dict[tuple[int, int], int] = {}
-    for node_id, wanted in by_node.items():
+    found: dict[tuple[int, int], _Place] = {}
+    for node_id, pairs in by_node.items():
+        commands: list[Command] = [("HGET", group_keys(prefix, p, g).lock, "committed") for p, g in pairs]
+        commands += [("HGET", partition_keys(prefix, p).meta, "first") for p, _ in pairs]
         try:
             with NodeConnection(nodes[node_id], unsafe=unsafe) as line:
-                replies = line.call([("HGET", group_keys(prefix, p, g).lock, "committed") for p, g in wanted])
-                values = [int(raise_for_reply(reply, line.node.address) or 0) for reply in replies]
+                values = [int(raise_for_reply(reply, line.node.address) or 0) for reply in line.call(commands)]
         except MqlayerError:
             continue
-        found |= dict(zip(wanted, values, strict=True))
+        found |= dict(zip(pairs, map(_Place, values[: len(pairs)], values[len(pairs) :]), strict=True))
     return found

@@ -26,17 +26,24 @@ from typing import Any, Final
 from psycopg.types.json import Jsonb
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from mqlayer.changes.proving import prove
+from mqlayer.changes.proving import prove, refuse_unproven
 from mqlayer.domain.changes import Mode, marks_within
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
-from mqlayer.membership.groups import raise_group_version
+from mqlayer.membership.gates import raise_group_versions
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection, is_missing_script, raise_for_reply
-from mqlayer.redis.partitions import Refused, Sealed, create, open_partition, seal_command, seal_reply
+from mqlayer.redis.partitions import (
+    Refused,
+    Sealed,
+    create,
+    open_partition,
+    seal_command,
+    seal_reply,
+)
 from mqlayer.routes.cache import load_nodes
 
 log = logging.getLogger(__name__)
@@ -164,8 +171,6 @@ class Driver:
         if raised.rowcount != 1:
             raise Conflict(f"topic {work.topic!r} is not at version {work.version - 1} any more")
         connection.execute(query("change_done"), change | {"opened_at": opened_at and opened_at[0]})
-        for row in connection.execute(query("group_ids_of_topic"), version).fetchall():
-            raise_group_version(connection, row[0])
         failpoint("change.before_done_commit")
         facts = {"topic": work.topic, "kind": work.kind, "version": work.version, "change": work.change_id}
         log.info("route_changed", extra=facts)
@@ -306,7 +311,10 @@ def finish_change(
     `application` is the database of the outbox, which proves the marks of a partition whose node is away.
     """
     with driver(database, prefix=prefix, application=application, unsafe=unsafe) as lent:
-        return lent.finish(change_id)
+        state = lent.finish(change_id)
+    # Behind the commit: a member that was stopped with its group's lock must not keep publishers waiting.
+    raise_group_versions(database)
+    return state
 
 
 def finish_changes(
@@ -316,13 +324,17 @@ def finish_changes(
     topic: str | None = None,
     application: Database | None = None,
     away: bool = False,
+    accept_loss: bool = False,
     unsafe: bool = False,
 ) -> dict[int, str]:
     """Bring all unfinished changes, or those of a topic, as far as that goes; return what became of each.
 
     What a node that is away holds up is left for the next call, with the reason; with `away` it goes on without that
-    node: its parents count as sealed with the marks that the outbox proves, and it seals them when it is back.
+    node, as `planned_move` does: its parents count as sealed with the marks that the outbox proves, and it seals them
+    when it is back.
     """
+    if away and not accept_loss:
+        refuse_unproven(database)
     with database.connection() as connection:
         open_ones = connection.execute(query("change_unfinished"), {"topic": topic}).fetchall()
         if away:
@@ -336,6 +348,7 @@ def finish_changes(
         except MqlayerError as error:
             came_to[change_id] = str(error)
             log.warning("route_change_waits", extra={"topic": name, "change": change_id, "reason": str(error)})
+    raise_group_versions(database)
     return came_to
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final
 
@@ -33,5 +34,6 @@ def _table(rows: list[Mapping[str, Any]]) -> None:
         table.add_column(name.replace("_", " "), overflow="fold")
     for row in rows:
         table.add_row(*("" if value is None else str(value) for value in row.values()))
-    console = Console(highlight=False, markup=False)
-    console.print(table, width=None if console.is_terminal else NOT_A_TERMINAL_WIDTH)
+    # A terminal folds what is too wide for it; a file or a pipe gets whole lines.
+    width = None if sys.stdout.isatty() else NOT_A_TERMINAL_WIDTH
+    Console(highlight=False, markup=False, width=width).print(table)

@@ -1,4 +1,4 @@
-"""`topic`: create and show topics."""
+"""`topic`: create and list topics."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from typing import Annotated
 
 import typer
 
+from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.showing import JsonOption, show_rows
-from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT, check_name
+from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.postgres.database import Database
-from mqlayer.routes.cache import load_nodes, load_route
 from mqlayer.topics import create_topic, list_topics
 
-ACTOR = "cli"
-
-topics = typer.Typer(no_args_is_help=True, help="Topics: create, list, show.")
+topics = typer.Typer(no_args_is_help=True, help="Topics: create and list.")
 
 
 class Strategy(StrEnum):
@@ -54,7 +52,7 @@ def create(
             body_limit=body_limit,
             backlog_limit=backlog_limit,
             application=application,
-            actor=ACTOR,
+            actor=actor(),
             unsafe=settings.allow_unsafe_redis,
         )
     typer.echo(f"{name} has {len(route.ranges)} partitions, route version {route.version}")
@@ -77,22 +75,3 @@ def list_(as_json: JsonOption = False) -> None:
         for topic in found
     )
     show_rows(rows, as_json=as_json, nothing="no topics: mqlayer topic create NAME")
-
-
-@topics.command()
-def show(name: Annotated[str, typer.Argument(help="The topic's name.")], as_json: JsonOption = False) -> None:
-    """Show a topic's route in force: which partition on which node serves which LPs."""
-    with Database(settings_here().control_dsn()) as database:
-        route = load_route(database, check_name("topic", name))
-        names = {node.node_id: node.name for node in load_nodes(database)}
-    rows = (
-        {
-            "version": route.version,
-            "lp_from": r.lp_from,
-            "lp_to": r.lp_to,
-            "partition": r.partition,
-            "node": names[r.node],
-        }
-        for r in route.ranges
-    )
-    show_rows(rows, as_json=as_json, nothing="")

@@ -34,7 +34,7 @@ from mqlayer.consuming.member import Member, MemberOptions
 from mqlayer.domain.message import Record
 from mqlayer.domain.names import check_name
 from mqlayer.errors import Conflict, InvalidInput, SchemaMismatch
-from mqlayer.membership.groups import Group, GroupSettings, ensure_group
+from mqlayer.membership.groups import Group, GroupSettings, check_start, ensure_group
 from mqlayer.membership.starts import Start
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
@@ -93,10 +93,14 @@ class App:
         msgspec Struct, a pydantic model, a dataclass, bytes, str, or anything msgspec reads from JSON; the first
         parameter's annotation where it is not given. An exception of the handler is a failed attempt: the message is
         tried again after the group's backoff, its key waits, others go on. A body that does not fit is one too.
-        `start` and `backoff_s` serve when the group is created; an existing one keeps its own.
+        `start` and `backoff_s` serve when the group is created; an existing one keeps its own. `start` is "earliest"
+        (all that is kept, along the lineage of partitions), "latest" (what is published from then on) or a datetime
+        with a time zone: the first message of that time or later, by the publishers' clocks. Raises InvalidInput for
+        any other start.
         """
         check_name("topic", topic)
         check_name("group", group)
+        check_start(start)
         if any((c.topic, c.group) == (topic, group) for c in self.consumers):
             raise Conflict(f"group {group!r} of topic {topic!r} has a handler already", "use another group")
         group_settings = GroupSettings(start) if backoff_s is None else GroupSettings(start, tuple(backoff_s))

@@ -7,12 +7,18 @@ route version follows, one by one.
 
 from __future__ import annotations
 
+import logging
+from functools import partial
+
+from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.groups import raise_group_version
 from mqlayer.membership.members import Assigned, Session
 from mqlayer.membership.rebalance import change_group, rebalance
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
+
+log = logging.getLogger(__name__)
 
 
 def seal_marks(database: Database, partition: int) -> dict[str, int]:
@@ -47,3 +53,22 @@ def drained(database: Database, session: Session, assigned: Assigned, seal_id: s
         return True
 
     return change_group(database, session.group_id, work)
+
+
+def raise_group_versions(database: Database) -> int:
+    """Raise the route version of every group that has drained what came before the next one; return how many moved.
+
+    Whoever drains does it itself, and whoever ends a change for those that had drained before. Where the two meet
+    neither may see the other; the next call makes up for it, and so it does for a group whose lock is held.
+    """
+    with database.connection() as connection:
+        behind = [row[0] for row in connection.execute(query("groups_behind")).fetchall()]
+    moved = 0
+    for group_id in behind:
+        try:
+            change_group(database, group_id, partial(raise_group_version, group_id=group_id))
+        except MqlayerError as error:
+            log.warning("group_version_waits", extra={"group_id": group_id, "reason": str(error)})
+        else:
+            moved += 1
+    return moved

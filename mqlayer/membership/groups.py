@@ -1,7 +1,8 @@
 """Groups: created once, with the place where they start.
 
-States of a creation: *creating* (the row exists; starting offsets are stored one by one, the first word for a partition
-counts) and *live*. A crash between leaves it *creating*; whoever asks for the group next goes on.
+States of a creation: *creating* (the row exists) and *live* (where it starts is stored, all of it by one process: what
+two of them saw at different times must not be mixed). A crash between leaves it *creating*; whoever asks for the group
+next goes on.
 """
 
 from __future__ import annotations
@@ -55,12 +56,13 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
                  settings: GroupSettings, unsafe: bool = False) -> Group:  # fmt: skip
     """Return the group; create it with these settings where it does not exist. Safe to run at once in many processes.
 
-    An existing group keeps its start and its settings. Raises NotFound for an unknown topic, Conflict for a retired
-    group.
+    A start other than earliest asks every node that has partitions of the topic. An existing group keeps its start and
+    its settings. Raises InvalidInput for a time without a zone, NotFound for an unknown topic, Conflict for a retired
+    group, StoreUnavailable where a node can't be asked.
     """
     check_name("topic", topic)
     check_name("group", name)
-    _check_start(settings.start)
+    check_start(settings.start)
     if not settings.backoff_s or min(settings.backoff_s) < 0:
         raise InvalidInput("the backoff table needs at least one wait of 0 seconds or more")
     routes.route(topic)
@@ -79,7 +81,8 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
     return find_group(database, topic, name)
 
 
-def _check_start(start: Start) -> None:
+def check_start(start: Start) -> None:
+    """Raise InvalidInput for what no group can start at."""
     if isinstance(start, datetime):
         if start.tzinfo is None:
             raise InvalidInput(f"the start {start.isoformat()} has no time zone: add one")
@@ -97,7 +100,10 @@ def _store_starts(database: Database, routes: RouteCache, group: Group, *, prefi
         if state in ("open", "sealed")
     ]
     beginnings = Beginnings(routes, kept, prefix=prefix, unsafe=unsafe).of(group.start)
+    failpoint("group.before_starts")
     with database.connection() as connection, connection.transaction():
+        if connection.execute(query("group_creating"), {"group_id": group.group_id}).fetchone() is None:
+            return
         for beginning in beginnings:
             facts = {"group_id": group.group_id, "partition_id": beginning.partition, "start_offset": beginning.offset}
             connection.execute(query("group_start_insert"), facts)

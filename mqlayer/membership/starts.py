@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from mqlayer.domain.routing import NodeId
+from mqlayer.errors import NodeNotArmed
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection, raise_for_reply
 from mqlayer.routes.cache import RouteCache
@@ -80,8 +81,13 @@ class Beginnings:
         ]
 
     def _in_partition(self, line: NodeConnection, kept: Kept, start: Start) -> Beginning:
-        meta = self._ask(line, "HMGET", partition_keys(self._prefix, kept.partition).meta, "next", "first")
-        end, first = (int(value or 1) for value in meta)
+        meta = self._ask(line, "HMGET", partition_keys(self._prefix, kept.partition).meta, "state", "next", "first")
+        if meta[0] == b"deleted":
+            return Beginning(kept.partition, 1, drained=True)
+        if meta[0] is None:
+            # A missing partition means "refuse", never "new": it may hold what the group must not see.
+            raise NodeNotArmed(line.node.address, f"partition {kept.partition} is gone from it: the node lost data")
+        end, first = int(meta[1]), int(meta[2])
         offset = end
         if isinstance(start, datetime):
             offset = self._first_since(line, kept.partition, int(start.timestamp() * 1000), first, end)

@@ -7,6 +7,7 @@ Runs inside of re-arming: under the node's row lock, before the run is armed, so
 | open | nothing | made again with the marks that its LPs came with; relays send the rest |
 | open, or about to be | importing | its marks are loaded, it is opened |
 | sealed | not sealed, or by another seal | resent from the outbox up to the recorded marks, sealed anew |
+| deleted | anything | only its tombstone is left, again: an old copy of it must not take what nobody would read |
 
 A new seal gets a new name, and Postgres records that one: whoever read the lost command record can't open the gate.
 """
@@ -37,6 +38,7 @@ from mqlayer.redis.partitions import (
     append_reply,
     create,
     open_partition,
+    retire_command,
     seal_command,
     seal_reply,
 )
@@ -46,6 +48,7 @@ log = logging.getLogger(__name__)
 SCAN_ROUNDS: Final = 1_000
 ROWS_PER_READ: Final = 500
 BYTES_PER_READ: Final = 900_000
+TOMBSTONES_PER_WRITE: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,14 @@ class Mender:
                 self._mend_one(wanted)
             if self._accept_loss and not wanted.seal_id:
                 self._let_go_on(wanted)
+        self._bury()
+
+    def _bury(self) -> None:
+        rows = self._connection.execute(query("node_tombstones"), {"node_id": self._line.node.node_id}).fetchall()
+        for at in range(0, len(rows), TOMBSTONES_PER_WRITE):
+            some = rows[at : at + TOMBSTONES_PER_WRITE]
+            for reply in self._line.call([retire_command(self._line, self._prefix, p, groups) for p, groups in some]):
+                raise_for_reply(reply, self._line.node.address)
 
     def _ask_states(self) -> dict[int, tuple[str | None, str]]:
         keys = [partition_keys(self._prefix, wanted.partition).meta for wanted in self._wanted]

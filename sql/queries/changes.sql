@@ -163,10 +163,16 @@ RETURNING g.version;
 -- not both miss the other's half.
 SELECT version FROM mqlayer.consumer_group WHERE group_id = %(group_id)s FOR NO KEY UPDATE;
 
--- name: group_ids_of_topic
--- The groups of a topic that are not retired.
-SELECT g.group_id FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
-WHERE t.topic_id = %(topic_id)s AND g.state <> 'retired' ORDER BY g.group_id;
+-- name: groups_behind
+-- Groups that have drained all that came before their next route version, and are not there yet.
+SELECT g.group_id FROM mqlayer.consumer_group g
+JOIN mqlayer.route_change c ON c.topic_id = g.topic_id AND c.version = g.version + 1 AND c.state = 'done'
+WHERE g.state = 'live'
+  AND NOT EXISTS (SELECT FROM mqlayer.partition p
+                  WHERE p.ended_in = c.change_id AND p.state <> 'deleted'
+                    AND NOT EXISTS (SELECT FROM mqlayer.drained d
+                                    WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id))
+ORDER BY g.group_id;
 
 -- name: partition_retire
 -- Sealed partitions that every group has drained; a topic without any group keeps everything. Its rows of the route in

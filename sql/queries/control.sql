@@ -29,15 +29,23 @@ LEFT JOIN mqlayer.route_change c ON c.change_id = p.born_in
 WHERE p.node_id = %(node_id)s AND (p.state IN ('open', 'sealed') OR (p.state = 'importing' AND c.state = 'sealed'))
 ORDER BY p.partition_id;
 
+-- name: node_tombstones
+-- The deleted partitions of a node, with the groups that may have keys there.
+SELECT p.partition_id,
+       (SELECT coalesce(array_agg(g.group_id ORDER BY g.group_id), '{}')
+        FROM mqlayer.consumer_group g WHERE g.topic_id = p.topic_id) AS group_ids
+FROM mqlayer.partition p WHERE p.node_id = %(node_id)s AND p.state = 'deleted' ORDER BY p.partition_id;
+
 -- name: source_outbox
 -- Which outbox a source is; null for a direct producer.
 SELECT outbox_uuid FROM mqlayer.source WHERE source_id = %(source_id)s;
 
 -- name: node_epochs_raise
--- Give every assignment on a node a new epoch and say which, so that Redis can refuse all earlier ones.
+-- Give every assignment on a node a new epoch and say which, so that Redis can refuse all earlier ones. Of deleted
+-- partitions nothing is left that an epoch could guard.
 UPDATE mqlayer.assignment a SET epoch = nextval('mqlayer.epoch'), changed_at = now()
 FROM mqlayer.partition p
-WHERE p.partition_id = a.partition_id AND p.node_id = %(node_id)s
+WHERE p.partition_id = a.partition_id AND p.node_id = %(node_id)s AND p.state <> 'deleted'
 RETURNING a.group_id, a.partition_id, a.epoch;
 
 -- name: topic_insert

@@ -16,6 +16,10 @@ INSERT INTO mqlayer.group_start (group_id, partition_id, start_offset)
 VALUES (%(group_id)s, %(partition_id)s, %(start_offset)s)
 ON CONFLICT (group_id, partition_id) DO NOTHING;
 
+-- name: group_creating
+-- Lock a group that is not live yet; nothing where somebody brought it to life.
+SELECT group_id FROM mqlayer.consumer_group WHERE group_id = %(group_id)s AND state = 'creating' FOR NO KEY UPDATE;
+
 -- name: group_live
 -- All starting points of a group are stored: let members in.
 UPDATE mqlayer.consumer_group SET state = 'live' WHERE group_id = %(group_id)s AND state = 'creating';

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import redis
 
-from mqlayer import Producer
+from mqlayer import Producer, failpoints
+from mqlayer.changes import split
+from mqlayer.membership.groups import GroupSettings, ensure_group
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
 from mqlayer.relay import relay_once
+from mqlayer.routes.cache import RouteCache, load_route
 from mqlayer.trimming import clean_fence
 from mqlayer.workers import stores, tasks
 from mqlayer.workers.claims import claimed
@@ -61,6 +64,70 @@ def test_every_job_is_scheduled_and_has_a_task() -> None:
     assert app.conf.task_serializer == "json"
 
 
+@pytest.fixture
+def world(database_dsn: str, redis_url: str, key_prefix: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[OutboxWorld]:
+    """A topic of two partitions; tasks that are called in this process work on it."""
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+    world.add_topic("orders", partitions=2)
+    for name, value in world.environment().items():
+        monkeypatch.setenv(name, value)
+    stores._settings.cache_clear()
+    yield world
+    failpoints.disarm_all()
+    stores.control().close()
+    stores._settings.cache_clear()
+    stores._database.cache_clear()
+
+
+def due_again(world: OutboxWorld) -> None:
+    world.rows("UPDATE mqlayer.job SET next_at = now()")
+
+
+def test_a_change_that_its_driver_left_is_finished_by_the_job(world: OutboxWorld) -> None:
+    """Case 16: to one outcome; the repair repeated does nothing."""
+    with Database(world.dsn) as database:
+        failpoints.arm("change.after_seal", "raise")
+        with pytest.raises(failpoints.FailpointHit):
+            split(database, "orders", 1, at=[100], prefix=world.key_prefix)
+        tasks.repair_routes()
+        route = load_route(database, "orders")
+        assert (route.version, [r.lp_from for r in route.ranges]) == (2, [0, 100, 512])
+        due_again(world)
+        tasks.repair_routes()
+        assert load_route(database, "orders") == route
+
+
+def test_a_partition_that_every_group_has_drained_is_retired_by_the_job(world: OutboxWorld) -> None:
+    """Cases 18 and 28."""
+    state = "SELECT state, retired_at IS NOT NULL FROM mqlayer.partition WHERE partition_id = 1"
+    with Database(world.dsn) as database:
+        split(database, "orders", 1, at=[100], prefix=world.key_prefix)
+        for name in ("slow", "fast"):
+            ensure_group(
+                database, RouteCache(database), topic="orders", name=name, prefix=world.key_prefix,
+                settings=GroupSettings(start="earliest"),
+            )  # fmt: skip
+    world.rows("INSERT INTO mqlayer.drained (group_id, partition_id) VALUES (2, 1)")
+    tasks.repair_routes()
+    assert world.rows(state) == [("sealed", False)], "one group has not drained it"
+    world.rows("INSERT INTO mqlayer.drained (group_id, partition_id) VALUES (1, 1)")
+    tasks.repair_routes()
+    assert world.rows(state) == [("sealed", False)], "the job is not due yet"
+    due_again(world)
+    tasks.repair_routes()
+    assert world.rows(state) == [("deleted", True)]
+    keys = redis.Redis.from_url(world.urls[0], decode_responses=True).keys(f"{world.key_prefix}:{{1}}:*")
+    assert keys == [f"{world.key_prefix}:{{1}}:meta"]
+    assert world.rows("SELECT DISTINCT version FROM mqlayer.consumer_group") == [(2,)]
+
+
+def test_a_topic_without_groups_keeps_its_sealed_partitions(world: OutboxWorld) -> None:
+    with Database(world.dsn) as database:
+        split(database, "orders", 1, at=[100], prefix=world.key_prefix)
+    tasks.repair_routes()
+    assert world.rows("SELECT state FROM mqlayer.partition WHERE partition_id = 1") == [("sealed",)]
+
+
 def test_the_fence_forgets_what_is_older_than_the_horizon(database_dsn: str) -> None:
     with Database(database_dsn) as database:
         with database.connection() as connection:
@@ -71,21 +138,6 @@ def test_the_fence_forgets_what_is_older_than_the_horizon(database_dsn: str) -> 
         assert clean_fence(database) == 4
         assert clean_fence(database) == 0
         assert clean_fence(database, horizon_s=0) == 6
-
-
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[OutboxWorld]:
-    """A topic, and this process with the settings of a worker."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic("orders", partitions=2)
-    monkeypatch.setenv("MQLAYER_DSN", database_dsn)
-    monkeypatch.setenv("MQLAYER_KEY_PREFIX", key_prefix)
-    stores._settings.cache_clear()
-    yield world
-    for database in {stores.control(), stores.application()}:
-        database.close()
-    stores._settings.cache_clear()
-    stores._database.cache_clear()
 
 
 def test_the_task_of_rotation_empties_a_slot_once_it_is_due(world: OutboxWorld) -> None:

@@ -1,0 +1,302 @@
+"""`route`: split, merge and move partitions; show routes, their history, and how far groups have drained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Annotated, Any, Final
+
+import typer
+
+from mqlayer.changes import (
+    Change,
+    Plan,
+    RouteLine,
+    apply_change,
+    drop_change,
+    finish_changes,
+    finish_earlier,
+    planned_merge,
+    planned_move,
+    planned_split,
+    route_history,
+    route_lines,
+)
+from mqlayer.cli.actor import actor
+from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.showing import JsonOption, show_rows
+from mqlayer.cli.watching import watch_draining
+from mqlayer.domain.routing import LP_COUNT, NodeId
+from mqlayer.errors import InvalidInput
+from mqlayer.postgres.database import Database
+from mqlayer.routes.cache import load_nodes, load_route
+from mqlayer.settings import Settings
+
+STRIP: Final = 32
+"""Cells of the strip on which a range is drawn."""
+
+TopicArgument = Annotated[str, typer.Argument(help="The topic's name.")]
+PartitionArgument = Annotated[int, typer.Argument(help="A partition in force: mqlayer route show TOPIC.")]
+PlanOption = Annotated[bool, typer.Option("--plan", help="Print what --apply would do; change nothing. The default.")]
+ApplyOption = Annotated[bool, typer.Option("--apply", help="Print the plan, and do it.")]
+WatchOption = Annotated[bool, typer.Option("--watch", help="With --apply: then watch until every group has drained.")]
+TimeoutOption = Annotated[float | None, typer.Option(min=0, help="Watch for so many seconds at most.")]
+VersionOption = Annotated[int | None, typer.Option(min=1, help="Refuse unless the route is at this version.")]
+NodeOption = Annotated[str | None, typer.Option("--to", metavar="NODE", help="The node of the new partition.")]
+
+AwayOption = Annotated[bool, typer.Option(help="Go on where a node does not answer; it seals when it is back.")]
+LossOption = Annotated[bool, typer.Option(help="Also where direct producers are then told of a loss.")]
+
+routes = typer.Typer(no_args_is_help=True, help="Routes: split, merge and move partitions while messages flow.")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Put the commands into the application."""
+    app.add_typer(routes, name="route")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What to do with a plan: print it, apply it, or apply it and watch the groups drain."""
+
+    plan: bool
+    apply: bool
+    watch: bool
+    timeout_s: float | None
+    if_version: int | None
+
+    def __post_init__(self) -> None:
+        if self.plan and self.apply:
+            raise InvalidInput("choose one: --plan changes nothing, --apply does it")
+        if self.watch and not self.apply:
+            raise InvalidInput("--watch goes with --apply; to watch what was applied before: mqlayer route watch TOPIC")
+
+
+@routes.command()
+def split(
+    topic: TopicArgument,
+    partition: PartitionArgument,
+    at: Annotated[
+        list[int] | None,
+        typer.Option(metavar="LP", help="Split at this LP; may be repeated. Else where the load is halved."),
+    ] = None,
+    to: Annotated[
+        list[str] | None, typer.Option(metavar="NODE", help="One node for all new partitions, or one for each.")
+    ] = None,
+    measure: Annotated[
+        float, typer.Option(min=0, help="Measure the load for so many seconds; 0 takes all that its LPs ever took in.")
+    ] = 0.0,
+    if_version: VersionOption = None,
+    plan: PlanOption = False,
+    apply: ApplyOption = False,
+    watch: WatchOption = False,
+    timeout: TimeoutOption = None,
+) -> None:
+    """Split a partition at LPs, or where its load is halved."""
+
+    def planned(database: Database, settings: Settings) -> Plan:
+        return planned_split(
+            database,
+            topic,
+            partition,
+            prefix=settings.key_prefix,
+            at=at or (),
+            to=to or (),
+            measure_s=measure,
+            if_version=if_version,
+            unsafe=settings.allow_unsafe_redis,
+        )
+
+    _change(topic, planned, Wish(plan, apply, watch, timeout, if_version))
+
+
+@routes.command()
+def merge(
+    topic: TopicArgument,
+    partitions: Annotated[list[int], typer.Argument(metavar="PARTITION PARTITION …", help="Adjacent partitions.")],
+    to: NodeOption = None,
+    if_version: VersionOption = None,
+    plan: PlanOption = False,
+    apply: ApplyOption = False,
+    watch: WatchOption = False,
+    timeout: TimeoutOption = None,
+) -> None:
+    """Merge adjacent partitions into one, on the node named or the first one's."""
+    _change(
+        topic,
+        lambda database, _: planned_merge(database, topic, partitions, to=to, if_version=if_version),
+        Wish(plan, apply, watch, timeout, if_version),
+    )
+
+
+@routes.command()
+def move(
+    topic: TopicArgument,
+    partition: PartitionArgument,
+    to: NodeOption = None,
+    away: AwayOption = False,
+    accept_loss: LossOption = False,
+    if_version: VersionOption = None,
+    plan: PlanOption = False,
+    apply: ApplyOption = False,
+    watch: WatchOption = False,
+    timeout: TimeoutOption = None,
+) -> None:
+    """Move a partition to the node named, or to the other one that has the fewest."""
+
+    def planned(database: Database, _: Settings) -> Plan:
+        return planned_move(
+            database, topic, partition, to=to, away=away, accept_loss=accept_loss, if_version=if_version
+        )
+
+    _change(topic, planned, Wish(plan, apply, watch, timeout, if_version))
+
+
+@routes.command()
+def show(
+    topic: TopicArgument,
+    version: Annotated[int | None, typer.Option(min=1, help="This version; else the one in force.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a route: which partition on which node serves which LPs, what state it is in, and what it came from."""
+    with Database(settings_here().control_dsn()) as database:
+        lines = route_lines(database, topic, version)
+    rows = (asdict(line) for line in lines) if as_json else map(_drawn, lines)
+    show_rows(rows, as_json=as_json, nothing="")
+
+
+@routes.command()
+def history(topic: TopicArgument, as_json: JsonOption = False) -> None:
+    """List a topic's route changes: who made them, and how many milliseconds each step took."""
+    with Database(settings_here().control_dsn()) as database:
+        found = route_history(database, topic)
+    rows = (_told(change, as_json=as_json) for change in found)
+    show_rows(rows, as_json=as_json, nothing=f"version 1 of topic {topic} was never changed")
+
+
+@routes.command("watch")
+def watch_(topic: TopicArgument, timeout: TimeoutOption = None) -> None:
+    """Watch until every group has drained the topic's sealed partitions; exit code 1 if the time is over first."""
+    settings = settings_here()
+    with Database(settings.control_dsn()) as database:
+        load_route(database, topic)
+        watch_draining(database, settings, topic, timeout)
+
+
+@routes.command()
+def repair(
+    topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None,
+    away: AwayOption = False,
+    accept_loss: LossOption = False,
+) -> None:
+    """Finish what unfinished changes left; exit code 1 if one has to wait. The worker does it by itself."""
+    settings = settings_here()
+    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        if topic is not None:
+            load_route(database, topic)
+        came_to = finish_changes(
+            database,
+            prefix=settings.key_prefix,
+            topic=topic,
+            application=application,
+            away=away,
+            accept_loss=accept_loss,
+            unsafe=settings.allow_unsafe_redis,
+        )
+    waiting = {change: word for change, word in came_to.items() if word not in ("done", "dropped")}
+    for change, word in came_to.items():
+        typer.echo(f"change {change} waits: {word}" if change in waiting else f"change {change} is {word}",
+                   err=change in waiting)  # fmt: skip
+    if not came_to:
+        typer.echo("no change is open")
+    if waiting:
+        raise typer.Exit(1)
+
+
+@routes.command()
+def drop(topic: TopicArgument) -> None:
+    """Give up a topic's open change, where nothing is sealed yet."""
+    with Database(settings_here().control_dsn()) as database:
+        load_route(database, topic)
+        change = drop_change(database, topic, actor=actor())
+    typer.echo(f"change {change} is dropped; the route is as before")
+
+
+def _change(topic: str, planned: Callable[[Database, Settings], Plan], wish: Wish) -> None:
+    """Plan, print, and apply that very plan where that is wished."""
+    settings = settings_here()
+    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        # Finishing an earlier change makes another version than the one that was asked for.
+        if wish.apply and wish.if_version is None:
+            finish_earlier(database, topic, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
+        plan = planned(database, settings)
+        for line in _plan_lines(plan, {node.node_id: node.name for node in load_nodes(database)}):
+            typer.echo(line)
+        if not wish.apply:
+            typer.echo("nothing was changed; --apply does this")
+            return
+        route = apply_change(
+            database,
+            plan,
+            prefix=settings.key_prefix,
+            application=application,
+            actor=actor(),
+            unsafe=settings.allow_unsafe_redis,
+        )
+        typer.echo(f"route version {route.version} of topic {topic} is in force")
+        if wish.watch:
+            watch_draining(database, settings, topic, wish.timeout_s)
+
+
+def _plan_lines(plan: Plan, names: dict[NodeId, str]) -> Iterable[str]:
+    without = ", without the parent's node where it does not answer" if plan.mode == "away" else ""
+    yield f"{plan.kind} of topic {plan.topic}: route version {plan.base} -> {plan.version}{without}"
+    for parent in plan.parents:
+        yield f"  ends partition {parent.partition}: LPs [{parent.lp_from}, {parent.lp_to}) on {names[parent.node]}"
+    for made in plan.successors:
+        yield f"  makes a partition: LPs [{made.lp_from}, {made.lp_to}) on {names[made.node]}"
+
+
+def _drawn(line: RouteLine) -> dict[str, Any]:
+    cells = range(0, LP_COUNT, LP_COUNT // STRIP)
+    strip = "".join("#" if line.lp_from < at + LP_COUNT // STRIP and at < line.lp_to else "." for at in cells)
+    return {
+        "version": line.version,
+        "LPs": f"[{line.lp_from}, {line.lp_to})",
+        "of all": strip,
+        "partition": line.partition,
+        "node": line.node,
+        "state": line.state,
+        "from": _numbers(line.parents),
+    }
+
+
+def _told(change: Change, *, as_json: bool) -> dict[str, Any]:
+    parents, successors = list(change.parents), list(change.successors)
+    moved: dict[str, Any] = (
+        {"parents": parents, "successors": successors}
+        if as_json
+        else {"partitions": f"{_numbers(parents) or '-'} -> {_numbers(successors) or '-'}"}
+    )
+    planned_at = change.planned_at.isoformat(timespec="seconds")
+    return {
+        "version": change.version,
+        "change": change.change_id,
+        "kind": change.kind,
+        "state": change.state,
+        **moved,
+        "actor": change.actor,
+        "planned_at": planned_at,
+        "seal_ms": _ms(change.planned_at, change.sealed_at),
+        "open_ms": _ms(change.sealed_at, change.opened_at),
+        "done_ms": _ms(change.opened_at, change.ended_at),
+    }
+
+
+def _ms(since: datetime | None, until: datetime | None) -> float | None:
+    return None if since is None or until is None else round((until - since).total_seconds() * 1000, 1)
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

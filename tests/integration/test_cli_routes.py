@@ -1,0 +1,267 @@
+"""`mqlayer route …` as it is typed: plan, apply, watch, show, history, repair, drop."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import pytest
+
+from mqlayer import App, failpoints
+from mqlayer.changes import merge
+from mqlayer.postgres.database import Database
+from tests.fixtures.commands import Commands
+from tests.fixtures.servers import StartRedis
+from tests.proof.outbox_world import OutboxWorld
+
+
+@pytest.fixture
+def world(
+    run: Commands, empty_database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
+) -> Iterator[OutboxWorld]:
+    """Two nodes, a topic of two partitions, one on each."""
+    run.text("migrate")
+    world = OutboxWorld(empty_database_dsn, key_prefix, [redis_url, start_redis().url])
+    run.text("topic", "create", "orders", "--partitions", "2")
+    yield world
+    failpoints.disarm_all()
+
+
+def ranges(run: Commands) -> list[tuple[int, int, int, str]]:
+    return [(r["lp_from"], r["lp_to"], r["partition"], r["node"]) for r in run.lines("route", "show", "orders")]
+
+
+AS_BEFORE = [(0, 512, 1, "node-1"), (512, 1024, 2, "node-2")]
+
+
+def leave_planned(world: OutboxWorld) -> None:
+    failpoints.arm("change.after_plan", "raise")
+    with Database(world.dsn) as database, pytest.raises(failpoints.FailpointHit):
+        merge(database, "orders", [1, 2], prefix=world.key_prefix)
+    failpoints.disarm_all()
+
+
+def test_a_plan_says_what_would_be_done_and_changes_nothing(world: OutboxWorld, run: Commands) -> None:
+    words = ("route", "split", "orders", "1", "--at", "100", "--at", "300", "--to", "node-2")
+    said = run.text(*words)
+    assert said.splitlines() == [
+        "split of topic orders: route version 1 -> 2",
+        "  ends partition 1: LPs [0, 512) on node-1",
+        "  makes a partition: LPs [0, 100) on node-2",
+        "  makes a partition: LPs [100, 300) on node-2",
+        "  makes a partition: LPs [300, 512) on node-2",
+        "nothing was changed; --apply does this",
+    ]
+    assert run.text(*words, "--plan") == said
+    assert ranges(run) == AS_BEFORE
+    assert world.rows("SELECT 1 FROM mqlayer.route_change") == []
+
+
+def test_what_is_applied_is_what_was_planned(world: OutboxWorld, run: Commands) -> None:
+    words = ("route", "split", "orders", "1", "--at", "100", "--to", "node-1", "--to", "node-2")
+    planned = run.text(*words).splitlines()[:-1]
+    *done, last = run.text(*words, "--apply", "--if-version", "1").splitlines()
+    assert done == planned
+    assert last == "route version 2 of topic orders is in force"
+    assert ranges(run) == [(0, 100, 3, "node-1"), (100, 512, 4, "node-2"), (512, 1024, 2, "node-2")]
+
+
+def test_a_merge_and_a_move(world: OutboxWorld, run: Commands) -> None:
+    assert "LPs [0, 1024) on node-1" in run.text("route", "merge", "orders", "2", "1", "--apply")
+    assert "on node-2" in run.text("route", "move", "orders", "3", "--apply")
+    assert ranges(run) == [(0, 1024, 4, "node-2")]
+    assert "on node-1" in run.text("route", "move", "orders", "4", "--to", "node-1", "--apply")
+
+
+def test_a_split_without_a_point_halves_the_load(world: OutboxWorld, run: Commands) -> None:
+    world.publish(300, keys=60)
+    run.text("relay", "--once")
+    said = run.text("route", "split", "orders", "1")
+    point = int(said.splitlines()[2].split(",")[1].split(")")[0])
+    lps = [row[0] for row in world.rows("SELECT lp FROM mqlayer_app.outbox WHERE lp < 512")]
+    unevenness = {at: abs(len(lps) - 2 * sum(lp < at for lp in lps)) for at in range(1, 512)}
+    assert unevenness[point] == min(unevenness.values())
+    assert run.text("route", "split", "orders", "1", "--measure", "0.01") == said, "where nothing comes, all that came"
+
+
+BAD: Final[list[tuple[tuple[str, ...], str]]] = [
+    (("split", "orders", "1", "--at", "0"), "a part would be empty"),
+    (("split", "orders", "1", "--at", "600"), "a part would be empty"),
+    (("split", "orders", "1", "--at", "5", "--at", "5"), "several different"),
+    (("split", "orders", "1", "--at", "5", "--measure", "1"), "not both"),
+    (("split", "orders", "1", "--measure", "4000"), "measured for 0 to 3600"),
+    (("split", "orders", "9", "--at", "5"), "unknown partition 9"),
+    (("split", "orders", "9"), "unknown partition 9"),
+    (("split", "orders", "1", "--at", "5", "--to", "nobody"), "unknown node 'nobody'"),
+    (("split", "orders", "1", "--at", "5", "--to", "node-1", "--to", "node-1", "--to", "node-1"), "name one node"),
+    (("merge", "orders", "1"), "two different partitions"),
+    (("merge", "orders", "1", "1"), "two different partitions"),
+    (("merge", "orders", "1", "3"), "unknown partition 3"),
+    (("move", "orders", "1", "--to", "node-1"), "is on that node already"),
+    (("move", "orders", "1", "--if-version", "2"), "is at route version 1, not 2"),
+    (("move", "orders", "1", "--plan", "--apply"), "choose one"),
+    (("move", "orders", "1", "--watch"), "mqlayer route watch"),
+    (("move", "nowhere", "1"), "mqlayer topic create nowhere"),
+    (("move", "No Where", "1"), "bad topic name"),
+    (("show", "nowhere"), "mqlayer topic create nowhere"),
+    (("show", "orders", "--version", "7"), "topic 'orders' has 1 to 1"),
+    (("history", "nowhere"), "mqlayer topic create nowhere"),
+    (("watch", "nowhere"), "mqlayer topic create nowhere"),
+    (("repair", "nowhere"), "mqlayer topic create nowhere"),
+    (("drop", "nowhere"), "mqlayer topic create nowhere"),
+    (("drop", "orders"), "nothing is to be dropped"),
+]
+"""What can't be done, and a part of what is said to it."""
+
+
+def test_what_can_not_be_done_is_one_line_and_changes_nothing(world: OutboxWorld, run: Commands) -> None:
+    """Cases 13 to 15."""
+    for words, reason in BAD:
+        assert reason in run.failure("route", *words)
+        if words[0] in ("split", "merge", "move") and not {"--plan", "--watch"} & set(words):
+            assert reason in run.failure("route", *words, "--apply")
+    assert ranges(run) == AS_BEFORE
+    assert world.rows("SELECT 1 FROM mqlayer.route_change") == []
+    assert world.rows("SELECT count(*)::int FROM mqlayer.partition") == [(2,)]
+
+
+def test_partitions_that_are_not_adjacent_are_not_merged(world: OutboxWorld, run: Commands) -> None:
+    """Case 14."""
+    run.text("route", "split", "orders", "1", "--at", "100", "--apply")
+    assert "not adjacent" in run.failure("route", "merge", "orders", "3", "2", "--apply")
+
+
+def test_a_route_is_drawn_with_its_lineage(world: OutboxWorld, run: Commands) -> None:
+    run.text("route", "split", "orders", "1", "--at", "256", "--apply")
+    head, first, second, third = run.text("route", "show", "orders").splitlines()
+    assert head.split() == ["version", "LPs", "of", "all", "partition", "node", "state", "from"]
+    assert first.split() == ["2", "[0,", "256)", "#" * 8 + "." * 24, "3", "node-1", "open", "1"]
+    assert second.split()[3] == "." * 8 + "#" * 8 + "." * 16
+    assert third.split()[3:] == ["." * 16 + "#" * 16, "2", "node-2", "open"]
+    (old, _) = run.lines("route", "show", "orders", "--version", "1")
+    assert (old["partition"], old["state"], old["parents"]) == (1, "sealed", [])
+    assert [line["parents"] for line in run.lines("route", "show", "orders")] == [[1], [1], []]
+
+
+def test_the_history_tells_who_did_what_and_how_long_it_took(world: OutboxWorld, run: Commands) -> None:
+    assert "never changed" in run.text("route", "history", "orders")
+    run.text("route", "split", "orders", "1", "--at", "256", "--apply")
+    run.text("route", "merge", "orders", "3", "4", "--apply")
+    first, second = run.lines("route", "history", "orders")
+    assert (first["version"], first["kind"], first["state"]) == (2, "split", "done")
+    assert (second["version"], second["parents"], second["successors"]) == (3, [3, 4], [5])
+    assert first["actor"].startswith(f"{getpass.getuser()}@")
+    assert all(0 < first[step] < 60_000 for step in ("seal_ms", "open_ms", "done_ms"))
+    assert "1 -> 3, 4" in run.text("route", "history", "orders")
+
+
+def test_an_open_change_is_finished_by_the_next_command(world: OutboxWorld, run: Commands) -> None:
+    leave_planned(world)
+    assert "mqlayer route repair orders" in run.failure("route", "move", "orders", "1")
+    refused = run("route", "move", "orders", "1", "--apply")
+    assert refused.exit_code == 1
+    assert "unknown partition 1" in refused.stderr.splitlines()[-1]
+    assert [line["state"] for line in run.lines("route", "history", "orders")] == ["done"]
+
+
+def test_an_open_change_is_not_finished_where_a_version_is_asked_for(world: OutboxWorld, run: Commands) -> None:
+    leave_planned(world)
+    assert "is open" in run.failure("route", "move", "orders", "1", "--apply", "--if-version", "1")
+    assert ranges(run) == AS_BEFORE
+
+
+def test_repair_says_what_became_of_each_change(world: OutboxWorld, run: Commands) -> None:
+    assert run.text("route", "repair") == "no change is open\n"
+    leave_planned(world)
+    world.rows("UPDATE mqlayer.node SET armed_run_id = 'another' WHERE name = 'node-2'")
+    waiting = run("route", "repair", "orders")
+    assert waiting.exit_code == 1
+    assert "change 1 waits: " in waiting.stderr
+    run.text("node", "rearm", "node-2")
+    assert run.text("route", "repair", "orders") == "change 1 is done\n"
+
+
+def test_a_change_that_sealed_nothing_is_dropped(world: OutboxWorld, run: Commands) -> None:
+    leave_planned(world)
+    assert run.text("route", "drop", "orders") == "change 1 is dropped; the route is as before\n"
+    assert ranges(run) == AS_BEFORE
+    (change,) = run.lines("route", "history", "orders")
+    assert (change["state"], change["seal_ms"]) == ("dropped", None)
+    assert run.text("route", "merge", "orders", "1", "2", "--apply").endswith("is in force\n")
+
+
+def consumer(world: OutboxWorld) -> App:
+    app = App(world.settings(lease_s=2.0))
+    app.consumer("orders", group="ledger")(lambda body: None)
+    return app
+
+
+def test_watching_ends_when_every_group_has_drained(world: OutboxWorld, run: Commands) -> None:
+    world.publish(50)
+    run.text("relay", "--once")
+    app = consumer(world)
+    app.start()
+    app.stop()
+    for name in ("1", "2"):
+        run.text("route", "split", "orders", name, "--apply")
+    late = run("route", "watch", "orders", "--timeout", "0")
+    assert late.exit_code == 1
+    assert late.stderr == "mqlayer: not drained within 0 s by: ledger\n"
+    assert late.stdout.startswith("group ledger, partition 1: ")
+    app = consumer(world)
+    app.start()
+    try:
+        said = run.text("route", "watch", "orders", "--timeout", "30").splitlines()
+        assert said[-1] == "every group of topic orders has drained what is sealed"
+        said = run.text("route", "merge", "orders", "3", "4", "--apply", "--watch", "--timeout", "30").splitlines()
+        assert said[-1] == "every group of topic orders has drained what is sealed"
+    finally:
+        app.stop()
+
+
+def test_watching_says_that_a_node_is_away(world: OutboxWorld, run: Commands) -> None:
+    app = consumer(world)
+    app.start()
+    app.stop()
+    run.text("route", "split", "orders", "1", "--apply")
+    world.rows("UPDATE mqlayer.node SET armed_run_id = 'another'")
+    assert "partition 1: its node is away" in run("route", "watch", "orders", "--timeout", "0").stdout
+
+
+def test_on_a_terminal_watching_is_live(world: OutboxWorld, run: Commands) -> None:
+    app = consumer(world)
+    app.start()
+    app.stop()
+    run.text("route", "split", "orders", "1", "--apply")
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as screen, os.fdopen(theirs, "wb", buffering=0) as terminal:
+        done = subprocess.run(
+            [sys.executable, "-m", "mqlayer", "route", "watch", "orders", "--timeout", "0"],
+            env=world.environment(TERM="xterm", COLUMNS="100"), stdout=terminal, stderr=subprocess.PIPE, check=False,
+        )  # fmt: skip
+        shown = screen.read(4096).decode()
+    assert done.returncode == 1
+    assert "left to drain" in shown
+    assert "ledger" in shown
+
+
+def test_two_operators_get_one_version_each_or_a_conflict(world: OutboxWorld, run: Commands) -> None:
+    """Case 12."""
+    command = [sys.executable, "-m", "mqlayer", "route", "split", "orders", "--apply", "--if-version", "1", "--at"]
+
+    def split(partition: int, at: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, str(at), str(partition)], env=world.environment(), capture_output=True,
+                              text=True, check=False)  # fmt: skip
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(split, (1, 2), (100, 600)))
+    assert sorted(done.returncode for done in ended) == [0, 1]
+    (loser,) = (done for done in ended if done.returncode)
+    assert len(loser.stderr.splitlines()) == 1
+    assert [change["version"] for change in run.lines("route", "history", "orders")] == [2]

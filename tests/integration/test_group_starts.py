@@ -1,0 +1,234 @@
+"""Where a new group starts in a topic whose partitions were split, merged and moved before."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+import redis
+
+from mqlayer import App, Context, failpoints
+from mqlayer.changes import merge, retire_partitions, split
+from mqlayer.errors import InvalidInput, NodeNotArmed
+from mqlayer.membership.groups import Group, GroupSettings, ensure_group
+from mqlayer.membership.starts import Start
+from mqlayer.postgres.database import Database
+from mqlayer.routes.cache import RouteCache
+from tests.fixtures.servers import StartRedis
+from tests.fixtures.waiting import wait_until
+from tests.proof.outbox_world import OutboxWorld
+
+KEYS = 12
+Seen = dict[str, list[str]]
+
+
+@pytest.fixture
+def world(database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str) -> Iterator[OutboxWorld]:
+    """Two nodes, a topic of two partitions, a relay."""
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url, start_redis().url])
+    world.add_topic("orders", partitions=2)
+    with world.relay():
+        yield world
+    failpoints.disarm_all()
+
+
+@pytest.fixture
+def database(world: OutboxWorld) -> Iterator[Database]:
+    """The control database."""
+    with Database(world.dsn) as database:
+        yield database
+
+
+def publish(world: OutboxWorld, tag: str) -> None:
+    """Publish three messages of each key, and see them in the partitions."""
+    world.publish(3 * KEYS, keys=KEYS, tag=tag)
+    world.wait_until_whole()
+
+
+def split_first(world: OutboxWorld, database: Database, at: int) -> None:
+    partition = next(row[0] for row in world.rows(
+        "SELECT r.partition_id FROM mqlayer.route r JOIN mqlayer.topic t USING (topic_id, version) ORDER BY r.lp_from"
+    ))  # fmt: skip
+    split(database, "orders", partition, at=[at], prefix=world.key_prefix)
+
+
+def a_moment_between() -> datetime:
+    """Return a time that is later than all that was published, and earlier than all that will be."""
+    before = time.time()
+    wait_until(lambda: time.time() > before + 0.005, what="a later millisecond")
+    at = datetime.now(UTC)
+    wait_until(lambda: datetime.now(UTC) > at + timedelta(milliseconds=5), what="a later millisecond")
+    return at
+
+
+@contextmanager
+def consuming(world: OutboxWorld, start: Start) -> Iterator[Seen]:
+    """Run a new group from a start; what its handler sees, per key."""
+    app = App(world.settings(lease_s=2.0))
+    seen: Seen = defaultdict(list)
+
+    @app.consumer("orders", group="late", start=start)
+    def book(body: bytes, ctx: Context) -> None:
+        seen[ctx.key or ""].append(body.decode())
+
+    app.start()
+    try:
+        yield seen
+    finally:
+        app.stop()
+
+
+def of_tags(*tags: str) -> Seen:
+    """Return what has to be seen of these rounds."""
+    return {
+        f"key-{key}": [f"{tag}-{number}" for tag in tags for number in range(key, 3 * KEYS, KEYS)]
+        for key in range(KEYS)
+    }
+
+
+def ensure(world: OutboxWorld, database: Database, start: Start, name: str = "late") -> Group:
+    return ensure_group(
+        database, RouteCache(database), topic="orders", name=name, prefix=world.key_prefix,
+        settings=GroupSettings(start=start),
+    )  # fmt: skip
+
+
+def version_of(world: OutboxWorld) -> int:
+    return int(world.rows("SELECT version FROM mqlayer.consumer_group WHERE name = 'late'")[0][0])
+
+
+def test_earliest_replays_the_whole_lineage_in_order(world: OutboxWorld, database: Database) -> None:
+    """Case 27."""
+    publish(world, "a")
+    split_first(world, database, 200)
+    publish(world, "b")
+    split_first(world, database, 100)
+    publish(world, "c")
+    with consuming(world, "earliest") as seen:
+        wait_until(lambda: seen == of_tags("a", "b", "c"), what="all of the lineage")
+        wait_until(lambda: version_of(world) == 3, what="the group to come to the newest version")
+
+
+def test_latest_begins_in_the_newest_version_behind_all_that_there_is(world: OutboxWorld, database: Database) -> None:
+    """Case 27."""
+    publish(world, "a")
+    split_first(world, database, 200)
+    publish(world, "b")
+    with consuming(world, "latest") as seen:
+        assert version_of(world) == 2
+        publish(world, "c")
+        wait_until(lambda: sum(map(len, seen.values())) >= 3 * KEYS, what="what is new")
+        assert seen == of_tags("c")
+
+
+def test_a_time_inside_a_version_begins_in_the_partitions_of_that_version(
+    world: OutboxWorld, database: Database
+) -> None:
+    """Case 27: inside version 2, with version 3 in force; version 1 counts as drained."""
+    publish(world, "a")
+    split_first(world, database, 200)
+    publish(world, "b")
+    at = a_moment_between()
+    publish(world, "c")
+    split_first(world, database, 100)
+    publish(world, "d")
+    with consuming(world, at.astimezone(timezone(timedelta(hours=5)))) as seen:
+        wait_until(lambda: seen == of_tags("c", "d"), what="what was published since")
+        wait_until(lambda: version_of(world) == 3, what="the group to come to the newest version")
+    assert not world.rows("SELECT 1 FROM mqlayer.readable r JOIN mqlayer.partition p USING (partition_id) "
+                          "WHERE p.state = 'sealed'")  # fmt: skip
+
+
+def test_a_time_before_everything_is_the_earliest_start_and_one_to_come_the_latest(
+    world: OutboxWorld, database: Database
+) -> None:
+    publish(world, "a")
+    split_first(world, database, 200)
+    publish(world, "b")
+    with consuming(world, datetime(2001, 1, 1, tzinfo=UTC)) as seen:
+        wait_until(lambda: seen == of_tags("a", "b"), what="everything")
+    ensure(world, database, datetime.now(UTC) + timedelta(days=1), name="tomorrow")
+    starts = world.rows(
+        "SELECT s.start_offset > 1 FROM mqlayer.group_start s JOIN mqlayer.consumer_group g USING (group_id) "
+        "JOIN mqlayer.partition p USING (partition_id) WHERE g.name = 'tomorrow' AND p.state = 'open'"
+    )
+    assert starts == [(True,)] * 3
+
+
+def test_a_merge_of_a_drained_and_an_undrained_parent_begins_with_its_first_message(
+    world: OutboxWorld, database: Database
+) -> None:
+    publish(world, "a")
+    split_first(world, database, 200)
+    at = a_moment_between()
+    publish(world, "b")
+    first, second = (row[0] for row in world.rows(
+        "SELECT partition_id FROM mqlayer.partition WHERE state = 'open' ORDER BY lp_from LIMIT 2"
+    ))  # fmt: skip
+    merge(database, "orders", [first, second], prefix=world.key_prefix)
+    publish(world, "c")
+    with consuming(world, at) as seen:
+        wait_until(lambda: seen == of_tags("b", "c"), what="what was published since")
+
+
+@pytest.mark.parametrize("start", [datetime(2026, 1, 1), "newest", 7])  # noqa: DTZ001 - the point of it
+def test_a_start_that_means_nothing_is_refused_before_anything_runs(world: OutboxWorld, start: Start) -> None:
+    with pytest.raises(InvalidInput, match=r"time zone|a group starts at"):
+        App(world.settings()).consumer("orders", group="late", start=start)
+    assert not world.rows("SELECT 1 FROM mqlayer.consumer_group")
+
+
+def test_a_retired_partition_is_behind_every_new_group(world: OutboxWorld, database: Database) -> None:
+    publish(world, "a")
+    split_first(world, database, 200)
+    ensure(world, database, "latest", name="first")
+    assert retire_partitions(database, prefix=world.key_prefix) == [1]
+    world.publish(KEYS, keys=KEYS, tag="b")
+    with consuming(world, "earliest") as seen:
+        wait_until(lambda: sum(map(len, seen.values())) > 0, what="what is kept")
+        assert version_of(world) == 2
+
+
+def test_a_partition_that_its_node_lost_is_no_empty_one(world: OutboxWorld, database: Database) -> None:
+    """A missing meta means "refuse", never "new": the group would start with what it must not see."""
+    publish(world, "a")
+    redis.Redis.from_url(world.urls[0]).delete(f"{world.key_prefix}:{{1}}:meta")
+    with pytest.raises(NodeNotArmed, match="partition 1 is gone"):
+        ensure(world, database, "latest")
+
+
+def test_of_two_first_members_one_says_where_the_group_starts(
+    world: OutboxWorld, database: Database, tmp_path: Path
+) -> None:
+    """What they saw is not mixed: a split came between, and each has seen other partitions.
+
+    Had both a say, the group would start at the parent's old end, take the parent for drained all the same, and begin
+    behind what its successors hold.
+    """
+    publish(world, "a")
+    doors = [tmp_path / "first", tmp_path / "second"]
+    for number, door in enumerate(doors, start=1):
+        failpoints.arm("group.before_starts", f"mark:{door}-reached", occurrence=number)
+        failpoints.arm("group.before_starts", f"wait:{door}", occurrence=number)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ensure, world, database, "latest")
+        wait_until((tmp_path / "first-reached").exists, what="one to know where it would start")
+        publish(world, "b")
+        split_first(world, database, 200)
+        publish(world, "c")
+        second = pool.submit(ensure, world, database, "latest")
+        wait_until((tmp_path / "second-reached").exists, what="both to know where they would start")
+        doors[0].touch()
+        group = first.result(30)
+        before = world.rows("SELECT * FROM mqlayer.group_start ORDER BY partition_id")
+        doors[1].touch()
+        assert second.result(30) == group
+    assert world.rows("SELECT * FROM mqlayer.group_start ORDER BY partition_id") == before
+    assert [row[1] for row in before] == [1, 2]
+    assert not world.rows("SELECT 1 FROM mqlayer.drained")
