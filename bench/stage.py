@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import uuid
 from contextlib import ExitStack
@@ -59,8 +60,9 @@ class Stage:
         self._cleanup = ExitStack()
         self._directory = Path(tempfile.mkdtemp(prefix="mqlayer-bench-"))
         self._directory.chmod(0o755)
+        self._cleanup.callback(shutil.rmtree, self._directory, ignore_errors=True)
         self._postgres: PostgresServer | None = None
-        self._redis: dict[Fsync, RedisServer] = {}
+        self._redis: dict[tuple[Fsync, int], RedisServer] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -79,24 +81,25 @@ class Stage:
             self._postgres.start()
         return self._postgres
 
-    def redis(self, fsync: Fsync = "always") -> RedisServer:
+    def redis(self, fsync: Fsync = "always", number: int = 1) -> RedisServer:
         """A Redis with an append-only file and this policy; the settings that the promise needs."""
-        if fsync not in self._redis:
-            server = RedisServer(self._directory / f"redis-{fsync}", options={"appendfsync": fsync})
+        if (fsync, number) not in self._redis:
+            server = RedisServer(self._directory / f"redis-{fsync}-{number}", options={"appendfsync": fsync})
             self._cleanup.callback(server.erase)
             server.start()
-            self._redis[fsync] = server
-        return self._redis[fsync]
+            self._redis[fsync, number] = server
+        return self._redis[fsync, number]
 
-    def system(self, *, fsync: Fsync = "always", partitions: int = 1) -> System:
-        """Return a new, empty system on the stage's servers; the node is flushed."""
+    def system(self, *, fsync: Fsync = "always", partitions: int = 1, nodes: int = 1) -> System:
+        """Return a new, empty system on the stage's servers; the nodes are flushed."""
         dsn = self.postgres.create_database(f"bench_{uuid.uuid4().hex[:8]}")
         migrate(dsn)
-        server = self.redis(fsync)
-        redis.Redis.from_url(server.url).flushall()
+        servers = [self.redis(fsync, number) for number in range(1, nodes + 1)]
         settings = Settings(dsn=SecretStr(dsn))
         database = Database(dsn, application="mqlayer bench")
         self._cleanup.callback(database.close)
-        register_node(database, name="n1", url=server.url)
+        for number, server in enumerate(servers, start=1):
+            redis.Redis.from_url(server.url).flushall()
+            register_node(database, name=f"n{number}", url=server.url)
         route = create_topic(database, "bench", prefix=settings.key_prefix, partitions=partitions, application=database)
-        return System(settings, database, route, server.url)
+        return System(settings, database, route, servers[0].url)

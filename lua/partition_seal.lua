@@ -17,7 +17,6 @@ ARGV
 RETURNS
   {"sealed", seal, next, {field, seq, ...}}   closed now, or before by this change: then with the seal it got
   {"conflict", state, change}                 not open, and not sealed by this change; nothing was changed
-  {"dropped", change}                         this change may not seal it any more; nothing was changed
   {"absent"}                                  no such partition on this node
 ]]
 local log_key = KEYS[1]
@@ -26,14 +25,13 @@ local marks_key = KEYS[3]
 local change = ARGV[1]
 local seal = ARGV[2]
 
-local meta = redis.call('HMGET', meta_key, 'state', 'next', 'sealed_for', 'seal', 'dropped')
+local meta = redis.call('HMGET', meta_key, 'state', 'next', 'sealed_for', 'seal')
 local state, next_offset = meta[1], meta[2]
 if not state then return {'absent'} end
 if state == 'sealed' and meta[3] == change then
   return {'sealed', meta[4], tonumber(next_offset), redis.call('HGETALL', marks_key)}
 end
 if state ~= 'open' then return {'conflict', state, meta[3] or ''} end
-if tonumber(meta[5] or '0') >= tonumber(change) then return {'dropped', meta[5]} end
 redis.call('XADD', log_key, string.format('%d-1', tonumber(next_offset) - 1), 'm', 'command', 'k', change, 'b', seal)
 redis.call('HSET', meta_key, 'state', 'sealed', 'sealed_for', change, 'seal', seal)
 return {'sealed', seal, tonumber(next_offset), redis.call('HGETALL', marks_key)}

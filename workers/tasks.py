@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mqlayer.changes import finish_changes, retire_partitions
+from mqlayer.changes import bring_back_nodes, finish_changes, retire_partitions
 from mqlayer.outbox import rotate
 from mqlayer.relay import relay_once
 from mqlayer.trimming import clean_fence, drop_closed_marks, trim_pass
@@ -51,5 +51,7 @@ def clean_marks() -> None:
 def repair_routes() -> None:
     """Finish route changes that their drivers left, and retire partitions that every group has drained."""
     if claimed(control(), schedule.REPAIR_ROUTES):
-        finish_changes(control(), prefix=settings().key_prefix, unsafe=settings().allow_unsafe_redis)
-        retire_partitions(control(), prefix=settings().key_prefix, unsafe=settings().allow_unsafe_redis)
+        unsafe, prefix = settings().allow_unsafe_redis, settings().key_prefix
+        finish_changes(control(), prefix=prefix, application=application(), unsafe=unsafe)
+        bring_back_nodes(control(), prefix=prefix, application=application(), unsafe=unsafe)
+        retire_partitions(control(), prefix=prefix, unsafe=unsafe)

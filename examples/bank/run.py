@@ -1,4 +1,7 @@
-"""The README's main job, on real servers: pgbench's bank, outbox to read model, with two faults half-way.
+"""The README's main job, on real servers: pgbench's bank, outbox to read model.
+
+While pgbench runs, partitions of the topic are split, moved and merged; half-way one consumer is killed and another one
+stopped past its lease.
 
     python -m examples.bank.run --seconds 60
 
@@ -25,6 +28,7 @@ import typer
 
 from examples.bank.faults import Faults
 from examples.bank.figures import Figures, Verdict
+from examples.bank.rerouting import Rerouting
 from examples.bank.show import Show, show_verdict
 from examples.bank.stage import CONSUMER_PROCESSES, PARTITIONS, Stage
 from mqlayer.errors import MqlayerError
@@ -88,24 +92,28 @@ def _all_joined(figures: Figures) -> bool:
 def _load(stage: Stage, figures: Figures, show: Show, *, seconds: int, rate: int, clients: int) -> Any:
     """Run pgbench to its end, with the faults half-way; return when they began."""
     faults = Faults(figures, spared_pid=stage.worker_pid, note=show.note)
+    rerouting = Rerouting(stage.control_dsn, note=show.note)
     faults_at = None
     began = time.monotonic()
+    rerouting.start()
     with _ended(stage.start_load(seconds=seconds, rate=rate, clients=clients)) as load:
         try:
             while load.poll() is None:
                 elapsed_s = time.monotonic() - began
+                rerouting.follow(elapsed_s / seconds)
                 if not faults.started and elapsed_s >= seconds / 2:
                     faults_at = figures.now()
                     faults.start()
                 show.update("load", elapsed_s, figures.progress())
                 comes_true(lambda: load.poll() is not None, within_s=LOOK_EVERY_S)
             faults.finish()
+            rerouting.finish()
         finally:
             faults.cancel()
         if load.returncode:
             raise RunFailed(f"pgbench ended with {load.returncode}: {stage.load_log.read_text()[-500:]}")
-    if faults.error:
-        raise RunFailed(faults.error)
+    if faults.error or rerouting.error:
+        raise RunFailed(faults.error or rerouting.error)
     return faults_at
 
 

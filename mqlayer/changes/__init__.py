@@ -12,6 +12,7 @@ from mqlayer.changes.changing import (
     split,
 )
 from mqlayer.changes.load import measured_load
+from mqlayer.changes.losing import Loss, bring_back_nodes, give_up_node
 from mqlayer.changes.retiring import retire_partitions
 from mqlayer.changes.showing import Change, DrainProgress, RouteLine, drain_progress, route_history, route_lines
 from mqlayer.changes.steps import finish_change, finish_changes
@@ -20,15 +21,18 @@ from mqlayer.domain.changes import Plan, Successor, plan_merge, plan_move, plan_
 __all__ = [
     "Change",
     "DrainProgress",
+    "Loss",
     "Plan",
     "RouteLine",
     "Successor",
     "apply_change",
+    "bring_back_nodes",
     "drain_progress",
     "drop_change",
     "finish_change",
     "finish_changes",
     "finish_earlier",
+    "give_up_node",
     "measured_load",
     "merge",
     "move",

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from mqlayer.changes.load import measured_load
-from mqlayer.changes.steps import driver, finish_change, finish_changes, locked
+from mqlayer.changes.proving import refuse_unproven
+from mqlayer.changes.steps import finish_change, finish_changes, locked
 from mqlayer.domain.changes import Plan, emptiest, halving_point, plan_merge, plan_move, plan_split
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId, Route
@@ -60,12 +61,25 @@ def planned_merge(
 
 
 def planned_move(
-    database: Database, topic: str, partition: int, *, to: str | None = None, if_version: int | None = None
+    database: Database,
+    topic: str,
+    partition: int,
+    *,
+    to: str | None = None,
+    away: bool = False,
+    accept_loss: bool = False,
+    if_version: int | None = None,
 ) -> Plan:
-    """Plan to move a partition to the node named, or to the one with the fewest; raises as `planned_split`."""
+    """Plan to move a partition to the node named, or to the one with the fewest; raises as `planned_split`.
+
+    `away`: also where its own node does not answer. The outbox proves the marks then, consumers wait until the node is
+    back. Where direct producers may have published there this needs `accept_loss`: they are told of a loss.
+    """
     route = _plannable(database, topic, if_version)
     node = choose_node(database, route, partition) if to is None else find_node(database, to).node_id
-    return plan_move(route, partition, node)
+    if away and not accept_loss:
+        refuse_unproven(database)
+    return plan_move(route, partition, node, mode="away" if away else "live")
 
 
 def split(
@@ -111,34 +125,45 @@ def move(
     *,
     prefix: str,
     to: str | None = None,
+    away: bool = False,
+    accept_loss: bool = False,
+    application: Database | None = None,
     actor: str = "api",
     unsafe: bool = False,
 ) -> Route:
     """Plan a move as `planned_move` does and apply it; return the route then in force. Raises as both."""
-    finish_earlier(database, topic, prefix=prefix, unsafe=unsafe)
-    plan = planned_move(database, topic, partition, to=to)
-    return apply_change(database, plan, prefix=prefix, actor=actor, unsafe=unsafe)
+    finish_earlier(database, topic, prefix=prefix, application=application, unsafe=unsafe)
+    plan = planned_move(database, topic, partition, to=to, away=away, accept_loss=accept_loss)
+    return apply_change(database, plan, prefix=prefix, application=application, actor=actor, unsafe=unsafe)
 
 
-def choose_node(database: Database, route: Route, partition: int) -> NodeId:
+def choose_node(database: Database, route: Route, partition: int, *, other_than: NodeId | None = None) -> NodeId:
     """Return the node with the fewest partitions of a topic, other than a partition's own. Raises NotFound."""
-    home = next((r.node for r in route.ranges if r.partition == partition), NodeId(0))
+    home = other_than or next((r.node for r in route.ranges if r.partition == partition), NodeId(0))
     in_use = [r.node for r in route.ranges]
     return emptiest((node.node_id for node in load_nodes(database)), in_use, other_than=home)
 
 
-def apply_change(database: Database, plan: Plan, *, prefix: str, actor: str = "api", unsafe: bool = False) -> Route:
+def apply_change(
+    database: Database,
+    plan: Plan,
+    *,
+    prefix: str,
+    application: Database | None = None,
+    actor: str = "api",
+    unsafe: bool = False,
+) -> Route:
     """Do what a plan says, and return the route then in force; nothing is changed where it raises Conflict.
 
     What an earlier change of the topic left open is finished first. Raises Conflict where the route is not the one
     that was planned on any more, or another change can't be finished now; StoreUnavailable where a node is away: then
     the change stays open, and is finished by the worker, by `finish_changes` or by the next command.
     """
-    finish_earlier(database, plan.topic, prefix=prefix, unsafe=unsafe)
+    finish_earlier(database, plan.topic, prefix=prefix, application=application, unsafe=unsafe)
     change_id = _record_plan(database, plan, actor)
     failpoint("change.after_plan")
     try:
-        state = finish_change(database, change_id, prefix=prefix, unsafe=unsafe)
+        state = finish_change(database, change_id, prefix=prefix, application=application, unsafe=unsafe)
     except StoreUnavailable as error:
         raise type(error)(
             error.address, f"{error.reason}; change {change_id} stays open: mqlayer route repair {plan.topic}"
@@ -148,11 +173,10 @@ def apply_change(database: Database, plan: Plan, *, prefix: str, actor: str = "a
     return load_route(database, plan.topic)
 
 
-def drop_change(database: Database, topic: str, *, prefix: str, actor: str = "api", unsafe: bool = False) -> int:
+def drop_change(database: Database, topic: str, *, actor: str = "api") -> int:
     """Give up a topic's open change where nothing is sealed yet; return its id.
 
-    Raises NotFound where no change is open, Conflict where it has to go forward, StoreUnavailable where a parent's
-    node can't be asked: a partition must refuse the change before it can be dropped.
+    Raises NotFound where no change is open, Conflict where it has to go forward.
     """
     with database.connection() as connection:
         row = connection.execute(query("change_unfinished"), {"topic": topic}).fetchone()
@@ -160,8 +184,18 @@ def drop_change(database: Database, topic: str, *, prefix: str, actor: str = "ap
         raise NotFound("open route change of topic", topic, "nothing is to be dropped")
     change_id = int(row[0])
 
-    with driver(database, prefix=prefix, unsafe=unsafe) as drive:
-        database.transaction(lambda connection: drive.give_up(connection, locked(connection, change_id), actor=actor))
+    def work(connection: Connection) -> None:
+        change = locked(connection, change_id)
+        if change.state != "planned":
+            raise Conflict(
+                f"change {change_id} of topic {topic!r} is {change.state}", "it only goes forward: mqlayer route repair"
+            )
+        for name in ("change_drop", "change_parents_free", "change_successors_delete"):
+            connection.execute(query(name), {"change_id": change_id})
+        note(connection, actor, "route drop", topic, {"change": change_id, "kind": change.kind})
+        failpoint("drop.before_commit")
+
+    database.transaction(work)
     return change_id
 
 
@@ -177,9 +211,12 @@ def _plannable(database: Database, topic: str, if_version: int | None) -> Route:
     return route
 
 
-def finish_earlier(database: Database, topic: str, *, prefix: str, unsafe: bool = False) -> None:
+def finish_earlier(
+    database: Database, topic: str, *, prefix: str, application: Database | None = None, unsafe: bool = False
+) -> None:
     """Finish what an earlier change of a topic left. Raises Conflict where it has to wait."""
-    for change_id, word in finish_changes(database, prefix=prefix, topic=topic, unsafe=unsafe).items():
+    came_to = finish_changes(database, prefix=prefix, topic=topic, application=application, unsafe=unsafe)
+    for change_id, word in came_to.items():
         if word not in ("done", "dropped"):
             raise Conflict(f"change {change_id} of topic {topic!r} is not finished", word)
 
@@ -197,7 +234,13 @@ def _record_plan(database: Database, plan: Plan, actor: str) -> int:
                 f"topic {plan.topic!r} is at route version {row[4]}, the plan starts from {plan.base}",
                 "somebody changed it meanwhile: plan again",
             )
-        facts = {"topic_id": plan.topic_id, "version": plan.version, "kind": plan.kind, "actor": actor}
+        facts = {
+            "topic_id": plan.topic_id,
+            "version": plan.version,
+            "kind": plan.kind,
+            "mode": plan.mode,
+            "actor": actor,
+        }
         if connection.execute(query("change_unfinished"), {"topic": plan.topic}).fetchone():
             raise Conflict(
                 f"another change of topic {plan.topic!r} is open", "wait for it, or finish it: mqlayer route repair"

@@ -2,15 +2,16 @@
 
 States, and who repairs a crash behind them:
 
-1. *planned* (rows in Postgres; successors may exist in Redis, importing; parents may be sealed). Anybody goes on; while
-   no parent is sealed it may be dropped instead.
-2. *sealed* (every parent's command record is in its stream, and Postgres has recorded these very ones with their
-   marks). Only forward: anybody goes on.
-3. *done* (successors open with their marks, route version in force). Nothing is left to do.
+1. *planned* (rows in Postgres; successors may exist in Redis, importing). Anybody goes on, or drops it.
+2. *sealing* (parents may be sealed). Only forward from here: a driver that is stopped and wakes up later seals for a
+   change that goes on anyway. Anybody goes on.
+3. *sealed* (every parent's command record is in its stream, and Postgres has recorded these very ones with their
+   marks). Anybody goes on.
+4. *done* (successors open with their marks, route version in force). Nothing is left to do.
 
 A step runs in one transaction that holds the change's row, so that two drivers work one after the other. One that was
 stopped for so long that Postgres ended its transaction does no harm when it wakes up: making, sealing and opening are
-idempotent by the change's id, and a dropped change is refused by the partitions themselves.
+idempotent by the change's id.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from typing import Any, Final
 from psycopg.types.json import Jsonb
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from mqlayer.domain.changes import marks_within
+from mqlayer.changes.proving import prove, refuse_unproven
+from mqlayer.domain.changes import Mode, marks_within
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, NotFound, StoreUnavailable, TransactionConflict
 from mqlayer.failpoints import failpoint
@@ -39,12 +41,10 @@ from mqlayer.redis.partitions import (
     Sealed,
     create,
     open_partition,
-    refuse_change,
     seal_command,
     seal_reply,
 )
 from mqlayer.routes.cache import load_nodes
-from mqlayer.topics.nodes import note
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class Work:
     version: int
     kind: str
     state: str
+    mode: Mode
     parents: tuple[Place, ...]
     successors: tuple[Place, ...]
 
@@ -81,8 +82,11 @@ class Work:
 class Driver:
     """Brings changes to their end. Holds connections to the nodes that it needed; close it."""
 
-    def __init__(self, database: Database, *, prefix: str, unsafe: bool = False) -> None:
-        self._database, self._prefix, self._unsafe = database, prefix, unsafe
+    def __init__(
+        self, database: Database, *, prefix: str, application: Database | None = None, unsafe: bool = False
+    ) -> None:
+        self._database, self._application = database, application
+        self._prefix, self._unsafe = prefix, unsafe
         self._lines: dict[NodeId, NodeConnection] = {}
 
     def finish(self, change_id: int) -> str:
@@ -97,26 +101,10 @@ class Driver:
             stop=stop_after_delay(AGAIN_FOR_S),
             reraise=True,
         )
+        retrying(self._run, self._begin, change_id)
         retrying(self._run, self._seal, change_id)
         state: str = retrying(self._run, self._open, change_id)
         return state
-
-    def give_up(self, connection: Connection, work: Work, *, actor: str) -> None:
-        """Drop a change: have all its parents refuse it, then forget it. In the order in which they are sealed, so
-        that a first one that refuses means that none is sealed. Raises Conflict where one is."""
-        if work.state != "planned":
-            raise Conflict(f"change {work.change_id} of topic {work.topic!r} is {work.state}", "it goes forward only")
-        for step in (self._is_sealed, self._refuse):
-            for place in work.parents:
-                if step(work, place):
-                    raise Conflict(
-                        f"change {work.change_id} of topic {work.topic!r} has sealed partition {place.partition}",
-                        f"it goes forward only: mqlayer route repair {work.topic}",
-                    )
-        failpoint("drop.after_refuse")
-        for name in ("change_drop", "change_parents_free", "change_successors_delete"):
-            connection.execute(query(name), {"change_id": work.change_id})
-        note(connection, actor, "route drop", work.topic, {"change": work.change_id, "kind": work.kind})
 
     def close(self) -> None:
         """Close the connections."""
@@ -135,27 +123,34 @@ class Driver:
                 f"change {change_id} is held by another process", "it finishes it, or dies: mqlayer route repair"
             ) from error
 
-    def _seal(self, connection: Connection, work: Work) -> str:
-        """Make the successors, seal the parents, record what is durable: from here on the change goes forward."""
+    def _begin(self, connection: Connection, work: Work) -> str:
+        """Make the successors, and say that the change goes forward from here on."""
         if work.state != "planned":
             return work.state
         for place in work.successors:
             self._make(work, place)
-        failpoint("change.after_make")
-        seals: dict[PartitionId, Sealed] = {}
+            failpoint("change.after_make")
+        connection.execute(query("change_sealing"), {"change_id": work.change_id})
+        failpoint("change.before_sealing_commit")
+        return "sealing"
+
+    def _seal(self, connection: Connection, work: Work) -> str:
+        """Seal the parents, and record what is durable."""
+        if work.state != "sealing":
+            return work.state
+        seals: dict[Place, Sealed] = {}
         for place in work.parents:
-            sealed = self._seal_one(work, place)
-            if sealed is None:
-                # Whoever began to drop it did not come to the end.
-                self.give_up(connection, work, actor="repair")
-                return "dropped"
-            seals[place.partition] = sealed
-        failpoint("change.after_seal")
+            if not self._is_away(work, place):
+                seals[place] = self._seal_one(work, place)
+                failpoint("change.after_seal")
+        for place, sealed in seals.items():
+            self._read_back(place, sealed)
+        self._still_armed(connection, list(seals))
+        for place, sealed in seals.items():
+            self._record(connection, work, place, sealed)
         for place in work.parents:
-            self._read_back(place, seals[place.partition])
-        self._still_armed(connection, work.parents)
-        for place in work.parents:
-            self._record(connection, work, place, seals[place.partition])
+            if place not in seals:
+                self._record_proof(connection, work, place)
         connection.execute(query("change_sealed"), {"change_id": work.change_id})
         failpoint("change.before_sealed_commit")
         return "sealed"
@@ -168,12 +163,14 @@ class Driver:
         marks = [row[0] for row in connection.execute(query("seal_marks_of"), change)]
         for place in work.successors:
             self._open_one(work, place, marks_within(marks, place.lp_from, place.lp_to))
-        failpoint("change.after_open")
+            failpoint("change.after_open")
         opened_at = connection.execute(query("change_clock")).fetchone()
         version = {"topic_id": work.topic_id, "version": work.version}
         connection.execute(query("topic_lock"), {"name": work.topic})
         connection.execute(query("route_insert_next"), version | change)
-        connection.execute(query("change_partitions_settle"), change)
+        connection.execute(query("change_partitions_settle"), change | {"mode": work.mode})
+        if work.mode == "lost":
+            connection.execute(query("change_owners_free"), change)
         raised = connection.execute(query("topic_version_raise"), version | {"version": work.version - 1})
         if raised.rowcount != 1:
             raise Conflict(f"topic {work.topic!r} is not at version {work.version - 1} any more")
@@ -194,25 +191,44 @@ class Driver:
                 "this Redis holds data of another control database: use another MQLAYER_KEY_PREFIX",
             )
 
-    def _seal_one(self, work: Work, place: Place) -> Sealed | None:
-        """Seal a parent; None where it refuses this change, because somebody began to drop it."""
+    def _seal_one(self, work: Work, place: Place) -> Sealed:
         line = self.line(place.node)
         command = seal_command(line, self._prefix, place.partition, work.change_id, str(uuid.uuid4()))
         answer = seal_reply(_once_more(line, command), line.node.address)
         if isinstance(answer, Sealed):
             return answer
-        if answer == Refused("dropped", str(work.change_id)):
-            return None
         raise _not_sealed(work, place, answer, line.node.address)
 
-    def _is_sealed(self, work: Work, place: Place) -> bool:
-        line = self.line(place.node)
-        (reply,) = line.call([("HGET", partition_keys(self._prefix, place.partition).meta, "sealed_for")])
-        return bool(raise_for_reply(reply, line.node.address) == str(work.change_id).encode())
+    def _is_away(self, work: Work, place: Place) -> bool:
+        """Say whether a parent's node can't be reached, where the change is meant for that."""
+        if work.mode == "live":
+            return False
+        try:
+            self.line(place.node).connect()
+        except NodeNotArmed:
+            # It answers: it has to be armed first, unless it was given up.
+            if work.mode == "away":
+                raise
+            return True
+        except StoreUnavailable:
+            return True
+        return False
 
-    def _refuse(self, work: Work, place: Place) -> bool:
-        """Have a parent refuse the change; say whether it can't, being sealed for it."""
-        return refuse_change(self.line(place.node), self._prefix, place.partition, work.change_id) == "sealed"
+    def _record_proof(self, connection: Connection, work: Work, place: Place) -> None:
+        """Record a parent as sealed by what its outbox proves. Its node is not served before it has sealed it too."""
+        proof = prove(connection, self._application, work.topic_id, place.lp_from, place.lp_to, work.mode)
+        connection.execute(query("node_disarm"), {"node_id": place.node})
+        facts = {
+            "partition_id": place.partition,
+            "change_id": work.change_id,
+            "seal_id": uuid.uuid4(),
+            "next_offset": 0,
+            "run_id": "",
+            "marks": Jsonb(proof.marks),
+            "away": True,
+            "cut": False,
+        }
+        connection.execute(query("seal_put"), facts)
 
     def _read_back(self, place: Place, sealed: Sealed) -> None:
         """See the very command in the stream, on the run it was written to: a fact to record (invariant 6)."""
@@ -239,6 +255,8 @@ class Driver:
             "next_offset": sealed.next_offset,
             "run_id": self.line(place.node).connect().run_id,
             "marks": Jsonb(sealed.marks),
+            "away": False,
+            "cut": False,
         }
         connection.execute(query("seal_put"), facts)
 
@@ -274,22 +292,29 @@ def locked(connection: Connection, change_id: int) -> Work:
         query("change_partitions"), {"change_id": change_id}
     ):
         (parents if is_parent else successors).append(Place(PartitionId(partition), NodeId(node), lp_from, lp_to))
-    number, topic_id, topic, version, kind, state = row
-    return Work(number, topic_id, topic, version, kind, state, tuple(parents), tuple(successors))
+    number, topic_id, topic, version, kind, state, mode = row
+    return Work(number, topic_id, topic, version, kind, state, mode, tuple(parents), tuple(successors))
 
 
 @contextmanager
-def driver(database: Database, *, prefix: str, unsafe: bool = False) -> Iterator[Driver]:
+def driver(
+    database: Database, *, prefix: str, application: Database | None = None, unsafe: bool = False
+) -> Iterator[Driver]:
     """Lend a driver."""
     with ExitStack() as cleanup:
-        lent = Driver(database, prefix=prefix, unsafe=unsafe)
+        lent = Driver(database, prefix=prefix, application=application, unsafe=unsafe)
         cleanup.callback(lent.close)
         yield lent
 
 
-def finish_change(database: Database, change_id: int, *, prefix: str, unsafe: bool = False) -> str:
-    """Bring one change to its end; return its state then: done or dropped. Safe to run twice at once."""
-    with driver(database, prefix=prefix, unsafe=unsafe) as lent:
+def finish_change(
+    database: Database, change_id: int, *, prefix: str, application: Database | None = None, unsafe: bool = False
+) -> str:
+    """Bring one change to its end; return its state then: done or dropped. Safe to run twice at once.
+
+    `application` is the database of the outbox, which proves the marks of a partition whose node is away.
+    """
+    with driver(database, prefix=prefix, application=application, unsafe=unsafe) as lent:
         state = lent.finish(change_id)
     # Behind the commit: a member that was stopped with its group's lock must not keep publishers waiting.
     raise_group_versions(database)
@@ -297,18 +322,33 @@ def finish_change(database: Database, change_id: int, *, prefix: str, unsafe: bo
 
 
 def finish_changes(
-    database: Database, *, prefix: str, topic: str | None = None, unsafe: bool = False
+    database: Database,
+    *,
+    prefix: str,
+    topic: str | None = None,
+    application: Database | None = None,
+    away: bool = False,
+    accept_loss: bool = False,
+    unsafe: bool = False,
 ) -> dict[int, str]:
     """Bring all unfinished changes, or those of a topic, as far as that goes; return what became of each.
 
-    What a node that is away holds up is left for the next call, with the reason.
+    What a node that is away holds up is left for the next call, with the reason; with `away` it goes on without that
+    node, as `planned_move` does: its parents count as sealed with the marks that the outbox proves, and it seals them
+    when it is back.
     """
+    if away and not accept_loss:
+        refuse_unproven(database)
     with database.connection() as connection:
         open_ones = connection.execute(query("change_unfinished"), {"topic": topic}).fetchall()
+        if away:
+            connection.execute(query("changes_without_nodes"), {"change_ids": [row[0] for row in open_ones]})
     came_to: dict[int, str] = {}
     for change_id, name in open_ones:
         try:
-            came_to[change_id] = finish_change(database, change_id, prefix=prefix, unsafe=unsafe)
+            came_to[change_id] = finish_change(
+                database, change_id, prefix=prefix, application=application, unsafe=unsafe
+            )
         except MqlayerError as error:
             came_to[change_id] = str(error)
             log.warning("route_change_waits", extra={"topic": name, "change": change_id, "reason": str(error)})

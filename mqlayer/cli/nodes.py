@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
+from mqlayer.changes import give_up_node
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.showing import JsonOption, show_rows
+from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.topics import list_nodes, rearm_node, register_node
 
@@ -59,3 +61,28 @@ def rearm(
             unsafe=settings.allow_unsafe_redis,
         )
     typer.echo(f"{node.name} is armed; {count} assignments got a new epoch")
+
+
+@nodes.command()
+def lost(
+    name: Annotated[str, typer.Argument(help="The node's name.")],
+    yes: Annotated[bool, typer.Option("--yes", help="It never comes back: what only it held is lost.")] = False,
+) -> None:
+    """Give a node up that never comes back: move all of its partitions, and say what that loses."""
+    if not yes:
+        raise InvalidInput(f"what only node {name!r} holds is lost by this: say --yes, or wait for it to come back")
+    settings = settings_here()
+    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        loss = give_up_node(
+            database,
+            name,
+            prefix=settings.key_prefix,
+            application=application,
+            actor=actor(),
+            unsafe=settings.allow_unsafe_redis,
+        )
+    typer.echo(f"{len(loss.moved)} partitions moved, {len(loss.remade)} sealed ones made anew")
+    typer.echo(f"{loss.again} messages are sent again from the outbox; the fence knows those that were applied")
+    typer.echo(f"{loss.only_there} messages are in no outbox any more: what a group had not settled of them is lost")
+    if loss.direct:
+        typer.echo("direct producers published: what groups had not settled of their messages there is lost")

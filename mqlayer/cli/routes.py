@@ -45,6 +45,9 @@ TimeoutOption = Annotated[float | None, typer.Option(min=0, help="Watch for so m
 VersionOption = Annotated[int | None, typer.Option(min=1, help="Refuse unless the route is at this version.")]
 NodeOption = Annotated[str | None, typer.Option("--to", metavar="NODE", help="The node of the new partition.")]
 
+AwayOption = Annotated[bool, typer.Option(help="Go on where a node does not answer; it seals when it is back.")]
+LossOption = Annotated[bool, typer.Option(help="Also where direct producers are then told of a loss.")]
+
 routes = typer.Typer(no_args_is_help=True, help="Routes: split, merge and move partitions while messages flow.")
 
 
@@ -132,6 +135,8 @@ def move(
     topic: TopicArgument,
     partition: PartitionArgument,
     to: NodeOption = None,
+    away: AwayOption = False,
+    accept_loss: LossOption = False,
     if_version: VersionOption = None,
     plan: PlanOption = False,
     apply: ApplyOption = False,
@@ -139,11 +144,13 @@ def move(
     timeout: TimeoutOption = None,
 ) -> None:
     """Move a partition to the node named, or to the other one that has the fewest."""
-    _change(
-        topic,
-        lambda database, _: planned_move(database, topic, partition, to=to, if_version=if_version),
-        Wish(plan, apply, watch, timeout, if_version),
-    )
+
+    def planned(database: Database, _: Settings) -> Plan:
+        return planned_move(
+            database, topic, partition, to=to, away=away, accept_loss=accept_loss, if_version=if_version
+        )
+
+    _change(topic, planned, Wish(plan, apply, watch, timeout, if_version))
 
 
 @routes.command()
@@ -178,15 +185,25 @@ def watch_(topic: TopicArgument, timeout: TimeoutOption = None) -> None:
 
 
 @routes.command()
-def repair(topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None) -> None:
+def repair(
+    topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None,
+    away: AwayOption = False,
+    accept_loss: LossOption = False,
+) -> None:
     """Finish what unfinished changes left; exit code 1 if one has to wait. The worker does it by itself."""
     settings = settings_here()
-    with Database(settings.control_dsn()) as database:
+    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
         if topic is not None:
             load_route(database, topic)
         came_to = finish_changes(
-            database, prefix=settings.key_prefix, topic=topic, unsafe=settings.allow_unsafe_redis
-        )  # fmt: skip
+            database,
+            prefix=settings.key_prefix,
+            topic=topic,
+            application=application,
+            away=away,
+            accept_loss=accept_loss,
+            unsafe=settings.allow_unsafe_redis,
+        )
     waiting = {change: word for change, word in came_to.items() if word not in ("done", "dropped")}
     for change, word in came_to.items():
         typer.echo(f"change {change} waits: {word}" if change in waiting else f"change {change} is {word}",
@@ -200,19 +217,16 @@ def repair(topic: Annotated[str | None, typer.Argument(help="Only this topic.")]
 @routes.command()
 def drop(topic: TopicArgument) -> None:
     """Give up a topic's open change, where nothing is sealed yet."""
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database:
+    with Database(settings_here().control_dsn()) as database:
         load_route(database, topic)
-        change = drop_change(
-            database, topic, prefix=settings.key_prefix, actor=actor(), unsafe=settings.allow_unsafe_redis
-        )
+        change = drop_change(database, topic, actor=actor())
     typer.echo(f"change {change} is dropped; the route is as before")
 
 
 def _change(topic: str, planned: Callable[[Database, Settings], Plan], wish: Wish) -> None:
     """Plan, print, and apply that very plan where that is wished."""
     settings = settings_here()
-    with Database(settings.control_dsn()) as database:
+    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
         # Finishing an earlier change makes another version than the one that was asked for.
         if wish.apply and wish.if_version is None:
             finish_earlier(database, topic, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
@@ -223,7 +237,12 @@ def _change(topic: str, planned: Callable[[Database, Settings], Plan], wish: Wis
             typer.echo("nothing was changed; --apply does this")
             return
         route = apply_change(
-            database, plan, prefix=settings.key_prefix, actor=actor(), unsafe=settings.allow_unsafe_redis
+            database,
+            plan,
+            prefix=settings.key_prefix,
+            application=application,
+            actor=actor(),
+            unsafe=settings.allow_unsafe_redis,
         )
         typer.echo(f"route version {route.version} of topic {topic} is in force")
         if wish.watch:
@@ -231,7 +250,8 @@ def _change(topic: str, planned: Callable[[Database, Settings], Plan], wish: Wis
 
 
 def _plan_lines(plan: Plan, names: dict[NodeId, str]) -> Iterable[str]:
-    yield f"{plan.kind} of topic {plan.topic}: route version {plan.base} -> {plan.version}"
+    without = ", without the parent's node where it does not answer" if plan.mode == "away" else ""
+    yield f"{plan.kind} of topic {plan.topic}: route version {plan.base} -> {plan.version}{without}"
     for parent in plan.parents:
         yield f"  ends partition {parent.partition}: LPs [{parent.lp_from}, {parent.lp_to}) on {names[parent.node]}"
     for made in plan.successors:

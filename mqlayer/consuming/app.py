@@ -38,6 +38,7 @@ from mqlayer.membership.groups import Group, GroupSettings, check_start, ensure_
 from mqlayer.membership.starts import Start
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
+from mqlayer.postgres.notices import GROUP, Notices
 from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import Settings
 
@@ -139,6 +140,9 @@ class App:
                 member = self._member(consumer, database, routes, application if fenced else None)
                 member.start()
                 self.members.append(member)
+            notices = Notices(control, GROUP, self._hear, application="mqlayer consumer")
+            notices.start()
+            self._open.insert(0, notices)
         except BaseException:
             self.stop()
             raise
@@ -195,6 +199,12 @@ class App:
     def running(self) -> bool:
         """Whether anything is consumed: False before `start`, after `stop`, or when others took all members' ids."""
         return any(member.running for member in self.members)
+
+    def _hear(self, group_id: str) -> None:
+        """Have the members of a group whose assignments changed look at them now; all members, where none is named."""
+        for member in self.members:
+            if group_id in ("", str(member.group.group_id)):
+                member.nudge()
 
     def _wait(self, signals: queue.SimpleQueue[int]) -> bool:
         """Wait for a signal; False when all members ended by themselves."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 
 from mqlayer.domain.message import NO_KEY, CommandRecord, Record
@@ -62,6 +62,7 @@ class Held:
         "command",
         "committed",
         "count_in_hand",
+        "cut",
         "drain_until",
         "failed",
         "folded",
@@ -92,6 +93,7 @@ class Held:
         self.committed = self.next_read = 0
         self.record_bytes = 1024.0
         self.drain_until = float("inf")
+        self.cut: Mapping[str, int] = {}  # of marks, beyond which its successors have it too; mostly none
         self.command: CommandRecord | None = None  # once it was read: nothing follows
 
     @property
@@ -118,6 +120,8 @@ class Held:
         lanes, last = self.lanes, records[-1].offset
         if self.settled_before is not None:
             records = self._without_settled(records, last, *self.settled_before)
+        if self.cut:
+            records = self._without_cut_off(records)
         size = kept = 0
         for record in records:
             offset, m, key, body = record
@@ -140,6 +144,18 @@ class Held:
         if kept:
             self.record_bytes = max(size / kept, 0.9 * self.record_bytes)
         return ready
+
+    def _without_cut_off(self, records: list[Record]) -> list[Record]:
+        """Take what lies beyond the recorded marks as settled: the successors have it, and handle it."""
+        beyond = [record for record in records if self._is_cut_off(record)]
+        self.count_in_hand += len(beyond)
+        self.bytes_in_hand += sum(map(size_of, beyond))
+        self.settled.extend(beyond)
+        return [record for record in records if not self._is_cut_off(record)] if beyond else records
+
+    def _is_cut_off(self, record: Record) -> bool:
+        source, lp, seq = record.identity
+        return seq > self.cut.get(f"{source}:{lp}", seq)
 
     def _without_settled(self, records: list[Record], last: int, base: int, bits: bytes) -> list[Record]:
         """Leave out what the former owner settled above committed, and read on behind it."""

@@ -34,9 +34,10 @@ from mqlayer.domain.backoff import backoff_s
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import MqlayerError, NotFound
+from mqlayer.membership.gates import seal_marks
 from mqlayer.membership.groups import Group
 from mqlayer.membership.members import Assigned, Beat
-from mqlayer.postgres.database import Database
+from mqlayer.postgres.database import Connection, Database, driver_errors
 from mqlayer.postgres.queries import query
 from mqlayer.redis.nodes import Node, NodeConnection
 from mqlayer.redis.partitions import Holder, Taken
@@ -106,6 +107,7 @@ class Member:
         self._allocation = -1
         # The epochs that a node refused: asked for again only under higher ones.
         self._refused: dict[PartitionId, int] = {}
+        # Until when the release of a dropped holding waits for its handlers; of what is asked back at present only.
         self._give_back_by: dict[PartitionId, float] = {}
         self._stopping = False
         self._heart = Heart(
@@ -147,6 +149,10 @@ class Member:
         self._links.stop(5.0)
         self._heart.stop(10.0)
         return ended
+
+    def nudge(self) -> None:
+        """Have it look at its assignments now: they may have changed."""
+        self._heart.nudge()
 
     @property
     def running(self) -> bool:
@@ -276,6 +282,11 @@ class Member:
             assigned = wanted.get(held.partition)
             if assigned is None or assigned.epoch != held.epoch:
                 self._drop(held)
+        self._give_back_by = {
+            partition: until
+            for partition, until in self._give_back_by.items()
+            if partition in wanted and wanted[partition].release and self._holdings.get(partition) is None
+        }
         for assigned in answer.assignments:
             try:
                 self._follow(assigned)
@@ -285,6 +296,7 @@ class Member:
     def lease_lost(self) -> None:
         """Drop all holdings."""
         self._allocation = -1
+        self._give_back_by.clear()
         for held in self._holdings.all():
             self._drop(held)
 
@@ -317,7 +329,9 @@ class Member:
     def _hold(self, assigned: Assigned) -> None:
         prefix, group_id = self.settings.key_prefix, self.group.group_id
         link = self._links.get(assigned.node) or self._open_link(assigned.node)
+        cut = seal_marks(self._database, assigned.partition) if assigned.cut else {}
         held = Held(assigned, Holder(prefix, assigned.partition, group_id, self.member_id, assigned.epoch))
+        held.cut = cut
         if self._holdings.add(held):
             link.reader.wake.set()
 
@@ -341,12 +355,19 @@ class Member:
         try:
             with self._application.connection() as connection:
                 for held in holdings:
-                    if clock() < until:
-                        with connection.transaction():
-                            connection.execute("SET LOCAL lock_timeout = '200ms'")
-                            connection.execute(query("fence_raise"), self._fence_facts(held))
+                    if clock() < until and not connection.closed:
+                        self._raise_fence(connection, held)
         except MqlayerError as error:
             log.warning("fence_not_raised", extra={"group": self.group.name, "reason": str(error)})
+
+    def _raise_fence(self, connection: Connection, held: Held) -> None:
+        """Raise the fence of one partition; where that fails the others are raised nevertheless."""
+        try:
+            with driver_errors("the application database"), connection.transaction():
+                connection.execute("SET LOCAL lock_timeout = '200ms'")
+                connection.execute(query("fence_raise"), self._fence_facts(held))
+        except MqlayerError as error:
+            log.warning("fence_not_raised", extra=self._facts(held) | {"reason": str(error)})
 
     def _fence_facts(self, held: Held) -> dict[str, int]:
         assigned = held.assigned

@@ -53,14 +53,19 @@ class NodeThread(ABC):
     def _try_pass(self) -> bool:
         """Make a pass; say whether it went well. Whatever went wrong is said, and tried again."""
         try:
-            self._pass()
-        except NodeNotArmed:
-            self._node_lost(self._line.node.node_id)
+            return self._pass_or_repair()
         except MqlayerError as error:
             log.warning("%s_waits", self._work, extra={"reason": str(error)})
         except Exception as error:  # noqa: BLE001 - a thread that died would leave a member that does no more of this
             self._line.close()
             log.error("%s_failed", self._work, extra={"node": self._line.node.name, "error": where(error)})
-        else:
-            return True
         return False
+
+    def _pass_or_repair(self) -> bool:
+        """Make a pass; where the node is not the armed run, tell of it and say that there was none."""
+        try:
+            self._pass()
+        except NodeNotArmed:
+            self._node_lost(self._line.node.node_id)
+            return False
+        return True

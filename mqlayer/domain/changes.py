@@ -12,6 +12,8 @@ from mqlayer.domain.routing import NodeId, PartitionId, Range, Route, RouteVersi
 from mqlayer.errors import InvalidInput, NotFound
 
 Kind = Literal["split", "merge", "move"]
+Mode = Literal["live", "away", "lost"]
+"""What a parent's node has to do with a change: it seals the parent, is away and seals later, or never comes back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Plan:
     base: RouteVersion
     parents: tuple[Range, ...]
     successors: tuple[Successor, ...]
+    mode: Mode = "live"
 
     @property
     def version(self) -> int:
@@ -84,13 +87,13 @@ def plan_merge(route: Route, partitions: Sequence[int], node: NodeId | None = No
     return Plan("merge", route.topic, route.topic_id, route.version, tuple(parents), made)
 
 
-def plan_move(route: Route, partition: int, node: NodeId) -> Plan:
-    """Move one partition to another node. Raises InvalidInput where it is there already."""
+def plan_move(route: Route, partition: int, node: NodeId, *, mode: Mode = "live") -> Plan:
+    """Move one partition to another node, also away from a dead one. Raises InvalidInput where it is there already."""
     parent = _in_force(route, partition)
     if parent.node == node:
         raise InvalidInput(f"partition {partition} is on that node already")
     made = (Successor(parent.lp_from, parent.lp_to, node),)
-    return Plan("move", route.topic, route.topic_id, route.version, (parent,), made)
+    return Plan("move", route.topic, route.topic_id, route.version, (parent,), made, mode)
 
 
 def emptiest(nodes: Iterable[NodeId], in_use: Iterable[NodeId], *, other_than: NodeId) -> NodeId:

@@ -21,6 +21,13 @@ from mqlayer.postgres.queries import query
 log = logging.getLogger(__name__)
 
 
+def seal_marks(database: Database, partition: int) -> dict[str, int]:
+    """Return the marks that a sealed partition is recorded with: "<source>:<lp>" -> highest seq."""
+    with database.connection() as connection:
+        row = connection.execute(query("seal_marks"), {"partition_id": partition}).fetchone()
+    return dict(row[0]) if row else {}
+
+
 def drained(database: Database, session: Session, assigned: Assigned, seal_id: str) -> bool:
     """Say that everything before a command record is settled; return whether Postgres took it.
 

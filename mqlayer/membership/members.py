@@ -27,7 +27,10 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """A partition that a member may consume, under an epoch; `release` asks to give it up."""
+    """A partition that a member may consume, under an epoch; `release` asks to give it up.
+
+    `cut`: it holds messages beyond the marks it was sealed with, which its successors hold too (see `seal_marks`).
+    """
 
     partition: PartitionId
     node: NodeId
@@ -36,6 +39,7 @@ class Assigned:
     epoch: int
     start: int
     release: bool
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,8 @@ def beat(database: Database, session: Session, *, lease_s: float) -> Beat:
         _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
     with database.connection() as connection:
         rows = connection.execute(query("member_assignments"), facts).fetchall()
-    allocation, backoff_s = (rows[0][7], tuple(rows[0][8])) if rows else (0, ())
-    assigned = tuple(Assigned(*row[:7]) for row in rows if row[0] is not None)
+    allocation, backoff_s = (rows[0][8], tuple(rows[0][9])) if rows else (0, ())
+    assigned = tuple(Assigned(*row[:8]) for row in rows if row[0] is not None)
     return Beat(True, False, allocation, backoff_s, assigned)
 
 

@@ -46,8 +46,6 @@ def _rotate_slot(connection: Connection, slot: int) -> Rotation:
 
 def _try(connection: Connection, slot: int) -> Rotation:
     with connection.transaction():
-        # Whatever the database's default is: rotation must see what was committed before it got its lock.
-        connection.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
         row = connection.execute(query("outbox_rotate"), {"slot": slot}).fetchone()
     if row is None:
         raise TransactionConflict("", "outbox_rotate_v1 gave no answer")

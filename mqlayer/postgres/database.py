@@ -78,6 +78,7 @@ class Database:
             timeout=timeout_s,
             reconnect_timeout=timeout_s,
             check=ConnectionPool.check_connection,
+            configure=_read_committed,
             open=False,
         )
 
@@ -127,6 +128,14 @@ class Database:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _read_committed(connection: Connection) -> None:
+    """Have transactions see what was committed before each statement, whatever the database's default is.
+
+    Our transactions take a lock and then read what it guards.
+    """
+    connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from mqlayer.errors import (
     PublishAborted,
     PublishError,
 )
-from mqlayer.producing.lanes import Batch, Lane, Slot, TopicLanes
+from mqlayer.producing.lanes import Batch, Lane, Slot, TopicLanes, Trouble
 from mqlayer.producing.parcels import NOTHING, Found, Listener, Parcel, Place
 from mqlayer.producing.pauses import pause_s
 from mqlayer.redis.partitions import RunOutcome
@@ -89,6 +89,8 @@ class Ledger:
         self._max_count, self._max_bytes = max_count, max_bytes
         self._require_replicas = require_replicas
         self._watchers = 0
+        # The lanes with trouble: mostly none, so that no answer is looked through for them.
+        self._troubled: set[Lane] = set()
 
     # Taking messages in
 
@@ -164,7 +166,7 @@ class Ledger:
         """Every message of a batch was appended, the first one at `offset`."""
         outcome = self._outcome_of(batch, replicas)
         told: list[Listener] = []
-        if not isinstance(outcome, Place) or any(parcel.lane.trouble is not None for parcel in batch.parcels):
+        if not isinstance(outcome, Place) or (self._troubled and self._has_trouble(batch)):
             for parcel in batch.parcels:
                 told += self._stored_parcel(parcel, offset, 0, outcome, replicas, batch.slot)
                 offset += parcel.count
@@ -202,12 +204,13 @@ class Ledger:
                     offset += max(0, parcel.count - early)
                     early = max(0, early - parcel.count)
             elif word == "unowned":
-                lane.trouble = lane.trouble or "route"
+                self._note_trouble(lane, lane.trouble or "route")
             elif mark < lane.acked:
-                lane.trouble, lane.lost_after = "lost", mark
+                self._note_trouble(lane, "lost")
+                lane.lost_after = mark
             else:
                 # Overtaken: something before it was refused.
-                lane.trouble = lane.trouble or "repeat"
+                self._note_trouble(lane, lane.trouble or "repeat")
         self._clear_refusal(batch.slot)
         return told
 
@@ -228,18 +231,18 @@ class Ledger:
     def repeat(self, batch: Batch) -> None:
         """Nothing of a batch was stored; it is to be sent again."""
         for lane in batch.lanes():
-            lane.trouble = lane.trouble or "repeat"
+            self._note_trouble(lane, lane.trouble or "repeat")
 
     def misrouted(self, batch: Batch) -> None:
         """Nothing of a batch was stored: its partition is not open on this node."""
         for lane in batch.lanes():
-            lane.trouble = lane.trouble or "route"
+            self._note_trouble(lane, lane.trouble or "route")
 
     def unknown(self, batches: Iterable[Batch]) -> None:
         """Nobody knows what became of these batches, all that flew on one line: they are to be sent again."""
         for lane in dict.fromkeys(lane for batch in batches for lane in batch.lanes()):
             lane.note_unsure()
-            lane.trouble = lane.trouble or "repeat"
+            self._note_trouble(lane, lane.trouble or "repeat")
 
     def resolve(self, lanes: Iterable[Lane], now: float) -> list[Listener]:
         """Act on the trouble of lanes about which no more answers will come."""
@@ -253,11 +256,11 @@ class Ledger:
                 told += self._lose(lane)
             elif not lane.waiting:
                 # What was refused turned out to be stored.
-                lane.trouble = None
+                self._forget_trouble(lane)
             elif trouble == "route":
                 self._strand(lane)
             else:
-                lane.trouble = None
+                self._forget_trouble(lane)
                 told += self.expire(lane, now)
                 self.queue(lane)
         return told
@@ -323,7 +326,7 @@ class Ledger:
         """Send again what waited for a newer route."""
         stranded, topic.stranded = list(topic.stranded), {}
         for lane in stranded:
-            lane.trouble = None
+            self._forget_trouble(lane)
             self.queue(lane)
 
     def stats(self) -> ProducerStats:
@@ -368,6 +371,17 @@ class Ledger:
         parcel.offset = offset
         return told + self._finish(parcel, outcome)
 
+    def _note_trouble(self, lane: Lane, trouble: Trouble) -> None:
+        lane.trouble = trouble
+        self._troubled.add(lane)
+
+    def _forget_trouble(self, lane: Lane) -> None:
+        lane.trouble = None
+        self._troubled.discard(lane)
+
+    def _has_trouble(self, batch: Batch) -> bool:
+        return not self._troubled.isdisjoint(parcel.lane for parcel in batch.parcels)
+
     def _outcome_of(self, batch: Batch, replicas: int | None) -> Place | MqlayerError:
         if replicas is not None and replicas < self._require_replicas:
             slot = batch.slot
@@ -402,7 +416,7 @@ class Ledger:
         if lane.source == self.source:
             self.source = None
             self.errands.renew()
-        lane.trouble = None
+        self._forget_trouble(lane)
         lane.restart(self.source)
         return told
 

@@ -118,12 +118,6 @@ def open_partition(line: NodeConnection, prefix: str, partition: int, change: in
     return str(replies[-1][0].decode())
 
 
-def refuse_change(line: NodeConnection, prefix: str, partition: int, change: int) -> str:
-    """Never let a change seal a partition; return the script's word."""
-    command = line.script("partition_refuse", (partition_keys(prefix, partition).meta,), change)
-    return str(raise_for_reply(line.call([command])[0], line.node.address)[0].decode())
-
-
 def retire_command(line: NodeConnection, prefix: str, partition: int, groups: Iterable[int]) -> Command:
     """Return the command that leaves nothing of a partition but its tombstone."""
     keys = partition_keys(prefix, partition)

@@ -180,6 +180,11 @@ class Links:
         except MqlayerError as error:
             self.drop(link, error)
             return False
+        except Exception as error:  # noqa: BLE001 - a fault about one node must not end the relay for all others
+            kind = type(error).__name__
+            log.error("relay_connect_failed", extra={"node_id": link.node_id, "error": kind})
+            self.drop(link, StoreUnavailable(f"node {link.node_id}", kind))
+            return False
         link.connecting = None
         link.address = link.line.node.address
         link.suspect = False

@@ -6,12 +6,14 @@ import random
 from typing import Final
 
 FIRST_S: Final = 0.05
+ROUTE_FIRST_S: Final = 0.005
+"""For a partition that is closed: a route change takes milliseconds."""
 LONGEST_S: Final = 2.0
 
 
-def pause_s(failures: int, chance: random.Random) -> float:
+def pause_s(failures: int, chance: random.Random, *, first_s: float = FIRST_S) -> float:
     """Return the wait in seconds after so many failures in a row: doubled each time, at most 2 s, never in step."""
-    longest = min(LONGEST_S, FIRST_S * 2.0 ** min(failures - 1, 10))
+    longest = min(LONGEST_S, first_s * 2.0 ** min(failures - 1, 10))
     return longest * chance.uniform(0.5, 1.0)
 
 

@@ -114,7 +114,9 @@ class OutboxReader:
     def lower_relayed(self, lanes: Iterable[Lane]) -> None:
         """Record that Redis fell back: what it lost must stay in the outbox."""
         fallen = sorted(lanes, key=_by_chain)
+        failpoint("relay.before_lower")
         self._cursor.execute(query("relayed_lower"), _progress(fallen))
+        failpoint("relay.after_lower")
         for lane in fallen:
             lane.recorded = min(lane.recorded, lane.acked)
 

@@ -33,8 +33,8 @@ class Relay:
 
     Per key, messages arrive in commit order; each arrives at least once in Redis and exactly once in its partition.
     Any number of relays may run on one outbox: they share its LPs. A relay may be killed at any line. While Redis or
-    Postgres is away it waits and tries again. Raises SchemaMismatch, ConfigurationRefused or InvalidInput for what
-    waiting can't mend.
+    Postgres is away it waits and tries again. Raises SchemaMismatch, ConfigurationRefused, InvalidInput or Conflict
+    (a constraint of a database was broken by other hands) for what waiting can't mend.
     """
 
     def __init__(self, settings: Settings, *, limits: RelayLimits | None = None, relay_id: str | None = None) -> None:

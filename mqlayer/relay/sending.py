@@ -15,6 +15,7 @@ from mqlayer.redis.partitions import Refused, RunOutcome, append_reply
 from mqlayer.relay.lanes import Batch, Lane, Lanes, Target, Unsendable
 from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.links import Append, Flight, Link, Links, MarksQuestion
+from mqlayer.relay.pauses import ROUTE_FIRST_S
 from mqlayer.relay.targets import Targets, retarget
 
 log = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ class Sender:
         """Ask for a newer route; where there is none yet, leave the target alone for a while."""
         changed = self._ask_route(topic_id)
         if not changed:
-            wait_s = self._targets.pause(target, time.monotonic())
+            wait_s = self._targets.pause(target, time.monotonic(), first_s=ROUTE_FIRST_S)
             facts = {"partition": target.partition, "word": word, "retry_s": round(wait_s, 3)}
             log.info("relay_partition_refused", extra=facts)
         return changed

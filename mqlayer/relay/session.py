@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
@@ -49,6 +50,7 @@ class Session:
         self._connection = connect(application.dsn, application="mqlayer relay")
         self._background = ThreadPoolExecutor(max_workers=8, thread_name_prefix="mqlayer-relay")
         self._routes = RouteCache(control)
+        self._routes_changed = threading.Event()
         self._links = Links(settings, control, application, self._routes, self._background)
         self._reader = OutboxReader(self._connection, limits)
         self._targets = Targets(self._routes, self._links, self._reader.topics)
@@ -96,6 +98,7 @@ class Session:
         if self._leases.helper and not self._leases.held:
             return
         attach_topics(self._control, self._application)
+        self._routes.listen(self._routes_changed.set)
         self._connect_nodes()
         waiting, first_id = self._reader.backlog(self._leases.held)
         last_id = self._reader.last_id()
@@ -134,6 +137,7 @@ class Session:
             log.warning("relay_leases_left", extra={"reason": str(error)})
         finally:
             self._links.close()
+            self._routes.close()
             self._connection.close()
             self._background.shutdown(wait=False, cancel_futures=True)
 
@@ -250,6 +254,9 @@ class Session:
     def _keep_house(self, now: float) -> None:
         if self._beat.due(now):
             self._hold_leases()
+        if self._routes_changed.is_set():
+            self._routes_changed.clear()
+            retarget(self._lanes, self._targets, self._targets.refresh_all())
         fresh = self._links.tend(now)
         if self._compare.due(now):
             fresh = [link for link in self._links if link.line is not None]

@@ -12,7 +12,7 @@ from mqlayer.domain.routing import LP_COUNT, Route
 from mqlayer.errors import NotFound, StoreUnavailable
 from mqlayer.relay.lanes import Lane, Target
 from mqlayer.relay.links import Links
-from mqlayer.relay.pauses import pause_s
+from mqlayer.relay.pauses import FIRST_S, pause_s
 from mqlayer.routes.cache import RouteCache
 
 log = logging.getLogger(__name__)
@@ -64,10 +64,10 @@ class Targets:
         self._load(topic_id, refresh=True)
         return self._versions.get(topic_id) != before
 
-    def pause(self, target: Target, now: float) -> float:
+    def pause(self, target: Target, now: float, *, first_s: float = FIRST_S) -> float:
         """Leave a target alone for a while, longer each time; return for how many seconds."""
         target.pause_count += 1
-        wait_s = pause_s(target.pause_count, self._chance)
+        wait_s = pause_s(target.pause_count, self._chance, first_s=first_s)
         target.paused_until, target.ready = now + wait_s, False
         return wait_s
 

@@ -6,21 +6,18 @@ refused call, never order.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
-
-import psycopg
 
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId, PartitionId, Range, Route, RouteVersion
 from mqlayer.errors import NotFound, StoreUnavailable
-from mqlayer.postgres.database import Database, connect
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.notices import ROUTE, Notices
 from mqlayer.postgres.queries import query
 from mqlayer.redis.nodes import Node
-
-log = logging.getLogger(__name__)
 
 MAX_AGE_S: Final = 30.0
 
@@ -36,8 +33,7 @@ class RouteCache:
         self._routes: dict[str, tuple[Route, float]] = {}
         self._nodes: dict[NodeId, Node] = {}
         self._lock = threading.Lock()
-        self._listener: threading.Thread | None = None
-        self._stopping = threading.Event()
+        self._notices: Notices | None = None
 
     def route(self, topic: str) -> Route:
         """Return the topic's route, not older than the maximal age while Postgres answers.
@@ -76,35 +72,29 @@ class RouteCache:
         self._nodes = nodes
         return nodes
 
-    def listen(self) -> None:
-        """Forget a topic's route as soon as Postgres notifies of a new version; best effort."""
-        if self._listener is None:
-            self._listener = threading.Thread(target=self._listen, name="mqlayer-routes", daemon=True)
-            self._listener.start()
+    def listen(self, heard: Callable[[], None] = lambda: None) -> None:
+        """Forget a topic's route as soon as Postgres notifies of a new version, and say so; best effort."""
+
+        def forget(topic: str) -> None:
+            self._forget(topic)
+            heard()
+
+        if self._notices is None:
+            self._notices = Notices(self._database.dsn, ROUTE, forget, application="mqlayer routes")
+            self._notices.start()
 
     def close(self) -> None:
         """Stop listening."""
-        self._stopping.set()
-        if self._listener is not None:
-            self._listener.join(timeout=5)
-
-    def _listen(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                with connect(self._database.dsn, application="mqlayer routes") as connection:
-                    connection.execute("LISTEN mqlayer_route")
-                    while not self._stopping.is_set():
-                        for notification in connection.notifies(timeout=0.5):
-                            self._forget(notification.payload)
-            except (StoreUnavailable, psycopg.Error) as error:
-                log.debug("route_listener_lost", extra={"reason": type(error).__name__})
-                self._stopping.wait(1.0)
+        if self._notices is not None:
+            self._notices.close()
 
     def _forget(self, topic: str) -> None:
+        """Have a topic's route read at its next use; every topic's, where none is named."""
         with self._lock:
-            known = self._routes.get(topic)
-            if known is not None:
-                self._routes[topic] = (known[0], float("-inf"))
+            for name in [topic] if topic else list(self._routes):
+                known = self._routes.get(name)
+                if known is not None:
+                    self._routes[name] = (known[0], float("-inf"))
 
 
 def load_route(database: Database, topic: str) -> Route:

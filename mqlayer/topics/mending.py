@@ -5,7 +5,7 @@ Runs inside of re-arming: under the node's row lock, before the run is armed, so
 | Postgres says | Redis has | what is done |
 |---|---|---|
 | open | nothing | made again with the marks that its LPs came with; relays send the rest |
-| open | importing | its marks are loaded, it is opened |
+| open, or about to be | importing | its marks are loaded, it is opened |
 | sealed | not sealed, or by another seal | resent from the outbox up to the recorded marks, sealed anew |
 | deleted | anything | only its tombstone is left, again: an old copy of it must not take what nobody would read |
 
@@ -38,7 +38,6 @@ from mqlayer.redis.partitions import (
     append_reply,
     create,
     open_partition,
-    refuse_change,
     retire_command,
     seal_command,
     seal_reply,
@@ -54,7 +53,7 @@ TOMBSTONES_PER_WRITE: Final = 500
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a partition has to be. `seal_id` is empty where it is open; `dropped` is the topic's last dropped change."""
+    """What a partition has to be. `seal_id` is empty where it is open."""
 
     partition: int
     topic_id: int
@@ -65,7 +64,7 @@ class Wanted:
     change_id: int | None
     seal_id: str
     marks: Mapping[str, int]
-    dropped: int
+    away: bool
 
 
 @dataclass(slots=True)
@@ -110,15 +109,15 @@ class Mender:
         gone = [wanted for wanted in self._wanted if self._states[wanted.partition][0] is None]
         if gone and len(gone) == len(self._wanted):
             refuse_other_prefix(self._line, self._prefix, gone[0].partition)
-        return any(not self._is_right(wanted) for wanted in self._wanted)
+        return self._accept_loss or any(not self._is_right(wanted) for wanted in self._wanted)
 
     def mend(self) -> None:
-        """Do what is needed, and have partitions refuse dropped changes again. Raises StoreUnavailable or Conflict."""
+        """Do what is needed. Raises StoreUnavailable or Conflict."""
         for wanted in self._wanted:
             if not self._is_right(wanted):
                 self._mend_one(wanted)
-            if wanted.dropped and not wanted.seal_id:
-                refuse_change(self._line, self._prefix, wanted.partition, wanted.dropped)
+            if self._accept_loss and not wanted.seal_id:
+                self._let_go_on(wanted)
         self._bury()
 
     def _bury(self) -> None:
@@ -173,9 +172,12 @@ class Mender:
     def _seal_again(self, wanted: Wanted) -> None:
         """Bring a sealed partition that fell back up to its recorded marks, and seal it under a new name."""
         state, _ = self._states[wanted.partition]
-        if state != "sealed":
-            self._resend(wanted)
+        lost = self._resend(wanted, sealed=state == "sealed")
+        if lost:
+            self.mended.lost[wanted.partition] = lost
+            log.error("messages_lost", extra={"partition": wanted.partition, "count": lost})
         failpoint("mend.after_resend")
+        cut = self._holds_more(wanted)
         command = seal_command(self._line, self._prefix, wanted.partition, wanted.change_id or 0, str(uuid.uuid4()))
         answer = seal_reply(self._line.call([command])[0], self._line.node.address)
         if not isinstance(answer, Sealed):
@@ -188,32 +190,41 @@ class Mender:
             "next_offset": answer.next_offset,
             "run_id": self._line.connect().run_id,
             "marks": Jsonb(dict(wanted.marks)),
+            "away": False,
+            "cut": cut,
         }
         self._connection.execute(query("seal_put"), facts)
 
-    def _resend(self, wanted: Wanted) -> None:
-        """Append again what the partition had to hold when it was sealed and does not hold now."""
+    def _marks(self, wanted: Wanted) -> dict[str, int]:
         keys = partition_keys(self._prefix, wanted.partition)
         flat = raise_for_reply(self._line.call([("HGETALL", keys.marks)])[0], self._line.node.address)
-        there = {name.decode(): int(seq) for name, seq in zip(flat[::2], flat[1::2], strict=True)}
+        return {name.decode(): int(seq) for name, seq in zip(flat[::2], flat[1::2], strict=True)}
+
+    def _holds_more(self, wanted: Wanted) -> bool:
+        """Say whether a partition that was sealed while its node was away holds what its successors hold too."""
+        return any(seq > wanted.marks.get(name, seq) for name, seq in self._marks(wanted).items())
+
+    def _resend(self, wanted: Wanted, *, sealed: bool) -> int:
+        """Append again what the partition had to hold and does not; return how many messages nobody can bring back.
+
+        What is `sealed` already, by somebody who did not come to record it, has got all that could be brought back.
+        """
+        there = self._marks(wanted)
         short: dict[int, dict[int, tuple[int, int]]] = {}
         for name, seq in wanted.marks.items():
             source, lp = map(int, name.split(":"))
             if there.get(name, 0) < seq:
                 short.setdefault(source, {})[lp] = (there.get(name, 0), seq)
-        lost = 0
-        for source, lps in short.items():
-            lost += self._resend_source(wanted, source, lps)
-        if lost:
-            self.mended.lost[wanted.partition] = lost
-            log.error("messages_lost", extra={"partition": wanted.partition, "count": lost})
+        if sealed:
+            return sum(_count(lps) for lps in short.values())
+        return sum(self._resend_source(wanted, source, lps) for source, lps in short.items())
 
     def _resend_source(self, wanted: Wanted, source: int, lps: Mapping[int, tuple[int, int]]) -> int:
         """Return how many messages of a source nobody can bring back."""
         row = self._connection.execute(query("source_outbox"), {"source_id": source}).fetchone()
         if row is None or row[0] is None:
             # Directly published: what Redis lost of it is lost.
-            return sum(to - after for after, to in lps.values())
+            return _count(lps)
         if self._application is None:
             raise StoreUnavailable(self._line.node.address, _whose(wanted.partition, row[0]))
         lost = 0
@@ -240,6 +251,25 @@ class Mender:
                 self._append(wanted, source, lp, rows)
             after = rows[-1][2] if rows else to
         return lost
+
+    def _let_go_on(self, wanted: Wanted) -> None:
+        """Have LPs go on whose next rows the outbox does not hold any more, and let go what was held for them."""
+        outboxes = self._connection.execute(query("outbox_sources")).fetchall()
+        if self._application is None or len(outboxes) != 1:
+            return
+        there, lost = self._marks(wanted), 0
+        facts = {"topic_id": wanted.topic_id, "lp_from": wanted.lp_from, "lp_to": wanted.lp_to}
+        with self._application.connection() as outbox:
+            identity = outbox.execute(query("outbox_identity")).fetchone()
+            if identity is None or identity[0] != outboxes[0][1]:
+                return
+            for lp, _, floor in outbox.execute(query("outbox_proof"), facts).fetchall():
+                name = f"{outboxes[0][0]}:{lp}"
+                if there.get(name, 0) < floor:
+                    lost += self._give_up(wanted, outboxes[0][0], lp, there.get(name, 0), floor)
+                    outbox.execute(query("set_aside_remove"), {"topic_id": wanted.topic_id, "lp": lp})
+        if lost:
+            self.mended.lost[wanted.partition] = self.mended.lost.get(wanted.partition, 0) + lost
 
     def _append(self, wanted: Wanted, source: int, lp: int, rows: Sequence[tuple[Any, ...]]) -> None:
         fields: list[bytes] = []
@@ -277,6 +307,10 @@ def refuse_other_prefix(line: NodeConnection, prefix: str, partition: int) -> No
             )
         if cursor == b"0":
             return
+
+
+def _count(lps: Mapping[int, tuple[int, int]]) -> int:
+    return sum(to - after for after, to in lps.values())
 
 
 def _whose(partition: int, outbox_uuid: object) -> str:

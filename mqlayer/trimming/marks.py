@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Final, NamedTuple, TypeVar
 
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
@@ -17,10 +18,22 @@ from mqlayer.routes.cache import load_nodes
 
 log = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
+
 CLOSED_FOR_S: Final = 86_400.0
 """How long ago a source was closed at the least: nothing that it sent is on its way any more."""
 SOURCES_PER_PASS: Final = 20
-PARTITIONS_PER_WRITE: Final = 50
+FIELDS_PER_COMMAND: Final = 2_000
+"""About a millisecond of the node."""
+COMMANDS_PER_WRITE: Final = 16
+
+
+class Place(NamedTuple):
+    """A partition and the range of LPs whose marks it may hold."""
+
+    partition: int
+    lp_from: int
+    lp_to: int
 
 
 def drop_closed_marks(
@@ -29,21 +42,23 @@ def drop_closed_marks(
     """Remove the marks of some direct sources that Postgres says are closed; return of how many.
 
     Safe to run twice at once and to be killed at any line: a source counts as done when every node has answered. While
-    a node is away the sources are tried again by the next pass.
+    a node is away its sources are tried again by later passes, in turn, and lose what they have on the other nodes.
     """
     with database.connection() as connection:
         facts = {"closed_for_s": closed_for_s, "limit": SOURCES_PER_PASS}
-        sources = [row[0] for row in connection.execute(query("source_list_closed"), facts)]
+        sources = [row[0] for row in connection.execute(query("source_try_closed"), facts)]
         if not sources:
             return 0
-        partitions = connection.execute(query("partition_places")).fetchall()
+        by_node: dict[NodeId, list[Place]] = {}
+        for partition, node_id, lp_from, lp_to in connection.execute(query("partition_places")):
+            by_node.setdefault(NodeId(node_id), []).append(Place(partition, lp_from, lp_to))
     nodes = {node.node_id: node for node in load_nodes(database)}
-    by_node: dict[NodeId, list[Command]] = {}
-    for partition, node_id, lp_from, lp_to in partitions:
-        marks = partition_keys(prefix, partition).marks
-        names = (b"%d:%d" % (source, lp) for source in sources for lp in range(lp_from, lp_to))
-        by_node.setdefault(NodeId(node_id), []).append(("HDEL", marks, *names))
-    if not all(_drop(nodes[node_id], commands, unsafe=unsafe) for node_id, commands in by_node.items()):
+    # Every node is asked, also after one that is away.
+    took = [
+        _drop(nodes[node_id], drop_commands(prefix, sources, places), unsafe=unsafe)
+        for node_id, places in by_node.items()
+    ]
+    if not all(took):
         return 0
     failpoint("marks.before_record")
     with database.connection() as connection:
@@ -52,11 +67,20 @@ def drop_closed_marks(
     return len(sources)
 
 
-def _drop(node: Node, commands: list[Command], *, unsafe: bool) -> bool:
+def drop_commands(prefix: str, sources: Sequence[int], places: Iterable[Place]) -> Iterator[Command]:
+    """Yield commands that remove the sources' marks from partitions, each of bounded size."""
+    for place in places:
+        marks = partition_keys(prefix, place.partition).marks
+        names = (b"%d:%d" % (source, lp) for source in sources for lp in range(place.lp_from, place.lp_to))
+        for some in _slices(names, FIELDS_PER_COMMAND):
+            yield ("HDEL", marks, *some)
+
+
+def _drop(node: Node, commands: Iterator[Command], *, unsafe: bool) -> bool:
     """Send the commands in bounded writes; say whether the node took them."""
     try:
         with NodeConnection(node, unsafe=unsafe) as line:
-            for some in _slices(commands):
+            for some in _slices(commands, COMMANDS_PER_WRITE):
                 for reply in line.call(some):
                     raise_for_reply(reply, node.address)
     except MqlayerError as error:
@@ -65,5 +89,6 @@ def _drop(node: Node, commands: list[Command], *, unsafe: bool) -> bool:
     return True
 
 
-def _slices(commands: list[Command]) -> Iterable[list[Command]]:
-    return (commands[at : at + PARTITIONS_PER_WRITE] for at in range(0, len(commands), PARTITIONS_PER_WRITE))
+def _slices(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
+    while some := list(islice(items, size)):
+        yield some

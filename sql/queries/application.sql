@@ -107,6 +107,17 @@ WHERE r.topic_id = fallen.topic_id AND r.lp = fallen.lp;
 -- How far LPs of the sets given are recorded to be in Redis.
 SELECT topic_id * 1024::bigint + lp AS chain, seq FROM mqlayer_app.relayed WHERE (lp >> 6) = ANY(%(lp_sets)s::int[]);
 
+-- name: outbox_proof
+-- Per LP of a range of a topic: how far it is recorded to be in Redis, below which seq the outbox holds nothing any more,
+-- and how many of its rows up to what is recorded it still holds.
+SELECT c.lp, coalesce(r.seq, 0) AS relayed, coalesce(o.seq - 1, c.seq) AS floor
+FROM mqlayer_app.counter c
+LEFT JOIN mqlayer_app.relayed r ON r.topic_id = c.topic_id AND r.lp = c.lp
+LEFT JOIN LATERAL (
+    SELECT o.seq FROM mqlayer_app.outbox o WHERE o.topic_id = c.topic_id AND o.lp = c.lp ORDER BY o.seq LIMIT 1
+) AS o ON true
+WHERE c.topic_id = %(topic_id)s AND c.lp >= %(lp_from)s AND c.lp < %(lp_to)s ORDER BY c.lp;
+
 -- name: set_aside_put
 -- Set a row aside; its LP waits.
 INSERT INTO mqlayer_app.set_aside (topic_id, lp, seq, reason)

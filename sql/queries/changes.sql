@@ -1,7 +1,7 @@
 -- name: change_insert
 -- Plan a change; the unique indexes refuse a second one of the topic, and a second one for the version.
-INSERT INTO mqlayer.route_change (topic_id, version, kind, actor)
-VALUES (%(topic_id)s, %(version)s, %(kind)s, %(actor)s) RETURNING change_id;
+INSERT INTO mqlayer.route_change (topic_id, version, kind, mode, actor)
+VALUES (%(topic_id)s, %(version)s, %(kind)s, %(mode)s, %(actor)s) RETURNING change_id;
 
 -- name: change_successor
 -- Allocate a successor that waits to be made in Redis.
@@ -16,11 +16,11 @@ WHERE partition_id = ANY(%(partitions)s::int[]) AND state = 'open' AND ended_in 
 -- name: change_unfinished
 -- Changes that somebody has to bring to their end, oldest first; of one topic, or of all.
 SELECT c.change_id, t.name FROM mqlayer.route_change c JOIN mqlayer.topic t USING (topic_id)
-WHERE c.state IN ('planned', 'sealed') AND (%(topic)s::text IS NULL OR t.name = %(topic)s) ORDER BY c.change_id;
+WHERE c.state IN ('planned', 'sealing', 'sealed') AND (%(topic)s::text IS NULL OR t.name = %(topic)s) ORDER BY c.change_id;
 
 -- name: change_lock
 -- Lock one change for its next step.
-SELECT c.change_id, c.topic_id, t.name, c.version, c.kind, c.state
+SELECT c.change_id, c.topic_id, t.name, c.version, c.kind, c.state, c.mode
 FROM mqlayer.route_change c JOIN mqlayer.topic t USING (topic_id)
 WHERE c.change_id = %(change_id)s FOR UPDATE OF c;
 
@@ -35,19 +35,24 @@ SELECT node_id, armed_run_id FROM mqlayer.node WHERE node_id = ANY(%(node_ids)s:
 
 -- name: seal_put
 -- Record how a partition was sealed; again, where its node fell back and it was sealed anew.
-INSERT INTO mqlayer.seal (partition_id, change_id, seal_id, next_offset, run_id, marks)
-VALUES (%(partition_id)s, %(change_id)s, %(seal_id)s, %(next_offset)s, %(run_id)s, %(marks)s)
+INSERT INTO mqlayer.seal (partition_id, change_id, seal_id, next_offset, run_id, marks, away, cut)
+VALUES (%(partition_id)s, %(change_id)s, %(seal_id)s, %(next_offset)s, %(run_id)s, %(marks)s, %(away)s, %(cut)s)
 ON CONFLICT (partition_id) DO UPDATE
-SET seal_id = excluded.seal_id, next_offset = excluded.next_offset, run_id = excluded.run_id;
+SET seal_id = excluded.seal_id, next_offset = excluded.next_offset, run_id = excluded.run_id, away = excluded.away,
+    cut = excluded.cut;
 
 -- name: seal_marks_of
 -- The recorded marks of all parents of a change.
 SELECT s.marks FROM mqlayer.seal s WHERE s.change_id = %(change_id)s ORDER BY s.partition_id;
 
+-- name: change_sealing
+-- Parents may be sealed from here on: it can't be dropped any more.
+UPDATE mqlayer.route_change SET state = 'sealing' WHERE change_id = %(change_id)s AND state = 'planned';
+
 -- name: change_sealed
 -- Every parent of a change is sealed, and that is recorded: it goes forward from here.
 UPDATE mqlayer.route_change SET state = 'sealed', sealed_at = clock_timestamp()
-WHERE change_id = %(change_id)s AND state = 'planned';
+WHERE change_id = %(change_id)s AND state = 'sealing';
 
 -- name: route_insert_next
 -- The routes of the version that a change makes: those in force, with the successors in place of the parents.
@@ -59,9 +64,15 @@ UNION ALL
 SELECT topic_id, %(version)s, lp_from, lp_to, partition_id FROM mqlayer.partition WHERE born_in = %(change_id)s;
 
 -- name: change_partitions_settle
--- Successors are open, parents sealed.
-UPDATE mqlayer.partition SET state = CASE WHEN born_in = %(change_id)s THEN 'open' ELSE 'sealed' END
+-- Successors are open, parents sealed; parents that are lost are gone.
+UPDATE mqlayer.partition
+SET state = CASE WHEN born_in = %(change_id)s THEN 'open' WHEN %(mode)s = 'lost' THEN 'deleted' ELSE 'sealed' END
 WHERE %(change_id)s IN (born_in, ended_in);
+
+-- name: change_owners_free
+-- Nobody consumes the parents of a change any more.
+UPDATE mqlayer.assignment a SET member_id = NULL, target = NULL, changed_at = now()
+FROM mqlayer.partition p WHERE p.partition_id = a.partition_id AND p.ended_in = %(change_id)s;
 
 -- name: change_done
 -- A change is in force.
@@ -148,8 +159,9 @@ WHERE g.group_id = %(group_id)s AND g.version = %(version)s
 RETURNING g.version;
 
 -- name: group_version
--- The route version of a group.
-SELECT version FROM mqlayer.consumer_group WHERE group_id = %(group_id)s;
+-- The route version of a group, locked: a change that comes into force and a parent that is drained at the same time must
+-- not both miss the other's half.
+SELECT version FROM mqlayer.consumer_group WHERE group_id = %(group_id)s FOR NO KEY UPDATE;
 
 -- name: groups_behind
 -- Groups that have drained all that came before their next route version, and are not there yet.
@@ -185,3 +197,53 @@ FROM mqlayer.partition p WHERE p.state = 'deleted' AND p.retired_at IS NULL ORDE
 -- name: partition_buried
 -- Nothing but tombstones is left of these.
 UPDATE mqlayer.partition SET retired_at = now() WHERE partition_id = ANY(%(partitions)s::int[]) AND retired_at IS NULL;
+
+-- name: seal_marks
+-- The recorded marks of one sealed partition.
+SELECT marks FROM mqlayer.seal WHERE partition_id = %(partition_id)s;
+
+-- name: seals_away
+-- Nodes that have to seal a partition when they are back.
+SELECT DISTINCT n.name FROM mqlayer.seal s
+JOIN mqlayer.partition p USING (partition_id) JOIN mqlayer.node n USING (node_id)
+WHERE s.away AND p.state = 'sealed' ORDER BY n.name;
+
+-- name: outbox_sources
+-- The outboxes that may publish.
+SELECT source_id, outbox_uuid FROM mqlayer.source WHERE kind = 'outbox' AND closed_at IS NULL ORDER BY source_id;
+
+-- name: direct_sources_live
+-- Whether any direct producer may have marks in partitions.
+SELECT EXISTS (SELECT FROM mqlayer.source WHERE kind = 'direct' AND dropped_at IS NULL);
+
+-- name: node_disarm
+-- No connection is served any more until the node is armed again.
+UPDATE mqlayer.node SET armed_run_id = NULL WHERE node_id = %(node_id)s;
+
+-- name: changes_without_nodes
+-- These changes go on where a parent's node is away.
+UPDATE mqlayer.route_change SET mode = 'away' WHERE change_id = ANY(%(change_ids)s::int[]) AND mode = 'live';
+
+-- name: changes_of_lost_node
+-- Open changes that a lost node holds up go on without it.
+UPDATE mqlayer.route_change c SET mode = 'lost'
+WHERE c.state IN ('planned', 'sealing') AND EXISTS (SELECT FROM mqlayer.partition p
+                                      WHERE p.ended_in = c.change_id AND p.node_id = %(node_id)s);
+
+-- name: partitions_of_lost_node
+-- What is on a lost node.
+SELECT p.partition_id, t.name, p.state FROM mqlayer.partition p JOIN mqlayer.topic t USING (topic_id)
+WHERE p.node_id = %(node_id)s AND p.state <> 'deleted' ORDER BY t.name, p.lp_from, p.partition_id;
+
+-- name: partition_relocate
+-- A partition that nobody publishes to is made anew on another node, from its outbox.
+UPDATE mqlayer.partition SET node_id = %(to_node_id)s WHERE partition_id = %(partition_id)s;
+
+-- name: group_starts_reset
+-- Its offsets begin anew there, for every group.
+UPDATE mqlayer.group_start SET start_offset = 1 WHERE partition_id = %(partition_id)s;
+
+-- name: assignments_of_partition_raise
+-- No earlier owner of a partition is served any more.
+UPDATE mqlayer.assignment SET epoch = nextval('mqlayer.epoch'), changed_at = now()
+WHERE partition_id = %(partition_id)s;

@@ -18,16 +18,16 @@ SELECT node_id, name, url, armed_run_id FROM mqlayer.node WHERE name = %(name)s 
 UPDATE mqlayer.node SET armed_run_id = %(run_id)s, armed_at = now() WHERE node_id = %(node_id)s;
 
 -- name: node_partitions
--- What the partitions of a node have to be: open, or sealed as is recorded; with the last change of their topic that was
--- dropped.
+-- What the partitions of a node have to be: open, or sealed as is recorded. Successors count as open from the moment that
+-- their parents are recorded as sealed: they may have been opened, and whoever opened them won't look again.
 SELECT p.partition_id, t.topic_id, t.name, p.lp_from, p.lp_to, p.born_in, s.change_id, coalesce(s.seal_id::text, ''),
-       coalesce(s.marks, '{}'),
-       coalesce((SELECT max(c.change_id) FROM mqlayer.route_change c
-                 WHERE c.topic_id = t.topic_id AND c.state = 'dropped'), 0) AS dropped
+       coalesce(s.marks, '{}'), coalesce(s.away, false)
 FROM mqlayer.partition p
 JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN mqlayer.seal s ON s.partition_id = p.partition_id
-WHERE p.node_id = %(node_id)s AND p.state IN ('open', 'sealed') ORDER BY p.partition_id;
+LEFT JOIN mqlayer.route_change c ON c.change_id = p.born_in
+WHERE p.node_id = %(node_id)s AND (p.state IN ('open', 'sealed') OR (p.state = 'importing' AND c.state = 'sealed'))
+ORDER BY p.partition_id;
 
 -- name: node_tombstones
 -- The deleted partitions of a node, with the groups that may have keys there.
@@ -104,11 +104,14 @@ INSERT INTO mqlayer.source (kind, name) VALUES ('direct', %(name)s) RETURNING so
 -- A direct producer ended; the worker may remove its marks.
 UPDATE mqlayer.source SET closed_at = now() WHERE source_id = %(source_id)s AND closed_at IS NULL;
 
--- name: source_list_closed
--- Direct sources that were closed long enough ago and whose marks are still there, oldest first.
-SELECT source_id FROM mqlayer.source
-WHERE kind = 'direct' AND dropped_at IS NULL AND closed_at < now() - make_interval(secs => %(closed_for_s)s)
-ORDER BY closed_at LIMIT %(limit)s;
+-- name: source_try_closed
+-- Direct sources that were closed long enough ago and whose marks are still there, and that this is another try. Those
+-- come first that were tried never or longest ago: what can't be finished now must not keep the others waiting.
+UPDATE mqlayer.source SET tried_at = now() WHERE source_id IN (
+    SELECT source_id FROM mqlayer.source
+    WHERE kind = 'direct' AND dropped_at IS NULL AND closed_at < now() - make_interval(secs => %(closed_for_s)s)
+    ORDER BY tried_at NULLS FIRST, closed_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED)
+RETURNING source_id;
 
 -- name: source_marks_dropped
 -- The marks of these sources are gone.

@@ -64,12 +64,13 @@ SELECT (SELECT count(*) FROM beat) AS known,
 -- What a member holds: partition, node, epoch, start, and whether it shall release it. Nothing for an earlier session:
 -- an old process must not learn the epochs of the one that took its id.
 SELECT a.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_offset, 1) AS start_offset,
-       a.target IS DISTINCT FROM a.member_id AS release, g.allocation, g.backoff_s
+       a.target IS DISTINCT FROM a.member_id AS release, coalesce(e.cut, false) AS cut, g.allocation, g.backoff_s
 FROM mqlayer.consumer_group g
 LEFT JOIN mqlayer.member m ON m.group_id = g.group_id AND m.member_id = %(member_id)s AND m.session = %(session)s
 LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.member_id = m.member_id
 LEFT JOIN mqlayer.partition p ON p.partition_id = a.partition_id
 LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = a.partition_id
+LEFT JOIN mqlayer.seal e ON e.partition_id = a.partition_id
 WHERE g.group_id = %(group_id)s ORDER BY a.partition_id;
 
 -- name: member_expire
@@ -143,5 +144,8 @@ WHERE a.group_id = %(group_id)s AND a.partition_id = %(partition_id)s AND a.memb
               AND m.session = %(session)s);
 
 -- name: allocation_raise
--- Note that assignments of a group changed.
-UPDATE mqlayer.consumer_group SET allocation = allocation + 1 WHERE group_id = %(group_id)s RETURNING allocation;
+-- Note that assignments of a group changed, and let its members know.
+WITH raised AS (
+    UPDATE mqlayer.consumer_group SET allocation = allocation + 1 WHERE group_id = %(group_id)s RETURNING group_id
+)
+SELECT pg_notify('mqlayer_group', group_id::text) FROM raised;

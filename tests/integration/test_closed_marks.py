@@ -8,10 +8,13 @@ import sys
 from typing import Any
 
 import pytest
+import redis
 
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
+from mqlayer.topics import rearm_node
 from mqlayer.trimming import drop_closed_marks
+from mqlayer.trimming.marks import FIELDS_PER_COMMAND, SOURCES_PER_PASS, Place, drop_commands
 from tests.fixtures.servers import StartRedis
 from tests.proof.producer_world import ProducerWorld
 
@@ -83,3 +86,38 @@ def test_sources_wait_for_a_node_that_is_away(
     away.stop()
     assert dropped(world, closed_for_s=0) == 0
     assert world.rows("SELECT 1 FROM mqlayer.source WHERE dropped_at IS NULL")
+
+
+def test_a_node_that_is_away_keeps_no_source_from_being_cleaned_on_the_others(
+    database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
+) -> None:
+    """More sources than a pass takes: each gets its turn, and is done when the node is back."""
+    away = start_redis()
+    world = ProducerWorld(database_dsn, key_prefix, [away.url, redis_url])
+    [_, here] = world.add_topic(partitions=2).ranges
+    rows = world.rows(
+        "INSERT INTO mqlayer.source (kind, name, closed_at) "
+        "SELECT 'direct', 'p', now() - interval '1 day' FROM generate_series(1, %s) RETURNING source_id",
+        SOURCES_PER_PASS + 5,
+    )
+    marks = partition_keys(key_prefix, here.partition).marks
+    with redis.Redis.from_url(redis_url) as client:
+        client.hset(marks, mapping={f"{source}:{lp}": 1 for (source,) in rows for lp in (512, 1023)})
+        away.stop()
+        assert dropped(world, closed_for_s=0) == 0
+        assert client.hlen(marks) == 2 * 5
+        assert dropped(world, closed_for_s=0) == 0
+        assert client.hlen(marks) == 0
+    assert world.rows("SELECT count(*)::int FROM mqlayer.source WHERE dropped_at IS NULL") == [(SOURCES_PER_PASS + 5,)]
+    away.start()
+    with Database(world.dsn) as database:
+        rearm_node(database, "node-1", prefix=key_prefix)
+    assert [dropped(world, closed_for_s=0) for _ in range(3)] == [SOURCES_PER_PASS, 5, 0]
+
+
+def test_no_command_removes_more_than_some_thousands_of_marks() -> None:
+    """A node does nothing else meanwhile."""
+    commands = list(drop_commands("mq", [1, 2, 3], [Place(1, 0, 1024), Place(2, 0, 10)]))
+    assert [len(command) - 2 for command in commands] == [FIELDS_PER_COMMAND, 3 * 1024 - FIELDS_PER_COMMAND, 30]
+    names = {name for _, key, *names in commands for name in names if b"{1}" in key}
+    assert names == {b"%d:%d" % (source, lp) for source in (1, 2, 3) for lp in range(1024)}

@@ -14,6 +14,7 @@ from pydantic import SecretStr
 
 from mqlayer import Context
 from mqlayer.errors import NodeOutOfMemory, NotFound, StoreUnavailable
+from mqlayer.failpoints import arm, disarm_all
 from mqlayer.redis.partitions import (
     Fenced,
     Holder,
@@ -34,6 +35,12 @@ from tests.fixtures.waiting import wait_until
 from tests.proof.proxy import TcpProxy
 
 PASSWORD = "s3cr3t"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_armed() -> Iterator[None]:
+    yield
+    disarm_all()
 
 
 @pytest.fixture(params=redis_programs(), ids=str)
@@ -222,6 +229,49 @@ def test_a_redis_that_restarts_while_postgres_is_away_is_armed_when_that_is_back
     postgres.start()
     wait_until(lambda: recorder.count() == 100, timeout_s=40, what="all handled")
     recorder.assert_in_order()
+
+
+def test_what_fails_while_a_node_is_armed_ends_no_thread(
+    start_stage: StartStage, own_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not only what is known to fail: whatever it is, the next pass tries again."""
+    stage = start_stage(own_redis.url)
+    recorder = Recorder()
+    stage.send_numbers(keys=5, each=2)
+    stage.consume(recorder)
+    stage.wait_settled()
+    for occurrence in (1, 2, 3):
+        arm("rearm.before_raise", "raise", occurrence=occurrence)
+    own_redis.kill()
+    own_redis.start()
+    wait_until(lambda: events(caplog) & {"reading_failed", "settling_failed"}, timeout_s=20, what="the failure told")
+    stage.send_numbers(keys=5, each=2, first=3)
+    stage.wait_settled(timeout_s=30)
+    recorder.assert_in_order()
+
+
+def test_a_user_that_may_not_scan_is_told_so_and_goes_on_when_it_may(
+    start_stage: StartStage, start_redis: StartRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node that restarted without its partitions is looked through for another prefix before they are made again."""
+    server = start_redis(options={"user": f"limited on >{PASSWORD} ~* +@all -scan"})
+    stage = start_stage(server.url.replace("redis://", f"redis://limited:{PASSWORD}@"))
+    recorder = Recorder()
+    stage.consume(recorder)
+    stage.send_numbers(keys=5, each=2)
+    stage.wait_settled()
+    stage.redis.flushall()
+    server.kill()
+    server.start()
+    wait_until(lambda: "node_not_armed" in events(caplog), timeout_s=20, what="the refusal told")
+    told = " ".join(str(record.__dict__.get("reason")) for record in caplog.records)
+    assert "scan" in told.lower()
+    assert PASSWORD not in told
+    stage.redis.acl_setuser("limited", enabled=True, commands=["+scan"])
+    wait_until(lambda: all(stage.redis.exists(stage.keys(p).meta.decode()) for p in stage.partitions), what="made anew")
+    stage.forget_numbers()
+    stage.send_numbers(keys=5, each=2, first=3)
+    wait_until(lambda: recorder.count() == 20, timeout_s=20, what="it goes on")
 
 
 def test_two_members_of_a_redis_that_restarts_share_it_as_before(

@@ -14,9 +14,11 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 from pydantic import SecretStr
 
+from mqlayer import Context
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.holdings import State
 from mqlayer.consuming.member import Member
+from mqlayer.domain.routing import lp_of
 from mqlayer.redis.nodes import Command, NodeConnection
 from mqlayer.redis.partitions import Holder, release_command, settle_command, take_command
 from mqlayer.stack import RedisServer
@@ -24,7 +26,7 @@ from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
 from tests.fixtures.waiting import wait_until
 from tests.proof.proxy import TcpProxy
 
-OPERATIONS = 20_000
+OPERATIONS = 100_000
 MEMBERS = 3
 
 
@@ -120,6 +122,39 @@ def test_a_member_stops_by_its_own_clock_before_the_database_frees_its_partition
     proxies[0].heal()
 
 
+def test_a_handler_of_many_leases_is_left_alone_until_its_member_goes_offline(
+    stage: Stage, proxies: list[TcpProxy]
+) -> None:
+    """Case 70: heartbeats renew while it runs, one delivery; cut off from Postgres, another has the message soon."""
+    lease_s, hang = 1.0, threading.Event()
+
+    def act(body: bytes, _ctx: Context) -> None:
+        hang.wait(3.5 * lease_s if body == b"1" else 60)
+
+    first, second = Recorder(act), Recorder()
+    member = member_of(stage.consume(first, settings=stage.settings(lease_s=lease_s, dsn=through(stage, proxies[0]))))
+    stage.consume(second, settings=stage.settings(lease_s=lease_s))
+    wait_until(lambda: len(set(stage.owners().values())) == 2, timeout_s=20, what="one partition each")
+    [(partition, epoch)] = [(p, epoch) for p, owner, epoch, _ in stage.assignments() if owner == member.member_id]
+    names = (f"key-{number}" for number in itertools.count())
+    key = next(name for name in names if stage.route.range_of(lp_of(name.encode())).partition == partition)
+
+    stage.send([(key, b"1")])
+    wait_until(lambda: stage.position(partition) == (2, 2), timeout_s=20, what="the long one settled")
+    assert [(h.epoch, h.attempt) for h in first.begun] == [(epoch, 1)]
+    assert second.begun == []
+
+    stage.send([(key, b"2")])
+    wait_until(lambda: len(first.begun) == 2, what="the next one begun")
+    proxies[0].blackhole()
+    wait_until(lambda: second.bodies() == [b"2"], timeout_s=5 * lease_s, what="the other to have it")
+    assert second.begun[0].epoch > epoch
+    hang.set()
+    wait_until(lambda: first.bodies() == [b"1", b"2"], what="the old handler ended")
+    proxies[0].heal()
+    wait_until(lambda: stage.position(partition) == (3, 3), what="it settled by the other")
+
+
 def operate(line: NodeConnection, owner: Holder, rng: random.Random) -> list[tuple[int, int, str]]:
     """Take a partition and use it for a while; return what was accepted, with its number in the node's order."""
     take = take_command(line, owner, start=1, afresh=True)
@@ -138,20 +173,19 @@ def operate(line: NodeConnection, owner: Holder, rng: random.Random) -> list[tup
 
 
 def test_under_any_race_only_the_highest_epoch_so_far_is_ever_accepted(
-    start_stage: StartStage, every_redis: RedisServer, request: pytest.FixtureRequest
+    start_stage: StartStage, every_redis: RedisServer
 ) -> None:
     """Case 33 at the node: many owners race with random pauses; the node's own order of what it accepted is judged."""
     stage = start_stage(every_redis.url, partitions=1)
     stage.send_numbers(keys=1, each=200)
     stage.consume(Recorder()).stop()
-    operations = 100_000 if request.config.getoption("--long", default=False) else OPERATIONS
     group_id, epochs, lock = stage.group_id(), itertools.count(1_000), threading.Lock()
     accepted: list[tuple[int, int, str]] = []
 
     def race(number: int) -> None:
         rng, seen = random.Random(number), []
         with stage.line() as line:
-            for turn in range(operations // 8 // 25):
+            for turn in range(OPERATIONS // 8 // 25):
                 with lock:
                     epoch = next(epochs)
                 if rng.random() < 0.3:
@@ -164,7 +198,7 @@ def test_under_any_race_only_the_highest_epoch_so_far_is_ever_accepted(
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(race, range(8)))
     accepted.sort()
-    assert len(accepted) > operations / 20
+    assert len(accepted) > OPERATIONS / 20
     highest = 0
     owner_of: dict[int, str] = {}
     for _, epoch, member in accepted:

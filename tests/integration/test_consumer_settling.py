@@ -11,6 +11,8 @@ import psycopg
 import pytest
 
 from mqlayer import Context
+from mqlayer.consuming.holdings import Held
+from mqlayer.domain.message import Record
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import AlreadyApplied, StaleOwner
 from mqlayer.failpoints import arm, disarm_all
@@ -221,16 +223,35 @@ def test_a_fenced_effect_is_there_once_though_its_ack_was_lost(every_stage: Stag
             raise
 
     every_stage.send_numbers(keys=3, each=3)
-    arm("ack.before_send", "raise")
-    arm("ack.before_send", "raise", occurrence=2)
+    for occurrence in range(1, 200):
+        arm("ack.before_send", "raise", occurrence=occurrence)
     app = every_stage.consume(handle)
     wait_until(lambda: member_of(app).stats.handled == 9, timeout_s=20, what="all handled")
     for held in member_of(app)._holdings.all():
         member_of(app).forgotten(held)
+    disarm_all()
     every_stage.wait_settled()
     with psycopg.connect(every_stage.dsn) as connection:
         assert connection.execute("SELECT count(*) FROM effect").fetchone() == (9,)
-    assert set(refused) <= {AlreadyApplied}
+    assert set(refused) == {AlreadyApplied}
+
+
+def test_the_fences_of_other_partitions_are_raised_where_one_can_not_be(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A transaction that nobody ends holds an LP of the first partition."""
+    assert stage.consume(Recorder()).stop()
+    with psycopg.connect(stage.dsn, autocommit=True) as connection, psycopg.connect(stage.dsn) as holder:
+        connection.execute("DELETE FROM mqlayer_app.fence_epoch")
+        holder.execute("INSERT INTO mqlayer_app.fence_epoch VALUES (%s, 0, 1)", (stage.group_id(),))
+        app = stage.consume(Recorder())
+        wait_until(
+            lambda: {state for _, state in member_of(app).holdings().values()} == {"open"}, what="both partitions open"
+        )
+        raised = connection.execute("SELECT count(*)::int, min(lp)::int FROM mqlayer_app.fence_epoch").fetchone()
+    assert raised == (512, 512)
+    told = [record.__dict__["partition"] for record in caplog.records if record.getMessage() == "fence_not_raised"]
+    assert told == [stage.partitions[0]]
 
 
 def test_the_fence_called_twice_for_a_message_is_a_fault_and_loses_no_effect(
@@ -272,6 +293,34 @@ def test_acks_that_could_not_be_sent_are_sent_again(every_stage: Stage, caplog: 
     assert len(recorder.begun) == 1_000
     wait_until(lambda: member_of(app).stats.settled == 1_000, what="counted as settled")
     assert {(h.count_in_hand, h.bytes_in_hand) for h in member_of(app)._holdings.all()} == {(0, 0)}
+
+
+def test_a_partition_that_always_has_acks_to_send_leaves_the_others_their_turn(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The settler of a node sends for each partition once a pass, whatever comes in meanwhile."""
+    busy, other = stage.partitions
+    app = stage.consume(Recorder())
+    member = member_of(app)
+    wait_until(lambda: len(member.holdings()) == 2, what="both partitions held")
+    turns = itertools.count()
+    acknowledged = member.acknowledged
+
+    def never_done(held: Held, records: list[Record], committed: int) -> None:
+        if held.partition == busy:
+            held.settled.extend(records)
+            next(turns)
+        else:
+            acknowledged(held, records, committed)
+
+    monkeypatch.setattr(member, "acknowledged", never_done)
+    stage.send((key, b"1") for key in keys_of(stage, busy, 1))
+    wait_until(lambda: stage.position(busy) == (2, 2), what="the busy one settled the first time")
+    stage.send((key, b"1") for key in keys_of(stage, other, 1))
+    wait_until(lambda: stage.position(other) == (2, 2), what="the other's ack sent")
+    monkeypatch.undo()
+    assert next(turns) > 1
+    wait_until(lambda: member.stats.settled > 1, what="an end of it")
 
 
 def test_a_reader_that_fails_goes_on(every_stage: Stage, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mqlayer import Context
+from mqlayer import App, Context
 from mqlayer.errors import StoreUnavailable
 from mqlayer.failpoints import arm, disarm_all
 from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of, migrated
@@ -112,6 +112,93 @@ def test_a_hand_over_waits_for_the_running_handler_only_up_to_the_limit(every_st
     every_stage.wait_settled()
     assert {handled.partition for handled in second.begun} < set(every_stage.partitions)
     assert {(h.key, h.body) for h in first.ended + second.ended} == {(f"key-{n}", b"1") for n in range(30)}
+
+
+def drop_while_it_runs(stage: Stage, owner: App, monkeypatch: pytest.MonkeyPatch, second: Recorder) -> tuple[int, App]:
+    """Let a second member ask for a partition whose holding the owner drops with handlers at work; return both."""
+    member = member_of(owner)
+    monkeypatch.setattr(member, "follow", lambda _answer: None)
+    asking = stage.consume(second, settings=stage.settings(lease_s=1.0))
+
+    def asked_for() -> list[int]:
+        return [partition for partition, _, _, target in stage.assignments() if target not in (None, member.member_id)]
+
+    [partition] = wait_until(asked_for, what="the second to ask for a partition")
+    [held] = [held for held in member._holdings.all() if held.partition == partition]
+    member.forgotten(held)
+    monkeypatch.undo()
+    return partition, asking
+
+
+def see_beats(app: App, count: int) -> None:
+    """Wait until a member has followed some more heartbeats."""
+    heart = member_of(app)._heart
+    for _ in range(count):
+        before = heart.lease.until
+        heart.nudge()
+        wait_until(lambda: heart.lease.until > before, what="a heartbeat")  # noqa: B023
+
+
+def test_a_partition_that_was_dropped_is_given_away_when_its_last_handler_has_ended(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is held any more that could be drained, and yet the key runs: the other member must not start it."""
+    go_on = threading.Event()
+    first, second = hold_all(go_on), Recorder()
+    stage.send_numbers(keys=30, each=2)
+    owner = stage.consume(first, settings=stage.settings(lease_s=1.0), concurrency=30)
+    wait_until(lambda: len(first.begun) == 30, what="all keys begun")
+    partition, _ = drop_while_it_runs(stage, owner, monkeypatch, second)
+    see_beats(owner, 5)
+    assert stage.owners()[partition] == member_of(owner).member_id
+    assert second.begun == []
+    go_on.set()
+    wait_until(lambda: second.ended, what="the other goes on")
+    stage.wait_settled()
+    ended = {h.key for h in first.ended if h.partition == partition and h.body == b"1"}
+    assert {h.key for h in second.begun} == ended
+    second.assert_in_order()
+
+
+def test_a_dropped_partition_whose_handler_hangs_is_given_away_after_the_limit(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    first, second = hold_all(go_on), Recorder()
+    stage.send_numbers(keys=30, each=1)
+    owner = stage.consume(first, settings=stage.settings(lease_s=1.0), concurrency=30, drain_limit_s=1.0)
+    wait_until(lambda: len(first.begun) == 30, what="all keys begun")
+    partition, _ = drop_while_it_runs(stage, owner, monkeypatch, second)
+    wait_until(lambda: second.ended, what="the other goes on")
+    assert first.ended == []
+    assert {h.partition for h in second.begun} == {partition}
+    go_on.set()
+    stage.wait_settled()
+
+
+def test_what_is_asked_back_again_gets_the_whole_limit_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The asking member goes away in between: the time since counts for nothing."""
+    go_on = threading.Event()
+    first = hold_all(go_on)
+    stage.send_numbers(keys=30, each=1)
+    owner = stage.consume(first, settings=stage.settings(lease_s=1.0), concurrency=30)
+    wait_until(lambda: len(first.begun) == 30, what="all keys begun")
+    partition, asking = drop_while_it_runs(stage, owner, monkeypatch, Recorder())
+    wait_until(lambda: partition in member_of(owner)._give_back_by, what="the limit begun")
+    assert asking.stop()
+    wait_until(lambda: partition in member_of(owner).holdings(), what="the partition held again")
+    assert member_of(owner)._give_back_by == {}
+    go_on.set()
+    stage.wait_settled()
+
+
+def hold_all(go_on: threading.Event) -> Recorder:
+    """Return a handler that lets a message end when the test says so."""
+
+    def act(_body: bytes, _ctx: Context) -> None:
+        go_on.wait(60)
+
+    return Recorder(act)
 
 
 def test_an_async_member_stops_in_order_too(every_stage: Stage) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import pytest
 from pydantic import SecretStr
 
+import mqlayer
 from mqlayer.postgres.database import Database
 from mqlayer.settings import Settings
 from mqlayer.stack import AnyRedis
@@ -62,6 +63,25 @@ def test_the_first_program_of_the_readme_is_the_one_that_the_tests_run() -> None
     """See test_first_program.py."""
     first = next(text for language, text in examples(ROOT / "README.md") if language == "python")
     assert first in (ROOT / "examples" / "first" / "orders.py").read_text("utf-8")
+
+
+def test_the_direct_publishing_of_the_readme_runs(settings: Settings) -> None:
+    direct = [text for language, text in examples(ROOT / "README.md") if language == "python"][1]
+    names: dict[str, Any] = {"mqlayer": mqlayer}
+    exec(compile(direct, "README.md", "exec", dont_inherit=True), names)
+    assert names["receipt"].topic == "orders"
+    assert names["future"].result(0).offset == 2
+
+
+def test_every_setting_is_in_the_table_of_operating_with_its_default() -> None:
+    table = (ROOT / "docs" / "operating.md").read_text("utf-8")
+    shown = dict(re.findall(r"^\| `MQLAYER_(\w+)` \| (.*?) ?\|", table, re.MULTILINE))
+    for name, field in Settings.model_fields.items():
+        assert name.upper() in shown
+        if isinstance(field.default, bool):
+            assert shown[name.upper()] == ("on" if field.default else "off")
+        elif isinstance(field.default, int | float):
+            assert float(shown[name.upper()]) == field.default, name
 
 
 def examples(page: Path) -> list[tuple[str, str]]:

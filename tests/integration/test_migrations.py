@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -40,6 +43,19 @@ def test_two_at_once_run_each_step_once(empty_database_dsn: str) -> None:
     with ThreadPoolExecutor(4) as pool:
         done = list(pool.map(lambda _: len(migrate(empty_database_dsn)), range(4)))
     assert sorted(done) == [0, 0, 0, ALL]
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_migration_that_is_killed_leaves_whole_steps_and_the_next_goes_on(empty_database_dsn: str, nth: int) -> None:
+    environment = os.environ | {"MQLAYER_DSN": empty_database_dsn, "MQLAYER_APP_DSN": empty_database_dsn}
+    killed = subprocess.run(
+        [sys.executable, "-m", "mqlayer", "migrate"],
+        env=environment | {"MQLAYER_FAILPOINTS": f"migrate.before_record=kill@{nth}"},
+        check=False,
+    )
+    assert killed.returncode == -9
+    assert len(migrate(empty_database_dsn)) == ALL + 1 - nth
+    assert numbers(empty_database_dsn, "mqlayer") == numbers(empty_database_dsn, "mqlayer_app") == [1]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +143,19 @@ def test_an_application_may_publish_and_fence(as_application: psycopg.Connection
     assert row == ("current", 7)
     row = as_application.execute("SELECT mqlayer_app.fence_raise_v1(1, 0::smallint, 10::smallint, 99)").fetchone()
     assert row == (1,), "nine LPs are new under the epoch, one is raised to it"
+
+
+@pytest.mark.parametrize(("before", "after"), [("0", "1min"), ("2min", "1min"), ("5s", "5s")])
+def test_a_fenced_transaction_ends_after_a_minute_of_idleness_at_the_latest(
+    as_application: psycopg.Connection, before: str, after: str
+) -> None:
+    """A process that is stopped inside of it holds its LP's row until then."""
+    as_application.execute("SELECT set_config('idle_in_transaction_session_timeout', %s, false)", (before,))
+    shown = "SELECT current_setting('idle_in_transaction_session_timeout')"
+    with as_application.transaction():
+        as_application.execute("SELECT * FROM mqlayer_app.fence_v1(1, 5::smallint, 1, 'k', 1, 7)")
+        assert as_application.execute(shown).fetchone() == (after,)
+    assert as_application.execute(shown).fetchone() == (before,)
 
 
 TABLES = [

@@ -225,6 +225,33 @@ def test_refusals_carry_their_facts(outbox_dsn: str) -> None:
     assert isinstance(translate(null.value), InvalidInput)
 
 
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        "'[0:1]={orders,orders}', '{a,b}', '{1,2}'",
+        "'{orders,orders}', '[0:1]={a,b}', '{1,2}'",
+        "'{orders,orders}', '{a,b}', '[2:3]={1,2}'",
+        "'{orders,orders}', '{a,b}', '{1,2}', ('[0:1]=' || ARRAY[NULL, NULL]::jsonb[]::text)::jsonb[]",
+        "'{{orders},{orders}}', '{a,b}', '{1,2}'",
+        "'{orders,orders}', '{{a},{b}}', '{1,2}'",
+        "'{orders,orders}', '{a,b}', '{{1,2}}'",
+        "'{orders,orders}', '{a,b}', '{1,2}', '{{NULL},{NULL}}'",
+    ],
+)
+def test_arrays_whose_elements_are_not_numbered_from_one_are_refused(
+    outbox_dsn: str, committed: CommittedOutbox, arrays: str
+) -> None:
+    """They would be published with other messages' keys or bodies, or with none."""
+    with psycopg.connect(outbox_dsn, autocommit=True) as connection:
+        with pytest.raises(psycopg.Error, match="one dimension") as refused:
+            connection.execute(f"SELECT mqlayer_app.publish_many_v1({arrays})".encode())
+        assert refused.value.sqlstate == "MQ005"
+        assert "array_agg" in str(translate(refused.value))
+        assert connection.execute("SELECT mqlayer_app.publish_many_v1('{}', '{}', '{}', '{}')").fetchone() == (0,)
+        assert connection.execute("SELECT mqlayer_app.publish_many_v1('{}', NULL, NULL)").fetchone() == (0,)
+    assert committed.messages() == []
+
+
 def test_a_trigger_publishes_with_the_row(shop_dsn: str, outbox_dsn: str, committed: CommittedOutbox) -> None:
     with psycopg.connect(outbox_dsn) as owner:
         owner.execute(

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from mqlayer import failpoints
+from mqlayer import Producer, failpoints
 from mqlayer.changes import split
 from mqlayer.membership.groups import GroupSettings, ensure_group
 from mqlayer.postgres.database import Database
+from mqlayer.redis.keys import partition_keys
+from mqlayer.relay import relay_once
 from mqlayer.routes.cache import RouteCache, load_route
 from mqlayer.trimming import clean_fence
 from mqlayer.workers import stores, tasks
@@ -22,7 +24,7 @@ from mqlayer.workers.claims import claimed
 from mqlayer.workers.schedule import JOBS, Job, beat_schedule
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
-from tests.proof.outbox_world import OutboxWorld
+from tests.proof.outbox_world import QUICK, OutboxWorld
 
 
 def test_of_many_schedulers_one_gets_the_job(database_dsn: str) -> None:
@@ -136,6 +138,49 @@ def test_the_fence_forgets_what_is_older_than_the_horizon(database_dsn: str) -> 
         assert clean_fence(database) == 4
         assert clean_fence(database) == 0
         assert clean_fence(database, horizon_s=0) == 6
+
+
+def test_the_task_of_rotation_empties_a_slot_once_it_is_due(world: OutboxWorld) -> None:
+    world.publish(10)
+    relay_once(world.settings(), limits=QUICK)
+    world.rows(
+        "UPDATE mqlayer_app.outbox SET slot = (floor(date_part('epoch', clock_timestamp()) / 900)::bigint + 2) & 3"
+    )
+    tasks.rotate_outbox()
+    assert world.published() == {}
+    world.publish(1)
+    assert world.rows("SELECT epoch FROM mqlayer.job WHERE name = 'rotate_outbox'") == [(1,)]
+    tasks.rotate_outbox()
+    assert world.rows("SELECT epoch FROM mqlayer.job WHERE name = 'rotate_outbox'") == [(1,)]
+
+
+def test_the_task_of_the_fence_forgets_what_is_older_than_the_horizon(world: OutboxWorld) -> None:
+    world.rows(
+        "INSERT INTO mqlayer_app.fence_applied (group_id, lp, source_id, key, seq, applied_at) "
+        "SELECT 1, 0, 1, 'key-' || n, n, now() - n * interval '1 day' FROM generate_series(1, 10) AS n"
+    )
+    tasks.clean_fence_rows()
+    assert world.rows("SELECT count(*)::int FROM mqlayer_app.fence_applied") == [(6,)]
+
+
+def test_the_task_of_marks_removes_those_of_a_producer_that_ended_days_ago(world: OutboxWorld, redis_url: str) -> None:
+    with Producer(world.settings(), name="billing") as producer:
+        source = producer.send("orders", key="k", body=b"1").identity.source
+    marks = [partition_keys(world.key_prefix, partition).marks.decode() for partition in (1, 2)]
+    with redis.Redis.from_url(redis_url) as client:
+        assert any(client.exists(name) for name in marks)
+        world.rows("UPDATE mqlayer.source SET closed_at = closed_at - interval '2 days' WHERE source_id = %s", source)
+        tasks.clean_marks()
+        assert not any(client.exists(name) for name in marks)
+    assert world.rows("SELECT 1 FROM mqlayer.source WHERE dropped_at IS NULL") == []
+
+
+def test_the_tasks_of_relaying_and_trimming_run_and_keep_what_no_group_has_settled(world: OutboxWorld) -> None:
+    world.publish(10)
+    tasks.relay()
+    tasks.trim()
+    assert world.whole()
+    assert {name for (name,) in world.rows("SELECT name FROM mqlayer.job")} == {"relay", "trim"}
 
 
 def test_a_worker_with_its_beat_makes_up_for_a_dead_relay(

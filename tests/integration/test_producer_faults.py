@@ -103,6 +103,31 @@ def test_a_reply_that_is_lost_leaves_the_message_stored_once_at_its_first_place(
     assert world.by_key() == {"k": ["1", "2", "3"]}
 
 
+def test_a_place_that_can_not_be_asked_for_is_told_and_the_message_counts_as_stored(
+    mortal: ProducerWorld, server: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between the answer `dup` and the search the node gets settings under which nobody connects to it."""
+    going_on = tmp_path / "go-on"
+    with TcpProxy("127.0.0.1", server.port) as way:
+        mortal.rows(f"UPDATE mqlayer.node SET url = 'redis://{way.host}:{way.port}/0'")
+        with mortal.producer() as producer, mortal.client() as client:
+            producer.send("orders", key="k", body=b"1")
+            arm("producer.after_reply", f"wait:{going_on}")
+            way.cut_after(server_bytes=0)
+            future = producer.send_async("orders", key="k", body=b"2")
+            way.wait_for_cut()
+            wait_until(lambda: len(mortal.by_key()["k"]) == 2, what="the message stored")
+            client.config_set("maxmemory-policy", "allkeys-lru")
+            going_on.touch()
+            receipt = future.result(20)
+            client.config_set("maxmemory-policy", "noeviction")
+            assert (receipt.offset, receipt.identity.seq) == (None, 2)
+            assert producer.send("orders", key="k", body=b"3").offset == 3
+    reasons = [str(r.__dict__["reason"]) for r in caplog.records if r.getMessage() == "position_not_found"]
+    assert reasons
+    assert all("maxmemory-policy" in reason for reason in reasons)
+
+
 @pytest.mark.parametrize("client_bytes", [0, 100])
 def test_a_request_that_is_lost_is_sent_again(world: ProducerWorld, proxy: TcpProxy, client_bytes: int) -> None:
     with world.producer() as producer:

@@ -17,8 +17,15 @@ from tests.proof.failpoint_names import failpoint_names
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
 RELAY_FAILPOINTS = sorted(name for name in failpoint_names() if name.startswith("relay."))
-ONCE = {"relay.after_identity", "relay.after_source", "relay.after_claim", "relay.before_release"}
-"""Places that a relay passes once in its life."""
+ONCE = {
+    "relay.after_identity",
+    "relay.after_source",
+    "relay.after_claim",
+    "relay.before_lower",
+    "relay.after_lower",
+    "relay.before_release",
+}
+"""Places that a relay passes once in its life, or once for a fall-back."""
 PLACES = [(name, nth) for name in RELAY_FAILPOINTS for nth in ((1,) if name in ONCE else (1, 2))]
 
 
@@ -93,6 +100,11 @@ def _make_reachable(world: OutboxWorld, name: str) -> None:
     if "of_lps" in name:
         # A backlog that is thin among the ids is read by LP.
         world.rows("SELECT setval('mqlayer_app.outbox_number', 100000)")
+    if "_lower" in name:
+        # The node holds nothing of what was recorded as relayed.
+        before = world.snapshot()
+        relay_once(world.settings(), limits=QUICK)
+        world.fall_back(before)
 
 
 def _publish_until_dead(world: OutboxWorld, process: subprocess.Popen[bytes]) -> bool:

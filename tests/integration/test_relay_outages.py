@@ -12,6 +12,7 @@ import pytest
 import redis
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from mqlayer import failpoints
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.relay import relay_once
@@ -88,6 +89,23 @@ def test_a_node_that_fell_back_gets_the_rest_again_without_traffic(world: Outbox
             pipeline.execute()
         world.wait_until_whole()
     assert world.rows("SELECT sum(seq)::int FROM mqlayer_app.relayed") == [(80,)]
+
+
+def test_what_fails_while_a_node_is_armed_does_not_end_the_relay(
+    world: OutboxWorld, node: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not only what is known to fail: a fault about one node must not stop the others' LPs."""
+    failpoints.arm("rearm.before_raise", "raise")
+    try:
+        with world.relay():
+            node.kill()
+            node.start()
+            world.publish(50)
+            world.wait_until_whole()
+    finally:
+        failpoints.disarm_all()
+    told = {record.__dict__.get("error") for record in caplog.records if record.message == "relay_connect_failed"}
+    assert told == {"FailpointHit"}
 
 
 def test_scripts_that_were_flushed_are_loaded_again(world: OutboxWorld, node: RedisServer) -> None:

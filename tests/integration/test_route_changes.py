@@ -15,6 +15,8 @@ from mqlayer.changes import (
     Plan,
     apply_change,
     drop_change,
+    finish_change,
+    finish_changes,
     merge,
     move,
     plan_merge,
@@ -25,9 +27,7 @@ from mqlayer.changes import (
 from mqlayer.domain.routing import NodeId, PartitionId, Range, Route, RouteVersion
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.postgres.database import Database
-from mqlayer.redis.nodes import NodeConnection
-from mqlayer.redis.partitions import Refused, seal_command, seal_reply
-from mqlayer.routes.cache import load_nodes, load_route
+from mqlayer.routes.cache import load_route
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.outbox_world import OutboxWorld
@@ -110,19 +110,34 @@ def test_a_plan_that_somebody_elses_change_overtook_changes_nothing(world: Outbo
     assert meta(world, 1)["state"] == "open"
 
 
-def test_a_drop_keeps_a_stopped_driver_from_sealing(world: OutboxWorld, database: Database) -> None:
-    plan = plan_move(load_route(database, "orders"), 1, NodeId(2))
-    failpoints.arm("change.after_plan", "raise")
+def stop_at(name: str, work: Callable[[], object]) -> None:
+    failpoints.arm(name, "raise")
     try:
         with pytest.raises(failpoints.FailpointHit):
-            apply_change(database, plan, prefix=world.key_prefix)
+            work()
     finally:
         failpoints.disarm_all()
-    assert drop_change(database, "orders", prefix=world.key_prefix) == 1
-    with NodeConnection(load_nodes(database)[0]) as line:
-        reply = seal_reply(line.call([seal_command(line, world.key_prefix, 1, 1, "late")])[0], "node")
-    assert reply == Refused("dropped", "1")
+
+
+def test_a_change_that_sealed_nothing_may_be_dropped(world: OutboxWorld, database: Database) -> None:
+    plan = plan_move(load_route(database, "orders"), 1, NodeId(2))
+    stop_at("change.before_sealing_commit", lambda: apply_change(database, plan, prefix=world.key_prefix))
+    assert drop_change(database, "orders") == 1
+    with pytest.raises(NotFound, match="open route change"):
+        drop_change(database, "orders")
+    assert finish_change(database, 1, prefix=world.key_prefix) == "dropped"
+    assert meta(world, 1)["state"] == "open"
     assert move(database, "orders", 1, prefix=world.key_prefix).version == 2
+
+
+def test_a_change_that_may_have_sealed_something_only_goes_forward(world: OutboxWorld, database: Database) -> None:
+    plan = plan_move(load_route(database, "orders"), 1, NodeId(2))
+    stop_at("change.after_seal", lambda: apply_change(database, plan, prefix=world.key_prefix))
+    with pytest.raises(Conflict, match="only goes forward"):
+        drop_change(database, "orders")
+    assert finish_changes(database, prefix=world.key_prefix) == {1: "done"}
+    assert finish_changes(database, prefix=world.key_prefix) == {}
+    assert load_route(database, "orders").version == 2
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 import redis
@@ -28,9 +27,7 @@ from mqlayer.errors import Conflict, InvalidInput, NodeNotArmed, NotFound
 from mqlayer.membership.groups import GroupSettings, ensure_group
 from mqlayer.membership.starts import Start
 from mqlayer.postgres.database import Database
-from mqlayer.redis.nodes import NodeConnection
-from mqlayer.redis.partitions import Sealed, seal_command, seal_reply
-from mqlayer.routes.cache import RouteCache, load_nodes, load_route
+from mqlayer.routes.cache import RouteCache, load_route
 from mqlayer.topics import rearm_node
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
@@ -74,36 +71,13 @@ def meta(world: OutboxWorld, partition: int) -> str:
     return next((str(state) for state in found if state), "absent")
 
 
-def test_a_drop_that_was_cut_off_is_brought_to_its_end(world: OutboxWorld, database: Database) -> None:
-    """The parents refuse the change by then, so it could never be sealed."""
-    leave_planned(world, database)
-    failpoints.arm("drop.after_refuse", "raise")
-    with pytest.raises(failpoints.FailpointHit):
-        drop_change(database, "orders", prefix=world.key_prefix)
-    assert finish_changes(database, prefix=world.key_prefix) == {1: "dropped"}
-    assert finish_changes(database, prefix=world.key_prefix) == {}
-    assert world.rows("SELECT actor FROM mqlayer.audit WHERE act = 'route drop'") == [("repair",)]
-    assert merge(database, "orders", [1, 2], prefix=world.key_prefix).version == 2
-
-
-def test_a_drop_leaves_a_change_alone_of_which_any_parent_is_sealed(world: OutboxWorld, database: Database) -> None:
-    """No parent may refuse what another one has sealed: the change could go neither forward nor back."""
-    leave_planned(world, database)
-    with NodeConnection(load_nodes(database)[1]) as line:
-        reply = line.call([seal_command(line, world.key_prefix, 2, 1, str(uuid4()))])[0]
-        assert isinstance(seal_reply(reply, "node"), Sealed)
-    with pytest.raises(Conflict, match="has sealed partition 2"):
-        drop_change(database, "orders", prefix=world.key_prefix)
-    assert finish_changes(database, prefix=world.key_prefix) == {1: "done"}
-
-
 def test_who_applies_a_plan_that_somebody_drops_is_told(world: OutboxWorld, database: Database, tmp_path: Path) -> None:
     plan, door = planned_move(database, "orders", 1), tmp_path / "door"
     failpoints.arm("change.after_plan", f"wait:{door}")
     with ThreadPoolExecutor(1) as pool:
         applying = pool.submit(apply_change, database, plan, prefix=world.key_prefix)
         wait_until(lambda: world.rows("SELECT 1 FROM mqlayer.route_change"), what="the plan to be recorded")
-        assert drop_change(database, "orders", prefix=world.key_prefix) == 1
+        assert drop_change(database, "orders") == 1
         door.touch()
         with pytest.raises(Conflict, match="was dropped meanwhile"):
             applying.result(30)

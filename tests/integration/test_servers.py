@@ -8,6 +8,8 @@ import psycopg
 import pytest
 import redis
 
+from mqlayer.errors import Conflict
+from mqlayer.postgres.database import Database
 from mqlayer.stack import PostgresServer, RedisProgram, RedisServer, ServerFailed, postgres_programs, redis_programs
 from tests.fixtures.servers import StartPostgres, StartRedis
 
@@ -124,3 +126,14 @@ def test_databases_start_empty(empty_database_dsn: str) -> None:
     with psycopg.connect(empty_database_dsn) as connection:
         schemas = {name for (name,) in connection.execute("SELECT nspname FROM pg_namespace")}
     assert "mqlayer" not in schemas
+
+
+def test_what_breaks_a_constraint_is_a_conflict_and_no_outage(database_dsn: str) -> None:
+    """An outage would be tried again for ever."""
+    insert = "INSERT INTO mqlayer.job (name, epoch, next_at) VALUES ('trim', 1, now())"
+    with Database(database_dsn) as database:
+        database.transaction(lambda connection: connection.execute(insert))
+        with pytest.raises(Conflict, match="job_key"):
+            database.transaction(lambda connection: connection.execute(insert))
+        with pytest.raises(Conflict, match="null value"), database.connection() as connection:
+            connection.execute("INSERT INTO mqlayer.job (name) VALUES (NULL)")

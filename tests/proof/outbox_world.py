@@ -18,6 +18,7 @@ import redis
 from pydantic import SecretStr
 
 from mqlayer.postgres.database import Database
+from mqlayer.redis.keys import PartitionKeys, partition_keys
 from mqlayer.relay import Relay, RelayLimits
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
@@ -29,6 +30,8 @@ QUICK = RelayLimits(sweep_s=0.05, compare_s=0.1, progress_s=0.05, beat_s=0.05, l
 """Limits with which what a relay does at times is done often."""
 LEASE_S = 0.5
 
+Snapshot = list[tuple[str, PartitionKeys, dict[bytes, bytes | None]]]
+"""Per partition: its node's address, its keys, and the value of each."""
 Chains = dict[tuple[str, int], list[tuple[int, str | None, str]]]
 """Per topic and LP: seq, key and value of each message, in order."""
 
@@ -95,6 +98,35 @@ class OutboxWorld:
         for record in self.records():
             chains[record.topic, record.lp].append((record.seq, record.key, record.value))
         return chains
+
+    def snapshot(self) -> Snapshot:
+        """Return what the partitions hold now."""
+        found: Snapshot = []
+        for url, keys in self._partition_keys():
+            with redis.Redis.from_url(url) as client:
+                found.append((url, keys, {key: client.dump(key) for key in (keys.log, keys.meta, keys.marks)}))
+        return found
+
+    def fall_back(self, before: Snapshot, *, state: str = "open") -> None:
+        """Let the partitions hold again what they held, as after an append-only file that was cut, in a state."""
+        for url, keys, values in before:
+            with redis.Redis.from_url(url) as client, client.pipeline(transaction=True) as pipeline:
+                pipeline.delete(*values)
+                for key, value in values.items():
+                    if value is not None:
+                        pipeline.restore(key, 0, value)
+                pipeline.hset(keys.meta, "state", state)
+                pipeline.execute()
+
+    def set_state(self, state: str) -> None:
+        """Let every partition say that it is `open` or `sealed`, whatever Postgres says."""
+        for url, keys in self._partition_keys():
+            with redis.Redis.from_url(url) as client:
+                client.hset(keys.meta, "state", state)
+
+    def _partition_keys(self) -> list[tuple[str, PartitionKeys]]:
+        places = self.rows("SELECT node_id, partition_id FROM mqlayer.partition ORDER BY partition_id")
+        return [(self.urls[node_id - 1], partition_keys(self.key_prefix, partition)) for node_id, partition in places]
 
     def records(self) -> Iterator[Append]:
         """Return every record of every partition."""

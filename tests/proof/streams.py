@@ -25,13 +25,18 @@ def record_count(client: redis.Redis, prefix: str, partitions: Iterable[int]) ->
 
 
 def read_partition(client: redis.Redis, prefix: str, partition: int, topic: str) -> Iterator[Append]:
-    """Return all records of a partition in the order of their offsets; commands are none."""
+    """Return all records of a partition in the order of their offsets; a body's text is its value.
+
+    The command of a sealed partition is no record; that nothing is behind it (invariant 5) is checked here.
+    """
     log, after = partition_keys(prefix, partition).log, "-"
     info: Any = client.info("server")
+    commands: list[bytes] = []
     while entries := _entries(client, log, after):
-        for entry_id, fields in entries:
-            if fields[b"m"] == b"command":
-                continue
+        assert not commands, f"partition {partition} goes on behind the command that sealed it"
+        commands = [entry_id for entry_id, _ in entries if not entry_id.endswith(b"-0")]
+        assert commands in ([], [entries[-1][0]]), f"partition {partition} goes on behind a command: {commands}"
+        for entry_id, fields in entries[: len(entries) - len(commands)]:
             source, lp, seq, _ = fields[b"m"].split(b":", 3)
             yield Append(
                 topic=topic,

@@ -17,7 +17,14 @@ import pytest
 import redis
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from pydantic import SecretStr
 
 from mqlayer.domain.routing import Lp, NodeId, PartitionId, Range, Route, RouteVersion
@@ -295,6 +302,11 @@ class World(RuleBasedStateMachine):
         return search.outcome({identity: found[identity] for identity in search.wanted() if identity in found})
 
     # What must hold
+
+    @invariant()
+    def the_lanes_in_trouble_are_known(self) -> None:
+        if hasattr(self, "ledger"):
+            assert {lane for lane in self.ledger._lanes() if lane.trouble is not None} == self.ledger._troubled
 
     def teardown(self) -> None:
         if not hasattr(self, "node"):

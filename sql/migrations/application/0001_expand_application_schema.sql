@@ -185,6 +185,12 @@ BEGIN
     IF cardinality(p_keys) <> cardinality(p_topics) OR cardinality(p_bodies) <> cardinality(p_topics)
        OR cardinality(p_headers) <> cardinality(p_topics) THEN
         RAISE EXCEPTION 'arrays of different lengths' USING ERRCODE = 'MQ005';
+    ELSIF array_ndims(p_topics) > 1 OR array_ndims(v_keys) > 1 OR array_ndims(v_bodies) > 1 OR array_ndims(v_headers) > 1
+       OR array_lower(p_topics, 1) <> 1 OR array_lower(v_keys, 1) <> 1 OR array_lower(v_bodies, 1) <> 1
+       OR array_lower(v_headers, 1) <> 1 THEN
+        -- Their elements are counted by unnest and taken by number: the two would speak of different ones.
+        RAISE EXCEPTION 'arrays must have one dimension that begins at 1'
+            USING ERRCODE = 'MQ005', HINT = 'ARRAY[...] and array_agg make such arrays';
     END IF;
     PERFORM mqlayer_app.headers_check_v1(h) FROM unnest(p_headers) AS h WHERE h IS NOT NULL;
     FOR v_group IN

@@ -107,6 +107,8 @@ CREATE TABLE mqlayer.source (
     closed_at    timestamptz,
     -- Direct only: its marks are gone from every partition.
     dropped_at   timestamptz,
+    -- Direct only: when the removal of its marks was last tried.
+    tried_at     timestamptz,
     CONSTRAINT source_kind CHECK (kind IN ('outbox', 'direct')),
     CONSTRAINT source_outbox_identity CHECK ((kind = 'outbox') = (outbox_uuid IS NOT NULL AND cluster IS NOT NULL))
 );

@@ -1,24 +1,29 @@
 -- Route changes: split, merge, move; how far each group is in the lineage of partitions. The protocol: ARCHITECTURE.md.
 
 -- One change of a topic's route. It walks through its states, each step repeated by whoever finds it unfinished:
--- planned -> sealed -> done, or planned -> dropped. From sealed on it only goes forward.
+-- planned -> sealing -> sealed -> done, or planned -> dropped. Nothing is sealed before it is sealing, so until then it may
+-- be dropped, whoever was stopped on its way; from there on it only goes forward.
 CREATE TABLE mqlayer.route_change (
-    -- Grows: a partition that refuses a dropped change refuses all earlier ones too.
     change_id  int GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     topic_id   int NOT NULL REFERENCES mqlayer.topic,
     -- The route version that it makes.
     version    int NOT NULL,
     kind       text NOT NULL,
     state      text NOT NULL DEFAULT 'planned',
+    -- What a parent's node has to do with it: live, it seals the parent; away, its outbox proves the marks and the node
+    -- seals when it is back; lost, it never comes back, and what the outbox still holds is sent again.
+    mode       text NOT NULL DEFAULT 'live',
     actor      text NOT NULL,
     planned_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     sealed_at  timestamptz,
     opened_at  timestamptz,
     ended_at   timestamptz,
     CONSTRAINT route_change_kind CHECK (kind IN ('split', 'merge', 'move')),
-    CONSTRAINT route_change_state CHECK (state IN ('planned', 'sealed', 'done', 'dropped'))
+    CONSTRAINT route_change_mode CHECK (mode IN ('live', 'away', 'lost')),
+    CONSTRAINT route_change_state CHECK (state IN ('planned', 'sealing', 'sealed', 'done', 'dropped'))
 );
-CREATE UNIQUE INDEX route_change_one_at_a_time ON mqlayer.route_change (topic_id) WHERE state IN ('planned', 'sealed');
+CREATE UNIQUE INDEX route_change_one_at_a_time ON mqlayer.route_change (topic_id) 
+    WHERE state IN ('planned', 'sealing', 'sealed');
 CREATE UNIQUE INDEX route_change_version ON mqlayer.route_change (topic_id, version) WHERE state <> 'dropped';
 
 -- The parents of a partition are those that the change which made it ended, and whose LPs it took over.
@@ -40,6 +45,10 @@ CREATE TABLE mqlayer.seal (
     run_id       text NOT NULL,
     -- "<source>:<lp>" -> highest seq.
     marks        jsonb NOT NULL,
+    -- Sealed in Postgres only, while its node is away: nobody can drain it before the node is back.
+    away         boolean NOT NULL DEFAULT false,
+    -- The partition holds more than its recorded marks: its successors hold that too, so no group handles it here.
+    cut          boolean NOT NULL DEFAULT false,
     sealed_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
     CONSTRAINT seal_key PRIMARY KEY (partition_id)
 );

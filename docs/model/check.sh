@@ -1,0 +1,143 @@
+#!/usr/bin/env bash
+# Check the model of a route change in all configurations, and that each guard is needed: check.sh [--quick]
+#
+# One line per variant: what was expected, what was found, states, seconds. Ends with 1 when a variant that must be
+# clean breaks, one that must break is clean, or a search does not complete. Needs spin and a C compiler.
+set -uo pipefail
+
+quick=""
+case "${1:-}" in
+    "") ;;
+    --quick) quick=1 ;;
+    *) echo "usage: check.sh [--quick]" >&2; exit 2 ;;
+esac
+
+spin=${SPIN:-spin}
+compiler=${CC:-cc}
+for program in "$spin" "$compiler"; do
+    if ! command -v "$program" >/dev/null 2>&1; then
+        echo "note: $program is not installed, the model was not checked (Debian: apt-get install spin gcc)"
+        exit 0
+    fi
+done
+
+model=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/route_change.pml
+room=$(mktemp -d) || exit 1
+trap 'rm -rf "$room"' EXIT
+cd "$room" || exit 1
+cp "$model" model.pml || exit 1
+
+failed=0
+began=$SECONDS
+
+# What a violated assertion means. Anything else is an error of the model itself.
+meaning() {
+    case "$1" in
+        *"size["*"<"*"+1)"*) echo "model error: $1" ;;
+        *record/8*) echo "order" ;;
+        *"log["*) echo "twice" ;;
+        *applied*|*settled*|*run_id*|*pg*|*state*|*gate*) echo "stuck" ;;
+        *) echo "model error: $1" ;;
+    esac
+}
+
+search() { # search NAME SWITCHES: sets found and states
+    found="not built" states=0
+    rm -f pan pan.* out
+    # shellcheck disable=SC2086 - switches are words
+    "$spin" $2 -a model.pml >out 2>&1 || return
+    "$compiler" -O1 -DSAFETY -DCOLLAPSE -DMEMLIM=1500 -o pan pan.c >out 2>&1 || return
+    nice -n 10 ./pan -m100000 >out 2>&1
+    states=$(awk '/states, stored/ { print $1; exit }' out)
+    local violated
+    violated=$(sed -n 's/^pan:1: \(.*\)/\1/p' out | head -1)
+    if [[ $violated == *"invalid end state"* ]]; then
+        found=stuck
+    elif [ -n "$violated" ] && [[ $violated != *"assertion violated"* ]]; then
+        found="incomplete: $violated"
+    elif [ -n "$violated" ]; then
+        found=$(meaning "$violated")
+    elif grep -q -e "Search not completed" -e "out of memory" -e "max search depth too small" out \
+        || ! grep -q "errors: 0" out; then
+        found="incomplete"
+    else
+        found="clean"
+    fi
+}
+
+try() { # try clean|breaks|spare quick|long NAME SWITCHES
+    local expected=$1 size=$2 name=$3 switches=$4 verdict=ok from to
+    [ -n "$quick" ] && [ "$size" = long ] && return
+    from=$(date +%s%N)
+    search "$name" "$switches"
+    to=$(date +%s%N)
+    case "$expected:$found" in
+        clean:clean|spare:clean|breaks:order|breaks:twice|breaks:stuck) ;;
+        *) verdict=FAILED; failed=1 ;;
+    esac
+    printf '%-6s  %-22s  expected %-6s  found %-6s  %9s states  %3d.%d s\n' "$verdict" "$name" "$expected" "$found" \
+        "${states:-0}" $(((to - from) / 1000000000)) $(((to - from) / 100000000 % 10))
+}
+
+parent="-DFALLS=1 -DFALL_PARENT"
+successor="-DFALLS=1 -DFALL_SUCCESSOR"
+either="-DFALLS=1 -DFALL_PARENT -DFALL_SUCCESSOR"
+by_mark="-DDROP -DNO_INTENT -DDROP_BY_MARK"
+
+# The whole protocol.
+try clean quick move                "-DN=3 -DDRIVERS=2"
+try clean quick move-fall           "-DN=2 $parent"
+try clean long  move-fall-drivers   "-DN=2 $either -DDRIVERS=2"
+try clean long  move-fall-twice     "-DN=2 -DFALLS=2 -DFALL_PARENT -DFALL_SUCCESSOR"
+try clean long  move-fall-rearmers  "-DN=2 $either -DREARMERS=2"
+try clean quick split               "-DN=2 -DSPLIT"
+try clean long  split-drivers       "-DN=2 -DSPLIT -DDRIVERS=2"
+try clean long  split-fall          "-DN=2 -DN_OTHER=1 -DSPLIT $either"
+try clean quick merge               "-DN=2 -DMERGE"
+try clean long  merge-drivers       "-DN=2 -DMERGE -DDRIVERS=2"
+try clean long  merge-fall          "-DN=2 -DN_OTHER=1 -DMERGE $parent -DFALL_BOTH"
+try clean quick drop                "-DN=1 -DDROP -DDRIVERS=2"
+try clean long  drop-fall           "-DN=1 -DDROP -DDRIVERS=2 $parent"
+try clean quick drop-merge          "-DN=1 -DDROP -DMERGE"
+try clean long  drop-merge-fall     "-DN=1 -DDROP -DMERGE $parent -DFALL_BOTH"
+try clean quick epochs              "-DN=2 -DFENCE_EPOCHS=3"
+try clean long  epochs-fall         "-DN=2 -DFENCE_EPOCHS=3 $parent"
+try clean long  epochs-split        "-DN=2 -DSPLIT -DFENCE_EPOCHS=3"
+try clean long  epochs-merge        "-DN=1 -DMERGE -DFENCE_EPOCHS=3"
+
+# One guard less.
+try breaks quick no-ownership       "-DN=2 -DNO_OWNERSHIP"
+try breaks quick no-gate            "-DN=2 -DNO_GATE"
+try breaks quick gate-of-one        "-DN=2 -DMERGE -DGATE_OF_ONE"
+try breaks quick gate-early         "-DN=2 -DGATE_EARLY"
+try breaks long  gate-early-split   "-DN=2 -DSPLIT -DGATE_EARLY"
+try breaks quick gate-unrecorded    "-DN=2 -DGATE_UNRECORDED $parent"
+try breaks long  gate-any-zombie    "-DN=2 -DGATE_ANY_SEAL -DNO_GATE_EPOCH $parent"
+try breaks quick no-fence           "-DN=2 -DNO_FENCE"
+try breaks quick no-chain           "-DN=2 -DNO_CHAIN $parent"
+try breaks quick no-marks           "-DN=2 -DNO_MARKS"
+try breaks quick seal-one           "-DN=1 -DMERGE -DSEAL_ONE"
+try breaks quick late-run           "-DN=2 -DLATE_RUN $parent"
+try breaks quick no-run-condition   "-DN=2 -DNO_RUN_CONDITION $parent"
+try breaks long  no-run-read-back   "-DN=2 -DLATE_RUN -DREAD_BACK -DNO_RUN_CONDITION $parent"
+try breaks long  no-row-lock        "-DN=2 -DNO_ROW_LOCK $parent"
+try breaks quick no-reseal          "-DN=2 -DNO_RESEAL $parent"
+try breaks long  no-resend          "-DN=2 -DNO_RESEND $parent"
+try breaks long  reseal-overwrites  "-DN=2 -DRESEAL_OVERWRITES $parent -DREARMERS=2"
+try breaks long  no-epoch-raise     "-DN=2 -DNO_EPOCH_RAISE $parent"
+try breaks long  no-reopen          "-DN=2 -DNO_REOPEN $successor"
+try breaks long  reopen-empty       "-DN=2 -DREOPEN_EMPTY $successor"
+try breaks quick no-intent          "-DN=1 -DDROP -DNO_INTENT"
+try breaks long  drop-mark-reversed "-DN=1 $by_mark -DMERGE -DDROP_REVERSED"
+try breaks long  drop-mark-fall     "-DN=1 $by_mark $parent"
+try breaks long  drop-mark-kept     "-DN=1 $by_mark -DDROP_MARK_KEPT -DMERGE $parent"
+try breaks long  parent-again       "-DN=2 -DFENCE_EPOCHS=3 -DPARENT_AGAIN"
+
+# Guards that another one covers: clean without them, kept for the reason that README.md gives.
+try spare long  late-run-read-back  "-DN=2 -DLATE_RUN -DREAD_BACK $parent"
+try spare long  gate-any-seal       "-DN=2 -DGATE_ANY_SEAL $parent"
+try spare long  no-gate-epoch       "-DN=2 -DNO_GATE_EPOCH $parent"
+try spare long  drop-mark           "-DN=1 $by_mark -DMERGE"
+
+echo "$((SECONDS - began)) s in all"
+exit "$failed"

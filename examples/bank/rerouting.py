@@ -1,0 +1,95 @@
+"""What is done to the topic's route while pgbench runs: partitions are split, moved and merged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from examples.bank.consumers import TOPIC
+from mqlayer.changes import merge, move, split
+from mqlayer.domain.routing import Range, Route
+from mqlayer.errors import MqlayerError
+from mqlayer.postgres.database import Database
+from mqlayer.routes.cache import load_route
+
+PREFIX: Final = "mq"
+
+
+class Rerouting:
+    """The changes, one after the other, in a thread of their own; each begins at its share of the run."""
+
+    def __init__(self, control_dsn: str, *, note: Callable[[str], None]) -> None:
+        self._dsn, self._note = control_dsn, note
+        self._share = threading.Condition()
+        self._come_to = 0.0
+        self._thread = threading.Thread(target=self._run, name="rerouting", daemon=True)
+        self.done = 0
+        self.error = ""
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def follow(self, share: float) -> None:
+        """Say what share of the run is over."""
+        with self._share:
+            self._come_to = share
+            self._share.notify_all()
+
+    def finish(self) -> None:
+        """Let what is left be done now, and wait for it."""
+        self.follow(1.0)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with Database(self._dsn, application="bank rerouting") as database:
+                for share, change in STEPS:
+                    with self._share:
+                        self._share.wait_for(lambda due=share: self._come_to >= due)  # type: ignore[misc]
+                    before = load_route(database, TOPIC)
+                    after = change(database, before)
+                    self.done += 1
+                    self._note(f"route version {after.version}: {_difference(before, after)}")
+        except MqlayerError as error:
+            self.error = f"the route could not be changed: {error}"
+
+
+def _split_the_first(database: Database, route: Route) -> Route:
+    return split(database, TOPIC, route.ranges[0].partition, prefix=PREFIX, actor="bank")
+
+
+def _move_the_last(database: Database, route: Route) -> Route:
+    return move(database, TOPIC, route.ranges[-1].partition, prefix=PREFIX, actor="bank")
+
+
+def _merge_the_middle(database: Database, route: Route) -> Route:
+    middle = len(route.ranges) // 2
+    pair = [r.partition for r in route.ranges[middle - 1 : middle + 1]]
+    return merge(database, TOPIC, pair, prefix=PREFIX, actor="bank")
+
+
+def _merge_the_first(database: Database, route: Route) -> Route:
+    return merge(database, TOPIC, [r.partition for r in route.ranges[:2]], prefix=PREFIX, actor="bank")
+
+
+STEPS: Final[tuple[tuple[float, Callable[[Database, Route], Route]], ...]] = (
+    (0.15, _split_the_first),
+    (0.3, _move_the_last),
+    (0.45, _merge_the_middle),
+    # In the midst of the faults.
+    (0.55, _split_the_first),
+    (0.7, _move_the_last),
+    (0.85, _merge_the_first),
+)
+
+
+def _difference(before: Route, after: Route) -> str:
+    ended = [_shown(r) for r in before.ranges if r not in after.ranges]
+    made = [_shown(r) for r in after.ranges if r not in before.ranges]
+    return f"{' + '.join(ended)} became {' + '.join(made)}"
+
+
+def _shown(r: Range) -> str:
+    return f"{r.partition} [{r.lp_from}, {r.lp_to}) on node {r.node}"

@@ -1,0 +1,73 @@
+"""Marks of a partition whose node can't be asked, as its outbox proves them.
+
+What is recorded as relayed is in the partition, durably; what is beyond it the outbox still holds, so a successor with
+these marks gets it again. For a node that is lost for good the successor begins where the outbox's rows begin, and gets
+all of them. Every LP is named, also with 0: whatever an outbox has beyond its mark is the successor's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mqlayer.domain.changes import Mode
+from mqlayer.errors import ConfigurationRefused, Conflict, StoreUnavailable
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What an outbox proves of a range of LPs.
+
+    `marks`: "<source>:<lp>" -> highest seq that successors need not get. `again`: messages that were in the partition
+    and go to the successors once more. `only_there`: messages that were relayed and are not in the outbox any more.
+    """
+
+    marks: dict[str, int]
+    again: int
+    only_there: int
+
+
+def refuse_unproven(database: Database) -> None:
+    """Raise Conflict where direct producers may have published: no outbox proves their marks."""
+    with database.connection() as connection:
+        row = connection.execute(query("direct_sources_live")).fetchone()
+    if row and row[0]:
+        raise Conflict(
+            "direct producers may have published there, and nothing proves how far",
+            "wait for the node, or go on with --accept-loss: they are told of a loss and go on anew",
+        )
+
+
+def prove(
+    connection: Connection, application: Database | None, topic_id: int, lp_from: int, lp_to: int, mode: Mode
+) -> Proof:
+    """Return what the one outbox of this system proves.
+
+    Raises Conflict where several outboxes may publish, StoreUnavailable where this process can't read the outbox.
+    """
+    outboxes = connection.execute(query("outbox_sources")).fetchall()
+    if len(outboxes) > 1:
+        raise Conflict(
+            f"{len(outboxes)} outboxes may publish to the topic: one of them can't prove the marks of all",
+            "wait for the node to come back",
+        )
+    if not outboxes:
+        return Proof({}, 0, 0)
+    source_id, outbox_uuid = outboxes[0]
+    if application is None:
+        raise StoreUnavailable("the outbox", "this process has no connection to the application's database")
+    with application.connection() as outbox:
+        identity = outbox.execute(query("outbox_identity")).fetchone()
+        if identity is None or identity[0] != outbox_uuid:
+            raise ConfigurationRefused(
+                application.address, "the outbox", str(identity and identity[0]), f"{outbox_uuid}: set MQLAYER_APP_DSN"
+            )
+        facts = {"topic_id": topic_id, "lp_from": lp_from, "lp_to": lp_to}
+        rows = outbox.execute(query("outbox_proof"), facts).fetchall()
+    marks, again, only_there = {}, 0, 0
+    for lp, relayed, floor in rows:
+        marks[f"{source_id}:{lp}"] = min(relayed, floor) if mode == "lost" else relayed
+        again += max(0, relayed - floor)
+        only_there += min(relayed, floor)
+    return Proof(marks, again, only_there)

@@ -1,0 +1,353 @@
+"""Each place between two writes of a route change, and of what follows from one, hit by a kill.
+
+Cases 16 and 17: afterwards there is exactly one outcome, whoever repairs it and however often; everything that was
+published, before, meanwhile and after, is in the partitions once and in order along the lineage, and every key was
+handled in order.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import redis
+
+from mqlayer import App
+from mqlayer.changes import drop_change, finish_change, finish_changes, retire_partitions, split
+from mqlayer.domain.routing import lp_of
+from mqlayer.errors import NotFound
+from mqlayer.membership import find_group
+from mqlayer.postgres.database import Database
+from mqlayer.redis.keys import partition_keys
+from mqlayer.routes.cache import load_route
+from mqlayer.stack import RedisServer
+from tests.chaos.actors import SINK
+from tests.chaos.test_consumer_kills import Scene
+from tests.chaos.test_whole_path import note_sink, note_streams
+from tests.fixtures.consuming import Recorder
+from tests.fixtures.servers import StartRedis
+from tests.fixtures.waiting import wait_until
+from tests.proof.checker import check
+from tests.proof.driving import drive
+from tests.proof.failpoint_names import failpoint_names
+from tests.proof.hand import Hand
+from tests.proof.history import History, read_histories
+from tests.proof.outbox_world import OutboxWorld
+
+KILLED = -signal.SIGKILL
+KEYS = 30
+KINDS = {"split": ("split", "1", "100", "node-1", "node-2"), "merge": ("merge", "1", "2"), "move": ("move", "1")}
+SUCCESSORS = {"split": 2, "merge": 1, "move": 1}
+PARENTS = {"split": 1, "merge": 2, "move": 1}
+
+
+CHANGE = sorted(name for name in failpoint_names() if name.startswith("change."))
+TIMES = {"change.after_make": SUCCESSORS, "change.after_seal": PARENTS, "change.after_open": SUCCESSORS}
+"""Places that a change comes by once for each partition."""
+PLACES = [
+    (kind, name, nth) for kind in KINDS for name in CHANGE for nth in range(1, TIMES.get(name, {kind: 1})[kind] + 1)
+]
+
+
+@pytest.fixture
+def world(database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str) -> OutboxWorld:
+    """Two nodes, a topic of two partitions, one on each."""
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url, start_redis().url])
+    world.add_topic("orders", partitions=2)
+    return world
+
+
+@pytest.fixture
+def database(world: OutboxWorld) -> Iterator[Database]:
+    """The control database."""
+    with Database(world.dsn) as database:
+        yield database
+
+
+class Load:
+    """Messages that come in all the time, and a group that handles them."""
+
+    def __init__(self, world: OutboxWorld) -> None:
+        self.world, self.recorder, self.count = world, Recorder(), 0
+        self._done = threading.Event()
+
+    @contextmanager
+    def running(self) -> Iterator[Load]:
+        """Publish until the end, then wait until all is relayed and handled, and judge."""
+        app = App(self.world.settings(lease_s=2.0))
+        app.consumer("orders", group="ledger", backoff_s=(0.05,))(self.recorder)
+        writer = threading.Thread(target=self._write, daemon=True)
+        app.start()
+        try:
+            with self.world.relay():
+                writer.start()
+                try:
+                    self.more()
+                    yield self
+                    self.more()
+                finally:
+                    self._done.set()
+                    writer.join(20)
+                self.world.wait_until_whole(timeout_s=30)
+                wait_until(lambda: self.recorder.count() == self.count, timeout_s=30, what="all to be handled")
+                with Database(self.world.dsn) as database:
+                    in_force = load_route(database, "orders").version
+                    wait_until(
+                        lambda: find_group(database, "orders", "ledger").version == in_force,
+                        timeout_s=10, what="the group to have drained what came before",
+                    )  # fmt: skip
+        finally:
+            app.stop()
+        self.recorder.assert_in_order()
+
+    def more(self) -> None:
+        """Wait until every key got some more."""
+        wanted = self.count + 3 * KEYS
+        wait_until(lambda: self.count >= wanted, timeout_s=20, what="more to be published")
+
+    def _write(self) -> None:
+        with psycopg.connect(self.world.dsn) as connection:
+            while not self._done.wait(0.005):
+                for _ in range(3):
+                    body = b"%d" % (self.count // KEYS)
+                    key = f"key-{self.count % KEYS}"
+                    connection.execute("SELECT mqlayer_app.publish_v1('orders', %s, %s)", (key, body))
+                    self.count += 1
+                connection.commit()
+
+
+def facts(world: OutboxWorld) -> list[Any]:
+    """Return all that a repair could change, in both stores."""
+    found: list[Any] = [
+        world.rows("SELECT partition_id, state, born_in, ended_in FROM mqlayer.partition ORDER BY 1"),
+        world.rows("SELECT topic_id, version, lp_from, lp_to, partition_id FROM mqlayer.route ORDER BY 1, 2, 3"),
+        world.rows("SELECT change_id, version, state, sealed_at, ended_at FROM mqlayer.route_change ORDER BY 1"),
+        world.rows("SELECT partition_id, seal_id, next_offset FROM mqlayer.seal ORDER BY 1"),
+        world.rows("SELECT name, version FROM mqlayer.topic ORDER BY 1"),
+    ]
+    for url in world.urls:
+        with redis.Redis.from_url(url) as client:
+            for pattern in ("meta", "marks", "log"):
+                keys = sorted(client.scan_iter(f"{world.key_prefix}:*:{pattern}"))
+                found += [(key, client.dump(key)) for key in keys]
+    return found
+
+
+def assert_one_outcome(world: OutboxWorld, database: Database, *, done: bool) -> None:
+    """The route in force is served by exactly its partitions; what is not in force refuses."""
+    assert world.rows("SELECT count(*)::int FROM mqlayer.route_change WHERE state IN ('planned', 'sealed')") == [(0,)]
+    route = load_route(database, "orders")
+    assert route.version == (2 if done else 1)
+    edges = [(r.lp_from, r.lp_to) for r in route.ranges]
+    assert [lo for lo, _ in edges] == [0, *(hi for _, hi in edges[:-1])]
+    assert edges[-1][1] == 1024
+    in_force = {int(r.partition): r.node for r in route.ranges}
+    for number, url in enumerate(world.urls, start=1):
+        with redis.Redis.from_url(url, decode_responses=True) as client:
+            for key in client.scan_iter(f"{world.key_prefix}:*:meta"):
+                partition = int(key.split("{")[1].split("}")[0])
+                serving = client.hget(key, "state") == "open"
+                assert serving == (in_force.get(partition) == number), (partition, client.hgetall(key))
+
+
+def assert_route_is_there(world: OutboxWorld, database: Database) -> None:
+    """Case 17: no route in force names a partition that does not exist, since successors are open before its rows."""
+    for r in load_route(database, "orders").ranges:
+        with redis.Redis.from_url(world.urls[r.node - 1]) as client:
+            assert client.exists(partition_keys(world.key_prefix, r.partition).meta)
+
+
+@pytest.mark.parametrize(("kind", "name", "nth"), PLACES)
+def test_a_driver_killed_anywhere_leaves_a_change_that_anybody_completes(
+    world: OutboxWorld, database: Database, kind: str, name: str, nth: int
+) -> None:
+    with Load(world).running() as load:
+        code = drive(*KINDS[kind], environment=world.environment(f"{name}=kill@{nth}"))
+        assert code == KILLED, "the place was not reached"
+        assert_route_is_there(world, database)
+        load.more()
+        planned = world.rows("SELECT state FROM mqlayer.route_change")
+        assert planned == ([] if name == "change.before_plan_commit" else [(_state_at(name),)])
+        came_to = finish_changes(database, prefix=world.key_prefix)
+        assert list(came_to.values()) == ["done"] * len(planned)
+    assert_one_outcome(world, database, done=bool(planned))
+    before = facts(world)
+    assert finish_changes(database, prefix=world.key_prefix) == {}
+    for change_id in came_to:
+        assert finish_change(database, change_id, prefix=world.key_prefix) == "done"
+    assert facts(world) == before, "a repeated repair changed something"
+
+
+def _state_at(name: str) -> str:
+    if name in ("change.after_seal", "change.before_sealed_commit"):
+        return "sealing"
+    return "sealed" if name in ("change.after_open", "change.before_done_commit") else "planned"
+
+
+@pytest.mark.parametrize("name", ["change.after_seal", "change.after_open"])
+def test_the_next_command_finishes_what_a_killed_driver_left(world: OutboxWorld, database: Database, name: str) -> None:
+    with Load(world).running():
+        assert drive(*KINDS["merge"], environment=world.environment(f"{name}=kill")) == KILLED
+        route = split(database, "orders", 3, at=[700], prefix=world.key_prefix)
+        assert [(r.lp_from, r.lp_to, int(r.partition)) for r in route.ranges] == [(0, 700, 4), (700, 1024, 5)]
+        assert route.version == 3
+
+
+def test_two_that_repair_at_once_come_to_one_outcome(world: OutboxWorld, database: Database) -> None:
+    with Load(world).running():
+        assert drive(*KINDS["merge"], environment=world.environment("change.after_seal=kill")) == KILLED
+        drivers = [
+            threading.Thread(target=finish_changes, args=(database,), kwargs={"prefix": world.key_prefix})
+            for _ in range(3)
+        ]
+        for driver in drivers:
+            driver.start()
+        for driver in drivers:
+            driver.join(20)
+    assert_one_outcome(world, database, done=True)
+
+
+# Drops
+
+
+@pytest.mark.parametrize("name", sorted(name for name in failpoint_names() if name.startswith("drop.")))
+@pytest.mark.parametrize("repair", ["finish", "drop"])
+def test_a_drop_that_was_killed_never_was(world: OutboxWorld, database: Database, name: str, repair: str) -> None:
+    """A drop is one transaction: the change may go on, or be dropped again."""
+    with Load(world).running() as load:
+        assert drive(*KINDS["merge"], environment=world.environment("change.after_make=kill")) == KILLED
+        assert drive("drop", environment=world.environment(f"{name}=kill")) == KILLED
+        load.more()
+        if repair == "finish":
+            assert finish_changes(database, prefix=world.key_prefix) == {1: "done"}
+        else:
+            assert drop_change(database, "orders") == 1
+        with pytest.raises(NotFound):
+            drop_change(database, "orders")
+    came_to = "done" if repair == "finish" else "dropped"
+    assert world.rows("SELECT state FROM mqlayer.route_change WHERE change_id = 1") == [(came_to,)]
+    retire_partitions(database, prefix=world.key_prefix)
+    assert_one_outcome(world, database, done=repair == "finish")
+
+
+# Consumers
+
+
+@pytest.mark.parametrize("name", sorted(name for name in failpoint_names() if name.startswith("drained.")))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_consumer_killed_as_it_opens_a_gate_leaves_that_to_the_next(
+    world: OutboxWorld, database: Database, tmp_path: Path, name: str, kind: str
+) -> None:
+    world.rows(SINK)
+    scene = Scene(world.settings(lease_s=1.0), tmp_path)
+    try:
+        scene.publish()
+        assert drive(*KINDS[kind], environment=world.environment()) == 0
+        first = scene.start("first", f"{name}=kill")
+        assert first.wait(40) == KILLED, "the place was not reached"
+        assert world.rows("SELECT count(*)::int FROM mqlayer.drained") == [(0,)]
+        scene.start("second")
+        scene.wait_until_drained()
+        wait_until(lambda: find_group(database, "orders", "ledger").version == 2, what="the version to be raised")
+    finally:
+        for process in scene.running:
+            process.kill()
+            process.wait()
+    partitions = [row[0] for row in world.rows("SELECT partition_id FROM mqlayer.partition ORDER BY 1")]
+    with History(tmp_path, "witness") as history:
+        note_streams(history, world.dsn, world.key_prefix, partitions)
+        note_sink(history, world.dsn)
+    verdict = check(read_histories(tmp_path), flows=[("ledger", "orders")])
+    assert verdict.clean, verdict
+
+
+# Retiring
+
+
+@pytest.mark.parametrize("name", sorted(name for name in failpoint_names() if name.startswith("retire.")))
+def test_retiring_that_was_killed_is_completed_by_the_next(world: OutboxWorld, database: Database, name: str) -> None:
+    with Load(world).running():
+        assert drive(*KINDS["merge"], environment=world.environment()) == 0
+        wait_until(
+            lambda: world.rows("SELECT count(*)::int FROM mqlayer.drained") == [(2,)], what="the parents to be drained"
+        )
+    assert drive("retire", environment=world.environment(f"{name}=kill")) == KILLED
+    assert retire_partitions(database, prefix=world.key_prefix) == [1, 2]
+    assert retire_partitions(database, prefix=world.key_prefix) == []
+    for partition, url in zip((1, 2), world.urls, strict=True):
+        with redis.Redis.from_url(url) as client:
+            left = client.keys(f"{world.key_prefix}:{{{partition}}}:*")
+            assert left == [partition_keys(world.key_prefix, partition).meta]
+            assert client.hgetall(left[0]) == {b"state": b"deleted"}
+    hand = Hand(database, world.key_prefix, "orders", member="later")
+    assert set(hand.assigned()) == {3}
+
+
+# Re-arming
+
+
+@pytest.fixture
+def node(start_redis: StartRedis) -> RedisServer:
+    """A Redis that loses everything."""
+    return start_redis()
+
+
+@pytest.mark.parametrize(
+    ("name", "nth"),
+    [(name, 1) for name in sorted(n for n in failpoint_names() if n.startswith("rearm."))]
+    + [(name, nth) for name in sorted(n for n in failpoint_names() if n.startswith("mend.")) for nth in (1, 2)],
+)
+def test_mending_that_was_killed_is_completed_by_the_next(
+    database_dsn: str, node: RedisServer, key_prefix: str, name: str, nth: int
+) -> None:
+    """The node holds two sealed partitions that a group has half drained, and their open successors."""
+    world = OutboxWorld(database_dsn, key_prefix, [node.url])
+    world.add_topic("orders", partitions=2)
+    with Database(world.dsn) as database:
+        hand = Hand(database, key_prefix, "orders")
+        with world.relay():
+            world.publish(120, keys=KEYS, tag="m")
+            world.wait_until_whole()
+            assert drive("split", "1", "100", environment=world.environment()) == 0
+            assert drive("split", "2", "700", environment=world.environment()) == 0
+            world.publish(120, keys=KEYS, tag="n")
+            world.wait_until_whole()
+        hand.consume(1, 10)
+        hand.consume(2, 10)
+        node.stop()
+        for path in node.directory.iterdir():
+            if path.name.startswith("appendonly"):
+                _remove(path)
+        node.start()
+        assert drive("rearm", "node-1", environment=world.environment(f"{name}=kill@{nth}")) == KILLED
+        assert drive("rearm", "node-1", environment=world.environment()) == 0
+        with world.relay():
+            world.wait_until_whole()
+            world.publish(60, keys=KEYS, tag="o")
+            world.wait_until_whole()
+        hand.consume_all()
+        assert hand.version == 3
+    for key, bodies in hand.bodies().items():
+        first = list(dict.fromkeys(bodies))
+        assert first == [b.decode() for _, b in _published(world, key)], key
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        for inner in path.iterdir():
+            inner.unlink()
+        path.rmdir()
+    else:
+        path.unlink()
+
+
+def _published(world: OutboxWorld, key: str) -> list[tuple[int, bytes]]:
+    rows = world.rows("SELECT seq, body FROM mqlayer_app.outbox WHERE key = %s AND lp = %s ORDER BY seq", key,
+                      lp_of(key.encode()))  # fmt: skip
+    return [(seq, bytes(body)) for seq, body in rows]

@@ -1,0 +1,323 @@
+"""Nodes that lose what a route change had done: re-arming brings it to what Postgres says, and order is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from mqlayer import failpoints
+from mqlayer.changes import finish_changes, merge, split
+from mqlayer.domain.routing import lp_of
+from mqlayer.errors import Conflict, StoreUnavailable
+from mqlayer.failpoints import FailpointHit
+from mqlayer.membership import drained
+from mqlayer.postgres.database import Database
+from mqlayer.producing import Producer
+from mqlayer.redis.keys import partition_keys
+from mqlayer.stack import RedisServer
+from mqlayer.topics import rearm_node
+from tests.fixtures.servers import StartRedis
+from tests.fixtures.waiting import wait_until
+from tests.proof.fall_back import FallBack, lose_all
+from tests.proof.hand import Hand
+from tests.proof.outbox_world import OutboxWorld
+
+KEYS = 20
+NEAR = next(f"key-{n}" for n in range(100) if lp_of(f"key-{n}".encode()) < 100)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_armed() -> Iterator[None]:
+    yield
+    failpoints.disarm_all()
+
+
+@pytest.fixture
+def node(start_redis: StartRedis) -> RedisServer:
+    """A Redis of the test's own."""
+    return start_redis()
+
+
+class Scene(OutboxWorld):
+    """One node that loses data, a topic of two partitions, a group."""
+
+    _control: Database | None = None
+
+    @property
+    def control(self) -> Database:
+        """The control and application database."""
+        if self._control is None:
+            self._control = Database(self.dsn, max_size=6)
+        return self._control
+
+    def bring(self, count: int, tag: str) -> None:
+        """Publish, and wait until the partitions hold it."""
+        with self.relay():
+            self.publish(count, keys=KEYS, tag=tag)
+            self.wait_until_whole()
+
+    def split(self, at: int = 100) -> None:
+        """Split partition 1."""
+        split(self.control, "orders", 1, at=[at], prefix=self.key_prefix)
+
+    def hand(self) -> Hand:
+        """Join the group."""
+        return Hand(self.control, self.key_prefix, "orders")
+
+    def rearm(self, **options: Any) -> int:
+        """Arm the node as a worker does that can read the outbox."""
+        return rearm_node(self.control, "node-1", prefix=self.key_prefix, **({"application": self.control} | options))[
+            1
+        ]
+
+    def seal_id(self, partition: int = 1) -> str:
+        """Return the recorded seal of a partition."""
+        return str(self.rows("SELECT seal_id FROM mqlayer.seal WHERE partition_id = %s", partition)[0][0])
+
+    def meta(self, partition: int) -> dict[str, str]:
+        """Return what Redis says of a partition."""
+        with redis.Redis.from_url(self.urls[0], decode_responses=True) as client:
+            found: Any = client.hgetall(f"{self.key_prefix}:{{{partition}}}:meta")
+            return dict(found)
+
+    def audited(self) -> dict[str, Any]:
+        """Return what the last audit row says."""
+        facts = self.rows("SELECT facts FROM mqlayer.audit ORDER BY audit_id DESC LIMIT 1")[0][0]
+        return dict(facts)
+
+    def judge(self, hand: Hand) -> None:
+        """Every key was handled in the order of its commits, repeats aside, and to the end."""
+        expected: dict[str, list[str]] = {}
+        for chain in self.published().values():
+            for _, key, body in chain:
+                expected.setdefault(str(key), []).append(body)
+        assert {key: list(dict.fromkeys(bodies)) for key, bodies in hand.bodies().items()} == expected
+
+
+@pytest.fixture
+def scene(database_dsn: str, node: RedisServer, key_prefix: str) -> Iterator[Scene]:
+    scene = Scene(database_dsn, key_prefix, [node.url])
+    scene.add_topic("orders", partitions=2)
+    yield scene
+    scene.control.close()
+
+
+def test_a_node_that_fell_back_behind_a_recorded_seal_is_filled_up_and_sealed_anew(
+    scene: Scene, node: RedisServer, tmp_path: Path
+) -> None:
+    hand = scene.hand()
+    scene.bring(100, "a")
+    then = FallBack(node, tmp_path / "then")
+    scene.bring(100, "b")
+    scene.split()
+    scene.bring(100, "c")
+    hand.consume(1, 30)
+    old, command = hand.assigned()[1], hand.look(1)[1]
+    seal_id = scene.seal_id()
+    assert command is not None
+    assert command.seal_id == seal_id
+    then.happen()
+    assert scene.rearm() > 0
+    assert scene.seal_id() != seal_id
+    assert scene.meta(1)["seal"] == scene.seal_id()
+    assert {p: scene.meta(p)["state"] for p in (1, 2, 3, 4)} == {1: "sealed", 2: "open", 3: "open", 4: "open"}
+    # Whoever read the command that was lost can't open the gate, under whatever epoch.
+    assert not drained(scene.control, hand.session, old, seal_id)
+    assert not drained(scene.control, hand.session, hand.assigned()[1], seal_id)
+    scene.bring(100, "d")
+    assert hand.consume(1) > 0
+    hand.consume_all()
+    assert hand.version == 2
+    scene.judge(hand)
+    assert scene.rearm() == 0, "what is right is left as it is"
+
+
+def test_a_node_that_lost_everything_gets_parents_and_successors_again(scene: Scene, node: RedisServer) -> None:
+    hand = scene.hand()
+    scene.bring(100, "a")
+    scene.split()
+    scene.bring(100, "b")
+    merge(scene.control, "orders", [3, 4], prefix=scene.key_prefix)
+    scene.bring(100, "c")
+    hand.consume(1, 10)
+    lose_all(node)
+    scene.rearm()
+    audited = scene.audited()
+    assert audited["partitions_remade"] == [1, 2, 3, 4, 5]
+    assert audited["opened"] == [3, 4, 5]
+    assert audited["sealed"] == [1, 3, 4]
+    assert audited["lost"] == {}
+    scene.bring(100, "d")
+    hand.consume_all()
+    assert hand.version == 3
+    scene.judge(hand)
+
+
+def test_a_relay_mends_a_node_that_lost_everything(scene: Scene, node: RedisServer) -> None:
+    hand = scene.hand()
+    scene.bring(100, "a")
+    scene.split()
+    with scene.relay():
+        scene.publish(100, keys=KEYS, tag="b")
+        scene.wait_until_whole()
+        lose_all(node)
+        scene.wait_until_whole()
+    hand.consume_all()
+    scene.judge(hand)
+
+
+def test_without_the_outbox_a_sealed_partition_waits_for_who_can_read_it(scene: Scene, node: RedisServer) -> None:
+    scene.bring(100, "a")
+    scene.split()
+    lose_all(node)
+    with pytest.raises(StoreUnavailable, match="waits for the relay of outbox"):
+        scene.rearm(application=None)
+    scene.rearm()
+    assert scene.meta(1)["state"] == "sealed"
+
+
+@pytest.mark.parametrize("broken", ["", "mend.after_seal", "mend.after_resend"])
+def test_direct_messages_that_are_lost_are_counted(
+    scene: Scene, node: RedisServer, tmp_path: Path, broken: str
+) -> None:
+    """Also where whoever mended the partition first did not come to record it."""
+    hand = scene.hand()
+    with Producer(scene.settings(), name="direct") as producer:
+        producer.send("orders", key=NEAR, body=b"1")
+        then = FallBack(node, tmp_path / "then")
+        for body in (b"2", b"3", b"4"):
+            producer.send("orders", key=NEAR, body=body)
+        scene.split()
+    then.happen()
+    if broken:
+        failpoints.arm(broken, "raise")
+        with pytest.raises(FailpointHit):
+            scene.rearm()
+    scene.rearm()
+    assert scene.audited()["lost"] == {"1": 3}
+    with Producer(scene.settings(), name="direct") as producer:
+        producer.send("orders", key=NEAR, body=b"5")
+    hand.consume_all()
+    assert hand.bodies() == {NEAR: ["1", "5"]}
+    assert hand.version == 2
+
+
+@pytest.mark.parametrize("gone", ["the first", "the last", "all"])
+def test_rows_that_the_outbox_does_not_hold_any_more_are_given_up_only_by_an_operators_word(
+    scene: Scene, node: RedisServer, tmp_path: Path, gone: str
+) -> None:
+    hand = scene.hand()
+    with scene.relay():
+        for number in range(2):
+            _publish(scene, NEAR, number)
+        scene.wait_until_whole()
+    then = FallBack(node, tmp_path / "then")
+    with scene.relay():
+        for number in range(2, 6):
+            _publish(scene, NEAR, number)
+        scene.wait_until_whole()
+    scene.split()
+    first, last = {"the first": (3, 4), "the last": (5, 6), "all": (3, 6)}[gone]
+    scene.rows("DELETE FROM mqlayer_app.outbox WHERE seq BETWEEN %s AND %s", first, last)
+    then.happen()
+    with pytest.raises(Conflict, match="--accept-loss"):
+        scene.rearm()
+    with pytest.raises(Conflict, match="--accept-loss"):
+        scene.rearm()
+    scene.rearm(accept_loss=True)
+    assert scene.audited()["lost"] == {"1": last - first + 1}
+    with scene.relay():
+        _publish(scene, NEAR, 6)
+        wait_until(lambda: scene.relayed()["orders", lp_of(NEAR.encode())][-1][0] == 7, what="the next to be relayed")
+    hand.consume_all()
+    kept = [str(number) for number in range(7) if not first <= number + 1 <= last]
+    assert hand.bodies() == {NEAR: kept}
+    assert hand.version == 2
+
+
+def test_a_successor_that_fell_back_to_importing_is_opened_again(
+    scene: Scene, node: RedisServer, tmp_path: Path
+) -> None:
+    hand = scene.hand()
+    scene.bring(100, "a")
+    failpoints.arm("change.after_make", "raise", occurrence=2)
+    with pytest.raises(FailpointHit):
+        scene.split()
+    then = FallBack(node, tmp_path / "then")
+    assert finish_changes(scene.control, prefix=scene.key_prefix) == {1: "done"}
+    scene.bring(100, "b")
+    then.happen()
+    scene.rearm()
+    assert scene.audited()["opened"] == [3, 4]
+    assert scene.audited()["sealed"] == [1]
+    assert {p: scene.meta(p)["state"] for p in (1, 3, 4)} == {1: "sealed", 3: "open", 4: "open"}
+    scene.bring(100, "c")
+    hand.consume_all()
+    scene.judge(hand)
+
+
+@pytest.mark.parametrize("place", ["change.after_seal", "change.before_sealed_commit", "change.after_open"])
+def test_a_node_that_falls_back_and_is_armed_under_a_driver_is_noticed(
+    scene: Scene, node: RedisServer, tmp_path: Path, place: str
+) -> None:
+    """What Postgres records of a node is of the run in service: else nobody would ever look again."""
+    hand = scene.hand()
+    scene.bring(100, "a")
+    failpoints.arm("change.after_make", "raise", occurrence=2)
+    with pytest.raises(FailpointHit):
+        scene.split()
+    then = FallBack(node, tmp_path / "then")
+    failpoints.disarm_all()
+    reached, go_on = tmp_path / "reached", tmp_path / "go-on"
+    nth = 2 if place == "change.after_open" else 1
+    failpoints.arm(place, f"mark:{reached}", occurrence=nth)
+    failpoints.arm(place, f"wait:{go_on}", occurrence=nth)
+    with ThreadPoolExecutor(2) as pool:
+        driving = pool.submit(finish_changes, scene.control, prefix=scene.key_prefix)
+        wait_until(reached.exists, what="the driver to be there")
+        then.happen()
+        arming = pool.submit(scene.rearm)
+        wait_until(lambda: arming.done() or _waits_for_a_lock(scene), what="the node to be armed, or to wait")
+        go_on.touch()
+        arming.result(20)
+        came_to = driving.result(20)
+    # A line that broke is no harm: whoever comes next goes on.
+    assert came_to == {1: "done"} or finish_changes(scene.control, prefix=scene.key_prefix) == {1: "done"}
+    assert {p: scene.meta(p)["state"] for p in (1, 3, 4)} == {1: "sealed", 3: "open", 4: "open"}
+    assert scene.meta(1)["seal"] == scene.seal_id()
+    scene.bring(100, "b")
+    hand.consume_all()
+    scene.judge(hand)
+
+
+def test_a_drained_parent_that_is_mended_is_not_handled_again(scene: Scene, node: RedisServer) -> None:
+    hand = scene.hand()
+    scene.bring(100, "a")
+    scene.split()
+    hand.consume_all()
+    before = len(hand.handled)
+    lose_all(node)
+    with scene.relay():
+        scene.wait_until_whole()
+    assert set(hand.assigned()) == {2, 3, 4}
+    assert hand.version == 2
+    again = hand.consume_all()
+    assert again == len(hand.handled) - before
+    with redis.Redis.from_url(scene.urls[0]) as client:
+        assert again == client.xlen(partition_keys(scene.key_prefix, 2).log)
+    scene.judge(hand)
+
+
+def _publish(scene: Scene, key: str, number: int) -> None:
+    scene.rows("SELECT mqlayer_app.publish_v1('orders', %s, %s)", key, b"%d" % number)
+
+
+def _waits_for_a_lock(scene: Scene) -> bool:
+    return scene.rows(
+        "SELECT count(*)::int FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    ) != [(0,)]

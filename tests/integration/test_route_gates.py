@@ -1,0 +1,522 @@
+"""What groups see of split, merged and moved partitions, and when: cases 5, 7, 18 to 26, 28 to 30."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from mqlayer import App, Context, MemberOptions, failpoints
+from mqlayer.changes import (
+    apply_change,
+    drain_progress,
+    drop_change,
+    merge,
+    move,
+    plan_move,
+    retire_partitions,
+    route_history,
+    split,
+)
+from mqlayer.domain.routing import NodeId, lp_of
+from mqlayer.failpoints import FailpointHit
+from mqlayer.membership import Session, drained, join, raise_group_version
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.producing import Producer
+from mqlayer.redis.keys import partition_keys
+from mqlayer.relay import relay_once
+from mqlayer.routes.cache import load_route
+from mqlayer.trimming import trim_pass
+from tests.fixtures.consuming import Recorder
+from tests.fixtures.servers import StartRedis
+from tests.fixtures.waiting import wait_until
+from tests.proof.hand import LEASE_S, Hand
+from tests.proof.outbox_world import QUICK, OutboxWorld
+
+KEYS = 40
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_armed() -> Iterator[None]:
+    yield
+    failpoints.disarm_all()
+
+
+@pytest.fixture
+def world(database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str) -> OutboxWorld:
+    """Two nodes, a topic of two partitions, one on each."""
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url, start_redis().url])
+    world.add_topic("orders", partitions=2)
+    return world
+
+
+@pytest.fixture
+def database(world: OutboxWorld) -> Iterator[Database]:
+    """The control database."""
+    with Database(world.dsn, max_size=8) as database:
+        yield database
+
+
+class Scene:
+    """What a test does to the topic."""
+
+    def __init__(self, world: OutboxWorld, database: Database) -> None:
+        self.world, self.database, self._round = world, database, 0
+
+    def publish(self, each: int = 3) -> None:
+        """Bring to each key its next messages, numbered on."""
+        bodies = [
+            ("orders", f"key-{key}", b"%d" % (self._round + number)) for number in range(each) for key in range(KEYS)
+        ]
+        with Database(self.world.dsn) as database, database.connection() as connection:
+            connection.cursor().executemany("SELECT mqlayer_app.publish_v1(%s, %s, %s)", bodies)
+        self._round += each
+        assert relay_once(self.world.settings(), limits=QUICK) == len(bodies)
+
+    def hand(self, group: str = "ledger", **facts: Any) -> Hand:
+        return Hand(self.database, self.world.key_prefix, "orders", group, **facts)
+
+    def split(self, partition: int, at: int) -> list[int]:
+        return self._new(lambda: split(self.database, "orders", partition, at=[at], prefix=self.world.key_prefix))
+
+    def merge(self, *partitions: int) -> list[int]:
+        return self._new(lambda: merge(self.database, "orders", partitions, prefix=self.world.key_prefix))
+
+    def move(self, partition: int) -> list[int]:
+        return self._new(lambda: move(self.database, "orders", partition, prefix=self.world.key_prefix))
+
+    def in_force(self) -> list[int]:
+        return [int(r.partition) for r in load_route(self.database, "orders").ranges]
+
+    def _new(self, change: Callable[[], object]) -> list[int]:
+        before = set(self.in_force())
+        change()
+        return [partition for partition in self.in_force() if partition not in before]
+
+    def expected(self) -> dict[str, list[str]]:
+        return {f"key-{key}": [str(number) for number in range(self._round)] for key in range(KEYS)}
+
+    def states(self) -> dict[int, str]:
+        rows = self.world.rows("SELECT partition_id, state FROM mqlayer.partition ORDER BY 1")
+        return dict(rows)
+
+    def client(self, partition: int) -> redis.Redis:
+        rows = self.world.rows("SELECT node_id FROM mqlayer.partition WHERE partition_id = %s", partition)
+        return redis.Redis.from_url(self.world.urls[rows[0][0] - 1])
+
+
+@pytest.fixture
+def scene(world: OutboxWorld, database: Database) -> Scene:
+    return Scene(world, database)
+
+
+# Publishing
+
+
+def test_a_producer_with_an_old_route_finds_the_successors_and_keeps_order(world: OutboxWorld, scene: Scene) -> None:
+    """Cases 5 and 7: what was queued behind a refused message isn't sent before it."""
+    with Producer(world.settings(), name="direct") as producer:
+        futures = [producer.send_async("orders", key=f"key-{n % KEYS}", body=b"%d" % (n // KEYS)) for n in range(400)]
+        one, other = scene.split(1, 100)
+        futures += [
+            producer.send_async("orders", key=f"key-{n % KEYS}", body=b"%d" % (n // KEYS)) for n in range(400, 800)
+        ]
+        assert producer.flush(20) == 0
+        receipts = [future.result(1) for future in futures]
+    by_key: dict[str | None, list[str]] = {}
+    for record in world.records():
+        by_key.setdefault(record.key, []).append(record.value)
+    assert by_key == {f"key-{key}": [str(n) for n in range(800 // KEYS)] for key in range(KEYS)}
+    assert {int(receipt.partition) for receipt in receipts[400:]} <= {one, other, 2}
+
+
+# Gates
+
+
+def test_a_child_is_invisible_until_everything_before_the_command_is_settled(scene: Scene) -> None:
+    """Case 20."""
+    hand = scene.hand()
+    scene.publish()
+    children = scene.split(1, 100)
+    scene.publish()
+    assert set(hand.assigned()) == {1, 2}
+    records, command = hand.look(1)
+    assert command is not None
+    assert hand.consume(1, len(records) - 1) == len(records) - 1
+    assert set(hand.assigned()) == {1, 2}
+    assert hand.consume(1) == 1
+    assert set(hand.assigned()) == {2, *children}
+    hand.consume_all()
+    assert hand.bodies() == scene.expected()
+
+
+def test_a_failing_head_on_the_parent_holds_the_child_and_nobody_else(world: OutboxWorld, scene: Scene) -> None:
+    """Cases 20, 21 and 30: the parent's other keys and the other partition go on; the child waits for the head."""
+    blocked = next(f"key-{key}" for key in range(KEYS) if lp_of(f"key-{key}".encode()) < 512)
+    heal = threading.Event()
+
+    def act(body: bytes, ctx: Context) -> None:
+        if ctx.key == blocked and not heal.is_set():
+            raise RuntimeError("planted")
+
+    recorder = Recorder(act)
+    app = App(world.settings(lease_s=2.0))
+    app.consumer("orders", group="ledger", backoff_s=(0.05,), options=MemberOptions(concurrency=4))(recorder)
+    app.start()
+    try:
+        scene.publish(5)
+        children = scene.split(1, 100)
+        scene.publish(5)
+        far = [f"key-{key}" for key in range(KEYS) if lp_of(f"key-{key}".encode()) >= 512]
+        near = [f"key-{key}" for key in range(KEYS) if lp_of(f"key-{key}".encode()) < 512 and f"key-{key}" != blocked]
+        wait_until(lambda: all(len(recorder.bodies(key)) == 10 for key in far), what="the other partition goes on")
+        wait_until(lambda: all(len(recorder.bodies(key)) == 5 for key in near), what="the parent's other keys go on")
+        tries = len(recorder.attempts(b"0"))
+        wait_until(lambda: len(recorder.attempts(b"0")) > tries + 3, what="the head to be tried again")
+        assert not {handled.partition for handled in recorder.begun} & set(children)
+        heal.set()
+        wait_until(lambda: recorder.count() == 10 * KEYS, timeout_s=20, what="everything to be handled")
+    finally:
+        heal.set()
+        app.stop()
+    recorder.assert_in_order()
+
+
+def test_untouched_partitions_go_on_while_another_drains(scene: Scene) -> None:
+    """Case 21."""
+    hand = scene.hand()
+    scene.publish()
+    scene.split(1, 100)
+    before = hand.assigned()[2]
+    scene.publish()
+    assert hand.consume(2) > 0
+    assert hand.assigned()[2] == before
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_merged_partition_is_invisible_until_both_parents_are_drained(scene: Scene, first: int) -> None:
+    """Case 22: whichever is drained first."""
+    hand = scene.hand()
+    scene.publish()
+    (child,) = scene.merge(1, 2)
+    scene.publish()
+    order = [1, 2] if first == 0 else [2, 1]
+    hand.consume(order[0])
+    assert set(hand.assigned()) == {order[1]}
+    assert hand.version == 1
+    hand.consume(order[1])
+    assert set(hand.assigned()) == {child}
+    assert hand.version == 2
+    hand.consume_all()
+    assert hand.bodies() == scene.expected()
+
+
+def test_nothing_of_a_moved_partition_is_handled_before_the_last_of_its_parent(scene: Scene) -> None:
+    """Case 23."""
+    hand = scene.hand()
+    scene.publish()
+    (child,) = scene.move(1)
+    scene.publish()
+    places = scene.world.rows("SELECT node_id FROM mqlayer.partition WHERE partition_id IN (1, %s)", child)
+    assert places[0] != places[1]
+    assert child not in hand.assigned()
+    hand.consume(1, report=False)
+    assert child not in hand.assigned()
+    hand.consume(1)
+    assert child in hand.assigned()
+    hand.consume_all()
+    assert hand.bodies() == scene.expected()
+
+
+def test_an_empty_partition_is_drained_by_its_command_alone(scene: Scene) -> None:
+    hand = scene.hand()
+    children = scene.split(1, 100)
+    assert hand.consume(1) == 0
+    assert set(hand.assigned()) == {2, *children}
+
+
+def test_the_command_is_neither_handled_nor_counted(world: OutboxWorld, scene: Scene, database: Database) -> None:
+    """Case 19."""
+    hand = scene.hand("by-hand")
+    scene.publish()
+    children = scene.split(1, 100)
+    (moved,) = scene.move(2)
+    sealed = len(hand.look(1)[0])
+    left = {(p.group, p.partition): p.left for p in drain_progress(database, "orders", prefix=world.key_prefix)}
+    assert left["by-hand", 1] == sealed
+    hand.consume(1, report=False)
+    left = {(p.group, p.partition): p.left for p in drain_progress(database, "orders", prefix=world.key_prefix)}
+    assert left["by-hand", 1] == 0
+
+    recorder = Recorder()
+    app = App(world.settings(lease_s=2.0))
+    app.consumer("orders", group="ledger")(recorder)
+    app.start()
+    (member,) = app.members
+    try:
+        wait_until(lambda: set(member.holdings()) == {*children, moved}, timeout_s=20, what="the parents to be drained")
+    finally:
+        app.stop()
+    assert sorted(h.body for h in recorder.begun) == sorted(b"%d" % n for n in range(3) for _ in range(KEYS))
+    assert member.stats.settled == 3 * KEYS
+    groups = {p.group for p in drain_progress(database, "orders", prefix=world.key_prefix)}
+    assert groups == {"by-hand"}
+
+
+def test_a_group_without_members_during_a_change_keeps_order(world: OutboxWorld, scene: Scene) -> None:
+    """Case 29."""
+    first = scene.hand()
+    scene.publish()
+    first.consume(1, 5)
+    scene.world.rows("UPDATE mqlayer.member SET lease_until = now() - interval '1 s'")
+    one, other = scene.split(1, 100)
+    scene.publish()
+    (merged,) = scene.merge(one, other)
+    scene.publish()
+    recorder = Recorder()
+    app = App(world.settings(lease_s=2.0))
+    app.consumer("orders", group="ledger", backoff_s=(0.05,))(recorder)
+    app.start()
+    try:
+        wait_until(lambda: recorder.count() == 9 * KEYS - 5, timeout_s=20, what="everything to be handled")
+    finally:
+        app.stop()
+    recorder.assert_in_order()
+    assert {h.partition for h in recorder.begun} == {1, 2, one, other, merged}
+
+
+# Versions
+
+
+def test_group_versions_go_up_one_by_one_whatever_is_drained_first(scene: Scene, database: Database) -> None:
+    """Case 24: the command of v3 is reached before that of v2; partitions whose own parents are drained go on."""
+    hand = scene.hand()
+    scene.publish()
+    one, _ = scene.split(1, 100)
+    (moved,) = scene.move(2)
+    scene.publish()
+    grandchildren = scene.split(one, 50)
+    scene.publish()
+    hand.consume(2)
+    assert hand.version == 1
+    assert moved in hand.assigned()
+    assert hand.consume(moved) > 0
+    scene.world.rows(
+        "CREATE TABLE version_seen (place serial, version int); "
+        "CREATE FUNCTION note_version() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN IF new.version <> old.version THEN "
+        "INSERT INTO version_seen (version) VALUES (new.version); END IF; RETURN new; END $$; "
+        "CREATE TRIGGER note AFTER UPDATE ON mqlayer.consumer_group FOR EACH ROW EXECUTE FUNCTION note_version()"
+    )
+    hand.consume(1)
+    hand.consume(one)
+    seen = [row[0] for row in scene.world.rows("SELECT version FROM version_seen ORDER BY place")]
+    assert seen == [2, 3, 4]
+    assert set(grandchildren) <= set(hand.assigned())
+    hand.consume_all()
+    assert hand.bodies() == scene.expected()
+
+
+def test_of_two_that_raise_a_groups_version_at_once_one_does(scene: Scene, database: Database) -> None:
+    """Case 25."""
+    hand = scene.hand()
+    scene.split(1, 100)
+    scene.world.rows("INSERT INTO mqlayer.drained (group_id, partition_id) VALUES (%s, 1)", hand.group_id)
+    together = threading.Barrier(2)
+
+    def raise_it() -> int:
+        def work(connection: Connection) -> int:
+            together.wait(10)
+            return raise_group_version(connection, hand.group_id)
+
+        return database.transaction(work)
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(raise_it) for _ in range(2)]
+        assert [end.result(20) for end in ends] == [2, 2]
+    assert hand.version == 2
+
+
+def test_a_partition_drained_while_its_change_is_put_in_force_raises_the_version(
+    world: OutboxWorld, scene: Scene, database: Database, tmp_path: Path
+) -> None:
+    """Case 24, nothing sticks: neither transaction sees the other's half, so they have to go one after the other."""
+    hand = scene.hand()
+    scene.publish()
+    go_on, reached = tmp_path / "go", tmp_path / "reached"
+    failpoints.arm("change.before_done_commit", f"mark:{reached}")
+    failpoints.arm("change.before_done_commit", f"wait:{go_on}")
+    with ThreadPoolExecutor(2) as pool:
+        driving = pool.submit(scene.split, 1, 100)
+        wait_until(reached.exists, what="the driver to be about to commit")
+        draining = pool.submit(hand.consume, 1)
+        wait_until(lambda: draining.done() or _waits_for_a_lock(world), what="the group to have drained, or to wait")
+        go_on.touch()
+        driving.result(20)
+        draining.result(20)
+    assert hand.version == 2
+
+
+def test_a_slow_group_does_not_hold_a_fast_one(scene: Scene) -> None:
+    """Case 26."""
+    slow, fast = scene.hand("slow"), scene.hand("fast")
+    scene.publish()
+    one, other = scene.split(1, 100)
+    scene.publish()
+    (merged,) = scene.merge(one, other)
+    (moved,) = scene.move(2)
+    scene.publish()
+    fast.consume_all()
+    assert (fast.version, slow.version) == (4, 1)
+    assert set(fast.assigned()) == {merged, moved}
+    assert set(slow.assigned()) == {1, 2}
+    assert fast.bodies() == scene.expected()
+    slow.consume_all()
+    assert slow.version == 4
+    assert slow.bodies() == scene.expected()
+
+
+# The end of partitions
+
+
+def test_a_sealed_partition_stays_until_every_group_passed_its_command(
+    world: OutboxWorld, scene: Scene, database: Database
+) -> None:
+    """Case 28: neither trimmed nor retired before; a retired group doesn't hold it."""
+    slow, fast = scene.hand("slow"), scene.hand("fast")
+    scene.publish(20)
+    scene.split(1, 100)
+    log = partition_keys(world.key_prefix, 1).log
+    length = scene.client(1).xlen(log)
+    fast.consume_all()
+    slow.consume(1, 10)
+    trim_pass(database, prefix=world.key_prefix)
+    kept: Any = scene.client(1).xlen(log)
+    assert kept >= int(str(length)) - 10
+    assert retire_partitions(database, prefix=world.key_prefix) == []
+    slow.consume(1, report=False)
+    trim_pass(database, prefix=world.key_prefix)
+    assert slow.look(1)[1] is not None, "the command is trimmed only with its partition"
+    assert retire_partitions(database, prefix=world.key_prefix) == []
+    world.rows("UPDATE mqlayer.consumer_group SET state = 'retired' WHERE name = 'slow'")
+    assert retire_partitions(database, prefix=world.key_prefix) == [1]
+    assert retire_partitions(database, prefix=world.key_prefix) == []
+    assert scene.states()[1] == "deleted"
+    assert scene.client(1).keys(f"{world.key_prefix}:{{1}}:*") == [partition_keys(world.key_prefix, 1).meta]
+    scene.publish()
+    fast.consume_all()
+    assert fast.bodies() == scene.expected()
+
+
+def test_a_topic_without_groups_retires_nothing(world: OutboxWorld, scene: Scene, database: Database) -> None:
+    scene.publish()
+    scene.split(1, 100)
+    assert retire_partitions(database, prefix=world.key_prefix) == []
+    hand = scene.hand()
+    hand.consume_all()
+    assert hand.bodies() == scene.expected()
+
+
+def test_a_group_that_begins_after_a_parent_is_gone_reads_what_is_left(
+    world: OutboxWorld, scene: Scene, database: Database
+) -> None:
+    """Case 27, as far as records are retained."""
+    first = scene.hand()
+    scene.publish()
+    scene.split(1, 100)
+    scene.publish()
+    first.consume_all()
+    assert retire_partitions(database, prefix=world.key_prefix) == [1]
+    later = scene.hand("later")
+    later.consume_all()
+    near = {key: bodies for key, bodies in later.bodies().items() if lp_of(key.encode()) < 512}
+    assert all(bodies == ["3", "4", "5"] for bodies in near.values())
+    assert later.version == 2
+
+
+@pytest.mark.parametrize("start", ["earliest", "latest"])
+def test_a_group_begins_anywhere_in_a_lineage(scene: Scene, start: Any) -> None:
+    """Case 27."""
+    scene.publish()
+    one, other = scene.split(1, 100)
+    scene.publish()
+    (merged,) = scene.merge(one, other)
+    scene.publish()
+    hand = scene.hand(start=start)
+    if start == "latest":
+        assert hand.version == 3
+        assert set(hand.assigned()) == {2, merged}
+    hand.consume_all()
+    scene.publish()
+    hand.consume_all()
+    assert hand.version == 3
+    expected = scene.expected()
+    if start == "latest":
+        expected = {key: bodies[9:] for key, bodies in expected.items()}
+    assert hand.bodies() == expected
+
+
+def test_partition_ids_are_never_used_again(world: OutboxWorld, scene: Scene, database: Database) -> None:
+    """Case 18: not those of a dropped change, nor those of retired partitions."""
+    hand = scene.hand()
+    seen = set(scene.in_force())
+    plan = plan_move(load_route(database, "orders"), 1, NodeId(2))
+    failpoints.arm("change.after_plan", "raise")
+    with pytest.raises(FailpointHit):
+        apply_change(database, plan, prefix=world.key_prefix)
+    drop_change(database, "orders")
+    dropped = set(scene.states()) - seen
+    assert len(dropped) == 1
+    seen |= dropped
+    for _ in range(3):
+        new = scene.move(scene.in_force()[0])
+        assert not set(new) & seen
+        seen |= set(new)
+        hand.consume_all()
+        retire_partitions(database, prefix=world.key_prefix)
+    assert [change.version for change in route_history(database, "orders") if change.state == "done"] == [2, 3, 4]
+    assert {p for p, state in scene.states().items() if state == "deleted"} >= dropped
+
+
+# Who may open a gate
+
+
+@pytest.mark.parametrize("wrong", ["seal", "epoch", "session", "member", "nothing"])
+def test_only_the_owner_that_read_the_recorded_command_opens_the_gate(
+    scene: Scene, database: Database, wrong: str
+) -> None:
+    """A zombie that read a command which was lost, or that is not the owner any more, is refused."""
+    hand = scene.hand()
+    scene.publish()
+    children = scene.split(1, 100)
+    one = hand.assigned()[1]
+    command = hand.look(1)[1]
+    assert command is not None
+    hand.consume(1, report=False)
+    session, seal_id = hand.session, command.seal_id
+    if wrong == "seal":
+        seal_id = str(uuid.uuid4())
+    elif wrong == "epoch":
+        scene.world.rows("UPDATE mqlayer.assignment SET epoch = nextval('mqlayer.epoch') WHERE partition_id = 1")
+    elif wrong == "session":
+        hand.session = join(database, group_id=hand.group_id, member_id=hand.member, lease_s=LEASE_S)
+        one = hand.assigned()[1]
+    elif wrong == "member":
+        session = Session(session.group_id, "somebody", session.session)
+    taken = drained(database, session, one, seal_id)
+    assert taken is (wrong == "nothing")
+    assert (hand.version == 2) is taken
+    rows = scene.world.rows("SELECT partition_id FROM mqlayer.readable WHERE group_id = %s ORDER BY 1", hand.group_id)
+    assert [row[0] for row in rows] == ([2, *children] if taken else [1, 2])
+
+
+def _waits_for_a_lock(world: OutboxWorld) -> bool:
+    return world.rows(
+        "SELECT count(*)::int FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    ) != [(0,)]
