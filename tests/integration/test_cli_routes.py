@@ -80,6 +80,11 @@ def test_a_merge_and_a_move(world: OutboxWorld, run: Commands) -> None:
     assert "on node-1" in run.text("route", "move", "orders", "4", "--to", "node-1", "--apply")
 
 
+def test_a_plan_says_that_it_goes_on_without_the_old_node(world: OutboxWorld, run: Commands) -> None:
+    assert "does not answer" in run.text("route", "move", "orders", "1", "--away")
+    assert "does not answer" not in run.text("route", "move", "orders", "1")
+
+
 def test_a_split_without_a_point_halves_the_load(world: OutboxWorld, run: Commands) -> None:
     world.publish(300, keys=60)
     run.text("relay", "--once")
