@@ -19,6 +19,8 @@ from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
+from tests.proof.driving import drive
+from tests.proof.failpoint_names import failpoint_names
 from tests.proof.outbox_world import OutboxWorld
 
 Seen = dict[str, list[str]]
@@ -114,6 +116,22 @@ def test_a_node_that_is_lost_for_good_is_given_up_and_what_the_outbox_holds_is_s
         world.publish(100, tag="after")
         wait_until(lambda: all_handled(world, seen), what="everything is handled in order", timeout_s=30)
     assert world.rows("SELECT act FROM mqlayer.audit WHERE act = 'node lost'")
+
+
+@pytest.mark.parametrize("name", sorted(name for name in failpoint_names() if name.startswith("lost.")))
+def test_giving_a_node_up_that_was_killed_half_way_is_done_again(
+    world: OutboxWorld, database: Database, node: RedisServer, name: str
+) -> None:
+    world.add_topic("invoices", partitions=4)
+    with world.relay():
+        world.publish(100, tag="before")
+        world.wait_until_whole()
+    node.kill()
+    assert drive("give_up", "node-2", environment=world.environment(f"{name}=kill")) == -9
+    give_up_node(database, "node-2", prefix=world.key_prefix, application=database)
+    assert not world.rows("SELECT 1 FROM mqlayer.partition WHERE node_id = 2 AND state <> 'deleted'")
+    with world.relay(), consuming(world) as seen:
+        wait_until(lambda: all_handled(world, seen), what="everything is handled in order", timeout_s=30)
 
 
 def test_members_that_held_a_lost_partition_go_on_with_its_successor(

@@ -11,7 +11,7 @@ from typing import Final
 
 from pydantic import SecretStr
 
-from mqlayer.changes import drop_change, finish_changes, merge, move, retire_partitions, split
+from mqlayer.changes import drop_change, finish_changes, give_up_node, merge, move, retire_partitions, split
 from mqlayer.postgres.database import Database
 from mqlayer.settings import Settings
 from mqlayer.topics import rearm_node
@@ -47,6 +47,8 @@ def main() -> None:
                 retire_partitions(database, prefix=prefix)
             case "rearm":
                 rearm_node(database, words[0], prefix=prefix, application=application)
+            case "give_up":
+                give_up_node(database, words[0], prefix=prefix, application=application)
             case _:
                 raise ValueError(act)
 

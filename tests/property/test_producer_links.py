@@ -17,14 +17,7 @@ import pytest
 import redis
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from pydantic import SecretStr
 
 from mqlayer.domain.routing import Lp, NodeId, PartitionId, Range, Route, RouteVersion
@@ -303,11 +296,6 @@ class World(RuleBasedStateMachine):
 
     # What must hold
 
-    @invariant()
-    def the_lanes_in_trouble_are_known(self) -> None:
-        if hasattr(self, "ledger"):
-            assert {lane for lane in self.ledger._lanes() if lane.trouble is not None} == self.ledger._troubled
-
     def teardown(self) -> None:
         if not hasattr(self, "node"):
             return
@@ -334,6 +322,7 @@ class World(RuleBasedStateMachine):
         raise AssertionError(f"{self.ledger.pending_count} messages never settle")
 
     def judge(self) -> None:
+        assert {lane for lane in self.ledger._lanes() if lane.trouble is not None} == self.ledger._troubled
         held = [record for number in sorted(self.node.partitions) for record in self.node.partitions[number].log]
         place = {
             (number, offset): record[3]
@@ -402,6 +391,29 @@ def test_a_stored_message_refused_at_its_repetition_is_settled_by_what_is_accept
     assert all(isinstance(parcel.outcome, Place | Found) for parcel in world.published)
 
 
+def refused_when_its_time_is_over() -> None:
+    """A stored message whose answer was lost is refused at its repetition, after its deadline."""
+    world = World()
+    world.make()
+    world.publish(lp=3, count=1, deadline=AT_ONCE, bulk_=False)
+    world.push()
+    world.break_line(worked=1, arrive_later=False, refused_then=True)
+    world.push()
+    world.go_on()
+    world.teardown()
+
+
+def test_a_message_that_may_be_stored_never_fails() -> None:
+    refused_when_its_time_is_over()
+
+
+def test_forgetting_that_a_message_may_be_stored_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a story of its own: chance finds it in some thousands of runs."""
+    forget_what_is_unsure(monkeypatch)
+    with pytest.raises(AssertionError):
+        refused_when_its_time_is_over()
+
+
 def forget_what_is_unsure(patch: pytest.MonkeyPatch) -> None:
     """A message that may be stored fails for good, and its seq goes to the next one."""
     patch.setattr(Lane, "note_unsure", lambda lane: None)
@@ -461,7 +473,6 @@ def take_repetitions_for_losses(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "plant",
     [
-        forget_what_is_unsure,
         give_lost_seqs_out_again,
         put_back_in_reverse,
         leave_what_is_behind_a_failure,
@@ -472,4 +483,5 @@ def take_repetitions_for_losses(patch: pytest.MonkeyPatch) -> None:
 def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
-        run(1_000, phases=[Phase.generate], database=None, print_blob=False, derandomize=True)
+        # It ends with the first finding; which run that is changes with any change of the library.
+        run(10_000, phases=[Phase.generate], database=None, print_blob=False, derandomize=True)

@@ -1,0 +1,113 @@
+"""Commands that a signal ends half-way: no traceback, an exit code that says so, and the same again finishes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from mqlayer.postgres.migrations import migrate
+from mqlayer.stack import Stack
+from tests.fixtures.waiting import wait_until
+from tests.proof.outbox_world import OutboxWorld
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+Interrupt = Callable[..., None]
+
+
+def command(words: tuple[str, ...], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "mqlayer", *words],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def interrupt(tmp_path: Path) -> Interrupt:
+    """Run a command, end it by a signal at a place that it comes to, and run it again to its end."""
+
+    def run(*words: str, at: str, by: signal.Signals, environment: Mapping[str, str]) -> None:
+        reached = tmp_path / "reached"
+        places = f"{at}=mark:{reached},{at}=wait:{tmp_path / 'never'}"
+        with command(words, {**environment, "MQLAYER_FAILPOINTS": places}) as process:
+            try:
+                wait_until(reached.exists, timeout_s=60, what=f"{at} to be reached")
+                process.send_signal(by)
+                _, told = process.communicate(timeout=30)
+            finally:
+                process.kill()
+        assert process.returncode == (130 if by is signal.SIGINT else -by)
+        assert "Traceback" not in told
+        with command(words, environment) as again:
+            _, told = again.communicate(timeout=60)
+        assert again.returncode == 0, told
+
+    return run
+
+
+@pytest.fixture
+def environment(empty_database_dsn: str, key_prefix: str) -> dict[str, str]:
+    """The addresses of an empty database."""
+    return {"MQLAYER_DSN": empty_database_dsn, "MQLAYER_APP_DSN": empty_database_dsn, "MQLAYER_KEY_PREFIX": key_prefix}
+
+
+@pytest.fixture
+def world(environment: dict[str, str], redis_url: str, key_prefix: str) -> OutboxWorld:
+    """A migrated database with a node."""
+    migrate(environment["MQLAYER_DSN"])
+    return OutboxWorld(environment["MQLAYER_DSN"], key_prefix, [redis_url])
+
+
+@pytest.fixture
+def place(server_directory: Path) -> Iterator[Path]:
+    """A directory for a stack, which is erased after the test."""
+    home = Path(tempfile.mkdtemp(dir=server_directory, prefix="stack-"))
+    home.chmod(0o755)
+    yield home / ".mqlayer"
+    Stack(home / ".mqlayer").erase()
+
+
+@pytest.mark.parametrize("by", SIGNALS)
+def test_migrating(interrupt: Interrupt, environment: dict[str, str], by: signal.Signals) -> None:
+    interrupt("migrate", at="migrate.before_record", by=by, environment=environment)
+    assert migrate(environment["MQLAYER_DSN"]) == []
+
+
+@pytest.mark.parametrize("by", SIGNALS)
+@pytest.mark.parametrize("at", ["topic.after_allocate", "topic.after_make"])
+def test_creating_a_topic(
+    interrupt: Interrupt, world: OutboxWorld, environment: dict[str, str], at: str, by: signal.Signals
+) -> None:
+    interrupt("topic", "create", "orders", "--partitions", "2", at=at, by=by, environment=environment)
+    world.publish(5)
+    assert world.rows("SELECT count(*)::int FROM mqlayer.partition WHERE state = 'open'") == [(2,)]
+
+
+@pytest.mark.parametrize("by", SIGNALS)
+def test_trimming(interrupt: Interrupt, world: OutboxWorld, environment: dict[str, str], by: signal.Signals) -> None:
+    world.add_topic("orders", partitions=2)
+    world.rows(
+        "INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) VALUES (1, 'g', 'earliest', '{1}')"
+    )
+    interrupt("trim", at="trim.after_round", by=by, environment=environment)
+
+
+@pytest.mark.parametrize("by", SIGNALS)
+def test_starting_a_stack(
+    interrupt: Interrupt, place: Path, monkeypatch: pytest.MonkeyPatch, by: signal.Signals
+) -> None:
+    for name in ("MQLAYER_DSN", "MQLAYER_REDIS_URL", "MQLAYER_BROKER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    words = ("up", "--servers-only", "--nodes", "1", "--directory", str(place))
+    interrupt(*words, at="migrate.before_record", by=by, environment={})
+    assert {part.state for part in Stack(place).status()} == {"running"}
