@@ -348,7 +348,7 @@ def starts(stage: Stage, group: str) -> dict[int, int]:
     return {int(partition): int(offset) for partition, offset in rows}
 
 
-@pytest.mark.parametrize("name", ["group.after_insert", "group.before_live"])
+@pytest.mark.parametrize("name", ["group.after_insert", "group.before_starts", "group.before_live"])
 def test_a_group_whose_creation_was_cut_off_is_finished_by_whoever_asks_next(stage: Stage, name: str) -> None:
     stage.send_numbers(keys=20, each=3)
     arm(name, "raise")
