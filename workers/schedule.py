@@ -24,7 +24,7 @@ TRIM: Final = Job("trim", 10)
 ROTATE_OUTBOX: Final = Job("rotate_outbox", 60)
 CLEAN_FENCE: Final = Job("clean_fence", 300)
 CLEAN_MARKS: Final = Job("clean_marks", 300)
-REPAIR_ROUTES: Final = Job("repair_routes", 10)
+REPAIR_ROUTES: Final = Job("repair_routes", 2)
 
 JOBS: Final = (RELAY, TRIM, ROTATE_OUTBOX, CLEAN_FENCE, CLEAN_MARKS, REPAIR_ROUTES)
 

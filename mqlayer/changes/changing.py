@@ -138,10 +138,14 @@ def move(
 
 
 def choose_node(database: Database, route: Route, partition: int, *, other_than: NodeId | None = None) -> NodeId:
-    """Return the node with the fewest partitions of a topic, other than a partition's own. Raises NotFound."""
+    """Return the node in service with the fewest partitions of a topic, other than a partition's own.
+
+    Raises NotFound.
+    """
     home = other_than or next((r.node for r in route.ranges if r.partition == partition), NodeId(0))
     in_use = [r.node for r in route.ranges]
-    return emptiest((node.node_id for node in load_nodes(database)), in_use, other_than=home)
+    serving = (node.node_id for node in load_nodes(database) if node.armed_run_id is not None)
+    return emptiest(serving, in_use, other_than=home)
 
 
 def apply_change(
