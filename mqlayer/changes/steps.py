@@ -130,6 +130,10 @@ class Driver:
         for place in work.successors:
             self._make(work, place)
             failpoint("change.after_make")
+        if work.mode == "live":
+            # One whose node is away must not leave the others sealed until it is back.
+            for place in work.parents:
+                self.line(place.node).call([("PING",)])
         connection.execute(query("change_sealing"), {"change_id": work.change_id})
         failpoint("change.before_sealing_commit")
         return "sealing"

@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mqlayer.changes import (
     apply_change,
     drain_progress,
     drop_change,
+    finish_changes,
     merge,
     move,
     plan_move,
@@ -25,6 +27,7 @@ from mqlayer.changes import (
     split,
 )
 from mqlayer.domain.routing import NodeId, lp_of
+from mqlayer.errors import StoreUnavailable
 from mqlayer.failpoints import FailpointHit
 from mqlayer.membership import Session, drained, join, raise_group_version
 from mqlayer.postgres.database import Connection, Database
@@ -32,6 +35,7 @@ from mqlayer.producing import Producer
 from mqlayer.redis.keys import partition_keys
 from mqlayer.relay import relay_once
 from mqlayer.routes.cache import load_route
+from mqlayer.topics import rearm_node
 from mqlayer.trimming import trim_pass
 from tests.fixtures.consuming import Recorder
 from tests.fixtures.servers import StartRedis
@@ -134,6 +138,28 @@ def test_a_producer_with_an_old_route_finds_the_successors_and_keeps_order(world
         by_key.setdefault(record.key, []).append(record.value)
     assert by_key == {f"key-{key}": [str(n) for n in range(800 // KEYS)] for key in range(KEYS)}
     assert {int(receipt.partition) for receipt in receipts[400:]} <= {one, other, 2}
+
+
+def test_a_parent_on_a_node_that_is_away_leaves_the_others_open(
+    database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
+) -> None:
+    """Publishing to a healthy partition must not wait for a node that has nothing to do with it."""
+    away = start_redis()
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url, away.url])
+    world.add_topic("orders", partitions=2)
+    with Database(world.dsn) as database:
+        scene = Scene(world, database)
+        away.kill()
+        with pytest.raises(StoreUnavailable):
+            scene.merge(1, 2)
+        assert scene.client(1).hget(partition_keys(key_prefix, 1).meta, "state") == b"open"
+        away.start()
+        rearm_node(database, "node-2", prefix=key_prefix)
+        assert finish_changes(database, prefix=key_prefix) == {1: "done"}
+        hand = scene.hand()
+        scene.publish()
+        hand.consume_all()
+        assert hand.bodies() == scene.expected()
 
 
 # Gates
@@ -460,6 +486,25 @@ def test_a_group_begins_anywhere_in_a_lineage(scene: Scene, start: Any) -> None:
     if start == "latest":
         expected = {key: bodies[9:] for key, bodies in expected.items()}
     assert hand.bodies() == expected
+
+
+def test_a_group_that_begins_at_a_time_begins_in_the_partitions_of_that_time(world: OutboxWorld, scene: Scene) -> None:
+    """Case 27: what lies before counts as drained, what follows comes along the lineage."""
+    scene.publish()
+    one, other = scene.split(1, 100)
+    # Records bear the publishers' time in whole milliseconds.
+    world.rows("SELECT pg_sleep(0.01)")
+    since = datetime.now(UTC)
+    world.rows("SELECT pg_sleep(0.01)")
+    scene.publish()
+    scene.merge(one, other)
+    scene.publish()
+    hand = scene.hand(start=since)
+    assert hand.version == 2
+    assert set(hand.assigned()) == {2, one, other}
+    hand.consume_all()
+    assert hand.bodies() == {key: bodies[3:] for key, bodies in scene.expected().items()}
+    assert hand.version == 3
 
 
 def test_partition_ids_are_never_used_again(world: OutboxWorld, scene: Scene, database: Database) -> None:
