@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import psycopg
 import pytest
 import redis
-from hypothesis import HealthCheck, note, settings
+from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from mqlayer import failpoints
 from mqlayer.changes import drop_change, finish_changes, merge, move, retire_partitions, split
@@ -130,6 +130,10 @@ class Routes(RuleBasedStateMachine):
 
     # -- publishing
 
+    @initialize()
+    def publish_to_all(self) -> None:
+        self.publish(KEYS)
+
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=12))
     def publish(self, keys: list[str]) -> None:
         with psycopg.connect(self.world.dsn) as connection:
@@ -235,6 +239,7 @@ class Routes(RuleBasedStateMachine):
         finished = finish_changes(self.database, topic=self.topic, prefix=self.prefix)
         assert set(finished.values()) <= {"done", "dropped"}, finished
         assert finish_changes(self.database, topic=self.topic, prefix=self.prefix) == {}
+        self.publish_to_all()
         assert self.direct.send(), "direct messages are refused though no change is open"
         relay_once(self.world.settings(), limits=QUICK)
         version = load_route(self.database, self.topic).version
@@ -254,6 +259,9 @@ class Routes(RuleBasedStateMachine):
         return ranges[which % len(ranges)]
 
     def change(self, act: Callable[[], object], name: str | None, nth: int) -> None:
+        # Something is on its way at every change, stored or not.
+        self.direct.send()
+        self.publish_to_all()
         with broken_off(name, nth):
             try:
                 note(f"came to {act()}")
@@ -297,10 +305,12 @@ def test_whatever_becomes_of_a_route_each_group_handles_each_keys_list(
         run_state_machine_as_test(
             Here,
             settings=settings(
-                max_examples=400 if long else 10,
+                max_examples=400 if long else 8,
                 stateful_step_count=60 if long else 30,
                 deadline=None,
                 print_blob=True,
+                # Shrinking takes minutes here; a long run may take them.
+                phases=[*Phase] if long else [Phase.explicit, Phase.reuse, Phase.generate],
                 suppress_health_check=list(HealthCheck),
             ),
         )
