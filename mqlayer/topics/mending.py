@@ -172,7 +172,7 @@ class Mender:
     def _seal_again(self, wanted: Wanted) -> None:
         """Bring a sealed partition that fell back up to its recorded marks, and seal it under a new name."""
         state, _ = self._states[wanted.partition]
-        lost = self._resend(wanted, sealed=state == "sealed")
+        lost = self._resend(wanted, sealed=state == "sealed") + self._given_up(wanted)
         if lost:
             self.mended.lost[wanted.partition] = lost
             log.error("messages_lost", extra={"partition": wanted.partition, "count": lost})
@@ -205,7 +205,7 @@ class Mender:
         return any(seq > wanted.marks.get(name, seq) for name, seq in self._marks(wanted).items())
 
     def _resend(self, wanted: Wanted, *, sealed: bool) -> int:
-        """Append again what the partition had to hold and does not; return how many messages nobody can bring back.
+        """Append again what the partition had to hold and does not; return how many direct messages are lost.
 
         What is `sealed` already, by somebody who did not come to record it, has got all that could be brought back.
         """
@@ -220,44 +220,43 @@ class Mender:
         return sum(self._resend_source(wanted, source, lps) for source, lps in short.items())
 
     def _resend_source(self, wanted: Wanted, source: int, lps: Mapping[int, tuple[int, int]]) -> int:
-        """Return how many messages of a source nobody can bring back."""
+        """Append what a source's outbox holds; return how many messages are lost for want of one."""
         row = self._connection.execute(query("source_outbox"), {"source_id": source}).fetchone()
         if row is None or row[0] is None:
             # Directly published: what Redis lost of it is lost.
             return _count(lps)
         if self._application is None:
             raise StoreUnavailable(self._line.node.address, _whose(wanted.partition, row[0]))
-        lost = 0
         with self._application.connection() as outbox:
             identity = outbox.execute(query("outbox_identity")).fetchone()
             if identity is None or identity[0] != row[0]:
                 raise StoreUnavailable(self._line.node.address, _whose(wanted.partition, row[0]))
             for lp, (after, to) in lps.items():
-                lost += self._resend_lp(outbox, wanted, source, lp, after, to)
-        return lost
+                self._resend_lp(outbox, wanted, source, lp, after, to)
+        return 0
 
-    def _resend_lp(self, outbox: Connection, wanted: Wanted, source: int, lp: int, after: int, to: int) -> int:
-        lost = 0
+    def _resend_lp(self, outbox: Connection, wanted: Wanted, source: int, lp: int, after: int, to: int) -> None:
         while after < to:
             facts = {
                 "topic_ids": [wanted.topic_id], "lps": [lp], "afters": [after], "each": ROWS_PER_READ,
                 "bytes": BYTES_PER_READ,
             }  # fmt: skip
-            rows = [row for row in outbox.execute(query("outbox_of_lps"), facts).fetchall() if row[2] <= to]
-            first = rows[0][2] if rows else to + 1
+            found = [row for row in outbox.execute(query("outbox_of_lps"), facts).fetchall() if row[2] <= to]
+            first = found[0][2] if found else to + 1
+            # A run is dense: what is behind a hole comes in the next round.
+            rows = [row for number, row in enumerate(found) if row[2] == first + number]
             if first > after + 1:
-                lost += self._give_up(wanted, source, lp, after, first - 1)
+                self._give_up(wanted, source, lp, after, first - 1)
             if rows:
                 self._append(wanted, source, lp, rows)
             after = rows[-1][2] if rows else to
-        return lost
 
     def _let_go_on(self, wanted: Wanted) -> None:
         """Have LPs go on whose next rows the outbox does not hold any more, and let go what was held for them."""
         outboxes = self._connection.execute(query("outbox_sources")).fetchall()
         if self._application is None or len(outboxes) != 1:
             return
-        there, lost = self._marks(wanted), 0
+        there = self._marks(wanted)
         facts = {"topic_id": wanted.topic_id, "lp_from": wanted.lp_from, "lp_to": wanted.lp_to}
         with self._application.connection() as outbox:
             identity = outbox.execute(query("outbox_identity")).fetchone()
@@ -266,10 +265,11 @@ class Mender:
             for lp, _, floor in outbox.execute(query("outbox_proof"), facts).fetchall():
                 name = f"{outboxes[0][0]}:{lp}"
                 if there.get(name, 0) < floor:
-                    lost += self._give_up(wanted, outboxes[0][0], lp, there.get(name, 0), floor)
+                    self._give_up(wanted, outboxes[0][0], lp, there.get(name, 0), floor)
                     outbox.execute(query("set_aside_remove"), {"topic_id": wanted.topic_id, "lp": lp})
+        lost = self._given_up(wanted)
         if lost:
-            self.mended.lost[wanted.partition] = self.mended.lost.get(wanted.partition, 0) + lost
+            self.mended.lost[wanted.partition] = lost
 
     def _append(self, wanted: Wanted, source: int, lp: int, rows: Sequence[tuple[Any, ...]]) -> None:
         fields: list[bytes] = []
@@ -280,18 +280,29 @@ class Mender:
         answer = append_reply(self._line.call([command])[0], self._line.node.address)
         if not isinstance(answer, Appended):
             raise StoreUnavailable(self._line.node.address, f"resending was refused: {answer.word} {answer.fact}")
+        if answer.outcomes and answer.outcomes[0].word != "dup":
+            raise StoreUnavailable(self._line.node.address, f"resending was refused: {answer.outcomes[0].word}")
 
-    def _give_up(self, wanted: Wanted, source: int, lp: int, after: int, to: int) -> int:
-        """Go on behind seqs that the outbox does not hold any more, where an operator said so."""
+    def _give_up(self, wanted: Wanted, source: int, lp: int, after: int, to: int) -> None:
+        """Go on behind seqs that the outbox does not hold any more, where an operator said so.
+
+        The partition itself counts them with the mark, or nobody would know of them after a mending that broke off.
+        """
         if not self._accept_loss:
             raise Conflict(
                 f"partition {wanted.partition} lost messages {after + 1} to {to} of LP {lp}, and the outbox does not "
                 "hold them any more",
                 f"mqlayer node rearm {self._line.node.name} --accept-loss goes on without them",
             )
-        marks = partition_keys(self._prefix, wanted.partition).marks
-        raise_for_reply(self._line.call([("HSET", marks, f"{source}:{lp}", to)])[0], self._line.node.address)
-        return to - after
+        keys = partition_keys(self._prefix, wanted.partition)
+        passed_by = [("HSET", keys.marks, f"{source}:{lp}", to), ("HINCRBY", keys.meta, "lost", to - after)]
+        for reply in self._line.call([("MULTI",), *passed_by, ("EXEC",)]):
+            raise_for_reply(reply, self._line.node.address)
+
+    def _given_up(self, wanted: Wanted) -> int:
+        """Return how many seqs were passed by in a partition, now or in a mending that broke off."""
+        (reply,) = self._line.call([("HGET", partition_keys(self._prefix, wanted.partition).meta, "lost")])
+        return int(raise_for_reply(reply, self._line.node.address) or 0)
 
 
 def refuse_other_prefix(line: NodeConnection, prefix: str, partition: int) -> None:

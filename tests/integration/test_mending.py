@@ -207,9 +207,19 @@ def test_direct_messages_that_are_lost_are_counted(
     assert hand.version == 2
 
 
-@pytest.mark.parametrize("gone", ["the first", "the last", "all"])
+@pytest.mark.parametrize(
+    ("gone", "broken"),
+    [
+        ("the first", ""),
+        ("the last", ""),
+        ("the middle", ""),
+        ("all", ""),
+        ("the first", "mend.after_resend"),
+        ("all", "mend.after_seal"),
+    ],
+)
 def test_rows_that_the_outbox_does_not_hold_any_more_are_given_up_only_by_an_operators_word(
-    scene: Scene, node: RedisServer, tmp_path: Path, gone: str
+    scene: Scene, node: RedisServer, tmp_path: Path, gone: str, broken: str
 ) -> None:
     hand = scene.hand()
     with scene.relay():
@@ -222,13 +232,17 @@ def test_rows_that_the_outbox_does_not_hold_any_more_are_given_up_only_by_an_ope
             _publish(scene, NEAR, number)
         scene.wait_until_whole()
     scene.split()
-    first, last = {"the first": (3, 4), "the last": (5, 6), "all": (3, 6)}[gone]
+    first, last = {"the first": (3, 4), "the middle": (4, 5), "the last": (5, 6), "all": (3, 6)}[gone]
     scene.rows("DELETE FROM mqlayer_app.outbox WHERE seq BETWEEN %s AND %s", first, last)
     then.happen()
     with pytest.raises(Conflict, match="--accept-loss"):
         scene.rearm()
     with pytest.raises(Conflict, match="--accept-loss"):
         scene.rearm()
+    if broken:
+        failpoints.arm(broken, "raise")
+        with pytest.raises(FailpointHit):
+            scene.rearm(accept_loss=True)
     scene.rearm(accept_loss=True)
     assert scene.audited()["lost"] == {"1": last - first + 1}
     with scene.relay():
