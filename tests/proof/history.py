@@ -246,12 +246,18 @@ class History:
         self.write(operation.number, "invoke", event)
         return operation
 
-    def note(self, event: Event) -> None:
-        """Write that something happened, where nothing was to be written before it."""
-        self.write(next(self._operations), "ok", event)
+    def note(self, event: Event, *, since_ns: int | None = None) -> None:
+        """Write that something happened, where nothing was to be written before it.
 
-    def write(self, operation: int, phase: Phase, event: Event) -> None:
-        """Append one line."""
+        `since_ns`: when it began, on CLOCK_MONOTONIC, where what it was became known only afterwards.
+        """
+        operation = next(self._operations)
+        if since_ns is not None:
+            self.write(operation, "invoke", event, at_ns=since_ns)
+        self.write(operation, "ok", event)
+
+    def write(self, operation: int, phase: Phase, event: Event, *, at_ns: int | None = None) -> None:
+        """Append one line, of now or of another time."""
         if self._pid != os.getpid():
             self._open()
         record = Record(
@@ -259,7 +265,7 @@ class History:
             pid=self._pid,
             operation=operation,
             phase=phase,
-            at_ns=time.monotonic_ns(),
+            at_ns=time.monotonic_ns() if at_ns is None else at_ns,
             event=event,
             sequence=None if self._sequence is None else self._sequence(),
         )

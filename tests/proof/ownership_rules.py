@@ -110,19 +110,21 @@ def _overlapping_leases(place: Place, steps: Iterable[Step[Assignment]]) -> Iter
 
 
 def _leases(steps: Iterable[Step[Assignment]]) -> Iterator[Lease]:
-    """Return when members were sure to be owners: from each answer on, until the lease's end or their release."""
+    """Return when members were sure to be owners: from each answer on, until the lease's end or their release.
+
+    What a member gives back under a renewed epoch it does not hold under its earlier ones either. A release may be said
+    again where its answer was lost: the first time may have been it.
+    """
     steps = [step for step in steps if step.possible]
-    released: dict[tuple[str, int], int] = {}
+    released: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for step in steps:
         if step.event.change == "released":
-            # Said again where its answer was lost: the first time may have been it.
-            owner = (step.event.member, step.event.epoch)
-            released[owner] = min(released.get(owner, NEVER), step.began_ns)
+            released[step.event.member].append((step.event.epoch, step.began_ns))
     for step in steps:
         event = step.event
         if step.outcome == "ok" and event.change != "released" and event.until_ns is not None:
-            to_ns = min(event.until_ns, released.get((event.member, event.epoch), NEVER))
-            yield Lease(step.ended_ns, to_ns, event.member, event.epoch)
+            ends_ns = (at_ns for epoch, at_ns in released[event.member] if epoch >= event.epoch)
+            yield Lease(step.ended_ns, min([event.until_ns, *ends_ns]), event.member, event.epoch)
 
 
 def gates(evidence: Evidence) -> Iterator[Violation]:

@@ -459,6 +459,20 @@ class TestOwners:
         tale.assigned("taken", "b", 2, until_ns=4 * 10**9)
         tale.shows()
 
+    def test_a_lease_that_is_released_under_a_renewed_epoch_is_over(self, tale: Tale) -> None:
+        tale.assigned("taken", "a", 1, until_ns=10**12)
+        tale.assigned("taken", "a", 2, until_ns=10**12)
+        tale.assigned("released", "a", 2)
+        tale.assigned("taken", "b", 3, until_ns=2 * 10**12)
+        tale.shows()
+
+    def test_a_release_under_an_earlier_epoch_does_not_end_a_lease(self, tale: Tale) -> None:
+        tale.assigned("taken", "a", 1, until_ns=10**12)
+        tale.assigned("released", "a", 1)
+        tale.assigned("taken", "a", 2, until_ns=10**12)
+        tale.assigned("taken", "b", 3, until_ns=2 * 10**12)
+        tale.shows(Breach.TWO_OWNERS)
+
     def test_a_released_lease_is_over(self, tale: Tale) -> None:
         tale.assigned("taken", "a", 1, until_ns=10**9)
         tale.assigned("released", "a", 1)
