@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -36,10 +37,12 @@ from mqlayer.settings import Settings
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, register_node
 from tests.chaos.actors import GROUP, MIRROR, SINK, TOPIC
-from tests.chaos.test_whole_path import Nemesis, Play, note_sink, note_streams
+from tests.chaos.test_consumer_zombie import is_stopped
+from tests.chaos.test_whole_path import LEASE_S, Nemesis, Play, note_sink, note_streams
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.checker import Breach, Verdict, check
+from tests.proof.failpoint_names import failpoint_names
 from tests.proof.history import History, Lineage, read_histories
 from tests.proof.planted import read_successors_at_once
 
@@ -47,6 +50,12 @@ CAST: Final = {"publisher": 2, "relay": 2, "pair": 3, "driver": 2}
 GROUPS: Final = (GROUP, MIRROR)
 KEYS: Final = 500
 SETTLING_S: Final = 300.0
+PLACES: Final = {
+    "driver": ("change.", "drop.", "retire."),
+    "pair": ("drained.", "take.", "rearm.", "mend.", "ack.", "release.", "member.", "read."),
+    "relay": ("relay.", "rearm.", "mend."),
+}
+"""Where processes of a role are broken: the rooms that a change of routes leads them through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +76,20 @@ class Length:
 
 
 class RouteNemesis(Nemesis):
-    """Strikes at whoever has to do with a change: consumers, relays, its drivers, and nodes."""
+    """Strikes at whoever has to do with a change: consumers, relays, its drivers, and nodes.
+
+    Half of the processes that it starts again are to be killed or stopped at a place between two writes, too: a change
+    takes a twentieth of a second, so blows at random moments seldom hit one.
+    """
 
     mortal = ("pair", "relay", "driver", "driver", "publisher")
     stoppable = ("pair", "relay", "driver")
+
+    def __init__(self, play: Play, nodes: list[RedisServer], dsn: str, seed: int) -> None:
+        super().__init__(play, nodes, dsn, seed)
+        self.places: Counter[str] = Counter()
+        self._armed: dict[str, str] = {}
+        self._stopped_since: dict[str, float] = {}
 
     def strike(self) -> None:
         """Break something; processes more often than nodes."""
@@ -78,6 +97,40 @@ class RouteNemesis(Nemesis):
         fault = self._rng.choice(faults)
         fault()
         self.faults[fault.__name__] += 1
+        self.revive()
+
+    def kill(self) -> None:
+        """Kill a process; perhaps what is started in its place will meet its end at a place."""
+        role = self._rng.choice(self.mortal)
+        name = self._rng.choice(self._play.names(role))
+        self.killed[role] += 1
+        self._armed.pop(name, None)
+        if role in PLACES and self._rng.random() < 0.5:
+            place = self._rng.choice(sorted(n for n in failpoint_names() if n.startswith(PLACES[role])))
+            self._armed[name] = f"{place}={self._rng.choice(['kill', 'kill', 'stop'])}@{self._rng.randint(1, 2)}"
+        self._play.kill(name, self._armed.get(name, ""))
+
+    def revive(self) -> None:
+        """Start again what died at its place; wake up what has stood there for longer than a lease."""
+        for name, failpoint in list(self._armed.items()):
+            process = self._play.processes[name]
+            if process.poll() is not None:
+                self.places[failpoint] += 1
+                del self._armed[name]
+                self._play.start(name)
+            elif not is_stopped(process):
+                self._stopped_since.pop(name, None)
+            elif time.monotonic() - self._stopped_since.setdefault(name, time.monotonic()) > 1.5 * LEASE_S:
+                self.places[failpoint] += 1
+                del self._stopped_since[name]
+                process.send_signal(signal.SIGCONT)
+
+    def rest(self) -> None:
+        """Let go: from here on nothing breaks; who may still be broken at a place is replaced."""
+        self.revive()
+        for name in self._armed:
+            self._play.kill(name)
+        self._armed.clear()
 
 
 class Scene:
@@ -203,6 +256,7 @@ def test_whatever_dies_while_routes_change_every_key_is_handled_in_commit_order(
             for number in range(count):
                 play.start(f"{role}-{number}")
         strike_for(scene, nemesis, length, random.Random(seed))
+        nemesis.rest()
         struck_s = time.monotonic() - began
         for role in ("publisher", "driver"):
             play.end(role)
@@ -215,20 +269,27 @@ def test_whatever_dies_while_routes_change_every_key_is_handled_in_commit_order(
         play.kill_all()
     scene.witness()
     verdict = scene.judge()
-    changes = scene.changes()
-    report = {
-        "seed": seed, "changes": changes, "version": load_route(scene.database, TOPIC).version,
-        "dropped": sum(change.state == "dropped" for change in route_history(scene.database, TOPIC)),
-        "retired_meanwhile": len(scene.partitions("deleted")), "faults": nemesis.faults, "killed": nemesis.killed, "stopped": nemesis.stopped,
-        "struck_s": round(struck_s, 1), "settled_s": round(settled_s, 1),
-        "judged_s": round(time.monotonic() - began - settled_s, 1), "verdict": json.loads(verdict.as_json()),
-    }  # fmt: skip
-    if path := os.environ.get("MQLAYER_CHAOS_REPORT"):
-        Path(path).write_text(json.dumps(report), "utf-8")
+    report(scene, nemesis, verdict, seed=seed, struck_s=struck_s, settled_s=settled_s)
     assert verdict.clean, f"{seed=} {verdict}"
-    assert changes.total() >= length.changes, "too few changes came into force to prove anything"
+    assert scene.changes().total() >= length.changes, "too few changes came into force to prove anything"
     assert verdict.messages >= length.messages / 2, "too little was published to prove anything"
     only_tombstones_are_left(scene)
+
+
+def report(scene: Scene, nemesis: RouteNemesis, verdict: Verdict, **facts: float) -> None:
+    """Write down what was done and what was found, where that is asked for."""
+    if path := os.environ.get("MQLAYER_CHAOS_REPORT"):
+        facts_of_run = facts | {
+            "changes": scene.changes(),
+            "dropped": sum(change.state == "dropped" for change in route_history(scene.database, TOPIC)),
+            "retired_meanwhile": len(scene.partitions("deleted")),
+            "faults": nemesis.faults,
+            "places": nemesis.places,
+            "killed": nemesis.killed,
+            "stopped": nemesis.stopped,
+            "verdict": json.loads(verdict.as_json()),
+        }
+        Path(path).write_text(json.dumps(facts_of_run), "utf-8")
 
 
 def strike_for(scene: Scene, nemesis: Nemesis, length: Length, rng: random.Random) -> None:

@@ -57,20 +57,20 @@ class Play:
         )
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str) -> None:
-        """Start a process, its output to a file."""
+    def start(self, name: str, failpoints: str = "") -> None:
+        """Start a process, its output to a file, perhaps to be broken at a place."""
         with (self._directory / f"{name}.log").open("ab") as log:
             role = name.partition("-")[0]
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "tests.chaos.actors", role, name, str(self._directory)],
-                cwd=ROOT, env=self._environment, stdout=log, stderr=log,
+                cwd=ROOT, env=self._environment | {"MQLAYER_FAILPOINTS": failpoints}, stdout=log, stderr=log,
             )  # fmt: skip
 
-    def kill(self, name: str) -> None:
+    def kill(self, name: str, failpoints: str = "") -> None:
         """End a process without warning, and start it again."""
         self.processes[name].kill()
         self.processes[name].wait()
-        self.start(name)
+        self.start(name, failpoints)
 
     def pause(self, name: str, seconds: float) -> None:
         """Stop a process for a while, in the background."""
