@@ -94,8 +94,9 @@ def _publish(connection: Connection, history: History, rng: random.Random, value
     operation.ok(**identity)
 
 
-def relay(_name: str, _directory: Path, stopping: threading.Event) -> None:
+def relay(name: str, directory: Path, stopping: threading.Event) -> None:
     """Move the outbox to the partitions."""
+    observe_retiring(History(directory, name), TOPIC)
     work = Relay(mqlayer.Settings())
 
     def end() -> None:
@@ -118,6 +119,7 @@ def consume_twice(name: str, directory: Path, stopping: threading.Event) -> None
     app = mqlayer.App()
     history = History(directory, f"{name}-{os.getpid()}")
     MemberWitness(history, TOPIC).observe()
+    observe_retiring(history, TOPIC)
     _book_into_sink(app, history)
 
     @app.consumer(TOPIC, group=MIRROR, backoff_s=(0.1, 0.2), options=mqlayer.MemberOptions(concurrency=2))

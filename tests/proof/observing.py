@@ -18,6 +18,7 @@ from mqlayer.membership.members import Assigned, Beat, Session, beat, leave, rel
 from mqlayer.postgres.database import Database
 from mqlayer.redis.nodes import Command, NodeConnection
 from mqlayer.redis.partitions import retire_command
+from mqlayer.topics import mending
 from tests.proof.history import Assignment, Drain, History
 from tests.proof.streams import read_records
 
@@ -89,7 +90,10 @@ class MemberWitness:
 
 
 def observe_retiring(history: History, topic: str) -> None:
-    """From now on, note what a partition holds before this process leaves nothing of it but a tombstone."""
+    """From now on, note what a partition holds before this process leaves nothing of it but a tombstone.
+
+    Whoever retires it does so, and whoever arms its node again.
+    """
 
     def bury(line: NodeConnection, prefix: str, partition: int, groups: Iterable[int]) -> Command:
         with redis.Redis.from_url(line.node.url) as client:
@@ -97,7 +101,8 @@ def observe_retiring(history: History, topic: str) -> None:
                 history.note(event)
         return retire_command(line, prefix, partition, groups)
 
-    _replace(retiring, retire_command=bury)
+    for module in (retiring, mending):
+        _replace(module, retire_command=bury)
 
 
 def _replace(module: Any, **functions: Callable[..., Any]) -> None:
