@@ -3,7 +3,8 @@
 lock_raise: put a higher epoch in force without an owner, so that no call of an earlier owner passes.
 
 KEYS
-  1 lock_key    hash    owner, epoch, last refresh, committed, base of the ack bitmap
+  1 meta_key    hash    state of the partition; of one that is retired nothing but its tombstone may be left
+  2 lock_key    hash    owner, epoch, last refresh, committed, base of the ack bitmap
 
 ARGV
   1 epoch       int     the epoch that Postgres gave out for the next owner
@@ -11,10 +12,13 @@ ARGV
 RETURNS
   {"raised"}          every lower epoch is refused from now on
   {"kept", epoch}     as high or higher already; nothing was changed
+  {"deleted"}         the partition is retired: it serves nobody; nothing was changed
 ]]
-local lock_key = KEYS[1]
+local meta_key = KEYS[1]
+local lock_key = KEYS[2]
 local epoch = tonumber(ARGV[1])
 
+if redis.call('HGET', meta_key, 'state') == 'deleted' then return {'deleted'} end
 local held = tonumber(redis.call('HGET', lock_key, 'epoch') or '0')
 if held >= epoch then return {'kept', held} end
 -- One below, so that the owner to whom Postgres gives this very epoch can take the lock.

@@ -227,7 +227,8 @@ def release_command(line: NodeConnection, holder: Holder) -> Command:
 
 def raise_command(line: NodeConnection, prefix: str, partition: int, group_id: int, epoch: int) -> Command:
     """Return the command that puts a higher epoch in force without an owner."""
-    return line.script("lock_raise", (group_keys(prefix, partition, group_id).lock,), epoch)
+    keys = (partition_keys(prefix, partition).meta, group_keys(prefix, partition, group_id).lock)
+    return line.script("lock_raise", keys, epoch)
 
 
 def trim_command(

@@ -1,17 +1,20 @@
 """The processes of a chaos run, each with a history: `python -m tests.chaos.actors ROLE NAME DIRECTORY`.
 
 Writers publish a few keys in transactions of their own, some of which roll back, and pause as business code does.
-Consumers write each message into a table through the fence. All end in order at SIGTERM, or are ended without warning.
+Consumers write each message into a table through the fence. Drivers split, merge and move partitions. All end in order
+at SIGTERM, or are ended without warning.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import random
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -20,15 +23,35 @@ import psycopg
 from psycopg_pool import ConnectionPool
 
 import mqlayer
-from mqlayer.domain.routing import lp_of
-from mqlayer.errors import AlreadyApplied, StaleOwner
-from mqlayer.postgres.database import Connection
+from mqlayer.changes import (
+    Plan,
+    apply_change,
+    drop_change,
+    finish_changes,
+    plan_merge,
+    plan_move,
+    plan_split,
+    retire_partitions,
+)
+from mqlayer.domain.routing import NodeId, Route, lp_of
+from mqlayer.errors import AlreadyApplied, Conflict, NotFound, StaleOwner
+from mqlayer.postgres.database import Connection, Database
 from mqlayer.relay import Relay
-from tests.proof.history import Deliver, History, Publish
+from mqlayer.routes.cache import load_nodes, load_route
+from tests.proof.history import Deliver, Effect, History, Operation, Publish
+from tests.proof.observing import MemberWitness, observe_retiring
+
+log = logging.getLogger(__name__)
 
 TOPIC: Final = "orders"
 GROUP: Final = "ledger"
-KEYS: Final = 60
+MIRROR: Final = "mirror"
+"""A second group, whose effects no fence guards."""
+KEYS: Final = int(os.environ.get("MQLAYER_TEST_KEYS", "60"))
+PAUSE_S: Final = float(os.environ.get("MQLAYER_TEST_PAUSE_S", "0.02"))
+"""How long a publisher waits between two transactions, on average."""
+DRIVE_EVERY_S: Final = float(os.environ.get("MQLAYER_TEST_DRIVE_EVERY_S", "1.0"))
+"""How long a driver waits between two changes, on average."""
 FAILING: Final = int(os.environ.get("MQLAYER_TEST_FAILING", "0"))
 """Every so many messages fail at their first attempt; 0: none does."""
 SINK: Final = """
@@ -71,8 +94,9 @@ def _publish(connection: Connection, history: History, rng: random.Random, value
     operation.ok(**identity)
 
 
-def relay(_name: str, _directory: Path, stopping: threading.Event) -> None:
+def relay(name: str, directory: Path, stopping: threading.Event) -> None:
     """Move the outbox to the partitions."""
+    observe_retiring(History(directory, name), TOPIC)
     work = Relay(mqlayer.Settings())
 
     def end() -> None:
@@ -86,19 +110,38 @@ def relay(_name: str, _directory: Path, stopping: threading.Event) -> None:
 def consume(name: str, directory: Path, stopping: threading.Event) -> None:
     """Write what comes into the sink."""
     app = mqlayer.App()
-    pool = ConnectionPool(os.environ["MQLAYER_DSN"], min_size=1, max_size=6, timeout=5, open=True)
+    _book_into_sink(app, History(directory, f"{name}-{os.getpid()}"))
+    _run(app, stopping)
+
+
+def consume_twice(name: str, directory: Path, stopping: threading.Event) -> None:
+    """Consume for two groups, one whose effects are fenced and one whose are not; note who owns what meanwhile."""
+    app = mqlayer.App()
     history = History(directory, f"{name}-{os.getpid()}")
+    MemberWitness(history, TOPIC).observe()
+    observe_retiring(history, TOPIC)
+    _book_into_sink(app, history)
+
+    @app.consumer(TOPIC, group=MIRROR, backoff_s=(0.1, 0.2), options=mqlayer.MemberOptions(concurrency=2))
+    def mirror(body: bytes, ctx: mqlayer.Context) -> None:
+        facts = _facts(body, ctx)
+        operation = history.begin(Deliver(topic=TOPIC, group=MIRROR, attempt=ctx.attempt, **facts))
+        history.note(Effect(topic=TOPIC, group=MIRROR, fenced=False, **facts))
+        operation.ok()
+
+    _run(app, stopping)
+
+
+def _book_into_sink(app: mqlayer.App, history: History) -> None:
+    pool = ConnectionPool(os.environ["MQLAYER_DSN"], min_size=1, max_size=6, timeout=5, open=True)
 
     @app.consumer(TOPIC, group=GROUP, backoff_s=(0.1, 0.2), options=mqlayer.MemberOptions(concurrency=6))
     def book(body: bytes, ctx: mqlayer.Context) -> None:
-        source, lp, seq = ctx.identity
-        facts: dict[str, Any] = {"key": ctx.key, "source": source, "lp": lp, "seq": seq, "value": body.decode()}
-        facts |= {"partition": ctx.partition, "epoch": ctx.epoch}
-        event = Deliver(topic=TOPIC, group=GROUP, attempt=ctx.attempt, **facts)
-        operation = history.begin(event)
+        facts = _facts(body, ctx)
+        operation = history.begin(Deliver(topic=TOPIC, group=GROUP, attempt=ctx.attempt, **facts))
         try:
             with pool.connection() as connection:
-                if FAILING and ctx.attempt == 1 and seq % FAILING == 0:
+                if FAILING and ctx.attempt == 1 and facts["seq"] % FAILING == 0:
                     raise RuntimeError("planted")
                 ctx.fence(connection)
                 connection.execute(
@@ -117,6 +160,14 @@ def consume(name: str, directory: Path, stopping: threading.Event) -> None:
             raise
         operation.ok()
 
+
+def _facts(body: bytes, ctx: mqlayer.Context) -> dict[str, Any]:
+    source, lp, seq = ctx.identity
+    message = {"key": ctx.key, "source": source, "lp": lp, "seq": seq, "value": body.decode()}
+    return message | {"partition": ctx.partition, "epoch": ctx.epoch}
+
+
+def _run(app: mqlayer.App, stopping: threading.Event) -> None:
     while not stopping.is_set():
         try:
             app.start()
@@ -127,10 +178,101 @@ def consume(name: str, directory: Path, stopping: threading.Event) -> None:
     app.stop()
 
 
+def publish_batches(name: str, directory: Path, stopping: threading.Event) -> None:
+    """Publish several messages in each transaction, of any keys, until told to stop."""
+    rng, turn = random.Random(f"{name}/{os.getpid()}"), 0
+    with History(directory, name) as history:
+        while not stopping.is_set():
+            try:
+                with psycopg.connect(os.environ["MQLAYER_DSN"]) as connection:
+                    while not stopping.is_set():
+                        turn += 1
+                        _publish_batch(connection, history, rng, f"{name}/{os.getpid()}/{turn}")
+                        stopping.wait(rng.random() * 2 * PAUSE_S)
+            except psycopg.Error:
+                stopping.wait(0.1)
+
+
+def _publish_batch(connection: Connection, history: History, rng: random.Random, name: str) -> None:
+    # In the order of their LPs: whoever takes them in another one may deadlock with us.
+    keys = sorted(
+        (f"key-{rng.randrange(KEYS)}" for _ in range(rng.randint(1, 10))), key=lambda key: lp_of(key.encode())
+    )
+    begun: list[tuple[Operation, dict[str, int]]] = []
+    try:
+        for number, key in enumerate(keys):
+            value = f"{name}/{number}"
+            operation = history.begin(Publish(topic=TOPIC, key=key, value=value, transaction=name))
+            begun.append((operation, {}))
+            row = connection.execute(
+                "SELECT mqlayer_app.publish_v1(%s, %s, %s)", (TOPIC, key, value.encode())
+            ).fetchone()
+            begun[-1] = (operation, {"source": 1, "lp": lp_of(key.encode()), "seq": row[0] if row else 0})
+        goes_back = rng.random() < 0.1
+        (connection.rollback if goes_back else connection.commit)()
+    except psycopg.Error:
+        # A lost connection at COMMIT: nobody can tell.
+        for operation, _ in begun:
+            operation.info()
+        raise
+    for operation, identity in begun:
+        (operation.fail if goes_back else operation.ok)(**identity)
+
+
+def drive(name: str, directory: Path, stopping: threading.Event) -> None:
+    """Change the route at random, one change after the other, first whatever was left unfinished; retire now and then.
+
+    Two drivers may run: what one was stopped in, the other one finishes.
+    """
+    settings = mqlayer.Settings()
+    rng = random.Random(f"{os.environ.get('MQLAYER_CHAOS_SEED')}/{name}/{os.getpid()}")
+    with History(directory, name) as history, Database(settings.control_dsn(), application=name) as database:
+        observe_retiring(history, TOPIC)
+        while not stopping.wait(rng.uniform(0.2, 2.0) * DRIVE_EVERY_S):
+            try:
+                _change(database, settings.key_prefix, rng, name)
+                if rng.random() < 0.3:
+                    retire_partitions(database, prefix=settings.key_prefix)
+            except mqlayer.MqlayerError as error:
+                # A node or Postgres is away, or the other driver was faster: the next turn goes on.
+                log.warning("%s: %s", type(error).__name__, error)
+
+
+def _change(database: Database, prefix: str, rng: random.Random, actor: str) -> None:
+    if rng.random() < 0.2:
+        with contextlib.suppress(NotFound, Conflict):
+            drop_change(database, TOPIC, actor=actor)
+    finish_changes(database, prefix=prefix, topic=TOPIC, application=database)
+    plan = random_plan(load_route(database, TOPIC), [node.node_id for node in load_nodes(database)], rng)
+    apply_change(database, plan, prefix=prefix, application=database, actor=actor)
+
+
+def random_plan(route: Route, nodes: Sequence[NodeId], rng: random.Random) -> Plan:
+    """Return some change that suits a route, so that it keeps two to eight partitions."""
+    ranges, count = route.ranges, len(route.ranges)
+    wide = [r for r in ranges if r.lp_to - r.lp_from >= 4]
+    kinds = ["move"] + ["split"] * (count < 8 and bool(wide)) + ["merge"] * (count > 2)
+    match rng.choice(kinds):
+        case "split":
+            parent = rng.choice(wide)
+            points = rng.sample(range(parent.lp_from + 1, parent.lp_to), rng.choice([1, 1, 2]))
+            return plan_split(route, parent.partition, points, [rng.choice(nodes) for _ in range(len(points) + 1)])
+        case "merge":
+            first = rng.randrange(count - 1)
+            some = ranges[first : first + rng.choice([2, 2, 3])]
+            return plan_merge(route, [r.partition for r in some], rng.choice(nodes))
+        case _:
+            parent = rng.choice(ranges)
+            return plan_move(route, parent.partition, rng.choice([node for node in nodes if node != parent.node]))
+
+
 ROLES: Final[dict[str, Callable[[str, Path, threading.Event], None]]] = {
     "writer": write,
     "relay": relay,
     "consumer": consume,
+    "publisher": publish_batches,
+    "pair": consume_twice,
+    "driver": drive,
 }
 
 

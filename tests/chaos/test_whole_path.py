@@ -34,7 +34,7 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.checker import check
 from tests.proof.history import Effect, History, read_histories
-from tests.proof.streams import read_partition
+from tests.proof.streams import read_records
 
 ROOT: Final = Path(__file__).parents[2]
 LEASE_S: Final = 1.5
@@ -44,29 +44,33 @@ CAST: Final = {"writer": 3, "relay": 2, "consumer": 3}
 class Play:
     """The processes of a run, by name; one that was killed is started again under its name."""
 
-    def __init__(self, settings: Settings, directory: Path) -> None:
+    def __init__(self, settings: Settings, directory: Path, **environment: str) -> None:
         self._directory = directory
-        self._environment = os.environ | {
-            "MQLAYER_DSN": settings.control_dsn(),
-            "MQLAYER_KEY_PREFIX": settings.key_prefix,
-            "MQLAYER_LEASE_S": str(LEASE_S),
-        }
+        self._environment = (
+            os.environ
+            | {
+                "MQLAYER_DSN": settings.control_dsn(),
+                "MQLAYER_KEY_PREFIX": settings.key_prefix,
+                "MQLAYER_LEASE_S": str(LEASE_S),
+            }
+            | environment
+        )
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str) -> None:
-        """Start a process, its output to a file."""
+    def start(self, name: str, failpoints: str = "") -> None:
+        """Start a process, its output to a file, perhaps to be broken at a place."""
         with (self._directory / f"{name}.log").open("ab") as log:
             role = name.partition("-")[0]
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "tests.chaos.actors", role, name, str(self._directory)],
-                cwd=ROOT, env=self._environment, stdout=log, stderr=log,
+                cwd=ROOT, env=self._environment | {"MQLAYER_FAILPOINTS": failpoints}, stdout=log, stderr=log,
             )  # fmt: skip
 
-    def kill(self, name: str) -> None:
+    def kill(self, name: str, failpoints: str = "") -> None:
         """End a process without warning, and start it again."""
         self.processes[name].kill()
         self.processes[name].wait()
-        self.start(name)
+        self.start(name, failpoints)
 
     def pause(self, name: str, seconds: float) -> None:
         """Stop a process for a while, in the background."""
@@ -102,10 +106,17 @@ class Play:
 class Nemesis:
     """Breaks one thing after the other; the seed decides what and when."""
 
+    mortal: tuple[str, ...] = tuple(CAST)
+    """Roles that are killed."""
+    stoppable: tuple[str, ...] = ("consumer", "relay")
+    """Roles that are stopped past their lease."""
+
     def __init__(self, play: Play, nodes: list[RedisServer], dsn: str, seed: int) -> None:
         self._play, self._nodes, self._dsn = play, nodes, dsn
         self._rng = random.Random(seed)
         self.faults: Counter[str] = Counter()
+        self.killed: Counter[str] = Counter()
+        self.stopped: Counter[str] = Counter()
 
     def strike(self) -> None:
         """Break something."""
@@ -117,11 +128,14 @@ class Nemesis:
 
     def kill(self) -> None:
         """Kill a process."""
-        self._play.kill(self._rng.choice(list(self._play.processes)))
+        name = self._rng.choice([name for role in self.mortal for name in self._play.names(role)])
+        self.killed[name.partition("-")[0]] += 1
+        self._play.kill(name)
 
     def pause(self) -> None:
         """Stop a process past its lease."""
-        name = self._rng.choice(self._play.names("consumer") + self._play.names("relay"))
+        name = self._rng.choice([name for role in self.stoppable for name in self._play.names(role)])
+        self.stopped[name.partition("-")[0]] += 1
         self._play.pause(name, LEASE_S * self._rng.uniform(1.2, 2.0))
 
     def kill_node(self) -> None:
@@ -210,7 +224,7 @@ def note_streams(history: History, dsn: str, prefix: str, partitions: list[int])
         clients = [redis.Redis.from_url(node.url) for node in list_nodes(database)]
     for partition in partitions:
         for client in clients:
-            for event in read_partition(client, prefix, partition, TOPIC):
+            for event in read_records(client, prefix, partition, TOPIC):
                 history.note(event)
 
 

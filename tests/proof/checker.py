@@ -116,6 +116,7 @@ def _violations(
     yield from content_rules.contents(evidence)
     yield from content_rules.positions(evidence)
     yield from content_rules.chains(evidence)
+    yield from content_rules.seals(evidence)
     yield from order_rules.deliveries(evidence, counts)
     yield from order_rules.effects(evidence)
     yield from order_rules.real_time(evidence)
@@ -123,6 +124,7 @@ def _violations(
     yield from ownership_rules.stale_acks(evidence)
     yield from ownership_rules.owners(evidence)
     yield from ownership_rules.gates(evidence)
+    yield from ownership_rules.lineage(evidence)
     yield from completeness_rules.acks_without_effect(evidence)
     if drained:
         yield from completeness_rules.lost(evidence, expected)

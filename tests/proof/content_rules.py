@@ -60,7 +60,10 @@ def _is_duplicate(found: set[tuple[int, str, int]]) -> bool:
 
 
 def chains(evidence: Evidence) -> Iterator[Violation]:
-    """For each source and LP the seqs in each partition, by offset, are consecutive, and together leave no hole."""
+    """For each source and LP the seqs in each partition, by offset, are consecutive, and together leave no hole.
+
+    Where the lineage of partitions is known, what a partition holds of an LP comes after all that its ancestors hold.
+    """
     of_chain: defaultdict[tuple[str, int, int], defaultdict[Segment, dict[int, int]]] = defaultdict(
         lambda: defaultdict(dict)
     )
@@ -72,6 +75,7 @@ def chains(evidence: Evidence) -> Iterator[Violation]:
         for at, seqs in ordered.items():
             yield from _breaks_within(name, at, seqs)
         yield from _holes_between(name, ordered)
+        yield from _against_lineage(name, ordered, evidence)
 
 
 def _breaks_within(chain: tuple[str, int, int], at: Segment, seqs: list[int]) -> Iterator[Violation]:
@@ -91,6 +95,33 @@ def _holes_between(chain: tuple[str, int, int], segments: dict[Segment, list[int
                 Breach.CHAIN_BREAK, f"{chain}: {covered + 1} to {min(seqs) - 1} missing before partition {at[0]}"
             )
         covered = max(covered, *seqs)
+
+
+def _against_lineage(
+    chain: tuple[str, int, int], segments: dict[Segment, list[int]], evidence: Evidence
+) -> Iterator[Violation]:
+    last: dict[int, int] = {}
+    for (partition, _), seqs in segments.items():
+        last[partition] = max(last.get(partition, 0), *seqs)
+    for (partition, _), seqs in segments.items():
+        for ancestor in sorted(evidence.ancestors(chain[0], partition) & last.keys()):
+            if last[ancestor] > min(seqs):
+                yield Violation(
+                    Breach.CHAIN_BREAK,
+                    f"{chain}: partition {partition} holds {min(seqs)}, its ancestor {ancestor} {last[ancestor]}",
+                )
+
+
+def seals(evidence: Evidence) -> Iterator[Violation]:
+    """No message stands behind the command record of a partition, within one run of its node."""
+    closed = {(s.event.topic, s.event.partition, s.event.run): s.event.offset for s in evidence.seals}
+    for append in _appended(evidence):
+        end = closed.get((append.topic, append.partition, append.run))
+        if end is not None and append.offset > end:
+            yield Violation(
+                Breach.BEHIND_SEAL,
+                f"{identity(append)} is at {append.offset} of partition {append.partition}, closed behind {end}",
+            )
 
 
 def _appended(evidence: Evidence) -> Iterator[Append]:

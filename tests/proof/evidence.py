@@ -14,14 +14,17 @@ from tests.proof.history import (
     Append,
     Assignment,
     Deliver,
+    Drain,
     Effect,
     Event,
     FallBack,
     Gate,
     Health,
+    Lineage,
     MessageEvent,
     Publish,
     Record,
+    Seal,
     SetAside,
 )
 
@@ -85,6 +88,9 @@ class Evidence:
     acks: list[Step[Ack]] = field(default_factory=list)
     set_asides: list[Step[SetAside]] = field(default_factory=list)
     gates: list[Step[Gate]] = field(default_factory=list)
+    drains: list[Step[Drain]] = field(default_factory=list)
+    lineages: list[Step[Lineage]] = field(default_factory=list)
+    seals: list[Step[Seal]] = field(default_factory=list)
     assignments: list[Step[Assignment]] = field(default_factory=list)
     fall_backs: list[Step[FallBack]] = field(default_factory=list)
     healths: list[Step[Health]] = field(default_factory=list)
@@ -108,6 +114,9 @@ class Evidence:
             Ack: self.acks,
             SetAside: self.set_asides,
             Gate: self.gates,
+            Drain: self.drains,
+            Lineage: self.lineages,
+            Seal: self.seals,
             Assignment: self.assignments,
             FallBack: self.fall_backs,
             Health: self.healths,
@@ -187,6 +196,24 @@ class Evidence:
     def acking_groups(self) -> frozenset[str]:
         """Groups whose acks were recorded."""
         return frozenset(step.event.group for step in self.acks)
+
+    @cached_property
+    def parents(self) -> Mapping[tuple[str, int], frozenset[int]]:
+        """For each topic and partition that a route change made, those whose place it took."""
+        found: defaultdict[tuple[str, int], frozenset[int]] = defaultdict(frozenset)
+        for step in self.lineages:
+            found[step.event.topic, step.event.partition] |= frozenset(step.event.parents)
+        return found
+
+    def ancestors(self, topic: str, partition: int) -> frozenset[int]:
+        """Return all partitions that came before one in its lineage."""
+        found: set[int] = set()
+        waiting = {partition}
+        while waiting:
+            parents = self.parents.get((topic, waiting.pop()), frozenset())
+            waiting |= parents - found
+            found |= parents
+        return frozenset(found)
 
     @cached_property
     def seqs_by_key(self) -> Mapping[tuple[str, str, int], list[int]]:

@@ -31,17 +31,20 @@ __all__ = [
     "Append",
     "Assignment",
     "Deliver",
+    "Drain",
     "Effect",
     "Event",
     "FallBack",
     "Gate",
     "Health",
     "History",
+    "Lineage",
     "MessageEvent",
     "Operation",
     "Phase",
     "Publish",
     "Record",
+    "Seal",
     "SetAside",
     "SharedSequence",
     "digest",
@@ -130,6 +133,32 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_fi
     parents: tuple[int, ...]
 
 
+class Drain(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="drain"):
+    """A group's word that it has settled all of a sealed partition: begun before it is said, `ok` if it was taken."""
+
+    topic: str
+    group: str
+    partition: int
+    epoch: int = 0
+
+
+class Lineage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="lineage"):
+    """Which partitions a route change put this one in the place of; holds at all times."""
+
+    topic: str
+    partition: int
+    parents: tuple[int, ...]
+
+
+class Seal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="seal"):
+    """The command record that closes a partition, behind the record with this offset; `run` as for an append."""
+
+    topic: str
+    partition: int
+    offset: int
+    run: str = ""
+
+
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="assignment"):
     """A partition taken, kept or released by a member.
 
@@ -158,7 +187,21 @@ class Health(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     healthy: bool
 
 
-Event: TypeAlias = Publish | Append | Deliver | Effect | Ack | SetAside | Gate | Assignment | FallBack | Health
+Event: TypeAlias = (
+    Publish
+    | Append
+    | Deliver
+    | Effect
+    | Ack
+    | SetAside
+    | Gate
+    | Drain
+    | Lineage
+    | Seal
+    | Assignment
+    | FallBack
+    | Health
+)
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -203,12 +246,18 @@ class History:
         self.write(operation.number, "invoke", event)
         return operation
 
-    def note(self, event: Event) -> None:
-        """Write that something happened, where nothing was to be written before it."""
-        self.write(next(self._operations), "ok", event)
+    def note(self, event: Event, *, since_ns: int | None = None) -> None:
+        """Write that something happened, where nothing was to be written before it.
 
-    def write(self, operation: int, phase: Phase, event: Event) -> None:
-        """Append one line."""
+        `since_ns`: when it began, on CLOCK_MONOTONIC, where what it was became known only afterwards.
+        """
+        operation = next(self._operations)
+        if since_ns is not None:
+            self.write(operation, "invoke", event, at_ns=since_ns)
+        self.write(operation, "ok", event)
+
+    def write(self, operation: int, phase: Phase, event: Event, *, at_ns: int | None = None) -> None:
+        """Append one line, of now or of another time."""
         if self._pid != os.getpid():
             self._open()
         record = Record(
@@ -216,7 +265,7 @@ class History:
             pid=self._pid,
             operation=operation,
             phase=phase,
-            at_ns=time.monotonic_ns(),
+            at_ns=time.monotonic_ns() if at_ns is None else at_ns,
             event=event,
             sequence=None if self._sequence is None else self._sequence(),
         )

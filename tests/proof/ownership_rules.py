@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from tests.proof.evidence import NEVER, Evidence, Flow, Identity, Step, identity
-from tests.proof.history import Ack, Assignment, Deliver, Gate, SetAside
+from tests.proof.history import Ack, Assignment, Deliver, Drain, Gate, SetAside
 from tests.proof.order_rules import fenced_effects
 from tests.proof.violations import Breach, Violation
 
 Place: TypeAlias = tuple[str, str, int]
 """A topic, a group and a partition: what one member owns."""
 
-Owned = TypeVar("Owned", Ack, Assignment, Deliver, Gate)
+Owned = TypeVar("Owned", Ack, Assignment, Deliver, Drain, Gate)
 Epoched = TypeVar("Epoched", Ack, Assignment)
 
 
@@ -110,14 +110,21 @@ def _overlapping_leases(place: Place, steps: Iterable[Step[Assignment]]) -> Iter
 
 
 def _leases(steps: Iterable[Step[Assignment]]) -> Iterator[Lease]:
-    """Return when members were sure to be owners: from each answer on, until the lease's end or their release."""
+    """Return when members were sure to be owners: from each answer on, until the lease's end or their release.
+
+    What a member gives back under a renewed epoch it does not hold under its earlier ones either. A release may be said
+    again where its answer was lost: the first time may have been it.
+    """
     steps = [step for step in steps if step.possible]
-    released = {(s.event.member, s.event.epoch): s.began_ns for s in steps if s.event.change == "released"}
+    released: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for step in steps:
+        if step.event.change == "released":
+            released[step.event.member].append((step.event.epoch, step.began_ns))
     for step in steps:
         event = step.event
         if step.outcome == "ok" and event.change != "released" and event.until_ns is not None:
-            to_ns = min(event.until_ns, released.get((event.member, event.epoch), NEVER))
-            yield Lease(step.ended_ns, to_ns, event.member, event.epoch)
+            ends_ns = (at_ns for epoch, at_ns in released[event.member] if epoch >= event.epoch)
+            yield Lease(step.ended_ns, min([event.until_ns, *ends_ns]), event.member, event.epoch)
 
 
 def gates(evidence: Evidence) -> Iterator[Violation]:
@@ -138,6 +145,49 @@ def gates(evidence: Evidence) -> Iterator[Violation]:
                     Breach.BEFORE_GATE,
                     f"{place}: {identity(step.event)} delivered before {sorted(parents)} was settled",
                 )
+
+
+def lineage(evidence: Evidence) -> Iterator[Violation]:
+    """Nothing of a successor is delivered before its group has handled, and called drained, all of its parents.
+
+    That a handler returned comes before any ack, so this needs none. Groups of which no drain is recorded are judged by
+    what they handled alone.
+    """
+    handled_at = _handled_times(evidence)
+    said_at: dict[Place, int] = {}
+    for place, drains in _by_place(step for step in evidence.drains if step.possible).items():
+        said_at[place] = drains[0].began
+    saying = {step.event.group for step in evidence.drains}
+    for (topic, group, partition), delivers in _by_place(evidence.delivers).items():
+        for parent in sorted(evidence.parents.get((topic, partition), ())):
+            place = (topic, group, parent)
+            drained = said_at.get(place, NEVER) if group in saying else 0
+            for step in delivers:
+                if step.began < max(drained, handled_at.get(place, 0)):
+                    word = "drained" if step.began < drained else "handled"
+                    yield Violation(
+                        Breach.BEFORE_GATE,
+                        f"group {group}, partition {partition}: {identity(step.event)} delivered (epoch "
+                        f"{step.event.epoch}) before partition {parent} was {word}",
+                    )
+
+
+def _handled_times(evidence: Evidence) -> Mapping[Place, int]:
+    """Return when each group had handled, or left with a reason, the last message that a partition holds."""
+    first: defaultdict[Flow, dict[Identity, int]] = defaultdict(dict)
+    done: list[tuple[Step[Deliver] | Step[SetAside], int]] = [
+        *((step, step.ended) for step in evidence.delivers if step.outcome == "ok"),
+        *((step, step.began) for step in evidence.set_asides if step.possible),
+    ]
+    for step, at in done:
+        of_flow = first[step.event.group, step.event.topic]
+        of_flow[identity(step.event)] = min(of_flow.get(identity(step.event), NEVER), at)
+    held = _held(evidence)
+    return {
+        (topic, group, partition): max(handled.get(message, NEVER) for message in messages)
+        for (group, topic), handled in first.items()
+        for partition, messages in held[topic].items()
+    }
 
 
 def _drained_times(evidence: Evidence) -> Mapping[Place, int]:

@@ -1,6 +1,7 @@
-"""Two well-known outbox recipes, wrong for the order of a key, kept to prove that the tests would notice.
+"""Well-known ways to lose the order of a key, kept to prove that the tests would notice.
 
-Both number messages by a sequence and take no lock, so a number drawn earlier may become visible later.
+Two outbox recipes. Both number messages by a sequence and take no lock, so a number drawn earlier may become visible
+later.
 
 by id           `WHERE id > cursor ORDER BY id`: passes over a message that becomes visible late. It loses.
 by transaction  `WHERE xid < pg_snapshot_xmin(…) ORDER BY xid, id`: waits until no older transaction is open, so it
@@ -112,3 +113,13 @@ class _ReaderByTransaction:
 
 def _message(key: str, number: int, value: str) -> MessageEvent:
     return Publish(topic=TOPIC, key=key, source=SOURCE, seq=number, value=value)
+
+
+def read_successors_at_once(connection: Connection) -> None:
+    """Take the gates away: give a group every partition that is open or sealed, wherever it is in their parents."""
+    connection.execute(
+        "CREATE OR REPLACE VIEW mqlayer.readable AS SELECT g.group_id, p.partition_id FROM mqlayer.consumer_group g"
+        " JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')"
+        " WHERE NOT EXISTS (SELECT FROM mqlayer.drained d"
+        "                   WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id)"
+    )

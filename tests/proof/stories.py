@@ -18,12 +18,15 @@ from tests.proof.history import (
     Append,
     Assignment,
     Deliver,
+    Drain,
     Effect,
     Event,
     Gate,
+    Lineage,
     Phase,
     Publish,
     Record,
+    Seal,
     SetAside,
 )
 
@@ -190,9 +193,13 @@ class Model:
 
     def _split(self) -> None:
         self._home = {0: 3, 1: 4, 2: 2}
+        self.story.tell(Seal(topic=TOPIC, partition=1, offset=len(self._partitions[1].log)), process="driver")
+        for number in (3, 4):
+            self.story.tell(Lineage(topic=TOPIC, partition=number, parents=(1,)), process="driver")
 
     def _open_gate(self) -> None:
         self._gate_open = True
+        self.story.tell(Drain(topic=TOPIC, group=GROUP, partition=1), process="worker")
         for number in (3, 4):
             self.story.tell(Gate(topic=TOPIC, group=GROUP, partition=number, parents=(1,)), process="worker")
             self._partitions[number].readable = True

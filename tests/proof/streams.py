@@ -13,9 +13,11 @@ import redis
 
 from mqlayer.domain.message import NO_KEY
 from mqlayer.redis.keys import partition_keys
-from tests.proof.history import Append
+from tests.proof.history import Append, Seal
 
 CHUNK_RECORDS = 1_000
+COMMAND = b"command"
+"""What a record says in the place of an identity that closes its partition."""
 
 
 def record_count(client: redis.Redis, prefix: str, partitions: Iterable[int]) -> int:
@@ -25,18 +27,32 @@ def record_count(client: redis.Redis, prefix: str, partitions: Iterable[int]) ->
 
 
 def read_partition(client: redis.Redis, prefix: str, partition: int, topic: str) -> Iterator[Append]:
+    """Return all messages of a partition in the order of their offsets; a body's text is its value.
+
+    The command of a sealed partition is none; that nothing is behind it (invariant 5) is checked here.
+    """
+    sealed = False
+    for event in read_records(client, prefix, partition, topic):
+        assert not sealed, f"partition {partition} goes on behind the command that sealed it: {event}"
+        if isinstance(event, Append):
+            yield event
+        else:
+            sealed = True
+
+
+def read_records(client: redis.Redis, prefix: str, partition: int, topic: str) -> Iterator[Append | Seal]:
     """Return all records of a partition in the order of their offsets; a body's text is its value.
 
-    The command of a sealed partition is no record; that nothing is behind it (invariant 5) is checked here.
+    The command record of a sealed one comes as a Seal: it is no message, and has no offset of its own.
     """
     log, after = partition_keys(prefix, partition).log, "-"
     info: Any = client.info("server")
-    commands: list[bytes] = []
     while entries := _entries(client, log, after):
-        assert not commands, f"partition {partition} goes on behind the command that sealed it"
-        commands = [entry_id for entry_id, _ in entries if not entry_id.endswith(b"-0")]
-        assert commands in ([], [entries[-1][0]]), f"partition {partition} goes on behind a command: {commands}"
-        for entry_id, fields in entries[: len(entries) - len(commands)]:
+        for entry_id, fields in entries:
+            if fields[b"m"] == COMMAND:
+                offset = int(entry_id.removesuffix(b"-1"))
+                yield Seal(topic=topic, partition=partition, offset=offset, run=info["run_id"])
+                continue
             source, lp, seq, _ = fields[b"m"].split(b":", 3)
             yield Append(
                 topic=topic,

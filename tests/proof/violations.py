@@ -34,7 +34,10 @@ class Breach(StrEnum):
     """A was published completely before B began to be, and B came first."""
 
     CHAIN_BREAK = "chain_break"
-    """The seqs of a source in an LP, read over all partitions, are not 1, 2, 3 and so on."""
+    """The seqs of a source in an LP, read over all partitions along their lineage, are not 1, 2, 3 and so on."""
+
+    BEHIND_SEAL = "behind_seal"
+    """A message stands in a partition behind the command record that closed it."""
 
     STALE_EFFECT = "stale_effect"
     """A fenced effect has a lower epoch than one before it in its group and LP."""
@@ -43,7 +46,7 @@ class Breach(StrEnum):
     """An ack begun after a higher epoch had been taken was accepted."""
 
     BEFORE_GATE = "before_gate"
-    """A successor partition was delivered before it was opened, or before its parents were settled."""
+    """A successor partition was delivered before it was opened, or before its parents were drained or settled."""
 
     SKIP_WITHOUT_RECORD = "skip_without_record"
     """A later message of a key was delivered, this one never handled, and nothing says why."""

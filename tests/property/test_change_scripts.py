@@ -33,6 +33,7 @@ from mqlayer.redis.partitions import (
     append_reply,
     create,
     open_partition,
+    raise_command,
     retire_command,
     seal_command,
     seal_reply,
@@ -323,6 +324,18 @@ def assert_nothing_behind_the_command(
     assert sealed == {(command.seal_id, command.end)}
     offsets = [record.offset for record in records_of(entries)]
     assert offsets == sorted(stored) == list(range(1, command.end))
+
+
+def test_a_late_arming_brings_no_lock_back_to_a_tombstone(line: NodeConnection, key_prefix: str) -> None:
+    """One that was stopped before it raised epochs, while another armed the node and the partition was retired."""
+    partition = next(_partitions)
+    create(line, key_prefix, partition, "t", LP_FROM, LP_TO, "open", "")
+    raising = raise_command(line, key_prefix, partition, GROUP, 5)
+    assert line.call([raising])[0] == [b"raised"]
+    line.call([retire_command(line, key_prefix, partition, [GROUP])])
+    assert line.call([raising])[0] == [b"deleted"]
+    (left,) = line.call([("KEYS", f"{key_prefix}:{{{partition}}}:*")])
+    assert left == [partition_keys(key_prefix, partition).meta]
 
 
 def test_a_seal_is_appended_though_the_server_is_out_of_memory(every_redis: RedisServer, key_prefix: str) -> None:

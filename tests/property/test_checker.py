@@ -23,13 +23,16 @@ from tests.proof.history import (
     Append,
     Assignment,
     Deliver,
+    Drain,
     Effect,
     Event,
     Gate,
+    Lineage,
     MessageEvent,
     Phase,
     Publish,
     Record,
+    Seal,
     SetAside,
 )
 from tests.proof.stories import GROUP, TOPIC, Model
@@ -261,6 +264,43 @@ def a_gate_opens_with_a_message_of_the_parent_not_settled(garden: Garden) -> Non
     settled = [(record, ack) for record, ack in garden.of(Ack, "invoke") if ack.partition == 1]
     _, ack = garden.some(settled)
     garden.remove(lambda event: isinstance(event, Ack | SetAside) and identity(event) == identity(ack))
+
+
+@plant(Breach.BEFORE_GATE)
+def a_group_reads_a_successor_before_it_has_drained_the_parent(garden: Garden) -> None:
+    """The gates themselves say nothing wrong: the lineage and the word of the group do."""
+    garden.some([d for _, d in garden.of(Deliver, "invoke") if d.partition in {3, 4}])
+    garden.remove(lambda event: isinstance(event, Gate))
+    drain, _ = garden.some(garden.of(Drain, "invoke"))
+    ends_ns = garden.records[-1].at_ns
+    for record in [r for r in garden.records if isinstance(r.event, Drain)]:
+        garden.move(record, ends_ns + 1 + (record.at_ns - drain.at_ns))
+
+
+@plant(Breach.BEFORE_GATE)
+def a_group_reads_a_successor_while_a_message_of_the_parent_is_not_handled(garden: Garden) -> None:
+    garden.some([d for _, d in garden.of(Deliver, "invoke") if d.partition in {3, 4}])
+    garden.remove(lambda event: isinstance(event, Gate | Drain))
+    garden.remove_handling(garden.some([d for _, d in garden.of(Deliver) if d.partition == 1]))
+
+
+@plant(Breach.BEHIND_SEAL)
+def a_message_is_appended_to_a_closed_partition(garden: Garden) -> None:
+    record, seal = garden.some([(r, s) for r, s in garden.of(Seal) if s.offset > 0])
+    garden.change(record, offset=seal.offset - 1)
+
+
+@plant(Breach.CHAIN_BREAK)
+def the_rest_of_a_chain_goes_to_the_parent_and_its_beginning_to_the_successor(garden: Garden) -> None:
+    chains: defaultdict[int, list[tuple[Record, Append]]] = defaultdict(list)
+    for record, append in garden.of(Append):
+        chains[append.lp].append((record, append))
+    garden.some([record for record, _ in garden.of(Lineage)])
+    whole = [chain for chain in chains.values() if {a.partition for _, a in chain} in ({1, 3}, {1, 4})]
+    chain = garden.some([chain for chain in whole if len(chain) > 1])
+    successor = next(a.partition for _, a in chain if a.partition != 1)
+    for record, append in chain:
+        garden.change(record, partition=successor if append is chain[0][1] else 1, offset=append.seq + 1_000)
 
 
 @plant(Breach.ACK_WITHOUT_EFFECT)

@@ -14,11 +14,14 @@ from tests.proof.history import (
     Append,
     Assignment,
     Deliver,
+    Drain,
     Effect,
     FallBack,
     Gate,
     Health,
+    Lineage,
     Publish,
+    Seal,
     SetAside,
 )
 from tests.proof.stories import Story
@@ -456,6 +459,20 @@ class TestOwners:
         tale.assigned("taken", "b", 2, until_ns=4 * 10**9)
         tale.shows()
 
+    def test_a_lease_that_is_released_under_a_renewed_epoch_is_over(self, tale: Tale) -> None:
+        tale.assigned("taken", "a", 1, until_ns=10**12)
+        tale.assigned("taken", "a", 2, until_ns=10**12)
+        tale.assigned("released", "a", 2)
+        tale.assigned("taken", "b", 3, until_ns=2 * 10**12)
+        tale.shows()
+
+    def test_a_release_under_an_earlier_epoch_does_not_end_a_lease(self, tale: Tale) -> None:
+        tale.assigned("taken", "a", 1, until_ns=10**12)
+        tale.assigned("released", "a", 1)
+        tale.assigned("taken", "a", 2, until_ns=10**12)
+        tale.assigned("taken", "b", 3, until_ns=2 * 10**12)
+        tale.shows(Breach.TWO_OWNERS)
+
     def test_a_released_lease_is_over(self, tale: Tale) -> None:
         tale.assigned("taken", "a", 1, until_ns=10**9)
         tale.assigned("released", "a", 1)
@@ -499,6 +516,86 @@ class TestGates:
         tale.tell(self.GATE)
         tale.handled(3, key="b", partition=2)
         tale.shows(Breach.BEFORE_GATE, drained=False)
+
+
+class TestLineage:
+    CHILD = Lineage(topic="t", partition=2, parents=(1,))
+    DRAIN = Drain(topic="t", group="g", partition=1)
+
+    def test_a_successor_waits_for_its_parents_drain(self, tale: Tale) -> None:
+        tale.tell(self.CHILD)
+        tale.handled(1, partition=1)
+        tale.handled(2, partition=2)
+        tale.tell(self.DRAIN)
+        tale.shows(Breach.BEFORE_GATE)
+
+    def test_behind_the_drain_all_is_well(self, tale: Tale) -> None:
+        tale.handled(1, partition=1)
+        tale.tell(self.DRAIN)
+        tale.handled(2, partition=2)
+        tale.tell(self.CHILD)
+        tale.shows()
+
+    def test_a_drain_that_may_have_been_taken_opens(self, tale: Tale) -> None:
+        tale.tell(self.CHILD)
+        tale.handled(1, partition=1)
+        tale.tell(self.DRAIN, "info")
+        tale.handled(2, partition=2)
+        tale.shows()
+
+    def test_a_drain_that_was_refused_does_not(self, tale: Tale) -> None:
+        tale.tell(self.CHILD)
+        tale.handled(1, partition=1)
+        tale.tell(self.DRAIN, "fail")
+        tale.handled(2, partition=2)
+        tale.shows(Breach.BEFORE_GATE)
+
+    def test_a_parent_with_a_message_nobody_handled_keeps_its_successor_closed(self, tale: Tale) -> None:
+        tale.tell(self.CHILD)
+        tale.appended(1, 2)
+        tale.handled(1, partition=1)
+        tale.tell(self.DRAIN)
+        tale.handled(3, key="b", partition=2)
+        tale.shows(Breach.BEFORE_GATE, drained=False)
+
+    def test_a_merge_waits_for_all_of_its_parents(self, tale: Tale) -> None:
+        tale.tell(Lineage(topic="t", partition=2, parents=(1, 3)))
+        tale.handled(1, key="a", partition=1)
+        operation = tale.delivery(2, key="c", partition=3)
+        tale.handled(3, key="b", partition=2)
+        tale.end(operation)
+        tale.shows(Breach.BEFORE_GATE)
+
+    def test_an_earlier_owner_may_go_on_with_the_parent(self, tale: Tale) -> None:
+        tale.tell(self.CHILD)
+        tale.handled(1, partition=1, epoch=2)
+        tale.tell(self.DRAIN)
+        tale.handled(1, partition=1, epoch=1)
+        tale.handled(2, partition=2, epoch=3)
+        tale.shows()
+
+    def test_a_chain_goes_on_from_the_parents_end(self, tale: Tale) -> None:
+        tale.tell(self.CHILD)
+        tale.appended(1, 2, partition=1)
+        tale.appended(3, partition=2)
+        tale.shows(drained=False)
+
+    def test_a_chain_that_goes_back_to_an_ancestor_is_broken(self, tale: Tale) -> None:
+        tale.tell(self.CHILD)
+        tale.tell(Lineage(topic="t", partition=3, parents=(2,)))
+        tale.appended(2, 3, partition=1)
+        tale.appended(1, partition=3)
+        tale.shows(Breach.CHAIN_BREAK, drained=False)
+
+    def test_nothing_stands_behind_a_command(self, tale: Tale) -> None:
+        tale.appended(1, 2)
+        tale.tell(Seal(topic="t", partition=1, offset=1))
+        tale.shows(Breach.BEHIND_SEAL, drained=False)
+
+    def test_before_a_command_all_is_well(self, tale: Tale) -> None:
+        tale.appended(1, 2)
+        tale.tell(Seal(topic="t", partition=1, offset=2))
+        tale.shows(drained=False)
 
 
 class TestRealTime:

@@ -1,0 +1,111 @@
+"""Writes down, in the histories, what members and drivers are told and do: the facts that no store keeps.
+
+It stands between the library and Postgres: nothing is changed, each call goes on as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import redis
+
+from mqlayer.changes import retiring
+from mqlayer.consuming import heart
+from mqlayer.membership.gates import drained
+from mqlayer.membership.members import Assigned, Beat, Session, beat, leave, release
+from mqlayer.postgres.database import Database
+from mqlayer.redis.nodes import Command, NodeConnection
+from mqlayer.redis.partitions import retire_command
+from mqlayer.topics import mending
+from tests.proof.history import Assignment, Drain, History
+from tests.proof.streams import read_records
+
+
+class MemberWitness:
+    """Notes who owns what, by the answers of Postgres to the members of this process, and what they call drained."""
+
+    def __init__(self, history: History, topic: str) -> None:
+        self._history, self._topic = history, topic
+        self._names: dict[int, str] = {}
+        self._owned: dict[Session, dict[int, int]] = {}
+
+    def observe(self) -> None:
+        """From now on, for all members of this process."""
+        _replace(heart, beat=self.beat, release=self.release, leave=self.leave, drained=self.drained)
+
+    def beat(self, database: Database, session: Session, *, lease_s: float) -> Beat:
+        """Note what the answer gives: each epoch is taken once, and kept from then on."""
+        # The lease that the answer is about began after this.
+        began_ns = time.monotonic_ns()
+        until_ns = began_ns + int(lease_s * 1e9)
+        owned = self._owned.setdefault(session, {})
+        answer = beat(database, session, lease_s=lease_s)
+        for assigned in answer.assignments:
+            change = "kept" if owned.get(assigned.partition) == assigned.epoch else "taken"
+            owned[assigned.partition] = assigned.epoch
+            event = self._assignment(database, session, assigned.partition, assigned.epoch, change, until_ns)
+            self._history.note(event, since_ns=began_ns)
+        return answer
+
+    def release(self, database: Database, session: Session, assigned: Assigned) -> None:
+        """Note what is given back, before it is."""
+        event = self._assignment(database, session, assigned.partition, assigned.epoch, "released")
+        operation = self._history.begin(event)
+        release(database, session, assigned)
+        operation.ok()
+
+    def leave(self, database: Database, session: Session) -> None:
+        """Note that all is given back, before it is."""
+        for partition, epoch in self._owned.get(session, {}).items():
+            self._history.begin(self._assignment(database, session, partition, epoch, "released"))
+        leave(database, session)
+
+    def drained(self, database: Database, session: Session, assigned: Assigned, seal_id: str) -> bool:
+        """Note that a partition is called drained, before it is, and whether that was taken."""
+        group = self._name(database, session.group_id)
+        event = Drain(topic=self._topic, group=group, partition=assigned.partition, epoch=assigned.epoch)
+        operation = self._history.begin(event)
+        taken = drained(database, session, assigned, seal_id)
+        (operation.ok if taken else operation.fail)()
+        return taken
+
+    def _assignment(
+        self, database: Database, session: Session, partition: int, epoch: int, change: Any, until_ns: int | None = None
+    ) -> Assignment:
+        return Assignment(
+            topic=self._topic, group=self._name(database, session.group_id), partition=partition,
+            member=f"{session.member_id}/{session.session}", epoch=epoch, change=change, until_ns=until_ns,
+        )  # fmt: skip
+
+    def _name(self, database: Database, group_id: int) -> str:
+        if group_id not in self._names:
+            with database.connection() as connection:
+                statement = "SELECT name FROM mqlayer.consumer_group WHERE group_id = %s"
+                row = connection.execute(statement, (group_id,)).fetchone()
+            assert row is not None
+            self._names[group_id] = row[0]
+        return self._names[group_id]
+
+
+def observe_retiring(history: History, topic: str) -> None:
+    """From now on, note what a partition holds before this process leaves nothing of it but a tombstone.
+
+    Whoever retires it does so, and whoever arms its node again.
+    """
+
+    def bury(line: NodeConnection, prefix: str, partition: int, groups: Iterable[int]) -> Command:
+        with redis.Redis.from_url(line.node.url) as client:
+            for event in read_records(client, prefix, partition, topic):
+                history.note(event)
+        return retire_command(line, prefix, partition, groups)
+
+    for module in (retiring, mending):
+        _replace(module, retire_command=bury)
+
+
+def _replace(module: Any, **functions: Callable[..., Any]) -> None:
+    for name, function in functions.items():
+        assert hasattr(module, name)
+        setattr(module, name, function)
