@@ -24,7 +24,7 @@ class Rerouting:
         self._share = threading.Condition()
         self._come_to = 0.0
         self._thread = threading.Thread(target=self._run, name="rerouting", daemon=True)
-        self.done = 0
+        self.done = False
         self.error = ""
 
     def start(self) -> None:
@@ -50,8 +50,8 @@ class Rerouting:
                         self._share.wait_for(lambda due=share: self._come_to >= due)  # type: ignore[misc]
                     before = load_route(database, TOPIC)
                     after = change(database, before)
-                    self.done += 1
                     self._note(f"route version {after.version}: {_difference(before, after)}")
+            self.done = True
         except MqlayerError as error:
             self.error = f"the route could not be changed: {error}"
 

@@ -114,6 +114,8 @@ def _load(stage: Stage, figures: Figures, show: Show, *, seconds: int, rate: int
             raise RunFailed(f"pgbench ended with {load.returncode}: {stage.load_log.read_text()[-500:]}")
     if faults.error or rerouting.error:
         raise RunFailed(faults.error or rerouting.error)
+    if not rerouting.done:
+        raise RunFailed("not all route changes were made")
     return faults_at
 
 

@@ -91,15 +91,16 @@ def split(
     at: Sequence[int] = (),
     to: Sequence[str] = (),
     measure_s: float = 0.0,
+    application: Database | None = None,
     actor: str = "api",
     unsafe: bool = False,
 ) -> Route:
     """Plan a split as `planned_split` does and apply it; return the route then in force. Raises as both."""
-    finish_earlier(database, topic, prefix=prefix, unsafe=unsafe)
+    finish_earlier(database, topic, prefix=prefix, application=application, unsafe=unsafe)
     plan = planned_split(
         database, topic, partition, prefix=prefix, at=at, to=to, measure_s=measure_s, unsafe=unsafe
     )  # fmt: skip
-    return apply_change(database, plan, prefix=prefix, actor=actor, unsafe=unsafe)
+    return apply_change(database, plan, prefix=prefix, application=application, actor=actor, unsafe=unsafe)
 
 
 def merge(
@@ -109,13 +110,14 @@ def merge(
     *,
     prefix: str,
     to: str | None = None,
+    application: Database | None = None,
     actor: str = "api",
     unsafe: bool = False,
 ) -> Route:
     """Plan a merge as `planned_merge` does and apply it; return the route then in force. Raises as both."""
-    finish_earlier(database, topic, prefix=prefix, unsafe=unsafe)
+    finish_earlier(database, topic, prefix=prefix, application=application, unsafe=unsafe)
     plan = planned_merge(database, topic, partitions, to=to)
-    return apply_change(database, plan, prefix=prefix, actor=actor, unsafe=unsafe)
+    return apply_change(database, plan, prefix=prefix, application=application, actor=actor, unsafe=unsafe)
 
 
 def move(
@@ -137,12 +139,12 @@ def move(
     return apply_change(database, plan, prefix=prefix, application=application, actor=actor, unsafe=unsafe)
 
 
-def choose_node(database: Database, route: Route, partition: int, *, other_than: NodeId | None = None) -> NodeId:
+def choose_node(database: Database, route: Route, partition: int) -> NodeId:
     """Return the node in service with the fewest partitions of a topic, other than a partition's own.
 
     Raises NotFound.
     """
-    home = other_than or next((r.node for r in route.ranges if r.partition == partition), NodeId(0))
+    home = next((r.node for r in route.ranges if r.partition == partition), NodeId(0))
     in_use = [r.node for r in route.ranges]
     serving = (node.node_id for node in load_nodes(database) if node.armed_run_id is not None)
     return emptiest(serving, in_use, other_than=home)

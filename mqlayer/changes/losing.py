@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from mqlayer.changes.changing import apply_change, choose_node
-from mqlayer.changes.proving import prove
 from mqlayer.changes.steps import finish_changes
-from mqlayer.domain.changes import plan_move
-from mqlayer.domain.routing import NodeId
+from mqlayer.domain.changes import emptiest, plan_move
 from mqlayer.errors import Conflict, MqlayerError, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
@@ -48,48 +47,112 @@ def give_up_node(
 ) -> Loss:
     """Move everything off a node that never comes back; return what that loses. Written into the audit log.
 
-    Raises Conflict where the node answers, NotFound where no other node is there.
+    Raises Conflict where the node answers, NotFound where no other node is there. After a crash, or where something
+    had to wait, say it again: what was done before counts.
     """
-    node = find_node(database, name)
-    _refuse_if_it_answers(node, unsafe=unsafe)
-    _take_out_of_service(database, node, actor)
-    failpoint("lost.after_disarm")
-    finish_changes(database, prefix=prefix, application=application, unsafe=unsafe)
-    moved: list[int] = []
-    remade: list[int] = []
-    again = only_there = 0
-    for partition, topic, state in _partitions(database, node.node_id):
-        route = load_route(database, topic)
-        target = choose_node(database, route, partition, other_than=node.node_id)
-        if state == "open":
-            r = next(r for r in route.ranges if r.partition == partition)
-            with database.connection() as connection:
-                proof = prove(connection, application, route.topic_id, r.lp_from, r.lp_to, "lost")
-            again, only_there = again + proof.again, only_there + proof.only_there
-            plan = plan_move(route, partition, target, mode="lost")
-            apply_change(database, plan, prefix=prefix, application=application, actor=actor, unsafe=unsafe)
-            moved.append(partition)
-        else:
-            _relocate(database, partition, target)
-            remade.append(partition)
-        failpoint("lost.after_one")
-    for other in load_nodes(database):
-        if remade and other.node_id != node.node_id:
-            rearm_node(
-                database,
-                other.name,
-                prefix=prefix,
-                application=application,
-                accept_loss=True,
-                actor=actor,
-                unsafe=unsafe,
-            )
-    with database.connection() as connection:
-        row = connection.execute(query("direct_sources_live")).fetchone()
-    loss = Loss(tuple(moved), tuple(remade), again, only_there, bool(row and row[0]))
-    database.transaction(lambda connection: note(connection, actor, "node lost", name, asdict(loss)))
-    log.warning("node_given_up", extra={"node": name} | asdict(loss))
-    return loss
+    return _GivingUp(database, find_node(database, name), prefix, application, actor, unsafe).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _GivingUp:
+    database: Database
+    node: Node
+    prefix: str
+    application: Database
+    actor: str
+    unsafe: bool
+
+    def run(self) -> Loss:
+        self._refuse_if_it_answers()
+        since = self.database.transaction(self._take_out_of_service)
+        failpoint("lost.after_disarm")
+        # First what open changes wait for, and what nobody publishes to: then those changes can end.
+        for partition, topic_id, _, state in self._partitions():
+            if state != "open":
+                self._relocate(partition, topic_id)
+                failpoint("lost.after_one")
+        finish_changes(self.database, prefix=self.prefix, application=self.application, unsafe=self.unsafe)
+        for partition, _, topic, state in self._partitions():
+            if state == "open":
+                self._move(partition, topic)
+                failpoint("lost.after_one")
+        loss = self._loss(since)
+        self.database.transaction(lambda c: note(c, self.actor, "node lost", self.node.name, asdict(loss)))
+        log.warning("node_given_up", extra={"node": self.node.name} | asdict(loss))
+        return loss
+
+    def _refuse_if_it_answers(self) -> None:
+        node, patience = self.node, {"connect_timeout_s": ANSWER_WITHIN_S, "timeout_s": ANSWER_WITHIN_S}
+        line = NodeConnection(node, any_run=True, unsafe=self.unsafe, **patience)
+        try:
+            line.connect()
+        except StoreUnavailable:
+            return
+        finally:
+            line.close()
+        raise Conflict(
+            f"node {node.name!r} at {node.address} answers", f"bring it back: mqlayer node rearm {node.name}"
+        )
+
+    def _take_out_of_service(self, connection: Connection) -> Any:
+        # Changes before nodes, as those lock who drive changes.
+        connection.execute(query("changes_of_lost_node"), {"node_id": self.node.node_id})
+        row = connection.execute(query("node_lost"), {"node_id": self.node.node_id}).fetchone()
+        note(connection, self.actor, "node out of service", self.node.name, {})
+        return row and row[0]
+
+    def _partitions(self) -> list[tuple[int, int, str, str]]:
+        with self.database.connection() as connection:
+            facts = {"node_id": self.node.node_id}
+            return [tuple(row) for row in connection.execute(query("partitions_of_lost_node"), facts).fetchall()]
+
+    def _move(self, partition: int, topic: str) -> None:
+        """Move a partition that publishers use; what the outbox holds of it is sent again."""
+        route = load_route(self.database, topic)
+        target = choose_node(self.database, route, partition)
+        plan = plan_move(route, partition, target, mode="lost")
+        apply_change(
+            self.database, plan, prefix=self.prefix, application=self.application, actor=self.actor, unsafe=self.unsafe
+        )
+
+    def _relocate(self, partition: int, topic_id: int) -> None:
+        """Have a partition that nobody publishes to made anew on another node, from its outbox."""
+        self._refuse_if_it_answers()
+        target = self._emptiest(topic_id)
+        facts = {"partition_id": partition, "to_node_id": target.node_id}
+        names = ("abandoned_put", "abandoned_remove", "partition_relocate", "group_starts_reset",
+                 "assignments_of_partition_raise")  # fmt: skip
+
+        def work(connection: Connection) -> None:
+            for name in names:
+                connection.execute(query(name), facts)
+
+        self.database.transaction(work)
+        rearm_node(
+            self.database,
+            target.name,
+            prefix=self.prefix,
+            application=self.application,
+            accept_loss_of=frozenset({partition}),
+            actor=self.actor,
+            unsafe=self.unsafe,
+        )
+
+    def _emptiest(self, topic_id: int) -> Node:
+        nodes = {n.node_id: n for n in load_nodes(self.database) if n.armed_run_id is not None}
+        with self.database.connection() as connection:
+            rows = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
+        return nodes[emptiest(nodes, (row[1] for row in rows), other_than=self.node.node_id)]
+
+    def _loss(self, since: Any) -> Loss:
+        facts = {"node_id": self.node.node_id, "since": since}
+        with self.database.connection() as connection:
+            given_up = [row[0] for row in connection.execute(query("given_up"), facts).fetchall()]
+            remade = tuple(row[0] for row in connection.execute(query("abandoned_of_node"), facts).fetchall())
+            direct = connection.execute(query("direct_sources_live")).fetchone()
+        moved = tuple(fact["partition"] for fact in given_up)
+        again, only_there = (sum(fact[name] for fact in given_up) for name in ("again", "only_there"))
+        return Loss(moved, remade, again, only_there, bool(direct and direct[0]))
 
 
 def bring_back_nodes(
@@ -106,42 +169,3 @@ def bring_back_nodes(
         except MqlayerError as error:
             came_to[name] = str(error)
     return came_to
-
-
-def _refuse_if_it_answers(node: Node, *, unsafe: bool) -> None:
-    line = NodeConnection(
-        node, any_run=True, unsafe=unsafe, connect_timeout_s=ANSWER_WITHIN_S, timeout_s=ANSWER_WITHIN_S
-    )
-    try:
-        line.connect()
-    except StoreUnavailable:
-        return
-    finally:
-        line.close()
-    raise Conflict(f"node {node.name!r} at {node.address} answers", f"bring it back: mqlayer node rearm {node.name}")
-
-
-def _take_out_of_service(database: Database, node: Node, actor: str) -> None:
-    def work(connection: Connection) -> None:
-        connection.execute(query("node_disarm"), {"node_id": node.node_id})
-        connection.execute(query("changes_of_lost_node"), {"node_id": node.node_id})
-        note(connection, actor, "node out of service", node.name, {})
-
-    database.transaction(work)
-
-
-def _partitions(database: Database, node_id: NodeId) -> list[tuple[int, str, str]]:
-    with database.connection() as connection:
-        rows = connection.execute(query("partitions_of_lost_node"), {"node_id": node_id}).fetchall()
-    return [(row[0], row[1], row[2]) for row in rows]
-
-
-def _relocate(database: Database, partition: int, to: NodeId) -> None:
-    """Have a partition that nobody publishes to made anew on another node."""
-
-    def work(connection: Connection) -> None:
-        facts = {"partition_id": partition, "to_node_id": to}
-        for name in ("partition_relocate", "group_starts_reset", "assignments_of_partition_raise"):
-            connection.execute(query(name), facts)
-
-    database.transaction(work)

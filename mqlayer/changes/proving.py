@@ -27,6 +27,10 @@ class Proof:
     again: int
     only_there: int
 
+    def counts(self) -> dict[str, int]:
+        """Return what is sent again, and what was only there."""
+        return {"again": self.again, "only_there": self.only_there}
+
 
 def refuse_unproven(database: Database) -> None:
     """Raise Conflict where direct producers may have published: no outbox proves their marks."""
@@ -71,3 +75,11 @@ def prove(
         again += max(0, relayed - floor)
         only_there += min(relayed, floor)
     return Proof(marks, again, only_there)
+
+
+def hold_back(application: Database, topic_id: int, proof: Proof) -> None:
+    """Record in the outbox that Redis holds no more than what is proven: the rest is not to be rotated away."""
+    lps = [int(name.split(":")[1]) for name in proof.marks]
+    facts = {"topic_ids": [topic_id] * len(lps), "lps": lps, "seqs": list(proof.marks.values())}
+    with application.connection() as outbox:
+        outbox.execute(query("relayed_lower"), facts)

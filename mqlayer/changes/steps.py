@@ -26,7 +26,7 @@ from typing import Any, Final
 from psycopg.types.json import Jsonb
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from mqlayer.changes.proving import prove, refuse_unproven
+from mqlayer.changes.proving import hold_back, prove, refuse_unproven
 from mqlayer.domain.changes import Mode, marks_within
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, NotFound, StoreUnavailable, TransactionConflict
@@ -45,6 +45,7 @@ from mqlayer.redis.partitions import (
     seal_reply,
 )
 from mqlayer.routes.cache import load_nodes
+from mqlayer.topics.nodes import note
 
 log = logging.getLogger(__name__)
 
@@ -173,8 +174,6 @@ class Driver:
         connection.execute(query("topic_lock"), {"name": work.topic})
         connection.execute(query("route_insert_next"), version | change)
         connection.execute(query("change_partitions_settle"), change | {"mode": work.mode})
-        if work.mode == "lost":
-            connection.execute(query("change_owners_free"), change)
         raised = connection.execute(query("topic_version_raise"), version | {"version": work.version - 1})
         if raised.rowcount != 1:
             raise Conflict(f"topic {work.topic!r} is not at version {work.version - 1} any more")
@@ -210,10 +209,8 @@ class Driver:
         try:
             self.line(place.node).connect()
         except NodeNotArmed:
-            # It answers: it has to be armed first, unless it was given up.
-            if work.mode == "away":
-                raise
-            return True
+            # It answers: whoever arms it brings it back.
+            raise
         except StoreUnavailable:
             return True
         return False
@@ -221,6 +218,11 @@ class Driver:
     def _record_proof(self, connection: Connection, work: Work, place: Place) -> None:
         """Record a parent as sealed by what its outbox proves. Its node is not served before it has sealed it too."""
         proof = prove(connection, self._application, work.topic_id, place.lp_from, place.lp_to, work.mode)
+        if work.mode == "lost" and self._application is not None:
+            # What is to be sent again must not be rotated away before.
+            hold_back(self._application, work.topic_id, proof)
+            given_up = {"partition": place.partition, "node": place.node} | proof.counts()
+            note(connection, "driver", "partition given up", work.topic, given_up)
         connection.execute(query("node_disarm"), {"node_id": place.node})
         facts = {
             "partition_id": place.partition,

@@ -229,7 +229,13 @@ def _change(topic: str, planned: Callable[[Database, Settings], Plan], wish: Wis
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
         # Finishing an earlier change makes another version than the one that was asked for.
         if wish.apply and wish.if_version is None:
-            finish_earlier(database, topic, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
+            finish_earlier(
+                database,
+                topic,
+                prefix=settings.key_prefix,
+                application=application,
+                unsafe=settings.allow_unsafe_redis,
+            )
         plan = planned(database, settings)
         for line in _plan_lines(plan, {node.node_id: node.name for node in load_nodes(database)}):
             typer.echo(line)

@@ -177,7 +177,13 @@ class Heart:
             command = held.command
             wanted = held.state is State.OPEN and command is not None
             try:
-                if wanted and command and not drained(self._database, session, held.assigned, command.seal_id):
+                # A heartbeat must not wait for long.
+                patience = {"lock_wait_s": self._lease_s / 8}
+                if (
+                    wanted
+                    and command
+                    and not drained(self._database, session, held.assigned, command.seal_id, **patience)
+                ):
                     # Not recorded yet, or another seal is, or another epoch is in force: that shows at a heartbeat.
                     continue
             except MqlayerError as error:

@@ -246,6 +246,17 @@ class Member:
         """
         for held in self._holdings.on(node_id):
             self._drop(held)
+        self._mend(node_id)
+
+    def partition_refused(self, held: Held) -> None:
+        """Drop a holding that its node does not have, and have the node mended. Raises nothing.
+
+        The others on the node go on: if it has lost them too, they say so themselves.
+        """
+        self._drop(held)
+        self._mend(held.assigned.node)
+
+    def _mend(self, node_id: NodeId) -> None:
         link = self._links.get(node_id)
         if link is not None and link.repairing.acquire(blocking=False):
             try:

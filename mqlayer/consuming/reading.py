@@ -60,6 +60,9 @@ class ReadingOwner(Protocol):
     def sealed(self) -> None:
         """Note that a command record was read."""
 
+    def partition_refused(self, held: Held) -> None:
+        """Drop a holding that its node does not have, and have the node mended."""
+
     def node_lost(self, node_id: NodeId) -> None:
         """Drop all holdings on a node that is not the armed run."""
 
@@ -214,10 +217,10 @@ class Reader(NodeThread):
         if held.state not in (State.NEW, State.OPEN):
             return
         if isinstance(answer, Refused):
-            # The node lost it, though it is the armed run: re-arming makes it again under new epochs.
+            # The node lost it, though it is the armed run, or it is gone for good: re-arming sees to it.
             facts = {"partition": held.partition, "word": answer.word, "address": self._line.node.address}
             log.error("partition_refused", extra=facts)
-            self._owner.node_lost(self._line.node.node_id)
+            self._owner.partition_refused(held)
         else:
             self._owner.fenced(held, "pull")
 

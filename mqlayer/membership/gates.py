@@ -28,11 +28,14 @@ def seal_marks(database: Database, partition: int) -> dict[str, int]:
     return dict(row[0]) if row else {}
 
 
-def drained(database: Database, session: Session, assigned: Assigned, seal_id: str) -> bool:
+def drained(
+    database: Database, session: Session, assigned: Assigned, seal_id: str, *, lock_wait_s: float = 2.0
+) -> bool:
     """Say that everything before a command record is settled; return whether Postgres took it.
 
     In one transaction: the fact, the partition taken off its owner, the group's version raised, the successors given
-    out. Refused unless this epoch is in force and this very seal is the recorded one; then nothing was changed.
+    out. Refused unless this epoch is in force and this very seal is the recorded one; then nothing was changed. Raises
+    TransactionConflict where the group's lock could not be had in time.
     """
     facts = {
         "group_id": session.group_id,
@@ -52,7 +55,7 @@ def drained(database: Database, session: Session, assigned: Assigned, seal_id: s
         failpoint("drained.before_commit")
         return True
 
-    return change_group(database, session.group_id, work)
+    return change_group(database, session.group_id, work, lock_wait_s=lock_wait_s, timeout_s=0)
 
 
 def raise_group_versions(database: Database) -> int:

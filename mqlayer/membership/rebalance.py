@@ -46,6 +46,7 @@ def rebalance(connection: Connection, group_id: int) -> bool:
     group = {"group_id": group_id}
     connection.execute(query("group_lock"), group)
     connection.execute(query("member_expire"), group)
+    connection.execute(query("assignment_free_deleted"), group)
     live: dict[str, bool] = dict(connection.execute(query("member_live"), group).fetchall())
     rows = connection.execute(query("assignment_list"), group).fetchall()
     partitions = [PartitionId(row[0]) for row in rows]

@@ -93,9 +93,11 @@ class Mender:
         prefix: str,
         application: Database | None,
         accept_loss: bool,
+        accept_loss_of: frozenset[int],
     ) -> None:
         self._connection, self._line, self._prefix = connection, line, prefix
-        self._application, self._accept_loss = application, accept_loss
+        self._application = application
+        self._accept_loss, self._accept_loss_of = accept_loss, accept_loss_of
         self._wanted = [
             Wanted(*row)
             for row in connection.execute(query("node_partitions"), {"node_id": line.node.node_id}).fetchall()
@@ -113,6 +115,9 @@ class Mender:
 
     def mend(self) -> None:
         """Do what is needed. Raises StoreUnavailable or Conflict."""
+        # Offsets that are gone are given out again, to messages that a group which began behind them has not seen.
+        facts = {"partitions": list(self._next), "offsets": list(self._next.values())}
+        self._connection.execute(query("group_starts_lower"), facts)
         for wanted in self._wanted:
             if not self._is_right(wanted):
                 self._mend_one(wanted)
@@ -129,11 +134,13 @@ class Mender:
 
     def _ask_states(self) -> dict[int, tuple[str | None, str]]:
         keys = [partition_keys(self._prefix, wanted.partition).meta for wanted in self._wanted]
-        replies = self._line.call([("HMGET", key, "state", "seal") for key in keys]) if keys else []
+        replies = self._line.call([("HMGET", key, "state", "seal", "next") for key in keys]) if keys else []
         found = [raise_for_reply(reply, self._line.node.address) for reply in replies]
+        pairs = zip(self._wanted, found, strict=True)
+        self._next = {wanted.partition: int(next_offset or 1) for wanted, (_, _, next_offset) in pairs}
         return {
             wanted.partition: (state.decode() if state else None, (seal or b"").decode())
-            for wanted, (state, seal) in zip(self._wanted, found, strict=True)
+            for wanted, (state, seal, _) in zip(self._wanted, found, strict=True)
         }
 
     def _is_right(self, wanted: Wanted) -> bool:
@@ -177,7 +184,6 @@ class Mender:
             self.mended.lost[wanted.partition] = lost
             log.error("messages_lost", extra={"partition": wanted.partition, "count": lost})
         failpoint("mend.after_resend")
-        cut = self._holds_more(wanted)
         command = seal_command(self._line, self._prefix, wanted.partition, wanted.change_id or 0, str(uuid.uuid4()))
         answer = seal_reply(self._line.call([command])[0], self._line.node.address)
         if not isinstance(answer, Sealed):
@@ -191,7 +197,8 @@ class Mender:
             "run_id": self._line.connect().run_id,
             "marks": Jsonb(dict(wanted.marks)),
             "away": False,
-            "cut": cut,
+            # A partition that was sealed while its node was away may hold what its successors hold too.
+            "cut": any(seq > wanted.marks.get(name, seq) for name, seq in answer.marks.items()),
         }
         self._connection.execute(query("seal_put"), facts)
 
@@ -199,10 +206,6 @@ class Mender:
         keys = partition_keys(self._prefix, wanted.partition)
         flat = raise_for_reply(self._line.call([("HGETALL", keys.marks)])[0], self._line.node.address)
         return {name.decode(): int(seq) for name, seq in zip(flat[::2], flat[1::2], strict=True)}
-
-    def _holds_more(self, wanted: Wanted) -> bool:
-        """Say whether a partition that was sealed while its node was away holds what its successors hold too."""
-        return any(seq > wanted.marks.get(name, seq) for name, seq in self._marks(wanted).items())
 
     def _resend(self, wanted: Wanted, *, sealed: bool) -> int:
         """Append again what the partition had to hold and does not; return how many direct messages are lost.
@@ -288,7 +291,7 @@ class Mender:
 
         The partition itself counts them with the mark, or nobody would know of them after a mending that broke off.
         """
-        if not self._accept_loss:
+        if not self._accept_loss and wanted.partition not in self._accept_loss_of:
             raise Conflict(
                 f"partition {wanted.partition} lost messages {after + 1} to {to} of LP {lp}, and the outbox does not "
                 "hold them any more",

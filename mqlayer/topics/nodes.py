@@ -66,6 +66,7 @@ def rearm_node(
     prefix: str,
     application: Database | None = None,
     accept_loss: bool = False,
+    accept_loss_of: frozenset[int] = frozenset(),
     actor: str = "api",
     unsafe: bool = False,
 ) -> tuple[Node, int]:
@@ -77,7 +78,8 @@ def rearm_node(
     leaves the node unarmed; anybody does it again. A node that is armed and as it has to be is left as it is.
     `application` is the database of the outbox that may have to send something again. Raises ConfigurationRefused where
     the node holds its partitions under another key prefix, StoreUnavailable where another outbox's relay has to do its
-    part, Conflict where an outbox does not hold any more what is lost, unless `accept_loss`.
+    part, Conflict where an outbox does not hold any more what is lost, unless `accept_loss`, or the partition is one of
+    `accept_loss_of`.
     """
 
     def work(connection: Connection) -> int:
@@ -88,7 +90,14 @@ def rearm_node(
         node = Node(*row)
         with NodeConnection(node, any_run=True, unsafe=unsafe) as line:
             run_id = line.connect().run_id
-            mender = Mender(connection, line, prefix=prefix, application=application, accept_loss=accept_loss)
+            mender = Mender(
+                connection,
+                line,
+                prefix=prefix,
+                application=application,
+                accept_loss=accept_loss,
+                accept_loss_of=accept_loss_of,
+            )
             if not mender.needed and run_id == node.armed_run_id:
                 return 0
             raised = connection.execute(query("node_epochs_raise"), {"node_id": node.node_id}).fetchall()

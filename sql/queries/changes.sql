@@ -64,15 +64,13 @@ UNION ALL
 SELECT topic_id, %(version)s, lp_from, lp_to, partition_id FROM mqlayer.partition WHERE born_in = %(change_id)s;
 
 -- name: change_partitions_settle
--- Successors are open, parents sealed; parents that are lost are gone.
-UPDATE mqlayer.partition
-SET state = CASE WHEN born_in = %(change_id)s THEN 'open' WHEN %(mode)s = 'lost' THEN 'deleted' ELSE 'sealed' END
-WHERE %(change_id)s IN (born_in, ended_in);
-
--- name: change_owners_free
--- Nobody consumes the parents of a change any more.
-UPDATE mqlayer.assignment a SET member_id = NULL, target = NULL, changed_at = now()
-FROM mqlayer.partition p WHERE p.partition_id = a.partition_id AND p.ended_in = %(change_id)s;
+-- Successors are open, parents sealed; parents that were lost with their nodes are gone.
+UPDATE mqlayer.partition p
+SET state = CASE WHEN p.born_in = %(change_id)s THEN 'open'
+                 WHEN %(mode)s = 'lost' AND EXISTS (SELECT FROM mqlayer.seal s
+                                                    WHERE s.partition_id = p.partition_id AND s.away) THEN 'deleted'
+                 ELSE 'sealed' END
+WHERE %(change_id)s IN (p.born_in, p.ended_in);
 
 -- name: change_done
 -- A change is in force.
@@ -195,8 +193,16 @@ SELECT p.partition_id, p.node_id,
 FROM mqlayer.partition p WHERE p.state = 'deleted' AND p.retired_at IS NULL ORDER BY p.partition_id LIMIT %(limit)s;
 
 -- name: partition_buried
--- Nothing but tombstones is left of these.
-UPDATE mqlayer.partition SET retired_at = now() WHERE partition_id = ANY(%(partitions)s::int[]) AND retired_at IS NULL;
+-- Nothing but tombstones is left of these; nor need anybody know where groups were in them.
+WITH buried AS (
+    UPDATE mqlayer.partition SET retired_at = now()
+    WHERE partition_id = ANY(%(partitions)s::int[]) AND retired_at IS NULL RETURNING partition_id
+), forgotten AS (
+    DELETE FROM mqlayer.assignment a USING buried b WHERE a.partition_id = b.partition_id
+), passed AS (
+    DELETE FROM mqlayer.drained d USING buried b WHERE d.partition_id = b.partition_id
+)
+DELETE FROM mqlayer.group_start s USING buried b WHERE s.partition_id = b.partition_id;
 
 -- name: seal_marks
 -- The recorded marks of one sealed partition.
@@ -230,14 +236,45 @@ UPDATE mqlayer.route_change c SET mode = 'lost'
 WHERE c.state IN ('planned', 'sealing') AND EXISTS (SELECT FROM mqlayer.partition p
                                       WHERE p.ended_in = c.change_id AND p.node_id = %(node_id)s);
 
+-- name: node_lost
+-- A node is out of service for good; since when, if it was said before.
+UPDATE mqlayer.node SET armed_run_id = NULL, lost_at = coalesce(lost_at, clock_timestamp()) WHERE node_id = %(node_id)s
+RETURNING lost_at;
+
 -- name: partitions_of_lost_node
--- What is on a lost node.
-SELECT p.partition_id, t.name, p.state FROM mqlayer.partition p JOIN mqlayer.topic t USING (topic_id)
-WHERE p.node_id = %(node_id)s AND p.state <> 'deleted' ORDER BY t.name, p.lp_from, p.partition_id;
+-- What is on a lost node; those that publishers use last.
+SELECT p.partition_id, t.topic_id, t.name, p.state FROM mqlayer.partition p JOIN mqlayer.topic t USING (topic_id)
+WHERE p.node_id = %(node_id)s AND p.state <> 'deleted'
+ORDER BY p.state = 'open', t.name, p.lp_from, p.partition_id;
+
+-- name: given_up
+-- What was given up with a node since it was said to be lost.
+SELECT facts FROM mqlayer.audit WHERE act = 'partition given up' AND facts ->> 'node' = %(node_id)s::text AND at >= %(since)s
+ORDER BY audit_id;
+
+-- name: abandoned_put
+-- A copy of a partition that stays behind on a lost node.
+INSERT INTO mqlayer.abandoned (node_id, partition_id)
+SELECT node_id, partition_id FROM mqlayer.partition WHERE partition_id = %(partition_id)s
+ON CONFLICT DO NOTHING;
+
+-- name: abandoned_remove
+-- The node gets this very partition again.
+DELETE FROM mqlayer.abandoned WHERE node_id = %(to_node_id)s AND partition_id = %(partition_id)s;
+
+-- name: abandoned_of_node
+-- Partitions that were made anew elsewhere since the node was given up.
+SELECT partition_id FROM mqlayer.abandoned WHERE node_id = %(node_id)s AND at >= %(since)s ORDER BY partition_id;
 
 -- name: partition_relocate
 -- A partition that nobody publishes to is made anew on another node, from its outbox.
 UPDATE mqlayer.partition SET node_id = %(to_node_id)s WHERE partition_id = %(partition_id)s;
+
+-- name: group_starts_lower
+-- Where partitions fell back behind the offset at which a group starts, it starts with what they get next.
+UPDATE mqlayer.group_start s SET start_offset = fallen.next
+FROM unnest(%(partitions)s::int[], %(offsets)s::bigint[]) AS fallen(partition_id, next)
+WHERE s.partition_id = fallen.partition_id AND s.start_offset > fallen.next;
 
 -- name: group_starts_reset
 -- Its offsets begin anew there, for every group.

@@ -15,7 +15,7 @@ SELECT node_id, name, url, armed_run_id FROM mqlayer.node WHERE name = %(name)s 
 
 -- name: node_arm
 -- Record the run that may be served.
-UPDATE mqlayer.node SET armed_run_id = %(run_id)s, armed_at = now() WHERE node_id = %(node_id)s;
+UPDATE mqlayer.node SET armed_run_id = %(run_id)s, armed_at = now(), lost_at = NULL WHERE node_id = %(node_id)s;
 
 -- name: node_partitions
 -- What the partitions of a node have to be: open, or sealed as is recorded. Successors count as open from the moment that
@@ -30,11 +30,15 @@ WHERE p.node_id = %(node_id)s AND (p.state IN ('open', 'sealed') OR (p.state = '
 ORDER BY p.partition_id;
 
 -- name: node_tombstones
--- The deleted partitions of a node, with the groups that may have keys there.
+-- The partitions of which a node must hold nothing but a tombstone, with the groups that may have keys there: deleted
+-- ones, and copies of those that were made anew elsewhere while the node was given up.
 SELECT p.partition_id,
        (SELECT coalesce(array_agg(g.group_id ORDER BY g.group_id), '{}')
         FROM mqlayer.consumer_group g WHERE g.topic_id = p.topic_id) AS group_ids
-FROM mqlayer.partition p WHERE p.node_id = %(node_id)s AND p.state = 'deleted' ORDER BY p.partition_id;
+FROM mqlayer.partition p
+WHERE (p.node_id = %(node_id)s AND p.state = 'deleted')
+   OR EXISTS (SELECT FROM mqlayer.abandoned a WHERE a.partition_id = p.partition_id AND a.node_id = %(node_id)s)
+ORDER BY p.partition_id;
 
 -- name: source_outbox
 -- Which outbox a source is; null for a direct producer.

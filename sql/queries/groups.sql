@@ -63,12 +63,12 @@ SELECT (SELECT count(*) FROM beat) AS known,
 -- name: member_assignments
 -- What a member holds: partition, node, epoch, start, and whether it shall release it. Nothing for an earlier session:
 -- an old process must not learn the epochs of the one that took its id.
-SELECT a.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_offset, 1) AS start_offset,
+SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_offset, 1) AS start_offset,
        a.target IS DISTINCT FROM a.member_id AS release, coalesce(e.cut, false) AS cut, g.allocation, g.backoff_s
 FROM mqlayer.consumer_group g
 LEFT JOIN mqlayer.member m ON m.group_id = g.group_id AND m.member_id = %(member_id)s AND m.session = %(session)s
 LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.member_id = m.member_id
-LEFT JOIN mqlayer.partition p ON p.partition_id = a.partition_id
+LEFT JOIN mqlayer.partition p ON p.partition_id = a.partition_id AND p.state <> 'deleted'
 LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = a.partition_id
 LEFT JOIN mqlayer.seal e ON e.partition_id = a.partition_id
 WHERE g.group_id = %(group_id)s ORDER BY a.partition_id;
@@ -98,6 +98,12 @@ WHERE m.group_id = %(group_id)s AND m.lease_until = '-infinity' AND m.joined_at 
 -- A member is gone by its own word.
 UPDATE mqlayer.member SET leaving = true, lease_until = '-infinity'
 WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s;
+
+-- name: assignment_free_deleted
+-- Nobody consumes a partition that is gone.
+UPDATE mqlayer.assignment a SET member_id = NULL, target = NULL, changed_at = now()
+FROM mqlayer.partition p
+WHERE p.partition_id = a.partition_id AND p.state = 'deleted' AND a.group_id = %(group_id)s AND a.member_id IS NOT NULL;
 
 -- name: assignment_list
 -- Who owns what of all that a group may consume, and who shall.

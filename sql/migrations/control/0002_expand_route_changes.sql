@@ -82,3 +82,18 @@ WHERE NOT EXISTS (SELECT FROM mqlayer.drained d WHERE d.group_id = g.group_id AN
         AND parent.state <> 'deleted'
         AND NOT EXISTS (SELECT FROM mqlayer.drained d
                         WHERE d.group_id = g.group_id AND d.partition_id = parent.partition_id));
+
+-- What a rebalance and every heartbeat look through; tombstones are many in the long run.
+CREATE INDEX partition_in_use ON mqlayer.partition (topic_id) WHERE state IN ('open', 'sealed');
+
+-- When an operator gave a node up; null again once it is back.
+ALTER TABLE mqlayer.node ADD COLUMN lost_at timestamptz;
+
+-- Copies of partitions on nodes that were given up, and that were made anew elsewhere: if such a node comes back, they
+-- become tombstones before it is served.
+CREATE TABLE mqlayer.abandoned (
+    node_id      int NOT NULL REFERENCES mqlayer.node,
+    partition_id int NOT NULL REFERENCES mqlayer.partition,
+    at           timestamptz NOT NULL DEFAULT now(),
+    CONSTRAINT abandoned_key PRIMARY KEY (node_id, partition_id)
+);

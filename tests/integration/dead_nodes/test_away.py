@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import redis
 
-from mqlayer import App, Context
 from mqlayer.changes import apply_change, finish_changes, give_up_node, move, plan_move
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import Conflict, StoreUnavailable
@@ -17,67 +12,11 @@ from mqlayer.postgres.database import Database
 from mqlayer.routes.cache import load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
-from tests.fixtures.servers import StartRedis
+from tests.fixtures.dead_nodes import all_handled, consuming, first_times, published
 from tests.fixtures.waiting import wait_until
 from tests.proof.driving import drive
 from tests.proof.failpoint_names import failpoint_names
 from tests.proof.outbox_world import OutboxWorld
-
-Seen = dict[str, list[str]]
-
-
-@pytest.fixture
-def node(start_redis: StartRedis) -> RedisServer:
-    """The node that goes away: the second one."""
-    return start_redis()
-
-
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, node: RedisServer, key_prefix: str) -> OutboxWorld:
-    """Two nodes, a topic of two partitions, one on each."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, node.url])
-    world.add_topic("orders", partitions=2)
-    return world
-
-
-@pytest.fixture
-def database(world: OutboxWorld) -> Iterator[Database]:
-    """The database: control and application in one."""
-    with Database(world.dsn) as database:
-        yield database
-
-
-@contextmanager
-def consuming(world: OutboxWorld) -> Iterator[Seen]:
-    """Consume until the block ends; what was handled, per key."""
-    app = App(world.settings(lease_s=2.0))
-    seen: Seen = defaultdict(list)
-
-    @app.consumer("orders", group="ledger")
-    def book(body: bytes, ctx: Context) -> None:
-        seen[str(ctx.key)].append(body.decode())
-
-    app.start()
-    try:
-        yield seen
-    finally:
-        app.stop()
-
-
-def first_times(bodies: list[str]) -> list[str]:
-    """Return each body once, where it was handled first."""
-    return list(dict.fromkeys(bodies))
-
-
-def published(world: OutboxWorld) -> Seen:
-    found: Seen = defaultdict(list)
-    for key, body in world.rows("SELECT key, convert_from(body, 'UTF8') FROM mqlayer_app.outbox ORDER BY id"):
-        found[key].append(body)
-    return found
-
-
-def all_handled(world: OutboxWorld, seen: Seen) -> bool:
-    return {key: first_times(bodies) for key, bodies in seen.items()} == published(world)
 
 
 def test_publishing_goes_on_without_a_dead_node_and_consuming_in_order_when_it_is_back(

@@ -1,0 +1,305 @@
+"""Giving a node up: what else is under way, who comes back, and what must not happen to the living."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+import pytest
+import redis
+
+from mqlayer import Producer, failpoints
+from mqlayer.changes import bring_back_nodes, finish_changes, give_up_node, losing, move, split, steps
+from mqlayer.errors import Conflict, NodeNotArmed
+from mqlayer.failpoints import FailpointHit
+from mqlayer.membership import members, rebalance
+from mqlayer.membership.members import beat, join
+from mqlayer.postgres.database import Database
+from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.partitions import Refused, Run, append_command, append_reply
+from mqlayer.routes.cache import load_nodes, load_route
+from mqlayer.stack import RedisServer
+from mqlayer.topics import create_topic, rearm_node
+from tests.fixtures.dead_nodes import all_handled, bring, consuming, published
+from tests.fixtures.waiting import wait_until
+from tests.proof.driving import drive
+from tests.proof.outbox_world import OutboxWorld
+
+IN_ORDER = "everything is handled in order"
+
+
+def states(world: OutboxWorld) -> dict[int, tuple[int, str]]:
+    rows = world.rows("SELECT partition_id, node_id, state FROM mqlayer.partition")
+    return {partition: (node, state) for partition, node, state in rows}
+
+
+def give_up(world: OutboxWorld, database: Database) -> losing.Loss:
+    return give_up_node(database, "node-2", prefix=world.key_prefix, application=database)
+
+
+def rearm(world: OutboxWorld, database: Database) -> None:
+    rearm_node(database, "node-2", prefix=world.key_prefix, application=database)
+
+
+def test_a_living_parent_of_a_merge_keeps_what_groups_have_not_drained(
+    world: OutboxWorld, database: Database, node: RedisServer
+) -> None:
+    with consuming(world):
+        pass
+    bring(world, 200, "before")
+    assert drive("merge", "1", "2", environment=world.environment("change.after_plan=kill")) == -9
+    node.kill()
+    loss = give_up(world, database)
+    assert loss.moved == (2,)
+    assert loss.again > 0
+    assert states(world)[1] == (1, "sealed")
+    with world.relay(), consuming(world) as seen:
+        world.publish(100, tag="after")
+        wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
+
+
+def test_a_node_that_is_back_in_the_middle_keeps_its_partitions(
+    world: OutboxWorld, database: Database, node: RedisServer
+) -> None:
+    with consuming(world):
+        pass
+    bring(world, 100, "before")
+    node.kill()
+    assert drive("give_up", "node-2", environment=world.environment("lost.after_disarm=kill")) == -9
+    node.start()
+    with pytest.raises(Conflict, match="answers"):
+        give_up(world, database)
+    rearm(world, database)
+    assert states(world)[2] == (2, "open")
+    with world.relay(), consuming(world) as seen:
+        wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
+
+
+def test_a_node_that_is_back_before_its_partition_is_moved_seals_it_itself(
+    world: OutboxWorld, database: Database, node: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with consuming(world):
+        pass
+    bring(world, 100, "before")
+    node.kill()
+
+    def back_again(*arguments: object, **options: object) -> dict[int, str]:
+        node.start()
+        rearm(world, database)
+        return {}
+
+    monkeypatch.setattr(losing, "finish_changes", back_again)
+    loss = give_up(world, database)
+    assert loss.moved == ()
+    assert states(world)[2] == (2, "sealed")
+    with world.relay(), consuming(world) as seen:
+        wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
+
+
+def test_a_successor_on_the_lost_node_is_made_elsewhere(
+    world: OutboxWorld, database: Database, node: RedisServer
+) -> None:
+    world.add_topic("invoices", partitions=4)
+    third = load_route(database, "invoices").ranges[2].partition
+    failpoints.arm("change.after_open", "raise")
+    with pytest.raises(FailpointHit):
+        move(database, "invoices", third, prefix=world.key_prefix, to="node-2")
+    failpoints.disarm_all()
+    node.kill()
+    loss = give_up(world, database)
+    assert len(loss.remade) == 1
+    assert all(node_id == 1 for node_id, state in states(world).values() if state != "deleted")
+    bring(world, 50, "after")
+
+
+def test_a_topic_that_was_created_half_holds_nobody_up(
+    world: OutboxWorld, database: Database, node: RedisServer
+) -> None:
+    failpoints.arm("topic.after_allocate", "raise")
+    with pytest.raises(FailpointHit):
+        create_topic(database, "aaa", prefix=world.key_prefix, partitions=2)
+    failpoints.disarm_all()
+    node.kill()
+    give_up(world, database)
+    assert all(node_id == 1 for node_id, state in states(world).values() if state != "deleted")
+    assert create_topic(database, "aaa", prefix=world.key_prefix, partitions=2).version == 1
+
+
+def test_a_group_that_began_late_gets_what_a_wiped_node_gets_again(world: OutboxWorld, database: Database) -> None:
+    bring(world, 300, "old")
+    with consuming(world, start="latest"):
+        pass
+    bring(world, 50, "new")
+    client = redis.Redis.from_url(world.urls[1])
+    client.delete(*client.keys(f"{world.key_prefix}:*"))
+    rearm(world, database)
+    with world.relay():
+        world.wait_until_whole()
+        with consuming(world) as seen:
+            wanted = {f"new-{number}" for number in range(50)}
+            wait_until(
+                lambda: {body for bodies in seen.values() for body in bodies if body.startswith("new")} == wanted,
+                what="all that is new to the group",
+                timeout_s=20,
+            )
+
+
+def test_the_copy_that_a_lost_node_brings_back_takes_nothing(
+    world: OutboxWorld, database: Database, node: RedisServer
+) -> None:
+    with consuming(world):
+        pass
+    bring(world, 50, "before")
+    node.kill()
+    move(database, "orders", 2, prefix=world.key_prefix, to="node-1", away=True, application=database)
+    assert give_up(world, database).remade == (2,)
+    node.start()
+    rearm(world, database)
+    back = next(n for n in load_nodes(database) if n.name == "node-2")
+    with NodeConnection(back) as line:
+        command = append_command(line, world.key_prefix, 2, 999, [Run(700, 1, 1, [b"x", b"k", b"b"])])
+        assert append_reply(line.call([command])[0], "node-2") == Refused("deleted", "")
+    with world.relay(), consuming(world) as seen:
+        wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
+
+
+def test_a_rebalance_beside_the_loss_leaves_nobody_with_a_partition_that_is_gone(
+    world: OutboxWorld, database: Database, node: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with consuming(world):
+        pass
+    bring(world, 50, "before")
+    node.kill()
+    real, read, go_on = rebalance.assign, threading.Event(), threading.Event()
+
+    def slow(*arguments: object) -> object:
+        if not read.is_set() and arguments[1]:
+            read.set()
+            go_on.wait(20)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rebalance, "assign", slow)
+    sessions: list[members.Session] = []
+    joining = threading.Thread(
+        target=lambda: sessions.append(join(database, group_id=1, member_id="m-one", lease_s=30))
+    )
+    giving_up = threading.Thread(target=lambda: give_up(world, database))
+    joining.start()
+    assert read.wait(10)
+    giving_up.start()
+    wait_until(lambda: states(world)[2][1] == "deleted", what="the partition to be gone", timeout_s=20)
+    go_on.set()
+    joining.join(20)
+    giving_up.join(20)
+    assert [a.partition for a in beat(database, sessions[0], lease_s=30).assignments if a.partition == 2] == []
+    wait_until(
+        lambda: (
+            beat(database, sessions[0], lease_s=30)
+            and not world.rows("SELECT 1 FROM mqlayer.assignment WHERE partition_id = 2 AND member_id IS NOT NULL")
+        ),
+        what="its assignment to be free",
+    )
+
+
+def test_a_partition_that_its_node_does_not_have_leaves_the_others_there_alone(
+    world: OutboxWorld, database: Database, node: RedisServer
+) -> None:
+    with consuming(world):
+        pass
+    split(database, "orders", 2, at=[700], prefix=world.key_prefix)
+    with world.relay(), consuming(world) as seen:
+        bring(world, 50, "before")
+        wait_until(lambda: all_handled(world, seen), what=IN_ORDER)
+        client = redis.Redis.from_url(node.url)
+        # Nobody mends this one: Postgres does not say what it has to be any more.
+        world.rows("UPDATE mqlayer.partition SET state = 'importing' WHERE lp_from = 700")
+        client.delete(f"{world.key_prefix}:{{4}}:meta")
+        with suppress(AssertionError):
+            assert states(world)[4][1] == "importing"
+        keys = [key for key, bodies in published(world).items() if bodies]
+        before = sum(map(len, seen.values()))
+        world.publish(100, tag="after")
+        wait_until(lambda: sum(map(len, seen.values())) > before + len(keys), what="the others go on", timeout_s=20)
+
+
+def test_what_is_sent_again_is_not_rotated_away_before(
+    world: OutboxWorld, database: Database, node: RedisServer
+) -> None:
+    bring(world, 200, "before")
+    wait_until(
+        lambda: (
+            not world.rows(
+                "SELECT 1 FROM mqlayer_app.counter c LEFT JOIN mqlayer_app.relayed r USING (topic_id, lp) "
+                "WHERE c.seq > coalesce(r.seq, 0)"
+            )
+        ),
+        what="all to be recorded as relayed",
+    )
+    node.kill()
+    give_up(world, database)
+    rows = world.rows("SELECT 1 FROM mqlayer_app.relayed WHERE lp >= 512 AND seq > 0")
+    assert rows == [], "the outbox would be emptied of what the successors have not got"
+
+
+def test_the_next_command_finishes_a_move_away(world: OutboxWorld, database: Database, node: RedisServer) -> None:
+    bring(world, 50, "before")
+    node.kill()
+    failpoints.arm("change.before_sealed_commit", "raise")
+    with pytest.raises(FailpointHit):
+        move(database, "orders", 2, prefix=world.key_prefix, to="node-1", away=True, application=database)
+    failpoints.disarm_all()
+    route = split(database, "orders", 1, at=[100], prefix=world.key_prefix, application=database)
+    assert route.version == 3
+
+
+def test_away_is_refused_where_direct_producers_may_have_published(
+    world: OutboxWorld, database: Database, node: RedisServer
+) -> None:
+    with Producer(world.settings(), name="direct") as producer:
+        producer.send("orders", key="k", body=b"1")
+    node.kill()
+    with pytest.raises(Conflict, match="--accept-loss"):
+        move(database, "orders", 2, prefix=world.key_prefix, to="node-1", away=True, application=database)
+    route = move(
+        database,
+        "orders",
+        2,
+        prefix=world.key_prefix,
+        to="node-1",
+        away=True,
+        accept_loss=True,
+        application=database,
+    )
+    assert route.version == 2
+
+
+def test_away_waits_for_a_node_that_answers_and_is_not_armed(
+    world: OutboxWorld, database: Database, node: RedisServer
+) -> None:
+    bring(world, 50, "before")
+    node.kill()
+    node.start()
+    with pytest.raises(NodeNotArmed):
+        move(database, "orders", 2, prefix=world.key_prefix, to="node-1", away=True, application=database)
+    rearm(world, database)
+    assert finish_changes(database, prefix=world.key_prefix, application=database) == {1: "done"}
+    assert not world.rows("SELECT 1 FROM mqlayer.seal WHERE away")
+
+
+def test_what_a_parent_holds_beyond_its_proven_marks_is_handled_once(
+    world: OutboxWorld, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node was away for the driver only; relays went on. The successor has the rest too, so no group handles it
+    in the parent."""
+    with consuming(world):
+        pass
+    bring(world, 100, "before")
+    monkeypatch.setattr(steps.Driver, "_is_away", lambda self, work, place: work.mode == "away")
+    world.rows("UPDATE mqlayer_app.relayed SET seq = seq - 1 WHERE lp >= 512 AND seq > 1")
+    move(database, "orders", 2, prefix=world.key_prefix, to="node-1", away=True, application=database)
+    assert bring_back_nodes(database, prefix=world.key_prefix, application=database) == {"node-2": "armed"}
+    assert world.rows("SELECT away, cut FROM mqlayer.seal") == [(False, True)]
+    with world.relay(), consuming(world) as seen:
+        world.publish(50, tag="after")
+        wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
+    assert dict(seen) == published(world), "handled twice"
