@@ -211,7 +211,9 @@ class Scene:
     def witness(self) -> None:
         """Write down what the stores hold."""
         with History(self.directory, "witness") as history:
-            note_streams(history, self.settings.control_dsn(), self.prefix, self.partitions("open", "sealed"))
+            # Of those that are deleted some may not be buried yet.
+            everything = self.partitions("open", "sealed", "deleted")
+            note_streams(history, self.settings.control_dsn(), self.prefix, everything)
             note_sink(history, self.settings.control_dsn())
             for partition, parents in self.parents().items():
                 history.note(Lineage(topic=TOPIC, partition=partition, parents=parents))
@@ -257,6 +259,7 @@ def test_whatever_dies_while_routes_change_every_key_is_handled_in_commit_order(
                 play.start(f"{role}-{number}")
         strike_for(scene, nemesis, length, random.Random(seed))
         nemesis.rest()
+        assert play.ended() == [], f"nobody ended these, see their logs in {scene.directory}"
         struck_s = time.monotonic() - began
         for role in ("publisher", "driver"):
             play.end(role)
