@@ -82,6 +82,10 @@ class Play:
         """Return the names of a role's processes."""
         return [name for name in self.processes if name.startswith(role)]
 
+    def ended(self) -> list[str]:
+        """Return the names of those that do not run any more."""
+        return [name for name, process in self.processes.items() if process.poll() is not None]
+
     def end(self, role: str, timeout_s: float = 30) -> None:
         """End a role in order; a process that does not is killed, and the test fails."""
         names = self.names(role)

@@ -207,6 +207,15 @@ class Evidence:
 
     def ancestors(self, topic: str, partition: int) -> frozenset[int]:
         """Return all partitions that came before one in its lineage."""
+        if (topic, partition) not in self._ancestors:
+            self._ancestors[topic, partition] = self._find_ancestors(topic, partition)
+        return self._ancestors[topic, partition]
+
+    @cached_property
+    def _ancestors(self) -> dict[tuple[str, int], frozenset[int]]:
+        return {}
+
+    def _find_ancestors(self, topic: str, partition: int) -> frozenset[int]:
         found: set[int] = set()
         waiting = {partition}
         while waiting:

@@ -13,6 +13,7 @@ import redis
 
 from mqlayer.changes import retiring
 from mqlayer.consuming import heart
+from mqlayer.errors import StoreUnavailable
 from mqlayer.membership.gates import drained
 from mqlayer.membership.members import Assigned, Beat, Session, beat, leave, release
 from mqlayer.postgres.database import Database
@@ -96,9 +97,12 @@ def observe_retiring(history: History, topic: str) -> None:
     """
 
     def bury(line: NodeConnection, prefix: str, partition: int, groups: Iterable[int]) -> Command:
-        with redis.Redis.from_url(line.node.url) as client:
-            for event in read_records(client, prefix, partition, topic):
-                history.note(event)
+        try:
+            with redis.Redis.from_url(line.node.url) as client:
+                for event in read_records(client, prefix, partition, topic):
+                    history.note(event)
+        except redis.RedisError as error:
+            raise StoreUnavailable(line.node.address, str(error)) from error
         return retire_command(line, prefix, partition, groups)
 
     for module in (retiring, mending):

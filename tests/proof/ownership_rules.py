@@ -113,7 +113,8 @@ def _leases(steps: Iterable[Step[Assignment]]) -> Iterator[Lease]:
     """Return when members were sure to be owners: from each answer on, until the lease's end or their release.
 
     What a member gives back under a renewed epoch it does not hold under its earlier ones either. A release may be said
-    again where its answer was lost: the first time may have been it.
+    again where its answer was lost: the first time may have been it. An answer that comes after its lease ran out, to a
+    process that was stopped meanwhile, gives nothing.
     """
     steps = [step for step in steps if step.possible]
     released: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -124,7 +125,9 @@ def _leases(steps: Iterable[Step[Assignment]]) -> Iterator[Lease]:
         event = step.event
         if step.outcome == "ok" and event.change != "released" and event.until_ns is not None:
             ends_ns = (at_ns for epoch, at_ns in released[event.member] if epoch >= event.epoch)
-            yield Lease(step.ended_ns, min([event.until_ns, *ends_ns]), event.member, event.epoch)
+            lease = Lease(step.ended_ns, min([event.until_ns, *ends_ns]), event.member, event.epoch)
+            if lease.from_ns < lease.to_ns:
+                yield lease
 
 
 def gates(evidence: Evidence) -> Iterator[Violation]:

@@ -24,7 +24,7 @@ from tests.proof.history import (
     Seal,
     SetAside,
 )
-from tests.proof.stories import Story
+from tests.proof.stories import TICK_NS, Story
 
 
 def about(seq: int, key: str | None = "k", **facts: Any) -> dict[str, Any]:
@@ -472,6 +472,13 @@ class TestOwners:
         tale.assigned("taken", "a", 2, until_ns=10**12)
         tale.assigned("taken", "b", 3, until_ns=2 * 10**12)
         tale.shows(Breach.TWO_OWNERS)
+
+    def test_an_answer_that_comes_after_its_lease_ran_out_gives_nothing(self, tale: Tale) -> None:
+        event = Assignment(topic="t", group="g", partition=1, member="a", epoch=1, change="kept", until_ns=TICK_NS)
+        operation = tale.begin(event)
+        tale.assigned("taken", "b", 2, until_ns=10**12)
+        tale.end(operation)
+        tale.shows()
 
     def test_a_released_lease_is_over(self, tale: Tale) -> None:
         tale.assigned("taken", "a", 1, until_ns=10**9)
