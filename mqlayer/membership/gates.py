@@ -55,7 +55,11 @@ def drained(
         failpoint("drained.before_commit")
         return True
 
-    return change_group(database, session.group_id, work, lock_wait_s=lock_wait_s, timeout_s=0)
+    taken = change_group(database, session.group_id, work, lock_wait_s=lock_wait_s, timeout_s=0)
+    if taken:
+        # The end of a change that was not committed above may be by now; whoever commits second sees both.
+        change_group(database, session.group_id, partial(raise_group_version, group_id=session.group_id))
+    return taken
 
 
 def raise_group_versions(database: Database) -> int:
