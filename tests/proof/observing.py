@@ -63,12 +63,14 @@ class MemberWitness:
             self._history.begin(self._assignment(database, session, partition, epoch, "released"))
         leave(database, session)
 
-    def drained(self, database: Database, session: Session, assigned: Assigned, seal_id: str) -> bool:
+    def drained(
+        self, database: Database, session: Session, assigned: Assigned, seal_id: str, **patience: float
+    ) -> bool:
         """Note that a partition is called drained, before it is, and whether that was taken."""
         group = self._name(database, session.group_id)
         event = Drain(topic=self._topic, group=group, partition=assigned.partition, epoch=assigned.epoch)
         operation = self._history.begin(event)
-        taken = drained(database, session, assigned, seal_id)
+        taken = drained(database, session, assigned, seal_id, **patience)
         (operation.ok if taken else operation.fail)()
         return taken
 

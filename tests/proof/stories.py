@@ -220,7 +220,7 @@ class Model:
             member=partition.member,
             epoch=partition.epoch,
             change=change,
-            until_ns=None if change == "released" else self.story.now_ns + 2 * TICK_NS,
+            until_ns=None if change == "released" else self.story.now_ns + 3 * TICK_NS,
         )
         self.story.tell(event, process=partition.member)
 
