@@ -14,6 +14,7 @@ from typing import Any
 from mqlayer.changes.changing import apply_change, choose_node
 from mqlayer.changes.steps import finish_changes
 from mqlayer.domain.changes import emptiest, plan_move
+from mqlayer.domain.routing import NodeId
 from mqlayer.errors import Conflict, MqlayerError, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
@@ -71,6 +72,7 @@ class _GivingUp:
             if state != "open":
                 self._relocate(partition, topic_id)
                 failpoint("lost.after_one")
+        self._mend(since)
         finish_changes(self.database, prefix=self.prefix, application=self.application, unsafe=self.unsafe)
         for partition, _, topic, state in self._partitions():
             if state == "open":
@@ -116,10 +118,9 @@ class _GivingUp:
         )
 
     def _relocate(self, partition: int, topic_id: int) -> None:
-        """Have a partition that nobody publishes to made anew on another node, from its outbox."""
+        """Give a partition that nobody publishes to another node; what it has to hold there is seen to by `_mend`."""
         self._refuse_if_it_answers()
-        target = self._emptiest(topic_id)
-        facts = {"partition_id": partition, "to_node_id": target.node_id}
+        facts = {"partition_id": partition, "to_node_id": self._emptiest(topic_id)}
         names = ("abandoned_put", "abandoned_remove", "partition_relocate", "group_starts_reset",
                  "assignments_of_partition_raise")  # fmt: skip
 
@@ -128,31 +129,42 @@ class _GivingUp:
                 connection.execute(query(name), facts)
 
         self.database.transaction(work)
-        rearm_node(
-            self.database,
-            target.name,
-            prefix=self.prefix,
-            application=self.application,
-            accept_loss_of=frozenset({partition}),
-            actor=self.actor,
-            unsafe=self.unsafe,
-        )
 
-    def _emptiest(self, topic_id: int) -> Node:
-        nodes = {n.node_id: n for n in load_nodes(self.database) if n.armed_run_id is not None}
+    def _mend(self, since: Any) -> None:
+        """Make what was given other nodes anew there, from the outbox; also what an earlier try came to give away."""
+        remade = self._remade(since)
+        with self.database.connection() as connection:
+            rows = connection.execute(query("nodes_of_partitions"), {"partitions": list(remade)}).fetchall()
+        for (name,) in rows:
+            rearm_node(
+                self.database,
+                name,
+                prefix=self.prefix,
+                application=self.application,
+                accept_loss_of=frozenset(remade),
+                actor=self.actor,
+                unsafe=self.unsafe,
+            )
+
+    def _emptiest(self, topic_id: int) -> NodeId:
+        nodes = [node.node_id for node in load_nodes(self.database) if node.armed_run_id is not None]
         with self.database.connection() as connection:
             rows = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
-        return nodes[emptiest(nodes, (row[1] for row in rows), other_than=self.node.node_id)]
+        return emptiest(nodes, (row[1] for row in rows), other_than=self.node.node_id)
+
+    def _remade(self, since: Any) -> tuple[int, ...]:
+        facts = {"node_id": self.node.node_id, "since": since}
+        with self.database.connection() as connection:
+            return tuple(row[0] for row in connection.execute(query("abandoned_of_node"), facts).fetchall())
 
     def _loss(self, since: Any) -> Loss:
         facts = {"node_id": self.node.node_id, "since": since}
         with self.database.connection() as connection:
             given_up = [row[0] for row in connection.execute(query("given_up"), facts).fetchall()]
-            remade = tuple(row[0] for row in connection.execute(query("abandoned_of_node"), facts).fetchall())
             direct = connection.execute(query("direct_sources_live")).fetchone()
         moved = tuple(fact["partition"] for fact in given_up)
         again, only_there = (sum(fact[name] for fact in given_up) for name in ("again", "only_there"))
-        return Loss(moved, remade, again, only_there, bool(direct and direct[0]))
+        return Loss(moved, self._remade(since), again, only_there, bool(direct and direct[0]))
 
 
 def bring_back_nodes(

@@ -18,7 +18,7 @@ import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from psycopg.types.json import Jsonb
 
@@ -64,7 +64,14 @@ class Wanted:
     change_id: int | None
     seal_id: str
     marks: Mapping[str, int]
-    away: bool
+
+
+class Found(NamedTuple):
+    """What a partition is on the node: no state where there is none."""
+
+    state: str | None
+    seal_id: str
+    next_offset: int
 
 
 @dataclass(slots=True)
@@ -102,13 +109,13 @@ class Mender:
             Wanted(*row)
             for row in connection.execute(query("node_partitions"), {"node_id": line.node.node_id}).fetchall()
         ]
-        self._states = self._ask_states()
+        self._found = self._look()
         self.mended = Mended()
 
     @property
     def needed(self) -> bool:
         """Whether any partition is not what it has to be. Raises ConfigurationRefused for a wrong key prefix."""
-        gone = [wanted for wanted in self._wanted if self._states[wanted.partition][0] is None]
+        gone = [wanted for wanted in self._wanted if self._found[wanted.partition].state is None]
         if gone and len(gone) == len(self._wanted):
             refuse_other_prefix(self._line, self._prefix, gone[0].partition)
         return self._accept_loss or any(not self._is_right(wanted) for wanted in self._wanted)
@@ -116,7 +123,8 @@ class Mender:
     def mend(self) -> None:
         """Do what is needed. Raises StoreUnavailable or Conflict."""
         # Offsets that are gone are given out again, to messages that a group which began behind them has not seen.
-        facts = {"partitions": list(self._next), "offsets": list(self._next.values())}
+        offsets = [found.next_offset for found in self._found.values()]
+        facts = {"partitions": list(self._found), "offsets": offsets}
         self._connection.execute(query("group_starts_lower"), facts)
         for wanted in self._wanted:
             if not self._is_right(wanted):
@@ -132,26 +140,24 @@ class Mender:
             for reply in self._line.call([retire_command(self._line, self._prefix, p, groups) for p, groups in some]):
                 raise_for_reply(reply, self._line.node.address)
 
-    def _ask_states(self) -> dict[int, tuple[str | None, str]]:
+    def _look(self) -> dict[int, Found]:
         keys = [partition_keys(self._prefix, wanted.partition).meta for wanted in self._wanted]
         replies = self._line.call([("HMGET", key, "state", "seal", "next") for key in keys]) if keys else []
-        found = [raise_for_reply(reply, self._line.node.address) for reply in replies]
-        pairs = zip(self._wanted, found, strict=True)
-        self._next = {wanted.partition: int(next_offset or 1) for wanted, (_, _, next_offset) in pairs}
+        facts = [raise_for_reply(reply, self._line.node.address) for reply in replies]
         return {
-            wanted.partition: (state.decode() if state else None, (seal or b"").decode())
-            for wanted, (state, seal, _) in zip(self._wanted, found, strict=True)
+            wanted.partition: Found(state.decode() if state else None, (seal or b"").decode(), int(next_offset or 1))
+            for wanted, (state, seal, next_offset) in zip(self._wanted, facts, strict=True)
         }
 
     def _is_right(self, wanted: Wanted) -> bool:
-        state, seal = self._states[wanted.partition]
+        state, seal, _ = self._found[wanted.partition]
         if wanted.seal_id:
             return state == "sealed" and seal == wanted.seal_id
         # Sealed for a change that Postgres has not recorded as sealed: whoever drives it goes on from there.
         return state in ("open", "sealed")
 
     def _mend_one(self, wanted: Wanted) -> None:
-        state, _ = self._states[wanted.partition]
+        state = self._found[wanted.partition].state
         if state is None:
             self._make(wanted)
             self.mended.remade.append(wanted.partition)
@@ -178,7 +184,7 @@ class Mender:
 
     def _seal_again(self, wanted: Wanted) -> None:
         """Bring a sealed partition that fell back up to its recorded marks, and seal it under a new name."""
-        state, _ = self._states[wanted.partition]
+        state = self._found[wanted.partition].state
         lost = self._resend(wanted, sealed=state == "sealed") + self._given_up(wanted)
         if lost:
             self.mended.lost[wanted.partition] = lost

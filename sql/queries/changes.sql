@@ -262,6 +262,11 @@ ON CONFLICT DO NOTHING;
 -- The node gets this very partition again.
 DELETE FROM mqlayer.abandoned WHERE node_id = %(to_node_id)s AND partition_id = %(partition_id)s;
 
+-- name: nodes_of_partitions
+-- The nodes that partitions are on.
+SELECT DISTINCT n.name FROM mqlayer.partition p JOIN mqlayer.node n USING (node_id)
+WHERE p.partition_id = ANY(%(partitions)s::int[]) ORDER BY n.name;
+
 -- name: abandoned_of_node
 -- Partitions that were made anew elsewhere since the node was given up.
 SELECT partition_id FROM mqlayer.abandoned WHERE node_id = %(node_id)s AND at >= %(since)s ORDER BY partition_id;

@@ -21,7 +21,7 @@ UPDATE mqlayer.node SET armed_run_id = %(run_id)s, armed_at = now(), lost_at = N
 -- What the partitions of a node have to be: open, or sealed as is recorded. Successors count as open from the moment that
 -- their parents are recorded as sealed: they may have been opened, and whoever opened them won't look again.
 SELECT p.partition_id, t.topic_id, t.name, p.lp_from, p.lp_to, p.born_in, s.change_id, coalesce(s.seal_id::text, ''),
-       coalesce(s.marks, '{}'), coalesce(s.away, false)
+       coalesce(s.marks, '{}')
 FROM mqlayer.partition p
 JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN mqlayer.seal s ON s.partition_id = p.partition_id

@@ -167,6 +167,24 @@ def test_the_copy_that_a_lost_node_brings_back_takes_nothing(
         wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
 
 
+def test_what_was_given_another_node_is_made_there_also_after_a_kill_in_between(
+    world: OutboxWorld, database: Database, node: RedisServer
+) -> None:
+    """Its first rows are in no outbox any more, so nobody but the operator's command may go on without them."""
+    with consuming(world):
+        pass
+    bring(world, 100, "before")
+    move(database, "orders", 2, prefix=world.key_prefix, to="node-1")
+    world.rows("DELETE FROM mqlayer_app.outbox WHERE lp >= 512 AND seq = 1")
+    node.kill()
+    assert drive("give_up", "node-2", environment=world.environment("lost.after_one=kill")) == -9
+    assert states(world)[2] == (1, "sealed")
+    assert give_up(world, database).remade == (2,)
+    with world.relay(), consuming(world) as seen:
+        world.publish(50, tag="after")
+        wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
+
+
 def test_a_rebalance_beside_the_loss_leaves_nobody_with_a_partition_that_is_gone(
     world: OutboxWorld, database: Database, node: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
