@@ -9,10 +9,11 @@ WITH put AS (
 SELECT 1;
 
 -- name: outbox_counters_put
--- The counters of a topic, once.
-INSERT INTO mqlayer_app.counter (topic_id, lp)
-SELECT %(topic_id)s, lp FROM generate_series(0, 1023) AS lp
-ON CONFLICT (topic_id, lp) DO NOTHING;
+-- The counters of a topic, once, with its name and limit of today. In the order in which publishing locks them.
+INSERT INTO mqlayer_app.counter AS c (topic_id, lp, topic, body_limit)
+SELECT topic_id, lp, name, body_limit FROM mqlayer_app.topic, generate_series(0, 1023) AS lp
+WHERE topic_id = %(topic_id)s ORDER BY lp
+ON CONFLICT (topic_id, lp) DO UPDATE SET body_limit = excluded.body_limit WHERE c.body_limit <> excluded.body_limit;
 
 -- name: outbox_topics
 -- Topics that this database may publish to.

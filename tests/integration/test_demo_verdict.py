@@ -26,7 +26,7 @@ CREATE TABLE pgbench_history (tid int, bid int, aid int, delta int, mtime timest
 INSERT INTO pgbench_accounts (aid, bid) VALUES (1, 1), (2, 1);
 INSERT INTO pgbench_branches VALUES (1);
 INSERT INTO mqlayer_app.topic VALUES (1, 'bank.entries', 1000);
-INSERT INTO mqlayer_app.counter SELECT 1, lp FROM generate_series(0, 1023) AS lp;
+INSERT INTO mqlayer_app.counter SELECT 1, lp, 'bank.entries', 1000 FROM generate_series(0, 1023) AS lp;
 """
 
 Connection = psycopg.Connection[Any]

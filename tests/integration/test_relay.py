@@ -165,7 +165,7 @@ def test_a_body_over_the_hard_limit_is_set_aside_without_being_read(world: Outbo
 
 def test_rows_of_a_topic_that_control_does_not_know_are_set_aside(world: OutboxWorld) -> None:
     world.rows("INSERT INTO mqlayer_app.topic (topic_id, name, body_limit) VALUES (77, 'ghosts', 1000)")
-    world.rows("INSERT INTO mqlayer_app.counter (topic_id, lp) SELECT 77, generate_series(0, 1023)")
+    world.rows("INSERT INTO mqlayer_app.counter SELECT 77, lp, 'ghosts', 1000 FROM generate_series(0, 1023) AS lp")
     world.publish(3, topic="ghosts", keys=1)
     world.publish(20)
     with world.relay(), Database(world.dsn) as database:

@@ -20,7 +20,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
 from mqlayer.routes.cache import RouteCache, load_route
 from mqlayer.stack import RedisServer
-from mqlayer.topics import create_topic, list_nodes, list_topics, rearm_node, register_node
+from mqlayer.topics import attach_topics, create_topic, list_nodes, list_topics, rearm_node, register_node
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 
@@ -66,6 +66,19 @@ def test_a_topic_with_other_limits_is_a_conflict_and_stays(database: Database, n
     with pytest.raises(Conflict, match="body_limit"):
         create_topic(database, "orders", prefix=key_prefix, partitions=2, body_limit=10)
     assert load_route(database, "orders") == route
+
+
+def test_a_limit_that_changed_is_in_force_once_topics_are_attached_again(
+    database: Database, node: str, key_prefix: str
+) -> None:
+    create_topic(database, "orders", prefix=key_prefix, application=database)
+    publish = "SELECT mqlayer_app.publish_v1('orders', 'k', repeat('x', 11)::bytea)"
+    with database.connection() as connection:
+        assert connection.execute(publish).fetchone() == (1,)
+        connection.execute("UPDATE mqlayer.topic SET body_limit = 10 WHERE name = 'orders'")
+    assert attach_topics(database, database) == 1
+    with database.connection() as connection, pytest.raises(psycopg.Error, match="takes 10"):
+        connection.execute(publish)
 
 
 @pytest.mark.parametrize("name", ["", "Orders", "1st", "a b", "a{b}", "x" * 64])

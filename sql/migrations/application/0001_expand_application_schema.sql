@@ -21,13 +21,17 @@ CREATE TABLE mqlayer_app.topic (
 );
 
 -- The last seq given out per LP. The row lock is held to commit and released after the commit is visible, so seq order
--- is commit order and a visible seq implies all lower ones. Only publishing updates it.
+-- is commit order and a visible seq implies all lower ones. Only publishing updates it. Name and limit are the topic's,
+-- repeated so that publishing finds all it needs by one index; and no CHECK and no foreign key, which every UPDATE would
+-- pay for again. The three together were an eighth of the rate of transactions that publish one message and no more.
 CREATE TABLE mqlayer_app.counter (
-    topic_id int NOT NULL REFERENCES mqlayer_app.topic,
-    lp       smallint NOT NULL,
-    seq      bigint NOT NULL DEFAULT 0,
+    topic_id   int NOT NULL,
+    lp         smallint NOT NULL,
+    topic      text NOT NULL,
+    body_limit int NOT NULL,
+    seq        bigint NOT NULL DEFAULT 0,
     CONSTRAINT counter_key PRIMARY KEY (topic_id, lp),
-    CONSTRAINT counter_lp CHECK (lp BETWEEN 0 AND 1023)
+    CONSTRAINT counter_topic_unique UNIQUE (topic, lp)
 ) WITH (fillfactor = 20);
 
 CREATE SEQUENCE mqlayer_app.outbox_number;
@@ -146,9 +150,8 @@ BEGIN
     IF p_headers IS NOT NULL THEN
         PERFORM mqlayer_app.headers_check_v1(p_headers);
     END IF;
-    UPDATE mqlayer_app.counter c SET seq = c.seq + 1 FROM mqlayer_app.topic t
-        WHERE t.name = p_topic AND c.topic_id = t.topic_id AND c.lp = v_lp
-        RETURNING c.seq, t.topic_id, t.body_limit INTO v_seq, v_topic_id, v_limit;
+    UPDATE mqlayer_app.counter c SET seq = c.seq + 1 WHERE c.topic = p_topic AND c.lp = v_lp
+        RETURNING c.seq, c.topic_id, c.body_limit INTO v_seq, v_topic_id, v_limit;
     IF v_seq IS NULL THEN
         RAISE EXCEPTION 'unknown topic "%"', p_topic
             USING ERRCODE = 'MQ001', HINT = 'create it: mqlayer topic create NAME';
@@ -204,9 +207,9 @@ BEGIN
             RAISE EXCEPTION 'message key of % bytes, the limit is 512', v_group.key_size
                 USING ERRCODE = 'MQ002', HINT = 'use an id as the key';
         END IF;
-        UPDATE mqlayer_app.counter c SET seq = c.seq + cardinality(v_group.numbers) FROM mqlayer_app.topic t
-            WHERE t.name = v_group.topic AND c.topic_id = t.topic_id AND c.lp = v_group.lp
-            RETURNING c.seq - cardinality(v_group.numbers), t.topic_id, t.body_limit INTO v_seq, v_topic_id, v_limit;
+        UPDATE mqlayer_app.counter c SET seq = c.seq + cardinality(v_group.numbers)
+            WHERE c.topic = v_group.topic AND c.lp = v_group.lp
+            RETURNING c.seq - cardinality(v_group.numbers), c.topic_id, c.body_limit INTO v_seq, v_topic_id, v_limit;
         IF v_seq IS NULL THEN
             RAISE EXCEPTION 'unknown topic "%"', v_group.topic
                 USING ERRCODE = 'MQ001', HINT = 'create it: mqlayer topic create NAME';
