@@ -7,7 +7,7 @@ only and is written at most once a second, so that a busy reader writes nothing.
 
 KEYS
   1 meta_key      hash    state and next offset of the partition
-  2 lock_key      hash    owner, epoch, last refresh, committed, base of the ack bitmap
+  2 lock_key      hash    owner, epoch, last refresh, committed, base of the ack bitmap, seek
   3 acks_key      string  ack bitmap: bit i is offset base + i
   4 attempts_key  hash    offset -> failed attempts
 
@@ -16,6 +16,7 @@ ARGV
   2 epoch         int     fencing epoch of its assignment
   3 start         int     offset at which the group starts here, used where nothing is committed yet
   4 afresh        int     1: answer "taken" also where it is ours already (the answer to the taking was lost)
+  5 seek          int     how often the group was sent elsewhere: what was committed before the last time is void
 
 RETURNS
   {"kept", committed}                                 ours already
@@ -31,10 +32,11 @@ local member = ARGV[1]
 local epoch = tonumber(ARGV[2])
 local start = tonumber(ARGV[3])
 local afresh = ARGV[4] == '1'
+local seek = tonumber(ARGV[5])
 
 local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
-local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'refreshed_at', 'committed', 'base')
+local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'refreshed_at', 'committed', 'base', 'seek')
 local held = tonumber(lock[2] or '0')
 local now = tonumber(redis.call('TIME')[1])
 
@@ -49,6 +51,11 @@ end
 
 local committed = tonumber(lock[4] or '0')
 local base = tonumber(lock[5] or '0')
+if tonumber(lock[6] or '0') < seek then
+  redis.call('DEL', acks_key, attempts_key)
+  redis.call('HSET', lock_key, 'seek', string.format('%d', seek), 'top', '0')
+  committed = 0
+end
 if committed == 0 then
   -- A partition that fell back below the start begins anew: what comes now is new to the group.
   committed = math.max(math.min(start, tonumber(meta[2])), tonumber(meta[3] or '1'))

@@ -10,7 +10,8 @@ KEYS
 ARGV
   1 entry_limit  int     look at no more than so many records
   2 floor        int     never drop this offset or a later one
-  3 ...          per group: the offset at which it starts, used where it has committed nothing
+  3 ...          per group: how often it was sent elsewhere, and the offset at which it starts since; that one counts
+                 where it has committed nothing since
 
 RETURNS
   {"trimmed", count, first}   count records dropped; first is the lowest offset kept
@@ -26,8 +27,10 @@ if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
 -- The command of a sealed partition stays: its id is below that of a next record.
 if meta[1] == 'sealed' then floor = math.min(floor, tonumber(meta[2]) - 1) end
 for i = 3, #KEYS do
-  local committed = redis.call('HGET', KEYS[i], 'committed') or ARGV[i]
-  floor = math.min(floor, tonumber(committed))
+  local lock = redis.call('HMGET', KEYS[i], 'committed', 'seek')
+  local seek, start = tonumber(ARGV[2 * i - 3]), tonumber(ARGV[2 * i - 2])
+  local begun = lock[1] and tonumber(lock[2] or '0') >= seek
+  floor = math.min(floor, begun and tonumber(lock[1]) or start)
 end
 local count = redis.call('XTRIM', log_key, 'MINID', '~', string.format('%d-0', floor), 'LIMIT', entry_limit)
 local head = redis.call('XRANGE', log_key, '-', '+', 'COUNT', 1)

@@ -87,18 +87,24 @@ def drain_progress(database: Database, topic: str, *, prefix: str, unsafe: bool 
         rows = connection.execute(query("drain_progress"), {"topic": check_name("topic", topic)}).fetchall()
     places = _places(database, ((row[4], row[3], row[0]) for row in rows), prefix=prefix, unsafe=unsafe)
     found = []
-    for group_id, group, version, partition, _, next_offset, start in rows:
+    for group_id, group, version, partition, _, next_offset, start, seek in rows:
         at = places.get((partition, group_id))
-        left = None if at is None else max(0, next_offset - (at.committed or max(start, at.first)))
+        left = None if at is None else max(0, next_offset - at.position(start, seek))
         found.append(DrainProgress(group, version, partition, left))
     return found
 
 
 class _Place(NamedTuple):
-    """How far a group is in a partition: 0 where it has not begun; and the first offset that is kept."""
+    """How far a group is in a partition: 0 where it has not begun; since which seek; and the first offset kept."""
 
     committed: int
+    seek: int
     first: int
+
+    def position(self, start: int, seek: int) -> int:
+        """Return the next offset that the group is given, which starts here since its last seek."""
+        begun = self.committed and self.seek >= seek
+        return self.committed if begun else max(start, self.first)
 
 
 def _places(
@@ -111,12 +117,14 @@ def _places(
     nodes = {node.node_id: node for node in load_nodes(database)}
     found: dict[tuple[int, int], _Place] = {}
     for node_id, pairs in by_node.items():
-        commands: list[Command] = [("HGET", group_keys(prefix, p, g).lock, "committed") for p, g in pairs]
-        commands += [("HGET", partition_keys(prefix, p).meta, "first") for p, _ in pairs]
+        commands: list[Command] = []
+        for partition, group_id in pairs:
+            lock, meta = group_keys(prefix, partition, group_id).lock, partition_keys(prefix, partition).meta
+            commands += [("HGET", lock, "committed"), ("HGET", lock, "seek"), ("HGET", meta, "first")]
         try:
             with NodeConnection(nodes[node_id], unsafe=unsafe) as line:
-                values = [int(raise_for_reply(reply, line.node.address) or 0) for reply in line.call(commands)]
+                values = iter([int(raise_for_reply(reply, line.node.address) or 0) for reply in line.call(commands)])
         except MqlayerError:
             continue
-        found |= dict(zip(pairs, map(_Place, values[: len(pairs)], values[len(pairs) :]), strict=True))
+        found |= dict(zip(pairs, map(_Place, values, values, values), strict=True))
     return found

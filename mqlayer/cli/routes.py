@@ -25,6 +25,7 @@ from mqlayer.changes import (
 )
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument, check_wish
 from mqlayer.cli.showing import JsonOption, show_rows
 from mqlayer.cli.watching import watch_draining
 from mqlayer.domain.routing import LP_COUNT, NodeId
@@ -36,10 +37,7 @@ from mqlayer.settings import Settings
 STRIP: Final = 32
 """Cells of the strip on which a range is drawn."""
 
-TopicArgument = Annotated[str, typer.Argument(help="The topic's name.")]
 PartitionArgument = Annotated[int, typer.Argument(help="A partition in force: mqlayer route show TOPIC.")]
-PlanOption = Annotated[bool, typer.Option("--plan", help="Print what --apply would do; change nothing. The default.")]
-ApplyOption = Annotated[bool, typer.Option("--apply", help="Print the plan, and do it.")]
 WatchOption = Annotated[bool, typer.Option("--watch", help="With --apply: then watch until every group has drained.")]
 TimeoutOption = Annotated[float | None, typer.Option(min=0, help="Watch for so many seconds at most.")]
 VersionOption = Annotated[int | None, typer.Option(min=1, help="Refuse unless the route is at this version.")]
@@ -67,8 +65,7 @@ class Wish:
     if_version: int | None
 
     def __post_init__(self) -> None:
-        if self.plan and self.apply:
-            raise InvalidInput("choose one: --plan changes nothing, --apply does it")
+        check_wish(plan=self.plan, apply=self.apply)
         if self.watch and not self.apply:
             raise InvalidInput("--watch goes with --apply; to watch what was applied before: mqlayer route watch TOPIC")
 

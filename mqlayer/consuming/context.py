@@ -116,6 +116,7 @@ class Context:
             "key": self.key,
             "seq": seq,
             "epoch": self._held.epoch,
+            "replay": self._held.assigned.replay,
         }
 
     def _judge(self, answer: str, epoch: int) -> None:

@@ -117,7 +117,7 @@ class Reader(NodeThread):
     def _take(self, holdings: list[Held]) -> None:
         if not holdings:
             return
-        commands = [take_command(self._line, h.holder, start=h.assigned.start, afresh=True) for h in holdings]
+        commands = [self._take_command(held, afresh=True) for held in holdings]
         failpoint("take.before_send")
         replies = self._line.call(commands)
         failpoint("take.after_send")
@@ -225,7 +225,11 @@ class Reader(NodeThread):
             self._owner.fenced(held, "pull")
 
     def _check(self, held: Held) -> Command:
-        return take_command(self._line, held.holder, start=held.assigned.start)
+        return self._take_command(held, afresh=False)
+
+    def _take_command(self, held: Held, *, afresh: bool) -> Command:
+        assigned = held.assigned
+        return take_command(self._line, held.holder, start=assigned.start, seek=assigned.seek, afresh=afresh)
 
     def _log(self, held: Held) -> bytes:
         return partition_keys(held.holder.prefix, held.partition).log

@@ -4,6 +4,7 @@ from mqlayer.membership.gates import drained
 from mqlayer.membership.groups import Group, GroupSettings, ensure_group, find_group, raise_group_version
 from mqlayer.membership.members import Assigned, Beat, Session, beat, join, leave, release, start_leaving
 from mqlayer.membership.rebalance import rebalance
+from mqlayer.membership.seeking import SeekPlan, apply_seek, planned_seek
 from mqlayer.membership.starts import Start
 
 __all__ = [
@@ -11,14 +12,17 @@ __all__ = [
     "Beat",
     "Group",
     "GroupSettings",
+    "SeekPlan",
     "Session",
     "Start",
+    "apply_seek",
     "beat",
     "drained",
     "ensure_group",
     "find_group",
     "join",
     "leave",
+    "planned_seek",
     "raise_group_version",
     "rebalance",
     "release",

@@ -7,6 +7,7 @@ next goes on.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -14,7 +15,7 @@ from mqlayer.domain.backoff import DEFAULT_BACKOFF_S
 from mqlayer.domain.names import check_name
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
-from mqlayer.membership.starts import Beginnings, Kept, Start
+from mqlayer.membership.starts import Beginning, Beginnings, Start, kept_partitions
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.routes.cache import RouteCache
@@ -40,6 +41,7 @@ class Group:
     start: Start
     backoff_s: tuple[float, ...]
     version: int
+    seek: int
 
 
 def find_group(database: Database, topic: str, name: str) -> Group:
@@ -48,8 +50,8 @@ def find_group(database: Database, topic: str, name: str) -> Group:
         row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
     if row is None:
         raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
-    group_id, topic_id, state, start, backoff, start_at, version = row
-    return Group(group_id, topic_id, topic, name, state, start_at or start, tuple(backoff), version)
+    group_id, topic_id, state, start, backoff, start_at, version, seek = row
+    return Group(group_id, topic_id, topic, name, state, start_at or start, tuple(backoff), version, seek)
 
 
 def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: str, prefix: str,
@@ -92,26 +94,25 @@ def check_start(start: Start) -> None:
 
 def _store_starts(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool) -> None:
     with database.connection() as connection:
-        rows = connection.execute(query("partition_list"), {"topic_id": group.topic_id}).fetchall()
-    kept = [
-        Kept(partition, node_id, lp_from, lp_to, state == "sealed", born_in, ended_in)
-        for partition, node_id, lp_from, lp_to, state, born_in, ended_in in rows
-        # A successor that is not open yet begins with its first record.
-        if state in ("open", "sealed")
-    ]
+        kept = kept_partitions(connection, group.topic_id)
     beginnings = Beginnings(routes, kept, prefix=prefix, unsafe=unsafe).of(group.start)
     failpoint("group.before_starts")
     with database.connection() as connection, connection.transaction():
         if connection.execute(query("group_creating"), {"group_id": group.group_id}).fetchone() is None:
             return
-        for beginning in beginnings:
-            facts = {"group_id": group.group_id, "partition_id": beginning.partition, "start_offset": beginning.offset}
-            connection.execute(query("group_start_insert"), facts)
-            if beginning.drained:
-                connection.execute(query("drained_from_start"), facts)
+        put_beginnings(connection, group.group_id, beginnings)
         raise_group_version(connection, group.group_id)
         failpoint("group.before_live")
         connection.execute(query("group_live"), {"group_id": group.group_id})
+
+
+def put_beginnings(connection: Connection, group_id: int, beginnings: Iterable[Beginning]) -> None:
+    """Store where a group begins, in the caller's transaction."""
+    for beginning in beginnings:
+        facts = {"group_id": group_id, "partition_id": beginning.partition, "start_offset": beginning.offset}
+        connection.execute(query("group_start_insert"), facts)
+        if beginning.drained:
+            connection.execute(query("drained_from_start"), facts)
 
 
 def raise_group_version(connection: Connection, group_id: int) -> int:

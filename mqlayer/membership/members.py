@@ -30,6 +30,8 @@ class Assigned:
     """A partition that a member may consume, under an epoch; `release` asks to give it up.
 
     `cut`: it holds messages beyond the marks it was sealed with, which its successors hold too (see `seal_marks`).
+    `seek`: how often the group was sent elsewhere; what was committed before is void, `start` counts. `replay`: since
+    which of these times fenced effects are applied again.
     """
 
     partition: PartitionId
@@ -40,6 +42,8 @@ class Assigned:
     start: int
     release: bool
     cut: bool = False
+    seek: int = 0
+    replay: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,8 @@ def beat(database: Database, session: Session, *, lease_s: float) -> Beat:
         _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
     with database.connection() as connection:
         rows = connection.execute(query("member_assignments"), facts).fetchall()
-    allocation, backoff_s = (rows[0][8], tuple(rows[0][9])) if rows else (0, ())
-    assigned = tuple(Assigned(*row[:8]) for row in rows if row[0] is not None)
+    allocation, backoff_s = (rows[0][-2], tuple(rows[0][-1])) if rows else (0, ())
+    assigned = tuple(Assigned(*row[:-2]) for row in rows if row[0] is not None)
     return Beat(True, False, allocation, backoff_s, assigned)
 
 

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import NodeNotArmed
+from mqlayer.postgres.database import Connection
+from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection, raise_for_reply
 from mqlayer.routes.cache import RouteCache
@@ -42,6 +44,20 @@ class Beginning:
     partition: int
     offset: int
     drained: bool
+
+
+def kept_partitions(connection: Connection, topic_id: int) -> list[Kept]:
+    """Return the partitions of a topic that a group can begin in, parents before successors.
+
+    A successor that is not open yet is not among them: every group begins it with its first record.
+    """
+    return [
+        Kept(partition, node_id, lp_from, lp_to, state == "sealed", born_in, ended_in)
+        for partition, node_id, lp_from, lp_to, state, born_in, ended_in in connection.execute(
+            query("partition_list"), {"topic_id": topic_id}
+        )
+        if state in ("open", "sealed")
+    ]
 
 
 class Beginnings:

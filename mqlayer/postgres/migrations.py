@@ -24,7 +24,7 @@ ADVISORY_LOCK: Final = (0x6D71, 0x6C79)
 GRANTED_FUNCTIONS: Final = (
     "publish_v1(text, text, bytea, jsonb)",
     "publish_many_v1(text[], text[], bytea[], jsonb[])",
-    "fence_v1(int, smallint, int, text, bigint, bigint)",
+    "fence_v1(int, smallint, int, text, bigint, bigint, int)",
     "fence_raise_v1(int, smallint, smallint, bigint)",
 )
 

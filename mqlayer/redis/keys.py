@@ -8,7 +8,7 @@ different partitions have different tags. Groups are named by their id: a name m
 <prefix>:{<partition>}:meta                 hash    state, topic, lp_from, lp_to, next, first; of route changes:
                                                     change, sealed_for, seal, lost
 <prefix>:{<partition>}:marks                hash    <source>:<lp> -> highest seq in the partition
-<prefix>:{<partition>}:g<group>:lock        hash    owner, epoch, refreshed_at, committed, base, top
+<prefix>:{<partition>}:g<group>:lock        hash    owner, epoch, refreshed_at, committed, base, top, seek
 <prefix>:{<partition>}:g<group>:acks        string  ack bitmap, bit i is offset base + i
 <prefix>:{<partition>}:g<group>:attempts    hash    offset -> failed attempts
 ```

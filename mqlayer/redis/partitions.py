@@ -158,8 +158,11 @@ class Fenced(NamedTuple):
     epoch: int
 
 
-def take_command(line: NodeConnection, holder: Holder, *, start: int, afresh: bool = False) -> Command:
-    """Return the command that takes or refreshes the pull lock; `afresh` asks for what the former owner left."""
+def take_command(line: NodeConnection, holder: Holder, *, start: int, seek: int = 0, afresh: bool = False) -> Command:
+    """Return the command that takes or refreshes the pull lock; `afresh` asks for what the former owner left.
+
+    `start` counts where nothing is committed since the group's last `seek`.
+    """
     keys, group = partition_keys(holder.prefix, holder.partition), _group(holder)
     return line.script(
         "lock_take",
@@ -168,6 +171,7 @@ def take_command(line: NodeConnection, holder: Holder, *, start: int, afresh: bo
         holder.epoch,
         start,
         int(afresh),
+        seek,
     )
 
 
@@ -231,19 +235,28 @@ def raise_command(line: NodeConnection, prefix: str, partition: int, group_id: i
     return line.script("lock_raise", keys, epoch)
 
 
+class GroupStart(NamedTuple):
+    """Where a group starts in a partition since it was last sent elsewhere."""
+
+    group_id: int
+    seek: int
+    offset: int
+
+
 def trim_command(
     line: NodeConnection,
     prefix: str,
     partition: int,
-    starts: Sequence[tuple[int, int]],
+    starts: Sequence[GroupStart],
     *,
     floor: int,
     limit: int,
 ) -> Command:
-    """Return the command that drops what all groups settled; `starts`: (group id, its start offset)."""
+    """Return the command that drops what all groups settled."""
     keys = partition_keys(prefix, partition)
-    locks = [group_keys(prefix, partition, group_id).lock for group_id, _ in starts]
-    return line.script("log_trim", (keys.meta, keys.log, *locks), limit, floor, *(offset for _, offset in starts))
+    locks = [group_keys(prefix, partition, start.group_id).lock for start in starts]
+    facts = [fact for start in starts for fact in (start.seek, start.offset)]
+    return line.script("log_trim", (keys.meta, keys.log, *locks), limit, floor, *facts)
 
 
 def _group(holder: Holder) -> Any:

@@ -13,7 +13,7 @@ from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
-from mqlayer.redis.partitions import trim_command
+from mqlayer.redis.partitions import GroupStart, trim_command
 from mqlayer.routes.cache import load_nodes
 from mqlayer.topics import list_topics
 
@@ -40,10 +40,10 @@ class TrimReport:
 
 
 class Work(NamedTuple):
-    """A partition to trim: the groups that bound it, each with the offset at which it starts."""
+    """A partition to trim, and the groups that bound it."""
 
     partition: int
-    starts: list[tuple[int, int]]
+    starts: list[GroupStart]
 
 
 def trim_pass(database: Database, *, prefix: str, topic: str | None = None, unsafe: bool = False) -> TrimReport:
@@ -72,9 +72,10 @@ def _work_by_node(database: Database, names: Iterable[str]) -> dict[NodeId, list
     found: dict[NodeId, list[Work]] = {}
     with database.connection() as connection:
         for name in names:
-            for partition, node_id, group_ids, starts in connection.execute(query("trim_work"), {"topic": name}):
-                if group_ids:
-                    found.setdefault(node_id, []).append(Work(partition, list(zip(group_ids, starts, strict=True))))
+            for partition, node_id, *starts in connection.execute(query("trim_work"), {"topic": name}):
+                groups = list(map(GroupStart, *starts))
+                if groups:
+                    found.setdefault(node_id, []).append(Work(partition, groups))
     return found
 
 

@@ -195,7 +195,7 @@ SELECT coalesce(current_setting('mqlayer.traces', true), '');
 -- name: fence
 -- Check and note a message in the effect's own transaction.
 SELECT answer, epoch
-FROM mqlayer_app.fence_v1(%(group_id)s, %(lp)s::smallint, %(source)s, %(key)s, %(seq)s, %(epoch)s);
+FROM mqlayer_app.fence_v1(%(group_id)s, %(lp)s::smallint, %(source)s, %(key)s, %(seq)s, %(epoch)s, %(replay)s);
 
 -- name: fence_raise
 -- Raise the epoch of a range of LPs for a new owner.

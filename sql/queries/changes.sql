@@ -117,7 +117,8 @@ WHERE t.name = %(topic)s ORDER BY r.lp_from;
 
 -- name: drain_progress
 -- The sealed partitions of a topic that some group has not drained, per group: where it must come to.
-SELECT g.group_id, g.name, g.version, p.partition_id, p.node_id, s.next_offset, coalesce(gs.start_offset, 1) AS start_offset
+SELECT g.group_id, g.name, g.version, p.partition_id, p.node_id, s.next_offset, coalesce(gs.start_offset, 1) AS start_offset,
+       g.seek
 FROM mqlayer.topic t
 JOIN mqlayer.consumer_group g ON g.topic_id = t.topic_id AND g.state <> 'retired'
 JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.state = 'sealed'

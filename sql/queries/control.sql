@@ -141,6 +141,7 @@ WHERE outbox_uuid = %(outbox_uuid)s AND kind = 'outbox' AND closed_at IS NULL;
 -- Every live partition of a topic with the groups whose settling bounds its trimming, and where they start.
 SELECT p.partition_id, p.node_id,
        coalesce(array_agg(g.group_id ORDER BY g.group_id) FILTER (WHERE g.group_id IS NOT NULL), '{}') AS group_ids,
+       coalesce(array_agg(g.seek ORDER BY g.group_id) FILTER (WHERE g.group_id IS NOT NULL), '{}') AS seeks,
        coalesce(array_agg(coalesce(s.start_offset, 1) ORDER BY g.group_id)
                 FILTER (WHERE g.group_id IS NOT NULL), '{}') AS starts
 FROM mqlayer.topic t

@@ -6,7 +6,7 @@ ON CONFLICT (topic_id, name) DO NOTHING;
 
 -- name: group_find
 -- One group of a topic.
-SELECT g.group_id, g.topic_id, g.state, g.start, g.backoff_s, g.start_at, g.version
+SELECT g.group_id, g.topic_id, g.state, g.start, g.backoff_s, g.start_at, g.version, g.seek
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE t.name = %(topic)s AND g.name = %(name)s;
 
@@ -23,6 +23,20 @@ SELECT group_id FROM mqlayer.consumer_group WHERE group_id = %(group_id)s AND st
 -- name: group_live
 -- All starting points of a group are stored: let members in.
 UPDATE mqlayer.consumer_group SET state = 'live' WHERE group_id = %(group_id)s AND state = 'creating';
+
+-- name: group_seek
+-- Send a group elsewhere, unless it was since this was decided: what it had committed is void.
+UPDATE mqlayer.consumer_group
+SET seek = seek + 1, replay = CASE WHEN %(replay)s THEN seek + 1 ELSE replay END, version = 1
+WHERE group_id = %(group_id)s AND seek = %(seek)s AND state = 'live' RETURNING seek;
+
+-- name: group_starts_forget
+-- Where a group started before.
+DELETE FROM mqlayer.group_start WHERE group_id = %(group_id)s;
+
+-- name: drained_forget
+-- A group has drained nothing as yet.
+DELETE FROM mqlayer.drained WHERE group_id = %(group_id)s;
 
 -- name: transaction_patience
 -- How long this transaction waits for a lock, and how long it may hold its own while its process does nothing.
@@ -64,7 +78,8 @@ SELECT (SELECT count(*) FROM beat) AS known,
 -- What a member holds: partition, node, epoch, start, and whether it shall release it. Nothing for an earlier session:
 -- an old process must not learn the epochs of the one that took its id.
 SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_offset, 1) AS start_offset,
-       a.target IS DISTINCT FROM a.member_id AS release, coalesce(e.cut, false) AS cut, g.allocation, g.backoff_s
+       a.target IS DISTINCT FROM a.member_id AS release, coalesce(e.cut, false) AS cut, g.seek, g.replay,
+       g.allocation, g.backoff_s
 FROM mqlayer.consumer_group g
 LEFT JOIN mqlayer.member m ON m.group_id = g.group_id AND m.member_id = %(member_id)s AND m.session = %(session)s
 LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.member_id = m.member_id
@@ -140,6 +155,17 @@ WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND member_id 
 -- A member joined again under its id: what it held goes on under new epochs.
 UPDATE mqlayer.assignment SET epoch = nextval('mqlayer.epoch'), changed_at = now()
 WHERE group_id = %(group_id)s AND member_id = %(member_id)s;
+
+-- name: assignments_of_group_raise
+-- No earlier owner of any partition of a group is served any more.
+UPDATE mqlayer.assignment SET epoch = nextval('mqlayer.epoch'), changed_at = now()
+WHERE group_id = %(group_id)s RETURNING partition_id, epoch;
+
+-- name: assignment_free_unreadable
+-- Nobody consumes a partition whose parents the group has not drained any more.
+UPDATE mqlayer.assignment a SET member_id = NULL, target = NULL, changed_at = now()
+WHERE a.group_id = %(group_id)s AND a.member_id IS NOT NULL
+  AND NOT EXISTS (SELECT FROM mqlayer.readable r WHERE r.group_id = a.group_id AND r.partition_id = a.partition_id);
 
 -- name: assignment_epoch_renew
 -- The owner's present epoch is refused by the node: give it a higher one.

@@ -16,7 +16,7 @@ from mqlayer.domain.routing import Route
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
 from mqlayer.redis.nodes import NodeConnection
-from mqlayer.redis.partitions import Holder, Run, append_command, settle_command, take_command, trim_command
+from mqlayer.redis.partitions import GroupStart, Holder, Run, append_command, settle_command, take_command, trim_command
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, list_nodes, register_node
 from mqlayer.trimming import trim_pass
@@ -102,7 +102,9 @@ def test_a_group_that_starts_later_bounds_by_its_start(stream: Stream) -> None:
 def test_a_pass_looks_at_no_more_than_it_is_told_and_never_past_a_floor(stream: Stream) -> None:
     group = stream.group()
     stream.settle(group, 1, COUNT)
-    command = trim_command(stream.line, stream.prefix, stream.partition, [(group, 1)], floor=150, limit=10_000)
+    command = trim_command(
+        stream.line, stream.prefix, stream.partition, [GroupStart(group, 0, 1)], floor=150, limit=10_000
+    )
     word, _, first = stream.line.call([command])[0]
     assert word == b"trimmed"
     assert first == stream.first() <= 150

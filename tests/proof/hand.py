@@ -57,8 +57,7 @@ class Hand:
         """Return what it has not settled of a partition; the lock is taken for that."""
         one = self.assigned()[partition]
         with self._line(one) as line:
-            taken = take_reply(line.call([take_command(line, self._holder(one), start=one.start, afresh=True)])[0], "")
-            assert isinstance(taken, Taken), taken
+            taken = self._take(line, one)
             return self._read(line, partition, taken.committed)
 
     def consume(self, partition: int, count: int = ALL, *, report: bool = True, settle: bool = True) -> int:
@@ -68,8 +67,7 @@ class Hand:
         """
         one = self.assigned()[partition]
         with self._line(one) as line:
-            taken = take_reply(line.call([take_command(line, self._holder(one), start=one.start, afresh=True)])[0], "")
-            assert isinstance(taken, Taken), taken
+            taken = self._take(line, one)
             at, left = taken.committed, count
             while True:
                 records, command = self._read(line, partition, at)
@@ -104,6 +102,12 @@ class Hand:
         for record in self.handled:
             found[record.key.decode()].append(record.body.decode())
         return dict(found)
+
+    def _take(self, line: NodeConnection, one: Assigned) -> Taken:
+        command = take_command(line, self._holder(one), start=one.start, seek=one.seek, afresh=True)
+        taken = take_reply(line.call([command])[0], "")
+        assert isinstance(taken, Taken), taken
+        return taken
 
     def _read(self, line: NodeConnection, partition: int, at: int) -> tuple[list[Record], CommandRecord | None]:
         log = partition_keys(self.prefix, partition).log

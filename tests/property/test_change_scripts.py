@@ -22,6 +22,7 @@ from mqlayer.redis.partitions import (
     MARKS_PER_CALL,
     Appended,
     Fenced,
+    GroupStart,
     Holder,
     Kept,
     Refused,
@@ -210,7 +211,9 @@ class Changes(RuleBasedStateMachine):
 
     @rule(floor=st.sampled_from([2, 5, 2**53]))
     def trim(self, floor: int) -> None:
-        command = trim_command(self.line, self.prefix, self.partition, [(GROUP, 1)], floor=floor, limit=10_000)
+        command = trim_command(
+            self.line, self.prefix, self.partition, [GroupStart(GROUP, 0, 1)], floor=floor, limit=10_000
+        )
         word, *facts = raise_for_reply(self.ask(command), "the node")
         if self.model.state in (None, "deleted"):
             assert word == b"absent"

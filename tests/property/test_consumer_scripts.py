@@ -17,6 +17,7 @@ from mqlayer.redis.keys import group_keys, partition_keys
 from mqlayer.redis.nodes import Node, NodeConnection
 from mqlayer.redis.partitions import (
     Fenced,
+    GroupStart,
     Holder,
     Kept,
     Refused,
@@ -50,6 +51,7 @@ class Model:
     owner: str | None = None
     epoch: int = 0
     committed: int = 0
+    seek: int = 0
     # Bit i stands for offset i.
     settled: int = 0
     log: list[int] = field(default_factory=list)
@@ -58,13 +60,15 @@ class Model:
     def owns(self, member: str, epoch: int) -> bool:
         return (self.owner, self.epoch) == (member, epoch)
 
-    def take(self, member: str, epoch: int, start: int, *, afresh: bool) -> Taken | Kept | Fenced:
+    def take(self, member: str, epoch: int, start: int, seek: int, *, afresh: bool) -> Taken | Kept | Fenced:
         if self.owns(member, epoch):
             if not afresh:
                 return Kept(self.committed)
         elif epoch <= self.epoch:
             return Fenced(self.epoch)
         self.owner, self.epoch = member, epoch
+        if seek > self.seek:
+            self.seek, self.committed, self.settled, self.attempts = seek, 0, 0, {}
         self.committed = self.committed or max(start, self.first)
         return Taken(self.committed, self.next, 0, b"", self.attempts)
 
@@ -131,14 +135,15 @@ class ConsumerScripts(RuleBasedStateMachine):
         member=st.sampled_from(MEMBERS),
         step=st.sampled_from([-1, 0, 0, 1, 1, 3]),
         start=st.integers(1, 5),
+        seeks=st.sampled_from([0, 0, 0, 0, 1, 2]),
         afresh=st.booleans(),
     )
-    def take(self, member: str, step: int, start: int, afresh: bool) -> None:
+    def take(self, member: str, step: int, start: int, seeks: int, afresh: bool) -> None:
         epoch = max(1, self.model.epoch + step)
-        start = min(start, self.model.next)
-        command = take_command(self.line, self.holder(member, epoch), start=start, afresh=afresh)
+        start, seek = min(start, self.model.next), self.model.seek + seeks
+        command = take_command(self.line, self.holder(member, epoch), start=start, seek=seek, afresh=afresh)
         answer = take_reply(self.ask(command), "")
-        expected = self.model.take(member, epoch, start, afresh=afresh)
+        expected = self.model.take(member, epoch, start, seek, afresh=afresh)
         assert type(answer) is type(expected)
         if isinstance(answer, Taken) and isinstance(expected, Taken):
             assert (answer.committed, answer.next_offset, answer.attempts) == (
@@ -208,10 +213,18 @@ class ConsumerScripts(RuleBasedStateMachine):
             assert reply == [b"raised"]
             self.model.owner, self.model.epoch = "", epoch - 1
 
-    @rule(floor=st.integers(1, 20_000), limit=st.sampled_from([100, 5_000]))
-    def trim(self, floor: int, limit: int) -> None:
-        command = trim_command(self.line, self.prefix, self.partition, [(GROUP, 1)], floor=floor, limit=limit)
-        settled_by_all = [offset for offset in self.model.log if offset < min(floor, self.model.committed or 1)]
+    @rule(
+        floor=st.integers(1, 20_000),
+        limit=st.sampled_from([100, 5_000]),
+        seeks=st.sampled_from([-1, 0, 0, 0, 1]),
+        start=st.integers(1, 5),
+    )
+    def trim(self, floor: int, limit: int, seeks: int, start: int) -> None:
+        """What was committed counts where it was since the group's last seek, else where it starts."""
+        group = GroupStart(GROUP, self.model.seek + seeks, start)
+        command = trim_command(self.line, self.prefix, self.partition, [group], floor=floor, limit=limit)
+        place = self.model.committed if self.model.committed and seeks <= 0 else start
+        settled_by_all = [offset for offset in self.model.log if offset < min(floor, place)]
         reply = self.ask(command)
         assert isinstance(reply, list)
         word, count, first = reply

@@ -243,6 +243,8 @@ CREATE TABLE mqlayer_app.fence_applied (
     -- Negative for messages without a key: each stands alone, under its seq as key.
     source_id  int NOT NULL,
     key        text NOT NULL,
+    -- Grows when the group is sent back to apply again what it had applied.
+    replay     int NOT NULL DEFAULT 0,
     seq        bigint NOT NULL,
     applied_at timestamptz NOT NULL DEFAULT now(),
     CONSTRAINT fence_applied_key PRIMARY KEY (group_id, lp, key, source_id)
@@ -252,7 +254,7 @@ CREATE TABLE mqlayer_app.fence_applied (
 -- Answers 'current' (go on; noted as applied when the transaction commits), 'applied' or 'stale' (roll back).
 -- A stopped process must not hold its LP for ever: its open transaction ends after 60 idle seconds at the latest.
 CREATE FUNCTION mqlayer_app.fence_v1(p_group_id int, p_lp smallint, p_source_id int, p_key text, p_seq bigint,
-                                     p_epoch bigint, OUT answer text, OUT epoch bigint)
+                                     p_epoch bigint, p_replay int DEFAULT 0, OUT answer text, OUT epoch bigint)
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app AS $$
 DECLARE
     v_timeout interval := current_setting('idle_in_transaction_session_timeout')::interval;
@@ -271,11 +273,12 @@ BEGIN
         answer := 'stale';
         RETURN;
     END IF;
-    INSERT INTO mqlayer_app.fence_applied AS a (group_id, lp, source_id, key, seq)
+    INSERT INTO mqlayer_app.fence_applied AS a (group_id, lp, source_id, key, replay, seq)
         VALUES (p_group_id, p_lp, CASE WHEN p_key IS NULL THEN -p_source_id ELSE p_source_id END,
-                coalesce(p_key, p_seq::text), p_seq)
-        ON CONFLICT (group_id, lp, key, source_id) DO UPDATE SET seq = excluded.seq, applied_at = now()
-            WHERE a.seq < excluded.seq;
+                coalesce(p_key, p_seq::text), p_replay, p_seq)
+        ON CONFLICT (group_id, lp, key, source_id) DO UPDATE
+            SET replay = excluded.replay, seq = excluded.seq, applied_at = now()
+            WHERE (a.replay, a.seq) < (excluded.replay, excluded.seq);
     IF FOUND THEN
         answer := 'current';
     ELSE

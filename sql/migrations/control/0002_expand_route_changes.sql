@@ -56,6 +56,10 @@ CREATE TABLE mqlayer.seal (
 ALTER TABLE mqlayer.consumer_group
     -- The route version of which the group has drained all that came before it; moves one by one.
     ADD COLUMN version int NOT NULL DEFAULT 1,
+    -- How often it was sent elsewhere. What it had committed before is void: where it starts counts again.
+    ADD COLUMN seek int NOT NULL DEFAULT 0,
+    -- The seek since which fenced effects are applied again, though they were before.
+    ADD COLUMN replay int NOT NULL DEFAULT 0,
     ADD COLUMN start_at timestamptz,
     DROP CONSTRAINT consumer_group_start,
     ADD CONSTRAINT consumer_group_start CHECK (start IN ('earliest', 'latest', 'time')),

@@ -1,0 +1,19 @@
+"""Options that several commands have in common: a topic, and what to do with a plan."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mqlayer.errors import InvalidInput
+
+TopicArgument = Annotated[str, typer.Argument(help="The topic's name.")]
+PlanOption = Annotated[bool, typer.Option("--plan", help="Print what --apply would do; change nothing. The default.")]
+ApplyOption = Annotated[bool, typer.Option("--apply", help="Print the plan, and do it.")]
+
+
+def check_wish(*, plan: bool, apply: bool) -> None:
+    """Raise InvalidInput for both at once."""
+    if plan and apply:
+        raise InvalidInput("choose one: --plan changes nothing, --apply does it")

@@ -1,0 +1,137 @@
+"""Send a living group elsewhere: back to what is still kept, or forward.
+
+Where a group stands is what it committed in Redis since its last seek, else where it starts (Postgres). A seek is one
+transaction in Postgres: where it starts now, which partitions count as drained, its route version, higher epochs for
+all it holds, one seek more. Whoever takes a partition under such an epoch finds what was committed before void, and
+begins at the start. So partitions of older route versions are readable again and those after them are not, in one step.
+
+States: *before* and *after* the commit; a crash leaves one of the two. Old owners are fenced in Redis right after it;
+where that did not happen, the next owner's taking does it, and they hear of it by their next heartbeat.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from psycopg.types.json import Jsonb
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import Conflict, MqlayerError
+from mqlayer.failpoints import failpoint
+from mqlayer.membership.groups import Group, check_start, find_group, put_beginnings, raise_group_version
+from mqlayer.membership.rebalance import change_group, rebalance
+from mqlayer.membership.starts import Beginning, Beginnings, Kept, Start, kept_partitions
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.nodes import NodeConnection, raise_for_reply
+from mqlayer.redis.partitions import raise_command
+from mqlayer.routes.cache import RouteCache, load_nodes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SeekPlan:
+    """Where a group will go: in each of its partitions, parents first, the next offset that it is given."""
+
+    group: Group
+    to: Start
+    partitions: Sequence[Kept]
+    beginnings: Sequence[Beginning]
+
+
+def planned_seek(
+    database: Database, routes: RouteCache, *, topic: str, name: str, to: Start, prefix: str, unsafe: bool = False
+) -> SeekPlan:
+    """Return where a seek would take a group; nothing is changed. `to`: as a new group's start, see `starts`.
+
+    Raises InvalidInput for a time without a zone, NotFound, Conflict for a group that is not live, StoreUnavailable
+    where a node can't be asked for its offsets.
+    """
+    check_start(to)
+    group = find_group(database, topic, name)
+    _check_live(group)
+    with database.connection() as connection:
+        partitions = kept_partitions(connection, group.topic_id)
+    beginnings = Beginnings(routes, partitions, prefix=prefix, unsafe=unsafe).of(to)
+    return SeekPlan(group, to, partitions, beginnings)
+
+
+def apply_seek(
+    database: Database, plan: SeekPlan, *, prefix: str, actor: str, replay: bool = False, unsafe: bool = False
+) -> list[str]:
+    """Do what a plan says; return the names of nodes whose old owners could not be fenced at once.
+
+    `replay`: effects that were applied under the fence are applied again, in order; else they are passed over. Raises
+    Conflict where the group was sent elsewhere since the plan was made; nothing is changed then.
+    """
+
+    def work(connection: Connection) -> dict[Kept, int]:
+        epochs = _change_position(connection, plan, replay=replay)
+        facts = {"to": _told(plan.to), "replay": replay}
+        audit = {"actor": actor, "act": "group seek", "object": f"{plan.group.topic}/{plan.group.name}"}
+        connection.execute(query("audit_insert"), audit | {"facts": Jsonb(facts)})
+        failpoint("seek.before_commit")
+        return epochs
+
+    epochs = change_group(database, plan.group.group_id, work)
+    failpoint("seek.after_commit")
+    log.info("group_sought", extra={"topic": plan.group.topic, "group": plan.group.name, "to": _told(plan.to)})
+    return _fence_old_owners(database, plan.group.group_id, epochs, prefix=prefix, unsafe=unsafe)
+
+
+def _change_position(connection: Connection, plan: SeekPlan, *, replay: bool) -> dict[Kept, int]:
+    """Let a group whose lock is held begin anew; return the new epoch of each partition that it ever held."""
+    group_id = plan.group.group_id
+    facts = {"group_id": group_id, "seek": plan.group.seek, "replay": replay}
+    if connection.execute(query("group_seek"), facts).fetchone() is None:
+        raise Conflict(
+            f"group {plan.group.name!r} of topic {plan.group.topic!r} was sent elsewhere in the meantime",
+            "look where it is now, and seek again",
+        )
+    connection.execute(query("group_starts_forget"), facts)
+    connection.execute(query("drained_forget"), facts)
+    # Parents may have been retired since the plan was made; successors that came since begin with their first record.
+    kept = {one.partition: one for one in kept_partitions(connection, plan.group.topic_id)}
+    put_beginnings(connection, group_id, [one for one in plan.beginnings if one.partition in kept])
+    raise_group_version(connection, group_id)
+    epochs = connection.execute(query("assignments_of_group_raise"), facts).fetchall()
+    connection.execute(query("assignment_free_unreadable"), facts)
+    rebalance(connection, group_id)
+    connection.execute(query("allocation_raise"), facts)
+    return {kept[partition]: epoch for partition, epoch in epochs if partition in kept}
+
+
+def _fence_old_owners(
+    database: Database, group_id: int, epochs: Mapping[Kept, int], *, prefix: str, unsafe: bool
+) -> list[str]:
+    """Put higher epochs in force on all nodes; return the names of those that can't be asked."""
+    by_node: dict[NodeId, list[tuple[int, int]]] = {}
+    for kept, epoch in epochs.items():
+        by_node.setdefault(kept.node, []).append((kept.partition, epoch))
+    nodes = {node.node_id: node for node in load_nodes(database)}
+    missed: list[str] = []
+    for node_id, pairs in by_node.items():
+        node = nodes[node_id]
+        try:
+            with NodeConnection(node, unsafe=unsafe) as line:
+                for reply in line.call([raise_command(line, prefix, p, group_id, epoch) for p, epoch in pairs]):
+                    raise_for_reply(reply, node.address)
+        except MqlayerError as error:
+            missed.append(node.name)
+            log.warning("old_owners_not_fenced", extra={"node": node.name, "reason": str(error)})
+    return missed
+
+
+def _check_live(group: Group) -> None:
+    if group.state != "live":
+        raise Conflict(
+            f"group {group.name!r} of topic {group.topic!r} is {group.state}, not live", "only a live group can seek"
+        )
+
+
+def _told(to: Start) -> str:
+    return to.isoformat() if isinstance(to, datetime) else to

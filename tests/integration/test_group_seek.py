@@ -1,0 +1,354 @@
+"""Sending a living group elsewhere: back over route changes, forward, under load, and with a crash in between."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+
+import psycopg
+import pytest
+
+from mqlayer import App, Context, failpoints
+from mqlayer.changes import drain_progress, split
+from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.membership import SeekPlan, Start, apply_seek, drained, planned_seek
+from mqlayer.postgres.database import Database
+from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.partitions import Fenced, Holder, settle_command, settle_reply
+from mqlayer.routes.cache import RouteCache, load_nodes
+from mqlayer.trimming import trim_pass
+from tests.fixtures.commands import Commands
+from tests.fixtures.servers import StartRedis
+from tests.fixtures.waiting import wait_until
+from tests.proof.hand import Hand
+from tests.proof.outbox_world import OutboxWorld
+
+KEYS = 6
+Seen = dict[str, list[str]]
+
+
+@pytest.fixture
+def world(database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str) -> Iterator[OutboxWorld]:
+    """Two nodes, a topic of one partition, a relay."""
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url, start_redis().url])
+    world.add_topic("orders", partitions=1)
+    with world.relay():
+        yield world
+    failpoints.disarm_all()
+
+
+@pytest.fixture
+def database(world: OutboxWorld) -> Iterator[Database]:
+    """The control database."""
+    with Database(world.dsn) as database:
+        yield database
+
+
+def publish(world: OutboxWorld, tag: str) -> None:
+    """Publish two messages of each key, and see them in the partitions."""
+    world.publish(2 * KEYS, keys=KEYS, tag=tag)
+    world.wait_until_whole()
+
+
+def of_tags(*tags: str) -> Seen:
+    """Return what has to be seen of these rounds, by key."""
+    return {
+        f"key-{key}": [f"{tag}-{number}" for tag in tags for number in range(key, 2 * KEYS, KEYS)]
+        for key in range(KEYS)
+    }
+
+
+def plan_of(world: OutboxWorld, database: Database, to: Start) -> SeekPlan:
+    with closing(RouteCache(database)) as routes:
+        return planned_seek(database, routes, topic="orders", name="ledger", to=to, prefix=world.key_prefix)
+
+
+def seek(world: OutboxWorld, database: Database, to: Start, *, replay: bool = False) -> None:
+    plan = plan_of(world, database, to)
+    assert apply_seek(database, plan, prefix=world.key_prefix, actor="a test", replay=replay) == []
+
+
+def split_and_publish(world: OutboxWorld, database: Database) -> datetime:
+    """Make a lineage: rounds a and b in partition 1, c in its successors; return a time between a and b."""
+    publish(world, "a")
+    later = world.rows("SELECT clock_timestamp()")[0][0] + timedelta(milliseconds=5)
+    wait_until(lambda: datetime.now(UTC) > later + timedelta(milliseconds=5), what="a later millisecond")
+    publish(world, "b")
+    split(database, "orders", 1, at=[500], prefix=world.key_prefix)
+    publish(world, "c")
+    return datetime.fromtimestamp(later.timestamp(), UTC)
+
+
+def test_a_time_in_an_older_version_replays_from_there_and_fences_who_holds_newer_partitions(
+    world: OutboxWorld, database: Database
+) -> None:
+    """Case 31."""
+    at = split_and_publish(world, database)
+    before = Hand(database, world.key_prefix, "orders")
+    before.consume_all()
+    assert before.bodies() == of_tags("a", "b", "c")
+    held = before.assigned()
+    assert sorted(held) == [2, 3]
+    assert before.version == 2
+
+    seek(world, database, at)
+
+    again = Hand(database, world.key_prefix, "orders", member="again")
+    assert again.version == 1
+    assert world.rows("SELECT partition_id FROM mqlayer.readable") == [(1,)]
+    # Who still holds a successor settles nothing, drains nothing, and applies no effect once somebody replays.
+    for old in held.values():
+        node = next(node for node in load_nodes(database) if node.node_id == old.node)
+        with NodeConnection(node) as line:
+            holder = Holder(world.key_prefix, old.partition, before.group_id, "hand", old.epoch)
+            answer = settle_reply(line.call([settle_command(line, holder, [(1, 1)])])[0], "")
+            assert isinstance(answer, Fenced)
+            assert answer.epoch >= old.epoch
+        assert not drained(database, before.session, old, "00000000-0000-0000-0000-000000000000")
+    (parent,) = before.assigned().values() or again.assigned().values()
+    with psycopg.connect(world.dsn) as connection:
+        connection.execute("SELECT mqlayer_app.fence_raise_v1(%s, 0::smallint, 1024::smallint, %s)",
+                           (before.group_id, parent.epoch))  # fmt: skip
+        for old in held.values():
+            answers = connection.execute(
+                "SELECT answer FROM mqlayer_app.fence_v1(%s, %s::smallint, 1, 'k', 1, %s)",
+                (before.group_id, old.lp_from, old.epoch),
+            )
+            assert answers.fetchone() == ("stale",)
+        connection.rollback()
+    before.handled.clear()
+    while before.consume_all() + again.consume_all():
+        pass
+    assert in_order(before, again) == of_tags("b", "c")
+    assert again.version == 2
+
+
+def in_order(*hands: Hand) -> Seen:
+    """Return what hands that never worked at the same time handled, by key and publishing order of one outbox."""
+    handled = sorted((record for hand in hands for record in hand.handled), key=lambda record: record.identity.seq)
+    found: Seen = defaultdict(list)
+    for record in handled:
+        found[record.key.decode()].append(record.body.decode())
+    for hand in hands:
+        for key, bodies in hand.bodies().items():
+            assert bodies == [body for body in found[key] if body in bodies], "out of order"
+    return dict(found)
+
+
+@contextmanager
+def consuming(world: OutboxWorld, *, fenced: bool = False) -> Iterator[tuple[Seen, Seen]]:
+    """Run two members of the group; what is handled, and what of it was applied, by key."""
+    handled: Seen = defaultdict(list)
+    applied: Seen = defaultdict(list)
+    lock = threading.Lock()
+
+    def book(body: bytes, ctx: Context) -> None:
+        with lock:
+            handled[ctx.key or ""].append(body.decode())
+        if fenced:
+            with psycopg.connect(world.dsn) as connection:
+                ctx.fence(connection)
+                with lock:
+                    applied[ctx.key or ""].append(body.decode())
+
+    apps = [App(world.settings(lease_s=3.0)) for _ in range(2)]
+    for app in apps:
+        app.consumer("orders", group="ledger")(book)
+        app.start()
+    try:
+        yield handled, applied
+    finally:
+        for app in apps:
+            app.stop()
+
+
+def settled(world: OutboxWorld) -> bool:
+    """Say whether the group has come to the newest version and consumes nothing older."""
+    return world.rows(
+        "SELECT g.version = t.version FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)"
+    ) == [(True,)]
+
+
+def test_running_members_replay_in_order_without_a_restart(world: OutboxWorld, database: Database) -> None:
+    """Case 31, by members that run: each key's messages come again from the time on, in order, and once."""
+    at = split_and_publish(world, database)
+    with consuming(world) as (handled, _):
+        wait_until(lambda: handled == of_tags("a", "b", "c"), what="all to be handled")
+        wait_until(lambda: settled(world), what="the parent to be drained")
+        seek(world, database, at)
+        twice = {key: bodies + of_tags("b", "c")[key] for key, bodies in of_tags("a", "b", "c").items()}
+        wait_until(lambda: sum(map(len, handled.values())) >= sum(map(len, twice.values())), what="the replay")
+        assert handled == twice
+        wait_until(lambda: settled(world), what="the parent to be drained again")
+        publish(world, "d")
+        wait_until(lambda: all(bodies[-1] == f"d-{KEYS + int(key[4:])}" for key, bodies in handled.items()),
+                   what="what is new")  # fmt: skip
+        assert handled == {key: bodies + of_tags("d")[key] for key, bodies in twice.items()}
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_fenced_effects_are_applied_again_only_where_that_is_said(
+    world: OutboxWorld, database: Database, replay: bool
+) -> None:
+    split_and_publish(world, database)
+    everything = of_tags("a", "b", "c")
+    with consuming(world, fenced=True) as (handled, applied):
+        wait_until(lambda: applied == everything, what="all to be applied")
+        wait_until(lambda: settled(world), what="the parent to be drained")
+        seek(world, database, "earliest", replay=replay)
+        twice = {key: bodies * 2 for key, bodies in everything.items()}
+        wait_until(lambda: sum(map(len, handled.values())) >= 2 * 6 * KEYS, what="the replay")
+        publish(world, "d")
+        wanted = {key: bodies + of_tags("d")[key] for key, bodies in (twice if replay else everything).items()}
+        wait_until(lambda: sum(map(len, applied.values())) >= sum(map(len, wanted.values())), what="the effects")
+        assert applied == wanted
+
+
+def test_seeking_again_and_again_under_load_keeps_the_order_between_the_seeks(
+    world: OutboxWorld, database: Database
+) -> None:
+    """Each key's messages only ever go forward by one, but for the jumps back, of which there is one a seek at most."""
+    seeks = 6
+    with consuming(world) as (handled, _):
+        for number in range(seeks):
+            publish(world, f"{number}")
+            if number == 2:
+                split(database, "orders", 1, at=[500], prefix=world.key_prefix)
+            seek(world, database, "earliest")
+        publish(world, "last")
+        wanted = of_tags(*map(str, range(seeks)), "last")
+        wait_until(
+            lambda: all(handled[key][-len(bodies) :] == bodies for key, bodies in wanted.items()), what="all in order"
+        )
+    for key, bodies in handled.items():
+        places = [wanted[key].index(body) for body in bodies]
+        jumps = [(one, next_one) for one, next_one in pairwise(places) if next_one != one + 1]
+        assert len(jumps) <= seeks, (key, places)
+        assert all(next_one == 0 for _, next_one in jumps), (key, places)
+
+
+def test_latest_leaves_out_what_waits(world: OutboxWorld, database: Database) -> None:
+    hand = Hand(database, world.key_prefix, "orders")
+    split_and_publish(world, database)
+    seek(world, database, "latest")
+    assert hand.version == 2
+    assert hand.consume_all() == 0
+    publish(world, "d")
+    hand.consume_all()
+    assert hand.bodies() == of_tags("d")
+
+
+def test_what_is_to_be_given_again_is_not_trimmed_before_anybody_takes_it(
+    world: OutboxWorld, database: Database
+) -> None:
+    """Invariant 10: what was committed before a seek is void, also while no member has looked at it since."""
+    publish(world, "a")
+    hand = Hand(database, world.key_prefix, "orders")
+    hand.consume_all()
+    seek(world, database, "earliest")
+    assert trim_pass(database, prefix=world.key_prefix).total == 0
+    split(database, "orders", 1, at=[500], prefix=world.key_prefix)
+    (progress,) = drain_progress(database, "orders", prefix=world.key_prefix)
+    assert progress.left == 2 * KEYS
+    hand.handled.clear()
+    hand.consume_all()
+    assert hand.bodies() == of_tags("a")
+
+
+def test_a_plan_that_was_overtaken_is_refused_and_changes_nothing(world: OutboxWorld, database: Database) -> None:
+    publish(world, "a")
+    hand = Hand(database, world.key_prefix, "orders")
+    old = plan_of(world, database, "earliest")
+    seek(world, database, "latest")
+    before = state(world)
+    with pytest.raises(Conflict, match="was sent elsewhere in the meantime"):
+        apply_seek(database, old, prefix=world.key_prefix, actor="a test")
+    assert state(world) == before
+    assert hand.consume_all() == 0
+
+
+def state(world: OutboxWorld) -> list[tuple[object, ...]]:
+    return [
+        *world.rows("SELECT version, seek, replay, allocation FROM mqlayer.consumer_group"),
+        *world.rows("SELECT partition_id, start_offset FROM mqlayer.group_start ORDER BY 1"),
+        *world.rows("SELECT partition_id FROM mqlayer.drained ORDER BY 1"),
+        *world.rows("SELECT partition_id, member_id, epoch FROM mqlayer.assignment ORDER BY 1"),
+        *world.rows("SELECT act, object, facts FROM mqlayer.audit ORDER BY audit_id"),
+    ]
+
+
+@pytest.mark.parametrize("place", ["seek.before_commit", "seek.after_commit"])
+def test_a_seek_that_is_killed_is_done_or_not_at_all(world: OutboxWorld, database: Database, place: str) -> None:
+    """Between the two there is nothing; who held a partition is fenced by its next owner's taking."""
+    split_and_publish(world, database)
+    hand = Hand(database, world.key_prefix, "orders")
+    hand.consume_all()
+    before = state(world)
+    done = subprocess.run(
+        [sys.executable, "-m", "mqlayer", "group", "seek", "orders", "ledger", "--to", "earliest", "--apply"],
+        env=os.environ
+        | {
+            "MQLAYER_DSN": world.dsn,
+            "MQLAYER_KEY_PREFIX": world.key_prefix,
+            "MQLAYER_FAILPOINTS": f"{place}=kill",
+        },
+        check=False,
+        capture_output=True,
+    )
+    assert done.returncode == -9, done.stderr
+    hand.handled.clear()
+    if place == "seek.before_commit":
+        assert state(world) == before
+        assert hand.consume_all() == 0
+    else:
+        assert state(world) != before
+        hand.consume_all()
+        assert hand.bodies() == of_tags("a", "b", "c")
+
+
+def test_what_makes_no_sense_is_refused(world: OutboxWorld, database: Database) -> None:
+    with pytest.raises(NotFound, match="orders/ledger"):
+        plan_of(world, database, "earliest")
+    Hand(database, world.key_prefix, "orders")
+    with pytest.raises(InvalidInput, match="no time zone"):
+        plan_of(world, database, datetime(2026, 1, 1))  # noqa: DTZ001 - the point of it
+    world.rows("UPDATE mqlayer.consumer_group SET state = 'creating'")
+    with pytest.raises(Conflict, match="is creating, not live"):
+        plan_of(world, database, "earliest")
+
+
+def test_the_command_prints_its_plan_and_applies_it(
+    run: Commands, empty_database_dsn: str, redis_url: str, key_prefix: str
+) -> None:
+    run.text("migrate")
+    world = OutboxWorld(empty_database_dsn, key_prefix, [redis_url])
+    run.text("topic", "create", "orders", "--partitions", "2")
+    with Database(world.dsn) as database:
+        with world.relay():
+            publish(world, "a")
+        hand = Hand(database, key_prefix, "orders")
+        hand.consume_all()
+        words = ("group", "seek", "orders", "ledger", "--to", "earliest")
+        assert run.text(*words).splitlines() == [
+            "seek of group ledger of topic orders; fenced effects that were applied are passed over",
+            "  partition 1, LPs [0, 512): from offset 1",
+            "  partition 2, LPs [512, 1024): from offset 1",
+            "nothing was changed; --apply does this",
+        ]
+        assert hand.consume_all() == 0
+        said = run.text(*words, "--replay", "--apply").splitlines()
+        assert said[0] == "seek of group ledger of topic orders; fenced effects are applied again"
+        assert said[-1] == "group ledger of topic orders goes on from there"
+        assert hand.consume_all() == 2 * KEYS
+    assert "no place to go" in run.failure("group", "seek", "orders", "ledger", "--to", "yesterday")
+    assert "no time zone" in run.failure("group", "seek", "orders", "ledger", "--to", "2026-11-21T09:30:00")
+    assert "choose one" in run.failure(*words, "--plan", "--apply")
+    (row,) = world.rows("SELECT facts FROM mqlayer.audit WHERE act = 'group seek' AND object = 'orders/ledger'")
+    assert row[0] == {"to": "earliest", "replay": True}
