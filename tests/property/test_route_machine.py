@@ -1,4 +1,4 @@
-"""Publish, split, merge, move, drop, consume, retire, and break off anywhere: each group handles each key's list.
+"""Publish, split, merge, move, drop, consume, seek, retire, and break off anywhere: each group handles each key's list.
 
 A machine of Hypothesis on real servers: two nodes, an outbox with its relay, a direct producer, two groups. Every call
 is made by the test's own thread, one after the other, so that a failing run can be repeated; the consuming side are the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import psycopg
 import pytest
@@ -25,14 +25,14 @@ from mqlayer.domain.message import Record
 from mqlayer.domain.routing import Range, Route, lp_of
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import FailpointHit
-from mqlayer.membership import find_group, join
+from mqlayer.membership import apply_seek, find_group, join, planned_seek
 from mqlayer.postgres.database import Database
 from mqlayer.producing.upkeep import open_source
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.partitions import Refused, Run, append_command, append_reply
 from mqlayer.relay import relay_once
-from mqlayer.routes.cache import load_nodes, load_route
+from mqlayer.routes.cache import RouteCache, load_nodes, load_route
 from mqlayer.topics import create_topic
 from tests.fixtures.servers import StartRedis
 from tests.proof.failpoint_names import failpoint_names
@@ -42,6 +42,7 @@ from tests.proof.outbox_world import QUICK, OutboxWorld
 CHANGE = sorted(name for name in failpoint_names() if name.startswith("change."))
 DROP = sorted(name for name in failpoint_names() if name.startswith("drop."))
 RETIRE = sorted(name for name in failpoint_names() if name.startswith("retire."))
+SEEK = sorted(name for name in failpoint_names() if name.startswith("seek."))
 DRAINED = sorted(name for name in failpoint_names() if name.startswith("drained."))
 KEYS = [f"{kind}-{number}" for kind in ("outbox", "direct") for number in range(6)]
 GROUPS = ("slow", "fast")
@@ -127,6 +128,8 @@ class Routes(RuleBasedStateMachine):
         # Per group: how many of each key it has handled, and how much of its handled list was looked at.
         self.handled = {group: dict.fromkeys(KEYS, 0) for group in GROUPS}
         self.seen = dict.fromkeys(GROUPS, 0)
+        # Keys of which the group may be given earlier messages next, from whichever is kept.
+        self.sent_back: dict[str, set[str]] = {group: set() for group in GROUPS}
 
     # -- publishing
 
@@ -213,6 +216,14 @@ class Routes(RuleBasedStateMachine):
         self.judge(group)
         hand.session = join(self.database, group_id=hand.group_id, member_id=hand.member, lease_s=LEASE_S)
 
+    @rule(group=st.sampled_from(GROUPS), name=places(SEEK))
+    def send_back(self, group: str, name: str | None) -> None:
+        with broken_off(name, 1), closing(RouteCache(self.database)) as routes:
+            plan = planned_seek(self.database, routes, topic=self.topic, name=group, to="earliest", prefix=self.prefix)
+            apply_seek(self.database, plan, prefix=self.prefix, actor="machine")
+        if name != "seek.before_commit":
+            self.sent_back[group] = set(KEYS)
+
     # -- what holds
 
     @invariant()
@@ -269,7 +280,7 @@ class Routes(RuleBasedStateMachine):
                 note(f"refused: {error}")
 
     def judge(self, group: str) -> None:
-        """Each message is the next of its key, or one that was handled before."""
+        """Each message is the next of its key, or one that was handled before; after a seek what follows it is next."""
         handled = self.hands[group].handled
         for record in handled[self.seen[group] :]:
             self.count(group, record)
@@ -278,7 +289,9 @@ class Routes(RuleBasedStateMachine):
     def count(self, group: str, record: Record) -> None:
         key, number = record.key.decode(), int(record.body)
         assert number <= self.handled[group][key], f"{group} handled {key} {number} before {self.handled[group][key]}"
-        self.handled[group][key] = max(self.handled[group][key], number + 1)
+        first = key in self.sent_back[group]
+        self.sent_back[group].discard(key)
+        self.handled[group][key] = number + 1 if first else max(self.handled[group][key], number + 1)
 
     def partitions(self, *, deleted: bool = True) -> list[int]:
         with self.database.connection() as connection:
@@ -292,7 +305,7 @@ class Routes(RuleBasedStateMachine):
 def test_whatever_becomes_of_a_route_each_group_handles_each_keys_list(
     request: pytest.FixtureRequest, database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
 ) -> None:
-    """Cases 5, 7, 12, 16, 18, 20 to 26: `--long` for many runs."""
+    """Cases 5, 7, 12, 16, 18, 20 to 26, 31: `--long` for many runs."""
     world = OutboxWorld(database_dsn, key_prefix, [redis_url, start_redis().url])
     long = request.config.getoption("--long", default=False)
     with Database(database_dsn, max_size=6) as database:
