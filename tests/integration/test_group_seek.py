@@ -9,7 +9,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from itertools import pairwise
 
 import psycopg
@@ -29,9 +29,7 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.hand import Hand
 from tests.proof.outbox_world import OutboxWorld
-
-KEYS = 6
-Seen = dict[str, list[str]]
+from tests.proof.rounds import ROUND, Seen, a_moment_between, of_tags, publish
 
 
 @pytest.fixture
@@ -51,20 +49,6 @@ def database(world: OutboxWorld) -> Iterator[Database]:
         yield database
 
 
-def publish(world: OutboxWorld, tag: str) -> None:
-    """Publish two messages of each key, and see them in the partitions."""
-    world.publish(2 * KEYS, keys=KEYS, tag=tag)
-    world.wait_until_whole()
-
-
-def of_tags(*tags: str) -> Seen:
-    """Return what has to be seen of these rounds, by key."""
-    return {
-        f"key-{key}": [f"{tag}-{number}" for tag in tags for number in range(key, 2 * KEYS, KEYS)]
-        for key in range(KEYS)
-    }
-
-
 def plan_of(world: OutboxWorld, database: Database, to: Start) -> SeekPlan:
     with closing(RouteCache(database)) as routes:
         return planned_seek(database, routes, topic="orders", name="ledger", to=to, prefix=world.key_prefix)
@@ -78,12 +62,11 @@ def seek(world: OutboxWorld, database: Database, to: Start, *, replay: bool = Fa
 def split_and_publish(world: OutboxWorld, database: Database) -> datetime:
     """Make a lineage: rounds a and b in partition 1, c in its successors; return a time between a and b."""
     publish(world, "a")
-    later = world.rows("SELECT clock_timestamp()")[0][0] + timedelta(milliseconds=5)
-    wait_until(lambda: datetime.now(UTC) > later + timedelta(milliseconds=5), what="a later millisecond")
+    at = a_moment_between()
     publish(world, "b")
     split(database, "orders", 1, at=[500], prefix=world.key_prefix)
     publish(world, "c")
-    return datetime.fromtimestamp(later.timestamp(), UTC)
+    return at
 
 
 def test_a_time_in_an_older_version_replays_from_there_and_fences_who_holds_newer_partitions(
@@ -188,7 +171,7 @@ def test_running_members_replay_in_order_without_a_restart(world: OutboxWorld, d
         assert handled == twice
         wait_until(lambda: settled(world), what="the parent to be drained again")
         publish(world, "d")
-        wait_until(lambda: all(bodies[-1] == f"d-{KEYS + int(key[4:])}" for key, bodies in handled.items()),
+        wait_until(lambda: all(bodies[-1] == of_tags("d")[key][-1] for key, bodies in handled.items()),
                    what="what is new")  # fmt: skip
         assert handled == {key: bodies + of_tags("d")[key] for key, bodies in twice.items()}
 
@@ -204,7 +187,7 @@ def test_fenced_effects_are_applied_again_only_where_that_is_said(
         wait_until(lambda: settled(world), what="the parent to be drained")
         seek(world, database, "earliest", replay=replay)
         twice = {key: bodies * 2 for key, bodies in everything.items()}
-        wait_until(lambda: sum(map(len, handled.values())) >= 2 * 6 * KEYS, what="the replay")
+        wait_until(lambda: sum(map(len, handled.values())) >= 2 * 3 * ROUND, what="the replay")
         publish(world, "d")
         wanted = {key: bodies + of_tags("d")[key] for key, bodies in (twice if replay else everything).items()}
         wait_until(lambda: sum(map(len, applied.values())) >= sum(map(len, wanted.values())), what="the effects")
@@ -256,7 +239,7 @@ def test_what_is_to_be_given_again_is_not_trimmed_before_anybody_takes_it(
     assert trim_pass(database, prefix=world.key_prefix).total == 0
     split(database, "orders", 1, at=[500], prefix=world.key_prefix)
     (progress,) = drain_progress(database, "orders", prefix=world.key_prefix)
-    assert progress.left == 2 * KEYS
+    assert progress.left == ROUND
     hand.handled.clear()
     hand.consume_all()
     assert hand.bodies() == of_tags("a")
@@ -346,7 +329,7 @@ def test_the_command_prints_its_plan_and_applies_it(
         said = run.text(*words, "--replay", "--apply").splitlines()
         assert said[0] == "seek of group ledger of topic orders; fenced effects are applied again"
         assert said[-1] == "group ledger of topic orders goes on from there"
-        assert hand.consume_all() == 2 * KEYS
+        assert hand.consume_all() == ROUND
     assert "no place to go" in run.failure("group", "seek", "orders", "ledger", "--to", "yesterday")
     assert "no time zone" in run.failure("group", "seek", "orders", "ledger", "--to", "2026-11-21T09:30:00")
     assert "choose one" in run.failure(*words, "--plan", "--apply")

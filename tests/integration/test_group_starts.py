@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +22,7 @@ from mqlayer.routes.cache import RouteCache
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.outbox_world import OutboxWorld
-
-KEYS = 12
-Seen = dict[str, list[str]]
+from tests.proof.rounds import KEYS, ROUND, Seen, a_moment_between, of_tags, publish
 
 
 @pytest.fixture
@@ -45,26 +42,11 @@ def database(world: OutboxWorld) -> Iterator[Database]:
         yield database
 
 
-def publish(world: OutboxWorld, tag: str) -> None:
-    """Publish three messages of each key, and see them in the partitions."""
-    world.publish(3 * KEYS, keys=KEYS, tag=tag)
-    world.wait_until_whole()
-
-
 def split_first(world: OutboxWorld, database: Database, at: int) -> None:
     partition = next(row[0] for row in world.rows(
         "SELECT r.partition_id FROM mqlayer.route r JOIN mqlayer.topic t USING (topic_id, version) ORDER BY r.lp_from"
     ))  # fmt: skip
     split(database, "orders", partition, at=[at], prefix=world.key_prefix)
-
-
-def a_moment_between() -> datetime:
-    """Return a time that is later than all that was published, and earlier than all that will be."""
-    before = time.time()
-    wait_until(lambda: time.time() > before + 0.005, what="a later millisecond")
-    at = datetime.now(UTC)
-    wait_until(lambda: datetime.now(UTC) > at + timedelta(milliseconds=5), what="a later millisecond")
-    return at
 
 
 @contextmanager
@@ -82,14 +64,6 @@ def consuming(world: OutboxWorld, start: Start) -> Iterator[Seen]:
         yield seen
     finally:
         app.stop()
-
-
-def of_tags(*tags: str) -> Seen:
-    """Return what has to be seen of these rounds."""
-    return {
-        f"key-{key}": [f"{tag}-{number}" for tag in tags for number in range(key, 3 * KEYS, KEYS)]
-        for key in range(KEYS)
-    }
 
 
 def ensure(world: OutboxWorld, database: Database, start: Start, name: str = "late") -> Group:
@@ -123,7 +97,7 @@ def test_latest_begins_in_the_newest_version_behind_all_that_there_is(world: Out
     with consuming(world, "latest") as seen:
         assert version_of(world) == 2
         publish(world, "c")
-        wait_until(lambda: sum(map(len, seen.values())) >= 3 * KEYS, what="what is new")
+        wait_until(lambda: sum(map(len, seen.values())) >= ROUND, what="what is new")
         assert seen == of_tags("c")
 
 
