@@ -202,6 +202,8 @@ WITH buried AS (
     DELETE FROM mqlayer.assignment a USING buried b WHERE a.partition_id = b.partition_id
 ), passed AS (
     DELETE FROM mqlayer.drained d USING buried b WHERE d.partition_id = b.partition_id
+), measured AS (
+    DELETE FROM mqlayer.partition_rate r USING buried b WHERE r.partition_id = b.partition_id
 )
 DELETE FROM mqlayer.group_start s USING buried b WHERE s.partition_id = b.partition_id;
 
