@@ -7,6 +7,7 @@ next goes on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
@@ -109,8 +110,9 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
 
 def check_settings(settings: GroupSettings) -> None:
     """Raise InvalidInput for settings that no group can have."""
-    if settings.backoff_s is not None and (not settings.backoff_s or min(settings.backoff_s) < 0):
-        raise InvalidInput("the backoff table needs at least one wait of 0 seconds or more")
+    waits = settings.backoff_s
+    if waits is not None and not (waits and all(0 <= wait < math.inf for wait in waits)):
+        raise InvalidInput("the backoff table needs at least one wait, each of 0 seconds or more")
     if settings.balance not in (None, "count", "rate"):
         raise InvalidInput(f"a group is balanced by count or by rate, not {settings.balance!r}")
 

@@ -46,7 +46,7 @@ def rebalance(connection: Connection, group_id: int) -> bool:
     group = {"group_id": group_id}
     locked = connection.execute(query("group_lock"), group).fetchone()
     connection.execute(query("member_expire"), group)
-    connection.execute(query("assignment_free_deleted"), group)
+    connection.execute(query("assignment_free_unreadable_of_gone"), group)
     live: dict[str, bool] = dict(connection.execute(query("member_live"), group).fetchall())
     rows = connection.execute(query("assignment_list"), group).fetchall()
     partitions = [PartitionId(row[0]) for row in rows]

@@ -13,6 +13,7 @@ from typing import Any
 from psycopg.types.json import Jsonb
 
 from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.failpoints import failpoint
 from mqlayer.membership.groups import Balance, Group, GroupSettings, check_settings, find_group
 from mqlayer.membership.rebalance import change_group, rebalance
 from mqlayer.postgres.database import Connection, Database
@@ -101,6 +102,7 @@ def _steer(database: Database, topic: str, name: str, work: Any) -> Any:
         done = work(connection, group)
         rebalance(connection, group.group_id)
         connection.execute(query("allocation_raise"), {"group_id": group.group_id})
+        failpoint("steer.before_commit")
         return done
 
     return change_group(database, group.group_id, steered)

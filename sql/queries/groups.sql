@@ -143,11 +143,14 @@ WHERE m.group_id = %(group_id)s AND m.lease_until = '-infinity' AND m.joined_at 
 UPDATE mqlayer.member SET leaving = true, lease_until = '-infinity'
 WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s;
 
--- name: assignment_free_deleted
--- Nobody consumes a partition that is gone.
+-- name: assignment_free_unreadable_of_gone
+-- Nobody consumes a partition that is deleted, nor one that the group must not consume now and whose owner is gone.
 UPDATE mqlayer.assignment a SET member_id = NULL, target = NULL, changed_at = now()
-FROM mqlayer.partition p
-WHERE p.partition_id = a.partition_id AND p.state = 'deleted' AND a.group_id = %(group_id)s AND a.member_id IS NOT NULL;
+FROM mqlayer.partition p, mqlayer.member m
+WHERE p.partition_id = a.partition_id AND m.group_id = a.group_id AND m.member_id = a.member_id
+  AND a.group_id = %(group_id)s
+  AND (p.state = 'deleted' OR m.lease_until = '-infinity' AND NOT EXISTS (
+           SELECT FROM mqlayer.readable r WHERE r.group_id = a.group_id AND r.partition_id = a.partition_id));
 
 -- name: assignment_list
 -- Who owns what of all that a group may consume, and who shall; and what is published there by the second.
