@@ -6,15 +6,16 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import redis
 
-from mqlayer import App, Context, MemberOptions
+from mqlayer import App, Context, MemberOptions, failpoints
 from mqlayer.changes import move
 from mqlayer.consuming import heart
 from mqlayer.consuming.reading import BLOCK_MS
@@ -195,6 +196,32 @@ def test_a_move_under_load_stops_a_key_for_the_drain_and_one_poll(
         assert pause_s <= drain_s + POLL_S + ALLOWANCE_S, key
         begins = next(handled.began for handled in of_key if handled.partition == child.partition)
         assert begins - drained_at <= POLL_S + ALLOWANCE_S, key
+
+
+def test_a_parent_drained_before_its_successor_may_be_read_costs_no_heartbeat_either(
+    world: OutboxWorld, database: Database, clocked: Clocked, start_members: StartMembers, tmp_path: Path
+) -> None:
+    """Case 23: who drains between the seal and the new route finds nothing to give out; the change has to tell."""
+    start_members("a", "b")
+    parent = load_route(database, "orders").ranges[1]
+    go_on, reached = tmp_path / "go", tmp_path / "reached"
+    with (
+        Producer(world.settings(), name="load") as producer,
+        steady_load(producer, clocked.keys),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        wait_until(lambda: clocked.each_has(5, parent.partition), what="the load to be handled")
+        failpoints.arm("change.after_open", f"mark:{reached}")
+        failpoints.arm("change.after_open", f"wait:{go_on}")
+        try:
+            driving = pool.submit(move, database, "orders", parent.partition, prefix=world.key_prefix)
+            wait_until(reached.exists, what="the parent to be sealed")
+            drained = "SELECT partition_id FROM mqlayer.drained"
+            wait_until(lambda: world.rows(drained) == [(parent.partition,)], what="the group to have drained it")
+        finally:
+            go_on.touch()
+            failpoints.disarm_all()
+        wait_for_the_successor(clocked, driving.result(20).ranges[1].partition)
 
 
 def wait_for_the_successor(clocked: Clocked, partition: int) -> None:
