@@ -77,6 +77,12 @@ WHERE %(change_id)s IN (p.born_in, p.ended_in);
 UPDATE mqlayer.route_change SET state = 'done', opened_at = %(opened_at)s, ended_at = clock_timestamp()
 WHERE change_id = %(change_id)s AND state = 'sealed';
 
+-- name: change_notify
+-- Let the members of a topic's groups look at their assignments when the change is in force: who drained a parent before
+-- that found no successor to give out.
+SELECT pg_notify('mqlayer_group', group_id::text) FROM mqlayer.consumer_group
+WHERE topic_id = %(topic_id)s AND state = 'live';
+
 -- name: change_clock
 -- The database's clock, now.
 SELECT clock_timestamp();
