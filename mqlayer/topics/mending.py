@@ -6,7 +6,8 @@ Runs inside of re-arming: under the node's row lock, before the run is armed, so
 |---|---|---|
 | open | nothing | made again with the marks that its LPs came with; relays send the rest |
 | open, or about to be | importing | its marks are loaded, it is opened |
-| sealed | not sealed, or by another seal | resent from the outbox up to the recorded marks, sealed anew |
+| sealed | not sealed | resent from the outbox up to the recorded marks, sealed anew |
+| sealed | sealed by another seal | the same; opened again for it where the outbox has something to resend |
 | deleted | anything | only its tombstone is left, again: an old copy of it must not take what nobody would read |
 
 A new seal gets a new name, and Postgres records that one: whoever read the lost command record can't open the gate.
@@ -29,9 +30,10 @@ from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.nodes import NodeConnection, raise_for_reply
+from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import (
     Appended,
+    Refused,
     Run,
     Sealed,
     append_command,
@@ -184,8 +186,7 @@ class Mender:
 
     def _seal_again(self, wanted: Wanted) -> None:
         """Bring a sealed partition that fell back up to its recorded marks, and seal it under a new name."""
-        state = self._found[wanted.partition].state
-        lost = self._resend(wanted, sealed=state == "sealed") + self._given_up(wanted)
+        lost = self._resend(wanted) + self._given_up(wanted)
         if lost:
             self.mended.lost[wanted.partition] = lost
             log.error("messages_lost", extra={"partition": wanted.partition, "count": lost})
@@ -213,19 +214,14 @@ class Mender:
         flat = raise_for_reply(self._line.call([("HGETALL", keys.marks)])[0], self._line.node.address)
         return {name.decode(): int(seq) for name, seq in zip(flat[::2], flat[1::2], strict=True)}
 
-    def _resend(self, wanted: Wanted, *, sealed: bool) -> int:
-        """Append again what the partition had to hold and does not; return how many direct messages are lost.
-
-        What is `sealed` already, by somebody who did not come to record it, has got all that could be brought back.
-        """
+    def _resend(self, wanted: Wanted) -> int:
+        """Append again what the partition had to hold and does not; return how many direct messages are lost."""
         there = self._marks(wanted)
         short: dict[int, dict[int, tuple[int, int]]] = {}
         for name, seq in wanted.marks.items():
             source, lp = map(int, name.split(":"))
             if there.get(name, 0) < seq:
                 short.setdefault(source, {})[lp] = (there.get(name, 0), seq)
-        if sealed:
-            return sum(_count(lps) for lps in short.values())
         return sum(self._resend_source(wanted, source, lps) for source, lps in short.items())
 
     def _resend_source(self, wanted: Wanted, source: int, lps: Mapping[int, tuple[int, int]]) -> int:
@@ -287,10 +283,23 @@ class Mender:
         run = Run(lp, rows[0][2], len(rows), fields)
         command = append_command(self._line, self._prefix, wanted.partition, source, [run])
         answer = append_reply(self._line.call([command])[0], self._line.node.address)
+        if isinstance(answer, Refused) and answer.word == "sealed":
+            answer = self._append_behind_seal(wanted, f"{source}:{lp}", run, command)
         if not isinstance(answer, Appended):
             raise StoreUnavailable(self._line.node.address, f"resending was refused: {answer.word} {answer.fact}")
         if answer.outcomes and answer.outcomes[0].word != "dup":
             raise StoreUnavailable(self._line.node.address, f"resending was refused: {answer.outcomes[0].word}")
+
+    def _append_behind_seal(self, wanted: Wanted, name: str, run: Run, append: Command) -> Appended | Refused:
+        """Append to a partition whose seal nobody recorded: its node fell back, and went away behind its driver.
+
+        Meanwhile Postgres recorded what the outbox proves, which is more than that seal's marks.
+        """
+        seal_id = self._found[wanted.partition].seal_id
+        reopen = reopen_command(self._line, self._prefix, wanted.partition, seal_id, name, run.first - 1)
+        done = raise_for_reply(self._line.call([("MULTI",), reopen, append, ("EXEC",)])[-1], self._line.node.address)
+        raise_for_reply(done[0], self._line.node.address)
+        return append_reply(done[1], self._line.node.address)
 
     def _give_up(self, wanted: Wanted, source: int, lp: int, after: int, to: int) -> None:
         """Go on behind seqs that the outbox does not hold any more, where an operator said so.
@@ -312,6 +321,15 @@ class Mender:
         """Return how many seqs were passed by in a partition, now or in a mending that broke off."""
         (reply,) = self._line.call([("HGET", partition_keys(self._prefix, wanted.partition).meta, "lost")])
         return int(raise_for_reply(reply, self._line.node.address) or 0)
+
+
+def reopen_command(line: NodeConnection, prefix: str, partition: int, seal_id: str, name: str, mark: int) -> Command:
+    """Return the command that opens a sealed partition again, which is short in one LP of a source (`name`).
+
+    It goes in one MULTI with the append that continues this LP.
+    """
+    keys = partition_keys(prefix, partition)
+    return line.script("partition_reopen", (keys.log, keys.meta, keys.marks), seal_id, name, mark)
 
 
 def refuse_other_prefix(line: NodeConnection, prefix: str, partition: int) -> None:
