@@ -44,6 +44,7 @@ from mqlayer.redis.partitions import (
     seal_command,
     seal_reply,
 )
+from mqlayer.topics.outboxes import lent_outbox
 
 log = logging.getLogger(__name__)
 
@@ -230,12 +231,10 @@ class Mender:
         if row is None or row[0] is None:
             # Directly published: what Redis lost of it is lost.
             return _count(lps)
-        if self._application is None:
-            raise StoreUnavailable(self._line.node.address, _whose(wanted.partition, row[0]))
-        with self._application.connection() as outbox:
-            identity = outbox.execute(query("outbox_identity")).fetchone()
-            if identity is None or identity[0] != row[0]:
-                raise StoreUnavailable(self._line.node.address, _whose(wanted.partition, row[0]))
+        with lent_outbox(self._application, row[0]) as outbox:
+            if outbox is None:
+                whose = f"partition {wanted.partition} waits for the relay of outbox {row[0]}"
+                raise StoreUnavailable(self._line.node.address, f"{whose}, which can send again what it lost")
             for lp, (after, to) in lps.items():
                 self._resend_lp(outbox, wanted, source, lp, after, to)
         return 0
@@ -259,18 +258,18 @@ class Mender:
     def _let_go_on(self, wanted: Wanted) -> None:
         """Have LPs go on whose next rows the outbox does not hold any more, and let go what was held for them."""
         outboxes = self._connection.execute(query("outbox_sources")).fetchall()
-        if self._application is None or len(outboxes) != 1:
+        if len(outboxes) != 1:
             return
+        ((source, outbox_uuid),) = outboxes
         there = self._marks(wanted)
         facts = {"topic_id": wanted.topic_id, "lp_from": wanted.lp_from, "lp_to": wanted.lp_to}
-        with self._application.connection() as outbox:
-            identity = outbox.execute(query("outbox_identity")).fetchone()
-            if identity is None or identity[0] != outboxes[0][1]:
+        with lent_outbox(self._application, outbox_uuid) as outbox:
+            if outbox is None:
                 return
             for lp, _, floor in outbox.execute(query("outbox_proof"), facts).fetchall():
-                name = f"{outboxes[0][0]}:{lp}"
-                if there.get(name, 0) < floor:
-                    self._give_up(wanted, outboxes[0][0], lp, there.get(name, 0), floor)
+                mark = there.get(f"{source}:{lp}", 0)
+                if mark < floor:
+                    self._give_up(wanted, source, lp, mark, floor)
                     outbox.execute(query("set_aside_remove"), {"topic_id": wanted.topic_id, "lp": lp})
         lost = self._given_up(wanted)
         if lost:
@@ -349,7 +348,3 @@ def refuse_other_prefix(line: NodeConnection, prefix: str, partition: int) -> No
 
 def _count(lps: Mapping[int, tuple[int, int]]) -> int:
     return sum(to - after for after, to in lps.values())
-
-
-def _whose(partition: int, outbox_uuid: object) -> str:
-    return f"partition {partition} waits for the relay of outbox {outbox_uuid}, which can send again what it lost"

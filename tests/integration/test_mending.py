@@ -21,6 +21,7 @@ from mqlayer.producing import Producer
 from mqlayer.redis.keys import partition_keys
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
+from mqlayer.topics.outboxes import lent_outbox
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.fall_back import FallBack, lose_all
@@ -179,6 +180,25 @@ def test_without_the_outbox_a_sealed_partition_waits_for_who_can_read_it(scene: 
         scene.rearm(application=None)
     scene.rearm()
     assert scene.meta(1)["state"] == "sealed"
+
+
+def test_another_outbox_fills_nothing_up_and_gives_nothing_up(scene: Scene, node: RedisServer) -> None:
+    scene.bring(100, "a")
+    scene.split()
+    scene.rows("DELETE FROM mqlayer_app.outbox WHERE lp >= 512 AND seq = 1")
+    lose_all(node)
+    ours = scene.rows("SELECT outbox_uuid FROM mqlayer_app.identity")[0][0]
+    scene.rows("UPDATE mqlayer_app.identity SET outbox_uuid = gen_random_uuid()")
+    with lent_outbox(scene.control, ours) as outbox:
+        assert outbox is None
+    with pytest.raises(StoreUnavailable, match=f"waits for the relay of outbox {ours}"):
+        scene.rearm(accept_loss=True)
+    scene.rows("UPDATE mqlayer.partition SET state = 'deleted' WHERE partition_id = 1")
+    scene.rearm(accept_loss=True)
+    assert scene.audited()["lost"] == {}
+    scene.rows("UPDATE mqlayer_app.identity SET outbox_uuid = %s", ours)
+    scene.rearm(accept_loss=True)
+    assert scene.audited()["lost"].keys() == {"2"}
 
 
 @pytest.mark.parametrize("broken", ["", "mend.after_seal", "mend.after_resend"])

@@ -12,7 +12,7 @@ import redis
 from mqlayer import failpoints
 from mqlayer.changes import apply_change, bring_back_nodes, finish_changes, give_up_node, move, plan_move
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import Conflict, StoreUnavailable
+from mqlayer.errors import ConfigurationRefused, Conflict, StoreUnavailable
 from mqlayer.failpoints import FailpointHit
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
@@ -218,3 +218,12 @@ def test_what_the_outbox_does_not_hold_any_more_of_it_is_given_up_only_by_an_ope
     with world.relay(), consuming(world) as seen:
         world.publish(50, tag="after")
         wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
+
+
+def test_another_outbox_proves_nothing(world: OutboxWorld, database: Database, node: RedisServer) -> None:
+    bring(world, 50, "before")
+    node.kill()
+    world.rows("UPDATE mqlayer_app.identity SET outbox_uuid = gen_random_uuid()")
+    with pytest.raises(ConfigurationRefused, match="MQLAYER_APP_DSN"):
+        move(database, "orders", 2, prefix=world.key_prefix, to="node-1", away=True, application=database)
+    assert load_route(database, "orders").version == 1
