@@ -187,10 +187,7 @@ class Mender:
 
     def _seal_again(self, wanted: Wanted) -> None:
         """Bring a sealed partition that fell back up to its recorded marks, and seal it under a new name."""
-        lost = self._resend(wanted) + self._given_up(wanted)
-        if lost:
-            self.mended.lost[wanted.partition] = lost
-            log.error("messages_lost", extra={"partition": wanted.partition, "count": lost})
+        self._count_lost(wanted, self._resend(wanted) + self._given_up(wanted))
         failpoint("mend.after_resend")
         command = seal_command(self._line, self._prefix, wanted.partition, wanted.change_id or 0, str(uuid.uuid4()))
         answer = seal_reply(self._line.call([command])[0], self._line.node.address)
@@ -271,9 +268,7 @@ class Mender:
                 if mark < floor:
                     self._give_up(wanted, source, lp, mark, floor)
                     outbox.execute(query("set_aside_remove"), {"topic_id": wanted.topic_id, "lp": lp})
-        lost = self._given_up(wanted)
-        if lost:
-            self.mended.lost[wanted.partition] = lost
+        self._count_lost(wanted, self._given_up(wanted))
 
     def _append(self, wanted: Wanted, source: int, lp: int, rows: Sequence[tuple[Any, ...]]) -> None:
         fields: list[bytes] = []
@@ -317,9 +312,19 @@ class Mender:
             raise_for_reply(reply, self._line.node.address)
 
     def _given_up(self, wanted: Wanted) -> int:
-        """Return how many seqs were passed by in a partition, now or in a mending that broke off."""
+        """Return how many seqs were passed by in a partition, in all its mendings and those that broke off."""
         (reply,) = self._line.call([("HGET", partition_keys(self._prefix, wanted.partition).meta, "lost")])
         return int(raise_for_reply(reply, self._line.node.address) or 0)
+
+    def _count_lost(self, wanted: Wanted, in_all: int) -> None:
+        """Count what a partition lost in all, but for what the audit rows of earlier mendings count."""
+        if not in_all:
+            return
+        row = self._connection.execute(query("lost_audited"), {"partition": str(wanted.partition)}).fetchone()
+        lost = in_all - (row[0] if row else 0)
+        if lost > 0:
+            self.mended.lost[wanted.partition] = lost
+            log.error("messages_lost", extra={"partition": wanted.partition, "count": lost})
 
 
 def reopen_command(line: NodeConnection, prefix: str, partition: int, seal_id: str, name: str, mark: int) -> Command:

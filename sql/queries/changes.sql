@@ -211,6 +211,11 @@ DELETE FROM mqlayer.group_start s USING buried b WHERE s.partition_id = b.partit
 -- The recorded marks of one sealed partition.
 SELECT marks FROM mqlayer.seal WHERE partition_id = %(partition_id)s;
 
+-- name: lost_audited
+-- How many messages of a partition are written down as lost by its nodes' armings so far.
+SELECT coalesce(sum((facts -> 'lost' ->> %(partition)s::text)::bigint), 0)::bigint AS lost
+FROM mqlayer.audit WHERE act = 'node rearm';
+
 -- name: seals_away
 -- Nodes that have to seal a partition when they are back.
 SELECT DISTINCT n.name FROM mqlayer.seal s

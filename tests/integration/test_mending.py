@@ -274,6 +274,58 @@ def test_rows_that_the_outbox_does_not_hold_any_more_are_given_up_only_by_an_ope
     assert hand.version == 2
 
 
+def test_what_was_given_up_and_written_down_is_not_counted_by_a_later_mending(
+    scene: Scene, node: RedisServer, tmp_path: Path
+) -> None:
+    def relay(*numbers: int) -> None:
+        with scene.relay():
+            for number in numbers:
+                _publish(scene, NEAR, number)
+            last = (numbers[-1] + 1, NEAR, str(numbers[-1]))
+            wait_until(lambda: last in scene.relayed()["orders", lp_of(NEAR.encode())], what="the last one")
+
+    relay(0, 1)
+    then = FallBack(node, tmp_path / "then")
+    relay(2, 3, 4)
+    scene.rows("DELETE FROM mqlayer_app.outbox WHERE seq <= 4")
+    then.happen()
+    failpoints.arm("rearm.before_arm", "raise")
+    with pytest.raises(FailpointHit):
+        scene.rearm(accept_loss=True)
+    scene.rearm(accept_loss=True)
+    assert scene.audited()["lost"] == {"1": 2}
+    scene.rearm(accept_loss=True)
+    assert scene.audited()["lost"] == {}, "the same two"
+    later = FallBack(node, tmp_path / "later")
+    relay(5, 6)
+    scene.split()
+    scene.rows("DELETE FROM mqlayer_app.outbox WHERE seq = 7")
+    later.happen()
+    scene.rearm(accept_loss=True)
+    assert scene.audited()["lost"] == {"1": 1}
+    later.happen()
+    scene.rearm(accept_loss=True)
+    assert scene.audited()["lost"] == {}, "the same one"
+
+
+def test_direct_messages_that_were_counted_as_lost_are_not_counted_by_a_later_mending(
+    scene: Scene, node: RedisServer, tmp_path: Path
+) -> None:
+    first = FallBack(node, tmp_path / "first")
+    with Producer(scene.settings(), name="direct") as producer:
+        producer.send("orders", key=NEAR, body=b"1")
+        second = FallBack(node, tmp_path / "second")
+        for body in (b"2", b"3", b"4"):
+            producer.send("orders", key=NEAR, body=body)
+        scene.split()
+    second.happen()
+    scene.rearm()
+    assert scene.audited()["lost"] == {"1": 3}
+    first.happen()
+    scene.rearm()
+    assert scene.audited()["lost"] == {"1": 1}
+
+
 def test_a_successor_that_fell_back_to_importing_is_opened_again(
     scene: Scene, node: RedisServer, tmp_path: Path
 ) -> None:
