@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from mqlayer.domain.message import pop_command, records_of
 from mqlayer.domain.routing import NodeId
@@ -190,6 +190,7 @@ class Changes(RuleBasedStateMachine):
         reply = self.ask(seal_command(self.line, self.prefix, self.partition, change, seal_id))
         assert seal_reply(reply, "the node") == self.model.seal(change, seal_id)
 
+    @precondition(lambda self: self.model.state in ("sealed", "open", "deleted"))
     @rule(
         lp=st.integers(LP_FROM, LP_TO - 1),
         count=st.integers(1, 5),
@@ -377,6 +378,27 @@ def test_a_seal_is_appended_though_the_server_is_out_of_memory(every_redis: Redi
             line.call([("CONFIG", "SET", "maxmemory", "0")])
         if line.connect().version >= (7, 0, 0):
             assert seal_reply(reply, "") == Sealed("s", 1, {})
+
+
+def test_whoever_comes_late_to_take_a_seal_back_changes_nothing(line: NodeConnection, key_prefix: str) -> None:
+    """One that was stopped while another mended the partition: it saw another seal, or another mark."""
+    partition, name = next(_partitions), f"{SOURCE}:{LP_FROM}"
+    log = partition_keys(key_prefix, partition).log
+
+    def reopen(seal_id: str, mark: int) -> Any:
+        return line.call([reopen_command(line, key_prefix, partition, seal_id, name, mark)])[0]
+
+    assert reopen("old", 0) == [b"absent"]
+    create(line, key_prefix, partition, "t", LP_FROM, LP_TO, "open", "")
+    assert reopen("old", 0) == [b"conflict", b"open"]
+    run = Run(LP_FROM, 1, 1, [b"1", b"k", b"b"])
+    line.call([append_command(line, key_prefix, partition, SOURCE, [run])])
+    line.call([seal_command(line, key_prefix, partition, 9, "new")])
+    assert reopen("old", 1) == [b"conflict", b"sealed"]
+    assert reopen("new", 0) == [b"conflict", b"sealed"]
+    assert [entry_id for entry_id, _ in line.call([("XRANGE", log, "-", "+")])[0]] == [b"1-0", b"1-1"]
+    assert reopen("new", 1) == [b"open"]
+    assert [entry_id for entry_id, _ in line.call([("XRANGE", log, "-", "+")])[0]] == [b"1-0"]
 
 
 def test_a_seal_is_not_taken_back_where_memory_is_out(line: NodeConnection, key_prefix: str) -> None:
