@@ -77,6 +77,12 @@ WHERE %(change_id)s IN (p.born_in, p.ended_in);
 UPDATE mqlayer.route_change SET state = 'done', opened_at = %(opened_at)s, ended_at = clock_timestamp()
 WHERE change_id = %(change_id)s AND state = 'sealed';
 
+-- name: change_notify
+-- Let the members of a topic's groups look at their assignments when the change is in force: who drained a parent before
+-- that found no successor to give out.
+SELECT pg_notify('mqlayer_group', group_id::text) FROM mqlayer.consumer_group
+WHERE topic_id = %(topic_id)s AND state = 'live';
+
 -- name: change_clock
 -- The database's clock, now.
 SELECT clock_timestamp();
@@ -187,11 +193,14 @@ WHERE c.change_id = p.ended_in AND c.state = 'done' AND p.state = 'sealed'
 RETURNING p.partition_id;
 
 -- name: partition_unburied
--- Deleted partitions of which more than a tombstone may be left in Redis, with the groups that have keys there.
+-- Deleted partitions of which more than a tombstone may be left in Redis, with the groups that have keys there; but for
+-- those on some nodes.
 SELECT p.partition_id, p.node_id,
        (SELECT coalesce(array_agg(g.group_id ORDER BY g.group_id), '{}')
         FROM mqlayer.consumer_group g WHERE g.topic_id = p.topic_id) AS group_ids
-FROM mqlayer.partition p WHERE p.state = 'deleted' AND p.retired_at IS NULL ORDER BY p.partition_id LIMIT %(limit)s;
+FROM mqlayer.partition p
+WHERE p.state = 'deleted' AND p.retired_at IS NULL AND p.node_id <> ALL(%(passed_by)s::int[])
+ORDER BY p.partition_id LIMIT %(limit)s;
 
 -- name: partition_buried
 -- Nothing but tombstones is left of these; nor need anybody know where groups were in them.
@@ -208,6 +217,11 @@ DELETE FROM mqlayer.group_start s USING buried b WHERE s.partition_id = b.partit
 -- name: seal_marks
 -- The recorded marks of one sealed partition.
 SELECT marks FROM mqlayer.seal WHERE partition_id = %(partition_id)s;
+
+-- name: lost_audited
+-- How many messages of a partition are written down as lost by its nodes' armings so far.
+SELECT coalesce(sum((facts -> 'lost' ->> %(partition)s::text)::bigint), 0)::bigint AS lost
+FROM mqlayer.audit WHERE act = 'node rearm';
 
 -- name: seals_away
 -- Nodes that have to seal a partition when they are back.
