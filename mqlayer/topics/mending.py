@@ -40,6 +40,8 @@ from mqlayer.redis.partitions import (
     append_reply,
     create,
     open_partition,
+    pass_command,
+    reopen_command,
     retire_command,
     seal_command,
     seal_reply,
@@ -306,10 +308,10 @@ class Mender:
                 "hold them any more",
                 f"mqlayer node rearm {self._line.node.name} --accept-loss goes on without them",
             )
-        keys = partition_keys(self._prefix, wanted.partition)
-        passed_by = [("HSET", keys.marks, f"{source}:{lp}", to), ("HINCRBY", keys.meta, "lost", to - after)]
-        for reply in self._line.call([("MULTI",), *passed_by, ("EXEC",)]):
-            raise_for_reply(reply, self._line.node.address)
+        passed = pass_command(self._line, self._prefix, wanted.partition, source, lp, after, to)
+        word, fact = raise_for_reply(self._line.call([passed])[0], self._line.node.address)
+        if word != b"passed":
+            raise StoreUnavailable(self._line.node.address, f"LP {lp} is at {fact} by now: somebody else mends it too")
 
     def _given_up(self, wanted: Wanted) -> int:
         """Return how many seqs were passed by in a partition, in all its mendings and those that broke off."""
@@ -325,15 +327,6 @@ class Mender:
         if lost > 0:
             self.mended.lost[wanted.partition] = lost
             log.error("messages_lost", extra={"partition": wanted.partition, "count": lost})
-
-
-def reopen_command(line: NodeConnection, prefix: str, partition: int, seal_id: str, name: str, mark: int) -> Command:
-    """Return the command that opens a sealed partition again, which is short in one LP of a source (`name`).
-
-    It goes in one MULTI with the append that continues this LP.
-    """
-    keys = partition_keys(prefix, partition)
-    return line.script("partition_reopen", (keys.log, keys.meta, keys.marks), seal_id, name, mark)
 
 
 def refuse_other_prefix(line: NodeConnection, prefix: str, partition: int) -> None:

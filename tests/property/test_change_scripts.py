@@ -35,6 +35,7 @@ from mqlayer.redis.partitions import (
     create,
     open_partition,
     raise_command,
+    reopen_command,
     retire_command,
     seal_command,
     seal_reply,
@@ -45,7 +46,6 @@ from mqlayer.redis.partitions import (
     trim_command,
 )
 from mqlayer.stack import RedisServer
-from mqlayer.topics.mending import reopen_command
 
 GROUP, SOURCE = 7, 3
 LP_FROM, LP_TO = 4, 8
