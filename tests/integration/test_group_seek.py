@@ -16,7 +16,7 @@ import psycopg
 import pytest
 
 from mqlayer import App, Context, failpoints
-from mqlayer.changes import drain_progress, split
+from mqlayer.changes import drain_progress, retire_partitions, split
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.membership import SeekPlan, Start, apply_seek, drained, planned_seek
 from mqlayer.postgres.database import Database
@@ -75,15 +75,21 @@ def seek(world: OutboxWorld, database: Database, to: Start, *, replay: bool = Fa
     assert apply_seek(database, plan, prefix=world.key_prefix, actor="a test", replay=replay) == []
 
 
+def a_moment_between(world: OutboxWorld) -> datetime:
+    """Return a time that is later than all that was published, and earlier than all that will be."""
+    later = world.rows("SELECT clock_timestamp()")[0][0] + timedelta(milliseconds=5)
+    wait_until(lambda: datetime.now(UTC) > later + timedelta(milliseconds=5), what="a later millisecond")
+    return datetime.fromtimestamp(later.timestamp(), UTC)
+
+
 def split_and_publish(world: OutboxWorld, database: Database) -> datetime:
     """Make a lineage: rounds a and b in partition 1, c in its successors; return a time between a and b."""
     publish(world, "a")
-    later = world.rows("SELECT clock_timestamp()")[0][0] + timedelta(milliseconds=5)
-    wait_until(lambda: datetime.now(UTC) > later + timedelta(milliseconds=5), what="a later millisecond")
+    at = a_moment_between(world)
     publish(world, "b")
     split(database, "orders", 1, at=[500], prefix=world.key_prefix)
     publish(world, "c")
-    return datetime.fromtimestamp(later.timestamp(), UTC)
+    return at
 
 
 def test_a_time_in_an_older_version_replays_from_there_and_fences_who_holds_newer_partitions(
@@ -260,6 +266,29 @@ def test_what_is_to_be_given_again_is_not_trimmed_before_anybody_takes_it(
     hand.handled.clear()
     hand.consume_all()
     assert hand.bodies() == of_tags("a")
+
+
+@pytest.mark.parametrize("group", ["ledger", "new"])
+def test_what_is_kept_of_a_lineage_has_no_hole(world: OutboxWorld, database: Database, group: str) -> None:
+    """A successor is not trimmed while its parent is kept: a group that begins there would miss what lies between."""
+    publish(world, "a")
+    split(database, "orders", 1, at=[500], prefix=world.key_prefix)
+    world.publish(600, keys=1, tag="b")
+    world.wait_until_whole()
+    Hand(database, world.key_prefix, "orders").consume_all()
+    everything = of_tags("a")["key-0"] + [f"b-{number}" for number in range(600)]
+    for retired in (False, True):
+        assert bool(retired and retire_partitions(database, prefix=world.key_prefix)) == retired
+        assert bool(trim_pass(database, prefix=world.key_prefix).total) == retired
+        if group == "ledger":
+            seek(world, database, "earliest")
+        hand = Hand(
+            database, world.key_prefix, "orders", group="ledger" if group == "ledger" else f"new-{int(retired)}"
+        )
+        hand.consume_all()
+        bodies = hand.bodies().get("key-0", [])
+        assert bodies == everything[len(everything) - len(bodies) :]
+        assert retired or bodies == everything
 
 
 def test_a_plan_that_was_overtaken_is_refused_and_changes_nothing(world: OutboxWorld, database: Database) -> None:
