@@ -25,9 +25,10 @@ SELECT group_id FROM mqlayer.consumer_group WHERE group_id = %(group_id)s AND st
 UPDATE mqlayer.consumer_group SET state = 'live' WHERE group_id = %(group_id)s AND state = 'creating';
 
 -- name: group_seek
--- Send a group elsewhere, unless it was since this was decided: what it had committed is void.
+-- Send a group elsewhere, unless it was since this was decided: what it had committed is void. An earlier replay is over:
+-- it may have begun behind what this one gives.
 UPDATE mqlayer.consumer_group
-SET seek = seek + 1, replay = CASE WHEN %(replay)s THEN seek + 1 ELSE replay END, version = 1
+SET seek = seek + 1, replay = CASE WHEN %(replay)s THEN seek + 1 ELSE 0 END, version = 1
 WHERE group_id = %(group_id)s AND seek = %(seek)s AND state = 'live' RETURNING seek;
 
 -- name: group_starts_forget

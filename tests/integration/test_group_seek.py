@@ -217,6 +217,30 @@ def test_fenced_effects_are_applied_again_only_where_that_is_said(
         assert applied == wanted
 
 
+def test_a_seek_without_replay_ends_an_earlier_replay(world: OutboxWorld, database: Database) -> None:
+    """What lay before the place where the replay began was applied once, and is passed over."""
+    publish(world, "a")
+    at = a_moment_between(world)
+    world.publish(1, keys=1, tag="b")
+    world.wait_until_whole()
+    with consuming(world, fenced=True) as (handled, applied):
+        wait_until(lambda: count_of(applied) == 2 * KEYS + 1, what="all to be applied")
+        seek(world, database, at, replay=True)
+        wait_until(lambda: applied["key-0"][-2:] == ["b-0", "b-0"], what="the replay")
+        seek(world, database, "earliest")
+        wait_until(lambda: count_of(handled) == 2 * (2 * KEYS + 1) + 1, what="all to be given again")
+        publish(world, "c")
+        wait_until(lambda: all(bodies[-1].startswith("c-") for bodies in applied.values()), what="what is new")
+        wait_until(lambda: count_of(handled) == 2 * (2 * KEYS + 1) + 1 + 2 * KEYS, what="all that is new")
+    once = of_tags("a", "c")
+    once["key-0"][2:2] = ["b-0", "b-0"]
+    assert applied == once
+
+
+def count_of(seen: Seen) -> int:
+    return sum(map(len, seen.values()))
+
+
 def test_seeking_again_and_again_under_load_keeps_the_order_between_the_seeks(
     world: OutboxWorld, database: Database
 ) -> None:
