@@ -23,7 +23,7 @@ from mqlayer.errors import Conflict, MqlayerError
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.groups import Group, check_start, find_group, put_beginnings, raise_group_version
 from mqlayer.membership.rebalance import change_group, rebalance
-from mqlayer.membership.starts import Beginning, Beginnings, Kept, Start, kept_partitions
+from mqlayer.membership.starts import Beginning, Beginnings, Kept, Start, kept_partitions, still_hold
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.nodes import NodeConnection, raise_for_reply
@@ -66,7 +66,8 @@ def apply_seek(
     """Do what a plan says; return the names of nodes whose old owners could not be fenced at once.
 
     `replay`: effects that were applied under the fence are applied again, in order; else they are passed over. Raises
-    Conflict where the group was sent elsewhere since the plan was made; nothing is changed then.
+    Conflict where the group was sent elsewhere since the plan was made, or a node whose offsets are in it was armed
+    again or given up; nothing is changed then.
     """
 
     def work(connection: Connection) -> dict[Kept, int]:
@@ -91,6 +92,11 @@ def _change_position(connection: Connection, plan: SeekPlan, *, replay: bool) ->
         raise Conflict(
             f"group {plan.group.name!r} of topic {plan.group.topic!r} was sent elsewhere in the meantime",
             "look where it is now, and seek again",
+        )
+    if not still_hold(connection, plan.partitions, plan.beginnings):
+        raise Conflict(
+            f"a node that topic {plan.group.topic!r} is on was armed again or given up in the meantime",
+            "its offsets may be others now: look at the plan again, and seek",
         )
     connection.execute(query("group_starts_forget"), facts)
     connection.execute(query("drained_forget"), facts)

@@ -23,12 +23,13 @@ from mqlayer.postgres.database import Database
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.partitions import Fenced, Holder, settle_command, settle_reply
 from mqlayer.routes.cache import RouteCache, load_nodes
+from mqlayer.topics import rearm_node
 from mqlayer.trimming import trim_pass
 from tests.fixtures.commands import Commands
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.hand import Hand
-from tests.proof.outbox_world import OutboxWorld
+from tests.proof.outbox_world import OutboxWorld, Snapshot
 
 KEYS = 6
 Seen = dict[str, list[str]]
@@ -313,6 +314,29 @@ def test_what_is_kept_of_a_lineage_has_no_hole(world: OutboxWorld, database: Dat
         bodies = hand.bodies().get("key-0", [])
         assert bodies == everything[len(everything) - len(bodies) :]
         assert retired or bodies == everything
+
+
+def fall_back_and_arm(world: OutboxWorld, database: Database, before: Snapshot) -> None:
+    """Let the nodes hold what they held, as after a restart."""
+    world.fall_back(before)
+    world.rows("UPDATE mqlayer.node SET armed_run_id = 'before'")
+    for name in ("node-1", "node-2"):
+        rearm_node(database, name, prefix=world.key_prefix)
+
+
+def test_offsets_from_before_a_node_was_armed_again_are_refused(world: OutboxWorld, database: Database) -> None:
+    """It may have fallen back: offsets of the plan are given out again, to messages that nobody has seen."""
+    before = world.snapshot()
+    publish(world, "a")
+    hand = Hand(database, world.key_prefix, "orders")
+    plan, back = plan_of(world, database, "latest"), plan_of(world, database, "earliest")
+    fall_back_and_arm(world, database, before)
+    publish(world, "b")
+    with pytest.raises(Conflict, match="was armed again or given up in the meantime"):
+        apply_seek(database, plan, prefix=world.key_prefix, actor="a test")
+    assert apply_seek(database, back, prefix=world.key_prefix, actor="a test") == []
+    hand.consume_all()
+    assert in_order(hand) == of_tags("a", "b")
 
 
 def test_a_plan_that_was_overtaken_is_refused_and_changes_nothing(world: OutboxWorld, database: Database) -> None:
