@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -314,6 +315,32 @@ def test_what_is_kept_of_a_lineage_has_no_hole(world: OutboxWorld, database: Dat
         bodies = hand.bodies().get("key-0", [])
         assert bodies == everything[len(everything) - len(bodies) :]
         assert retired or bodies == everything
+
+
+def test_a_group_is_not_sent_back_to_what_is_being_retired(world: OutboxWorld, database: Database) -> None:
+    """The pass looked before the seek, and is held up: the seek waits, or the partition would go while it is given."""
+    split_and_publish(world, database)
+    hand = Hand(database, world.key_prefix, "orders")
+    hand.consume_all()
+    with psycopg.connect(world.dsn) as other, ThreadPoolExecutor() as pool:
+        other.execute("SELECT FROM mqlayer.partition WHERE partition_id = 1 FOR NO KEY UPDATE")
+        retired = pool.submit(retire_partitions, database, prefix=world.key_prefix)
+        wait_until(lambda: waiting(world) == 1, what="the pass to wait")
+        sought = pool.submit(seek, world, database, "earliest")
+        wait_until(lambda: waiting(world) == 2, what="the seek to wait")
+        other.commit()
+        assert retired.result() == [1]
+        sought.result()
+    hand.handled.clear()
+    hand.consume_all()
+    assert hand.bodies() == of_tags("c")
+    assert hand.version == 2
+
+
+def waiting(world: OutboxWorld) -> int:
+    (row,) = world.rows("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
+                        "AND wait_event_type = 'Lock'")  # fmt: skip
+    return int(row[0])
 
 
 def fall_back_and_arm(world: OutboxWorld, database: Database, before: Snapshot) -> None:
