@@ -181,15 +181,23 @@ ORDER BY g.group_id;
 
 -- name: partition_retire
 -- Sealed partitions that every group has drained; a topic without any group keeps everything. Its rows of the route in
--- force are others by then.
+-- force are others by then. The groups are locked, so that none is sent back to a partition that this takes away; one that
+-- was sent elsewhere since this statement began to look, or that is being changed now, keeps all until the next pass.
+WITH looked_at AS MATERIALIZED (
+    SELECT g.group_id, g.seek FROM mqlayer.consumer_group g
+    WHERE g.state <> 'retired' AND EXISTS (SELECT FROM mqlayer.partition p
+                                           WHERE p.topic_id = g.topic_id AND p.state = 'sealed')
+    ORDER BY g.group_id FOR SHARE SKIP LOCKED
+)
 UPDATE mqlayer.partition p SET state = 'deleted'
 FROM mqlayer.route_change c
 WHERE c.change_id = p.ended_in AND c.state = 'done' AND p.state = 'sealed'
   AND EXISTS (SELECT FROM mqlayer.consumer_group g WHERE g.topic_id = p.topic_id AND g.state <> 'retired')
   AND NOT EXISTS (SELECT FROM mqlayer.consumer_group g
                   WHERE g.topic_id = p.topic_id AND g.state <> 'retired'
-                    AND NOT EXISTS (SELECT FROM mqlayer.drained d
-                                    WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id))
+                    AND NOT EXISTS (SELECT FROM mqlayer.drained d JOIN looked_at l USING (group_id)
+                                    WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id
+                                      AND l.seek = g.seek))
 RETURNING p.partition_id;
 
 -- name: partition_unburied
