@@ -212,7 +212,7 @@ def test_a_seek_without_replay_ends_an_earlier_replay(world: OutboxWorld, databa
         wait_until(lambda: all(bodies[-1].startswith("c-") for bodies in applied.values()), what="what is new")
         wait_until(lambda: count_of(handled) == 2 * (ROUND + 1) + 1 + ROUND, what="all that is new")
     once = of_tags("a", "c")
-    once["key-0"][2:2] = ["b-0", "b-0"]
+    once["key-0"][3:3] = ["b-0", "b-0"]
     assert applied == once
 
 
