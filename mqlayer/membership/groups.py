@@ -7,6 +7,7 @@ next goes on.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from mqlayer.domain.backoff import DEFAULT_BACKOFF_S
 from mqlayer.domain.names import check_name
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
-from mqlayer.membership.starts import Beginning, Beginnings, Start, kept_partitions
+from mqlayer.membership.starts import Beginning, Beginnings, Start, kept_partitions, still_hold
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.routes.cache import RouteCache
+
+log = logging.getLogger(__name__)
 
 Balance = Literal["count", "rate"]
 
@@ -104,7 +107,8 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
     _refuse_others(group, settings)
     if group.state == "creating":
         failpoint("group.after_insert")
-        _store_starts(database, routes, group, prefix=prefix, unsafe=unsafe)
+        while not _store_starts(database, routes, group, prefix=prefix, unsafe=unsafe):
+            log.info("group_starts_again", extra={"topic": topic, "group": name})
     return find_group(database, topic, name)
 
 
@@ -139,18 +143,22 @@ def check_start(start: Start) -> None:
         raise InvalidInput(f"a group starts at earliest, latest or a time, not {start!r}")
 
 
-def _store_starts(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool) -> None:
+def _store_starts(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool) -> bool:
+    """Find and store where a new group starts; False where nodes were armed in between: then nothing is stored."""
     with database.connection() as connection:
         kept = kept_partitions(connection, group.topic_id)
     beginnings = Beginnings(routes, kept, prefix=prefix, unsafe=unsafe).of(group.start)
     failpoint("group.before_starts")
     with database.connection() as connection, connection.transaction():
         if connection.execute(query("group_creating"), {"group_id": group.group_id}).fetchone() is None:
-            return
+            return True
+        if not still_hold(connection, kept, beginnings):
+            return False
         put_beginnings(connection, group.group_id, beginnings)
         raise_group_version(connection, group.group_id)
         failpoint("group.before_live")
         connection.execute(query("group_live"), {"group_id": group.group_id})
+    return True
 
 
 def put_beginnings(connection: Connection, group_id: int, beginnings: Iterable[Beginning]) -> None:

@@ -17,6 +17,19 @@ INSERT INTO mqlayer.group_start (group_id, partition_id, start_offset)
 VALUES (%(group_id)s, %(partition_id)s, %(start_offset)s)
 ON CONFLICT (group_id, partition_id) DO NOTHING;
 
+-- name: partitions_kept
+-- The partitions that a group can begin in, parents before successors, and since when their nodes are armed.
+SELECT p.partition_id, p.node_id, n.armed_at, p.lp_from, p.lp_to, p.state = 'sealed', p.born_in, p.ended_in
+FROM mqlayer.partition p JOIN mqlayer.node n USING (node_id)
+WHERE p.topic_id = %(topic_id)s AND p.state IN ('open', 'sealed') ORDER BY p.partition_id;
+
+-- name: partitions_hold
+-- Where partitions are and since when their nodes are armed: nobody arms or moves them until this transaction ends. One
+-- that is being moved at this moment is missing.
+SELECT p.partition_id, p.node_id, n.armed_at, p.state = 'deleted'
+FROM mqlayer.partition p JOIN mqlayer.node n USING (node_id)
+WHERE p.partition_id = ANY(%(partitions)s::int[]) ORDER BY n.node_id, p.partition_id FOR SHARE;
+
 -- name: group_creating
 -- Lock a group that is not live yet; nothing where somebody brought it to life.
 SELECT group_id FROM mqlayer.consumer_group WHERE group_id = %(group_id)s AND state = 'creating' FOR NO KEY UPDATE;
@@ -26,9 +39,10 @@ SELECT group_id FROM mqlayer.consumer_group WHERE group_id = %(group_id)s AND st
 UPDATE mqlayer.consumer_group SET state = 'live' WHERE group_id = %(group_id)s AND state = 'creating';
 
 -- name: group_seek
--- Send a group elsewhere, unless it was since this was decided: what it had committed is void.
+-- Send a group elsewhere, unless it was since this was decided: what it had committed is void. An earlier replay is over:
+-- it may have begun behind what this one gives.
 UPDATE mqlayer.consumer_group
-SET seek = seek + 1, replay = CASE WHEN %(replay)s THEN seek + 1 ELSE replay END, version = 1
+SET seek = seek + 1, replay = CASE WHEN %(replay)s THEN seek + 1 ELSE 0 END, version = 1
 WHERE group_id = %(group_id)s AND seek = %(seek)s AND state = 'live' RETURNING seek;
 
 -- name: group_settings_put

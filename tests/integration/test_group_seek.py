@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from datetime import datetime
 from itertools import pairwise
@@ -16,19 +17,20 @@ import psycopg
 import pytest
 
 from mqlayer import App, Context, failpoints
-from mqlayer.changes import drain_progress, split
+from mqlayer.changes import drain_progress, retire_partitions, split
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.membership import SeekPlan, Start, apply_seek, drained, planned_seek
 from mqlayer.postgres.database import Database
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.partitions import Fenced, Holder, settle_command, settle_reply
 from mqlayer.routes.cache import RouteCache, load_nodes
+from mqlayer.topics import rearm_node
 from mqlayer.trimming import trim_pass
 from tests.fixtures.commands import Commands
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.hand import Hand
-from tests.proof.outbox_world import OutboxWorld
+from tests.proof.outbox_world import OutboxWorld, Snapshot
 from tests.proof.rounds import ROUND, Seen, a_moment_between, of_tags, publish
 
 
@@ -194,6 +196,30 @@ def test_fenced_effects_are_applied_again_only_where_that_is_said(
         assert applied == wanted
 
 
+def test_a_seek_without_replay_ends_an_earlier_replay(world: OutboxWorld, database: Database) -> None:
+    """What lay before the place where the replay began was applied once, and is passed over."""
+    publish(world, "a")
+    at = a_moment_between()
+    world.publish(1, keys=1, tag="b")
+    world.wait_until_whole()
+    with consuming(world, fenced=True) as (handled, applied):
+        wait_until(lambda: count_of(applied) == ROUND + 1, what="all to be applied")
+        seek(world, database, at, replay=True)
+        wait_until(lambda: applied["key-0"][-2:] == ["b-0", "b-0"], what="the replay")
+        seek(world, database, "earliest")
+        wait_until(lambda: count_of(handled) == 2 * (ROUND + 1) + 1, what="all to be given again")
+        publish(world, "c")
+        wait_until(lambda: all(bodies[-1].startswith("c-") for bodies in applied.values()), what="what is new")
+        wait_until(lambda: count_of(handled) == 2 * (ROUND + 1) + 1 + ROUND, what="all that is new")
+    once = of_tags("a", "c")
+    once["key-0"][3:3] = ["b-0", "b-0"]
+    assert applied == once
+
+
+def count_of(seen: Seen) -> int:
+    return sum(map(len, seen.values()))
+
+
 def test_seeking_again_and_again_under_load_keeps_the_order_between_the_seeks(
     world: OutboxWorld, database: Database
 ) -> None:
@@ -243,6 +269,78 @@ def test_what_is_to_be_given_again_is_not_trimmed_before_anybody_takes_it(
     hand.handled.clear()
     hand.consume_all()
     assert hand.bodies() == of_tags("a")
+
+
+@pytest.mark.parametrize("group", ["ledger", "new"])
+def test_what_is_kept_of_a_lineage_has_no_hole(world: OutboxWorld, database: Database, group: str) -> None:
+    """A successor is not trimmed while its parent is kept: a group that begins there would miss what lies between."""
+    publish(world, "a")
+    split(database, "orders", 1, at=[500], prefix=world.key_prefix)
+    world.publish(600, keys=1, tag="b")
+    world.wait_until_whole()
+    Hand(database, world.key_prefix, "orders").consume_all()
+    everything = of_tags("a")["key-0"] + [f"b-{number}" for number in range(600)]
+    for retired in (False, True):
+        assert bool(retired and retire_partitions(database, prefix=world.key_prefix)) == retired
+        assert bool(trim_pass(database, prefix=world.key_prefix).total) == retired
+        if group == "ledger":
+            seek(world, database, "earliest")
+        hand = Hand(
+            database, world.key_prefix, "orders", group="ledger" if group == "ledger" else f"new-{int(retired)}"
+        )
+        hand.consume_all()
+        bodies = hand.bodies().get("key-0", [])
+        assert bodies == everything[len(everything) - len(bodies) :]
+        assert retired or bodies == everything
+
+
+def test_a_group_is_not_sent_back_to_what_is_being_retired(world: OutboxWorld, database: Database) -> None:
+    """The pass looked before the seek, and is held up: the seek waits, or the partition would go while it is given."""
+    split_and_publish(world, database)
+    hand = Hand(database, world.key_prefix, "orders")
+    hand.consume_all()
+    with psycopg.connect(world.dsn) as other, ThreadPoolExecutor() as pool:
+        other.execute("SELECT FROM mqlayer.partition WHERE partition_id = 1 FOR NO KEY UPDATE")
+        retired = pool.submit(retire_partitions, database, prefix=world.key_prefix)
+        wait_until(lambda: waiting(world) == 1, what="the pass to wait")
+        sought = pool.submit(seek, world, database, "earliest")
+        wait_until(lambda: waiting(world) == 2, what="the seek to wait")
+        other.commit()
+        assert retired.result() == [1]
+        sought.result()
+    hand.handled.clear()
+    hand.consume_all()
+    assert hand.bodies() == of_tags("c")
+    assert hand.version == 2
+
+
+def waiting(world: OutboxWorld) -> int:
+    (row,) = world.rows("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
+                        "AND wait_event_type = 'Lock'")  # fmt: skip
+    return int(row[0])
+
+
+def fall_back_and_arm(world: OutboxWorld, database: Database, before: Snapshot) -> None:
+    """Let the nodes hold what they held, as after a restart."""
+    world.fall_back(before)
+    world.rows("UPDATE mqlayer.node SET armed_run_id = 'before'")
+    for name in ("node-1", "node-2"):
+        rearm_node(database, name, prefix=world.key_prefix)
+
+
+def test_offsets_from_before_a_node_was_armed_again_are_refused(world: OutboxWorld, database: Database) -> None:
+    """It may have fallen back: offsets of the plan are given out again, to messages that nobody has seen."""
+    before = world.snapshot()
+    publish(world, "a")
+    hand = Hand(database, world.key_prefix, "orders")
+    plan, back = plan_of(world, database, "latest"), plan_of(world, database, "earliest")
+    fall_back_and_arm(world, database, before)
+    publish(world, "b")
+    with pytest.raises(Conflict, match="was armed again or given up in the meantime"):
+        apply_seek(database, plan, prefix=world.key_prefix, actor="a test")
+    assert apply_seek(database, back, prefix=world.key_prefix, actor="a test") == []
+    hand.consume_all()
+    assert in_order(hand) == of_tags("a", "b")
 
 
 def test_a_plan_that_was_overtaken_is_refused_and_changes_nothing(world: OutboxWorld, database: Database) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ from mqlayer.membership.groups import Group, GroupSettings, ensure_group
 from mqlayer.membership.starts import Start
 from mqlayer.postgres.database import Database
 from mqlayer.routes.cache import RouteCache
+from mqlayer.topics import rearm_node
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.outbox_world import OutboxWorld
@@ -175,6 +176,30 @@ def test_a_partition_that_its_node_lost_is_no_empty_one(world: OutboxWorld, data
     redis.Redis.from_url(world.urls[0]).delete(f"{world.key_prefix}:{{1}}:meta")
     with pytest.raises(NodeNotArmed, match="partition 1 is gone"):
         ensure(world, database, "latest")
+
+
+def test_where_a_group_starts_is_found_again_if_a_node_was_armed_in_between(
+    world: OutboxWorld, database: Database, tmp_path: Path
+) -> None:
+    """It may have fallen back: the offset that was found is given out again, to a message that is new."""
+    before, door = world.snapshot(), tmp_path / "door"
+    publish(world, "a")
+    failpoints.arm("group.before_starts", f"mark:{door}-reached", occurrence=1)
+    failpoints.arm("group.before_starts", f"wait:{door}", occurrence=1)
+    with ThreadPoolExecutor(1) as pool:
+        group = pool.submit(ensure, world, database, "latest")
+        wait_until((tmp_path / "door-reached").exists, what="the group to know where it would start")
+        world.fall_back(before)
+        world.rows("UPDATE mqlayer.node SET armed_run_id = 'before'")
+        for name in ("node-1", "node-2"):
+            rearm_node(database, name, prefix=world.key_prefix)
+        world.wait_until_whole()
+        publish(world, "b")
+        door.touch()
+        assert group.result(30).state == "live"
+    ends = world.rows("SELECT partition_id, start_offset - 1 FROM mqlayer.group_start ORDER BY partition_id")
+    counts = Counter(record.partition for record in world.records())
+    assert ends == sorted(counts.items())
 
 
 def test_of_two_first_members_one_says_where_the_group_starts(
