@@ -16,6 +16,7 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.redis.keys import group_keys, partition_keys
 from mqlayer.redis.nodes import Node, NodeConnection
 from mqlayer.redis.partitions import (
+    Failures,
     Fenced,
     GroupStart,
     Holder,
@@ -25,6 +26,7 @@ from mqlayer.redis.partitions import (
     attempt_command,
     attempt_reply,
     create,
+    failures_of,
     raise_command,
     release_command,
     settle_command,
@@ -56,6 +58,8 @@ class Model:
     settled: int = 0
     log: list[int] = field(default_factory=list)
     attempts: dict[int, int] = field(default_factory=dict)
+    # What the server says of them, with times that only it knows.
+    failures: dict[int, Failures] = field(default_factory=dict)
 
     def owns(self, member: str, epoch: int) -> bool:
         return (self.owner, self.epoch) == (member, epoch)
@@ -68,7 +72,7 @@ class Model:
             return Fenced(self.epoch)
         self.owner, self.epoch = member, epoch
         if seek > self.seek:
-            self.seek, self.committed, self.settled, self.attempts = seek, 0, 0, {}
+            self.seek, self.committed, self.settled, self.attempts, self.failures = seek, 0, 0, {}, {}
         self.committed = self.committed or max(start, self.first)
         return Taken(self.committed, self.next, 0, b"", self.attempts)
 
@@ -88,6 +92,7 @@ class Model:
         self.committed += (unsettled & -unsettled).bit_length() - 1
         for offset in forget:
             self.attempts.pop(offset, None)
+            self.failures.pop(offset, None)
         return Kept(self.committed)
 
     def count(self, member: str, epoch: int, offset: int, attempts: int) -> int | Fenced:
@@ -201,7 +206,17 @@ class ConsumerScripts(RuleBasedStateMachine):
     def count(self, member: str, step: int, offset: int, attempts: int) -> None:
         epoch = self.model.epoch + step
         command = attempt_command(self.line, self.holder(member, epoch), offset, attempts)
-        assert attempt_reply(self.ask(command), "") == self.model.count(member, epoch, offset, attempts)
+        noted = ("HGET", self.group.attempts, offset)
+        before, counted, value, after = self.line.call([("TIME",), command, noted, ("TIME",)])
+        known = self.model.failures.get(offset)
+        answer = self.model.count(member, epoch, offset, attempts)
+        assert attempt_reply(counted, "") == answer
+        if isinstance(answer, Fenced) or (known is not None and known.attempts >= attempts):
+            assert (None if value is None else failures_of(value)) == known
+            return
+        found = self.model.failures[offset] = failures_of(value)
+        assert in_ms(before) <= (found.last_ms or 0) <= in_ms(after)
+        assert found == (attempts, known.first_ms if known else found.last_ms, found.last_ms)
 
     @rule(step=st.sampled_from([-1, 0, 1, 2, 5]))
     def raise_epoch(self, step: int) -> None:
@@ -248,13 +263,20 @@ class ConsumerScripts(RuleBasedStateMachine):
         assert int(committed or 0) == self.model.committed
         self.check_bits(int(base or 0), bits or b"")
         assert len(bits or b"") <= WINDOW // 8 + 2048
-        flat = [int(part) for part in attempts]
-        assert dict(zip(flat[::2], flat[1::2], strict=True)) == self.model.attempts
+        pairs = zip(attempts[::2], attempts[1::2], strict=True)
+        noted = {int(offset): failures_of(value) for offset, value in pairs}
+        assert {offset: failures.attempts for offset, failures in noted.items()} == self.model.attempts
+        assert noted == self.model.failures
         assert length == len(self.model.log)
 
     def check_bits(self, base: int, bits: bytes) -> None:
         theirs = int.from_bytes(bits.translate(REVERSED), "little") << base
         assert theirs >> self.model.committed == self.model.settled >> self.model.committed
+
+
+def in_ms(time: list[bytes]) -> int:
+    """Return what a server's TIME says, in ms."""
+    return int(time[0]) * 1000 + int(time[1]) // 1000
 
 
 @pytest.fixture
