@@ -13,7 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mqlayer.domain.offsets import is_settled
 from mqlayer.domain.routing import NodeId
+from mqlayer.errors import StoreUnavailable
 from mqlayer.redis.keys import group_keys, partition_keys
+from mqlayer.redis.looking import FIND_LIMIT, Head, find_command, find_reply, look_command, look_reply
 from mqlayer.redis.nodes import Node, NodeConnection
 from mqlayer.redis.partitions import (
     Failures,
@@ -22,13 +24,17 @@ from mqlayer.redis.partitions import (
     Holder,
     Kept,
     Refused,
+    Run,
     Taken,
+    append_command,
     attempt_command,
     attempt_reply,
     create,
     failures_of,
     raise_command,
     release_command,
+    retire_command,
+    seal_command,
     settle_command,
     settle_reply,
     take_command,
@@ -131,7 +137,10 @@ class ConsumerScripts(RuleBasedStateMachine):
         self.model.next += count
         offsets = range(self.model.next - min(count, 10), self.model.next)
         self.line.call(
-            [("XADD", self.keys.log, f"{offset}-0", "m", "1:0:1:0", "k", "k", "b", "b") for offset in offsets]
+            [
+                ("XADD", self.keys.log, f"{offset}-0", "m", f"1:0:{offset}:0", "k", key_at(offset), "b", "body")
+                for offset in offsets
+            ]
         )
         self.ask(("HSET", self.keys.meta, "next", self.model.next))
         self.model.log += offsets
@@ -228,6 +237,34 @@ class ConsumerScripts(RuleBasedStateMachine):
             assert reply == [b"raised"]
             self.model.owner, self.model.epoch = "", epoch - 1
 
+    @rule(seeks=st.sampled_from([-1, 0, 0, 1]), start=st.integers(1, 5), key=st.sampled_from([b"k0", b"k1", b"k2"]),
+          skip=st.integers(0, 3), count=st.sampled_from([1, 7, FIND_LIMIT]))  # fmt: skip
+    def look(self, seeks: int, start: int, key: bytes, skip: int, count: int) -> None:
+        """Looking tells what the next owner would be given, and changes nothing (see the invariant)."""
+        seek = self.model.seek + seeks
+        begun = self.model.committed and seeks <= 0
+        position = self.model.committed if begun else max(min(start, self.model.next), self.model.first)
+        settled = self.model.settled if begun else 0
+        waiting = [offset for offset in self.model.log if offset >= position and not settled >> offset & 1]
+        above = [offset for offset in self.model.log if offset >= position]
+        command = look_command(self.line, self.prefix, self.partition, GROUP, start=start, seek=seek)
+        look = look_reply(self.ask(command), "")
+        assert look is not None
+        assert look[1:-1] == (
+            self.model.next, position, (settled >> position).bit_count(), self.model.owner or "", self.model.epoch,
+        )  # fmt: skip
+        assert look.head == (self.head(above[0]) if above else None)
+        first = position + skip
+        command = find_command(
+            self.line, self.prefix, self.partition, GROUP, key=key, first=first, count=count, seek=seek
+        )
+        of_key = [offset for offset in waiting if first <= offset < first + count and key_at(offset) == key]
+        head = self.head(of_key[0]) if of_key else None
+        assert find_reply(self.ask(command), key, "") == (len(of_key), head)
+
+    def head(self, offset: int) -> Head:
+        return Head(offset, b"1:0:%d:0" % offset, key_at(offset), self.model.failures.get(offset))
+
     @rule(
         floor=st.integers(1, 20_000),
         limit=st.sampled_from([100, 5_000]),
@@ -272,6 +309,11 @@ class ConsumerScripts(RuleBasedStateMachine):
     def check_bits(self, base: int, bits: bytes) -> None:
         theirs = int.from_bytes(bits.translate(REVERSED), "little") << base
         assert theirs >> self.model.committed == self.model.settled >> self.model.committed
+
+
+def key_at(offset: int) -> bytes:
+    """Return the key of the message at an offset."""
+    return b"k%d" % (offset % 3)
 
 
 def in_ms(time: list[bytes]) -> int:
@@ -342,3 +384,32 @@ def test_offsets_beyond_the_window_are_refused_and_nothing_is_changed(line: Node
     assert partition.settle((2, WINDOW)) == Kept(1)
     assert len(partition.take().bits) == WINDOW // 8
     assert partition.settle((1, 1)) == Kept(WINDOW + 1)
+
+
+def test_looking_passes_over_a_command_record_and_says_where_there_is_no_partition(
+    line: NodeConnection, key_prefix: str
+) -> None:
+    look = look_command(line, key_prefix, 1, GROUP, start=1, seek=0)
+    assert look_reply(line.call([look])[0], "") is None
+    create(line, key_prefix, 1, "t", 0, 1024, "open", "")
+    line.call([append_command(line, key_prefix, 1, 5, [Run(0, 1, 1, [b"0", b"k", b"b"])])])
+    line.call([seal_command(line, key_prefix, 1, 12, "the seal")])
+    found = look_reply(line.call([look])[0], "")
+    assert found is not None
+    assert (found.unsettled, found.head) == (1, Head(1, b"5:0:1:0", b"k", None))
+    find = find_command(line, key_prefix, 1, GROUP, key=b"12", first=1, count=9, seek=0)
+    assert find_reply(line.call([find])[0], b"12", "").messages == 0
+    holder = Holder(key_prefix, 1, GROUP, "a", 5)
+    line.call([take_command(line, holder, start=1), settle_command(line, holder, [(1, 1)])])
+    found = look_reply(line.call([look])[0], "")
+    assert found is not None
+    assert (found.unsettled, found.owner, found.epoch, found.head) == (0, "a", 5, None)
+    line.call([retire_command(line, key_prefix, 1, [GROUP])])
+    assert look_reply(line.call([look])[0], "") is None
+
+
+@pytest.mark.parametrize("count", [0, FIND_LIMIT + 1])
+def test_a_search_is_bounded(line: NodeConnection, key_prefix: str, count: int) -> None:
+    command = find_command(line, key_prefix, 1, GROUP, key=b"k", first=1, count=count, seek=0)
+    with pytest.raises(StoreUnavailable, match="1 to 1000 offsets"):
+        find_reply(line.call([command])[0], b"k", "")
