@@ -28,6 +28,13 @@ def show_rows(rows: Iterable[Mapping[str, Any]], *, as_json: bool, nothing: str)
         _table(found)
 
 
+def shown_key(key: str | None) -> str:
+    """Return a message key for a line on a terminal: quoted and escaped where it has what would not be seen there."""
+    if key is None:
+        return "(none)"
+    return key if key.isprintable() else json.dumps(key)
+
+
 def counted(count: int, what: str) -> str:
     """Return a number of things: 1 message, 2 messages."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"

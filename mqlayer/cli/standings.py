@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mqlayer.cli.showing import shown_age
+from mqlayer.cli.showing import shown_age, shown_key
 from mqlayer.inspecting import GroupStanding, PartitionStanding, VersionLag, Waiting
 
 
@@ -143,7 +143,7 @@ def stall_row(one: PartitionStanding) -> dict[str, Any]:
         "owner": facts.owner,
         "epoch": facts.epoch,
         "head": head and head.offset,
-        "key": head and head.key,
+        "key": head and shown_key(head.key),
         "since": stall and stall.since and stall.since.isoformat(timespec="seconds"),
         "attempts": head and head.attempts,
         "next_attempt": _retry(head),
@@ -151,13 +151,13 @@ def stall_row(one: PartitionStanding) -> dict[str, Any]:
     }
 
 
-def stall_words(one: PartitionStanding) -> str:
-    """Return in one line why a partition stands still."""
-    if one.stall is None:
-        return "nothing known"
-    words = [one.stall.says]
+def waiting_words(one: PartitionStanding) -> str:
+    """Return in one line what a partition waits for."""
+    words = [f"owner {one.facts.owner}"] if one.facts.owner is not None else []
+    if one.stall is not None:
+        words.append(f"stands still: {one.stall.says}")
     if one.head is not None:
-        words.append(f"its head is offset {one.head.offset}, key {one.head.key}")
+        words.append(f"its head is offset {one.head.offset}, key {shown_key(one.head.key)}")
         if one.head.retry_in_s is not None:
             words.append(f"next attempt {_retry(one.head)}")
     return ", ".join(words)

@@ -38,3 +38,14 @@ SELECT m.member_id, m.host, m.pid, m.joined_at, m.leaving,
        (SELECT count(*) FROM mqlayer.assignment a
         WHERE a.group_id = m.group_id AND a.member_id = m.member_id) AS partitions
 FROM mqlayer.member m WHERE m.group_id = %(group_id)s ORDER BY m.member_id;
+
+-- name: inspected_lineage
+-- The partitions that an LP of a topic was ever in, oldest first, and in which route versions; the last of them is in force.
+SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, p.state, coalesce(b.version, 1) AS first_version,
+       CASE WHEN e.state = 'done' THEN e.version - 1 END AS last_version
+FROM mqlayer.topic t
+JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.lp_from <= %(lp)s AND p.lp_to > %(lp)s
+LEFT JOIN mqlayer.route_change b ON b.change_id = p.born_in
+LEFT JOIN mqlayer.route_change e ON e.change_id = p.ended_in
+WHERE t.name = %(topic)s AND p.state <> 'importing' AND (b.change_id IS NULL OR b.state = 'done')
+ORDER BY p.partition_id;

@@ -132,6 +132,7 @@ def test_a_failing_key_is_shown_with_its_attempts_and_its_next_one_and_not_with_
     assert row.split()[:5] == [str(one["partition"]), owner, str(epoch), "1", "key-0"]
     assert "in 5 min" in row
     everything = said + typed.text("group", "show", "orders", "g") + str(told)
+    everything += typed.text("key", "explain", "orders", "key-0", "--group", "g")
     assert "secret" not in everything
 
 
@@ -318,6 +319,7 @@ def test_looking_changes_nothing(world: OutboxWorld, database: Database, typed: 
     before = everything(world)
     for words in (("list",), ("show", "orders", "ledger"), ("members", "orders", "ledger"), ("lag", "orders")):
         typed.text("group", *words)
+    typed.text("key", "explain", "orders", "key-1", "--group", "ledger")
     assert everything(world) == before
 
 
