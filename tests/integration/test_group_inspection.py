@@ -210,6 +210,7 @@ def test_an_owner_that_is_silent_is_told_and_then_marked_as_gone(
     world.rows("UPDATE mqlayer.member SET leaving = false WHERE member_id = 'hand'")
     beat(database, hand.session, lease_s=600)
     assert states(typed) == {"brief": ("gone", 0), "hand": ("running", 1)}
+    assert [line["members"] for line in typed.lines("group", "list")] == [1]
     hand.consume(1, 3)
     (one,) = lag_of(typed, "orders", "ledger")["partitions"]
     assert (one["owner"], one["lag"], one["stands_still"]) == ("hand", 2 * KEYS - 3, None)

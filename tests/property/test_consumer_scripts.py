@@ -42,6 +42,7 @@ from mqlayer.redis.partitions import (
     trim_command,
 )
 from mqlayer.stack import RedisServer
+from tests.fixtures.waiting import wait_until
 
 GROUP = 7
 WINDOW = 1_048_576
@@ -406,6 +407,53 @@ def test_looking_passes_over_a_command_record_and_says_where_there_is_no_partiti
     assert (found.unsettled, found.owner, found.epoch, found.head) == (0, "a", 5, None)
     line.call([retire_command(line, key_prefix, 1, [GROUP])])
     assert look_reply(line.call([look])[0], "") is None
+
+
+def test_looking_counts_only_what_is_settled_above_the_head_and_finds_nothing_below_it(
+    line: NodeConnection, key_prefix: str
+) -> None:
+    create(line, key_prefix, 1, "t", 0, 1024, "open", "")
+    line.call([append_command(line, key_prefix, 1, 5, [Run(0, 1, 9, [b"0", b"k", b"b"] * 9)])])
+    holder = Holder(key_prefix, 1, GROUP, "a", 5)
+    line.call([take_command(line, holder, start=1)])
+    look = look_command(line, key_prefix, 1, GROUP, start=1, seek=0)
+    find = find_command(line, key_prefix, 1, GROUP, key=b"k", first=1, count=9, seek=0)
+    # Settled; then the first offset that is not, how many above it are, and how many of the key are not.
+    for ranges, position, above, left in (
+        ([(1, 1)], 2, 0, 8),
+        ([(3, 4), (6, 6)], 2, 3, 5),
+        ([(2, 2)], 5, 1, 4),
+        ([(5, 5), (7, 9)], 10, 0, 0),
+    ):
+        line.call([settle_command(line, holder, ranges)])
+        found = look_reply(line.call([look])[0], "")
+        assert found is not None
+        assert (found.position, found.settled, found.unsettled) == (position, above, left)
+        of_key = find_reply(line.call([find])[0], b"k", "")
+        assert (of_key.messages, of_key.head and of_key.head.offset) == (left, position if left else None)
+
+
+def test_failures_keep_the_time_of_the_first_and_a_repeated_call_moves_no_time(
+    line: NodeConnection, key_prefix: str
+) -> None:
+    create(line, key_prefix, 1, "t", 0, 1024, "open", "")
+    holder = Holder(key_prefix, 1, GROUP, "a", 5)
+    line.call([take_command(line, holder, start=1)])
+
+    def count(attempts: int) -> Failures:
+        noted = ("HGET", group_keys(key_prefix, 1, GROUP).attempts, 1)
+        return failures_of(line.call([attempt_command(line, holder, 1, attempts), noted])[1])
+
+    def is_later() -> bool:
+        return in_ms(line.call([("TIME",)])[0]) > (first.last_ms or 0)
+
+    first = count(1)
+    wait_until(is_later, what="a later millisecond of the server")
+    assert count(1) == first == (1, first.last_ms, first.last_ms)
+    second = count(2)
+    assert second[:2] == (2, first.first_ms)
+    assert (second.last_ms or 0) > (first.last_ms or 0)
+    assert count(1) == second
 
 
 @pytest.mark.parametrize("count", [0, FIND_LIMIT + 1])
