@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
 --[[
-attempt_count: note how many attempts of a message have failed, as its owner counts them.
+attempt_count: note how many attempts of a message have failed, as its owner counts them, and since when.
 
-Idempotent, and never lowers the count: a call whose answer was lost is made again.
+Idempotent, and never lowers the count: a call whose answer was lost is made again. The times are for people only.
 
 KEYS
   1 lock_key      hash    owner, epoch, last refresh, committed, base of the ack bitmap
-  2 attempts_key  hash    offset -> failed attempts
+  2 attempts_key  hash    offset -> <failed attempts>:<ms of the first one noted>:<ms of the last>
 
 ARGV
   1 member        string  who asks
@@ -28,7 +28,11 @@ local attempts = tonumber(ARGV[4])
 local lock = redis.call('HMGET', lock_key, 'owner', 'epoch')
 local held = tonumber(lock[2] or '0')
 if lock[1] ~= member or held ~= epoch then return {'fenced', held} end
-local known = tonumber(redis.call('HGET', attempts_key, offset) or '0')
+local noted = redis.call('HGET', attempts_key, offset) or '0'
+local known = tonumber(string.match(noted, '^%d+'))
 if attempts <= known then return {'counted', known} end
-redis.call('HSET', attempts_key, offset, string.format('%d', attempts))
+local time = redis.call('TIME')
+local now = string.format('%d', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))
+local since = string.match(noted, '^%d+:(%d+):') or now
+redis.call('HSET', attempts_key, offset, string.format('%d:%s:%s', attempts, since, now))
 return {'counted', attempts}

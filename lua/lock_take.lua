@@ -9,7 +9,7 @@ KEYS
   1 meta_key      hash    state and next offset of the partition
   2 lock_key      hash    owner, epoch, last refresh, committed, base of the ack bitmap, seek
   3 acks_key      string  ack bitmap: bit i is offset base + i
-  4 attempts_key  hash    offset -> failed attempts
+  4 attempts_key  hash    offset -> failed attempts and when (see attempt_count)
 
 ARGV
   1 member        string  who asks
@@ -20,7 +20,7 @@ ARGV
 
 RETURNS
   {"kept", committed}                                 ours already
-  {"taken", committed, next, base, bits, {offset, attempts, ...}}   ours now
+  {"taken", committed, next, base, bits, {offset, failures, ...}}   ours now
   {"fenced", epoch}                                   another epoch is in force: stop
   {"absent"}                                          no such partition on this node
 ]]

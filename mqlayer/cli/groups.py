@@ -1,18 +1,30 @@
-"""`group`: what an operator says to a living group: settings, pause, resume, evict, seek."""
+"""`group`: where groups stand and why; and what an operator says to one: settings, pause, resume, evict, seek."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import closing
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument, check_wish
+from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_age
+from mqlayer.cli.standings import (
+    group_row,
+    lag_row,
+    partition_facts,
+    partition_row,
+    settings_row,
+    stall_row,
+    version_facts,
+    version_row,
+)
 from mqlayer.errors import InvalidInput
+from mqlayer.inspecting import GroupStanding, group_members, group_standings
 from mqlayer.membership import SeekPlan, Start, apply_seek, planned_seek
 from mqlayer.membership.steering import evict_member, pause_group, resume_group, set_group
 from mqlayer.postgres.database import Database
@@ -83,6 +95,112 @@ def evict(
     with Database(settings_here().control_dsn()) as database:
         evict_member(database, topic, group, member, actor=actor())
     typer.echo(f"member {member} of group {group} of topic {topic} is out")
+
+
+@groups.command("list")
+def list_(
+    topic: Annotated[str | None, typer.Argument(help="Only of this topic.")] = None, as_json: JsonOption = False
+) -> None:
+    """List groups: state, route version, living members, partitions not drained, and messages not settled."""
+    found = _standings(topic)
+    show_rows(map(group_row, found), as_json=as_json, nothing="no groups: a group is created by its first member")
+
+
+@groups.command()
+def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False) -> None:
+    """Show a group's settings, and where it is in each partition."""
+    (found,) = _standings(topic, group)
+    settings = settings_row(found)
+    if as_json:
+        partitions = [partition_facts(one) for one in found.partitions]
+        show_rows([settings | {"partitions": partitions}], as_json=True, nothing="")
+        return
+    for name, value in (settings | {"version": f"{settings['version']} of {settings['topic_version']}"}).items():
+        if name not in ("topic_version", "away"):
+            typer.echo(f"{name.replace('_', ' ')}: {_words(value)}")
+    show_rows(map(partition_row, found.partitions), as_json=False, nothing="it has no partitions yet")
+    _say_away(found)
+
+
+@groups.command()
+def members(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False) -> None:
+    """List a group's members, with what is left of their leases by the database's clock."""
+    with Database(settings_here().control_dsn()) as database:
+        found = group_members(database, topic, group)
+    rows = (
+        {
+            "member": one.member_id,
+            "state": one.state,
+            "host": one.host,
+            "pid": one.pid,
+            "joined_at": one.joined_at.isoformat(timespec="seconds"),
+            "lease_left_s": None if one.lease_left_s is None else round(one.lease_left_s, 1),
+            "leaving": one.state == "leaving",
+            "partitions": one.partitions,
+        }
+        for one in found
+    )
+    show_rows(rows, as_json=as_json, nothing=f"group {group} of topic {topic} has no members: start a consumer")
+
+
+@groups.command()
+def lag(
+    topic: TopicArgument,
+    group: Annotated[str | None, typer.Argument(help="Only this group.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how far groups are behind, per partition and route version, and why a partition stands still."""
+    found = _standings(topic, group)
+    if as_json:
+        show_rows(map(_lag_told, found), as_json=True, nothing="")
+        return
+    for standing in found:
+        _show_lag(standing)
+    if not found:
+        typer.echo(f"topic {topic} has no groups: a group is created by its first member")
+
+
+def _standings(topic: str | None, group: str | None = None) -> list[GroupStanding]:
+    settings = settings_here()
+    with Database(settings.control_dsn()) as database:
+        return group_standings(database, topic, group, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
+
+
+def _lag_told(standing: GroupStanding) -> dict[str, Any]:
+    return {
+        "topic": standing.facts.topic,
+        "group": standing.facts.name,
+        "state": standing.facts.state,
+        "lag": standing.lag,
+        "age_s": standing.age_s,
+        "versions": [version_facts(one) for one in standing.versions()],
+        "partitions": [partition_facts(one) for one in standing.undrained],
+        "away": dict(standing.away),
+    }
+
+
+def _show_lag(standing: GroupStanding) -> None:
+    behind = [one for one in standing.undrained if one.lag != 0]
+    oldest = f", the oldest {shown_age(standing.age_s)} old" if standing.age_s is not None else ""
+    typer.echo(f"group {standing.facts.name}: {counted(standing.lag, 'message')} not settled{oldest}")
+    settled = len(standing.undrained) - len(behind)
+    show_rows(map(version_row, standing.versions()), as_json=False, nothing="it has no partitions yet")
+    if behind:
+        show_rows(map(lag_row, behind), as_json=False, nothing="")
+    if settled:
+        typer.echo(f"nothing waits in {counted(settled, 'partition')}")
+    if still := [one for one in behind if one.stall is not None]:
+        show_rows(map(stall_row, still), as_json=False, nothing="")
+    _say_away(standing)
+
+
+def _say_away(standing: GroupStanding) -> None:
+    for name, reason in sorted(standing.away.items()):
+        typer.echo(f"node {name} does not answer: {reason}", err=True)
+
+
+def _words(value: Any) -> str:
+    return ", ".join(f"{one:g}" for one in value) if isinstance(value, list) else str(value)
 
 
 @groups.command()

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import mqlayer
-from mqlayer.cli import consume, groups, migrate, nodes, outbox, relay, routes, stack, topics, trim
+from mqlayer.cli import consume, groups, keys, migrate, nodes, outbox, relay, routes, stack, topics, trim
 from mqlayer.cli.failures import FailureShowingGroup
 from mqlayer.cli.logs import configure_logging
 
@@ -53,6 +53,7 @@ nodes.add_to(app)
 topics.add_to(app)
 routes.add_to(app)
 groups.add_to(app)
+keys.add_to(app)
 relay.add_to(app)
 outbox.add_to(app)
 trim.add_to(app)

@@ -28,6 +28,31 @@ def show_rows(rows: Iterable[Mapping[str, Any]], *, as_json: bool, nothing: str)
         _table(found)
 
 
+def shown_key(key: str | None) -> str:
+    """Return a message key for a line on a terminal: quoted and escaped where it has what would not be seen there."""
+    if key is None:
+        return "(none)"
+    return key if key.isprintable() else json.dumps(key)
+
+
+def counted(count: int, what: str) -> str:
+    """Return a number of things: 1 message, 2 messages."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def shown_age(seconds: float | None) -> str:
+    """Return a time span for people: 0.4 s, 12 s, 3 min, 2.5 h, 4.0 d."""
+    if seconds is None:
+        return ""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7_200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3_600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} d"
+
+
 def _table(rows: list[Mapping[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False)
     for name in rows[0]:

@@ -10,7 +10,7 @@ different partitions have different tags. Groups are named by their id: a name m
 <prefix>:{<partition>}:marks                hash    <source>:<lp> -> highest seq in the partition
 <prefix>:{<partition>}:g<group>:lock        hash    owner, epoch, refreshed_at, committed, base, top, seek
 <prefix>:{<partition>}:g<group>:acks        string  ack bitmap, bit i is offset base + i
-<prefix>:{<partition>}:g<group>:attempts    hash    offset -> failed attempts
+<prefix>:{<partition>}:g<group>:attempts    hash    offset -> <failed attempts>:<ms of the first>:<ms of the last>
 ```
 """
 

@@ -153,6 +153,23 @@ class Holder:
     epoch: int
 
 
+class Failures(NamedTuple):
+    """How many attempts of a message failed, and when the first and the last of them were noted, by the node's clock.
+
+    The times are None where nobody noted them.
+    """
+
+    attempts: int
+    first_ms: int | None
+    last_ms: int | None
+
+
+def failures_of(noted: bytes) -> Failures:
+    """Return what the value of an offset says in the hash of attempts."""
+    count, *times = noted.split(b":")
+    return Failures(int(count), int(times[0]), int(times[1])) if times else Failures(int(count), None, None)
+
+
 class Taken(NamedTuple):
     """The pull lock is newly ours; what the former owner left."""
 
@@ -198,8 +215,9 @@ def take_reply(reply: Any, address: str) -> Taken | Kept | Fenced | Refused:
     if reply[0] == b"kept":
         return Kept(reply[1])
     if reply[0] == b"taken":
-        flat = [int(x) for x in reply[5]]
-        return Taken(reply[1], reply[2], reply[3], reply[4], dict(zip(flat[::2], flat[1::2], strict=True)))
+        pairs = zip(reply[5][::2], reply[5][1::2], strict=True)
+        attempts = {int(offset): failures_of(noted).attempts for offset, noted in pairs}
+        return Taken(reply[1], reply[2], reply[3], reply[4], attempts)
     return _fenced_or_refused(reply)
 
 

@@ -26,6 +26,7 @@ from mqlayer.redis.partitions import (
     Taken,
     attempt_command,
     attempt_reply,
+    failures_of,
     raise_command,
     release_command,
     settle_command,
@@ -461,4 +462,6 @@ def test_locks_offsets_and_attempts_survive_a_restart_of_their_node(
     server.kill()
     server.start()
     assert kept() == before
-    assert before[2] == {b"1": b"2"}
+    noted = stage.redis.hget(keys.attempts.decode(), "1")
+    assert isinstance(noted, bytes)
+    assert failures_of(noted).attempts == 2

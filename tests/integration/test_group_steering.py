@@ -13,6 +13,7 @@ import pytest
 from mqlayer import App, Context
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.inspecting import explain_key, group_standings
 from mqlayer.membership import find_group, join
 from mqlayer.membership.rates import balance_by_rate
 from mqlayer.membership.steering import evict_member, pause_group, resume_group, set_group
@@ -171,6 +172,20 @@ def test_a_pause_stays_over_the_death_of_all_members(stage: Stage) -> None:
     assert set(stage.owners().values()) == {None}
     assert recorder.begun == []
     resume_group(stage.database, "orders", "g", actor="a test")
+
+
+def test_it_shows_that_a_group_is_paused_and_how_to_let_it_go_on(stage: Stage) -> None:
+    stage.consume(Recorder())
+    pause_group(stage.database, "orders", "g", actor="a test")
+    wait_until(lambda: set(stage.owners().values()) == {None}, what="all partitions to be given back")
+    stage.send([("k", b"1")])
+    (standing,) = group_standings(stage.database, "orders", "g", prefix=stage.prefix)
+    assert standing.facts.paused_at is not None
+    assert {one.stall.reason for one in standing.partitions if one.stall} == {"paused"}
+    explained = explain_key(stage.database, "orders", "k", "g", prefix=stage.prefix)
+    assert explained.run_next.startswith("mqlayer group resume orders g")
+    resume_group(stage.database, "orders", "g", actor="a test")
+    stage.wait_settled()
 
 
 # -- evict -------------------------------------------------------------------------------------------------------------

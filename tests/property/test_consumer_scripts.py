@@ -13,20 +13,28 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mqlayer.domain.offsets import is_settled
 from mqlayer.domain.routing import NodeId
+from mqlayer.errors import StoreUnavailable
 from mqlayer.redis.keys import group_keys, partition_keys
+from mqlayer.redis.looking import FIND_LIMIT, Head, find_command, find_reply, look_command, look_reply
 from mqlayer.redis.nodes import Node, NodeConnection
 from mqlayer.redis.partitions import (
+    Failures,
     Fenced,
     GroupStart,
     Holder,
     Kept,
     Refused,
+    Run,
     Taken,
+    append_command,
     attempt_command,
     attempt_reply,
     create,
+    failures_of,
     raise_command,
     release_command,
+    retire_command,
+    seal_command,
     settle_command,
     settle_reply,
     take_command,
@@ -34,6 +42,7 @@ from mqlayer.redis.partitions import (
     trim_command,
 )
 from mqlayer.stack import RedisServer
+from tests.fixtures.waiting import wait_until
 
 GROUP = 7
 WINDOW = 1_048_576
@@ -56,6 +65,8 @@ class Model:
     settled: int = 0
     log: list[int] = field(default_factory=list)
     attempts: dict[int, int] = field(default_factory=dict)
+    # What the server says of them, with times that only it knows.
+    failures: dict[int, Failures] = field(default_factory=dict)
 
     def owns(self, member: str, epoch: int) -> bool:
         return (self.owner, self.epoch) == (member, epoch)
@@ -68,7 +79,7 @@ class Model:
             return Fenced(self.epoch)
         self.owner, self.epoch = member, epoch
         if seek > self.seek:
-            self.seek, self.committed, self.settled, self.attempts = seek, 0, 0, {}
+            self.seek, self.committed, self.settled, self.attempts, self.failures = seek, 0, 0, {}, {}
         self.committed = self.committed or max(start, self.first)
         return Taken(self.committed, self.next, 0, b"", self.attempts)
 
@@ -88,6 +99,7 @@ class Model:
         self.committed += (unsettled & -unsettled).bit_length() - 1
         for offset in forget:
             self.attempts.pop(offset, None)
+            self.failures.pop(offset, None)
         return Kept(self.committed)
 
     def count(self, member: str, epoch: int, offset: int, attempts: int) -> int | Fenced:
@@ -126,7 +138,10 @@ class ConsumerScripts(RuleBasedStateMachine):
         self.model.next += count
         offsets = range(self.model.next - min(count, 10), self.model.next)
         self.line.call(
-            [("XADD", self.keys.log, f"{offset}-0", "m", "1:0:1:0", "k", "k", "b", "b") for offset in offsets]
+            [
+                ("XADD", self.keys.log, f"{offset}-0", "m", f"1:0:{offset}:0", "k", key_at(offset), "b", "body")
+                for offset in offsets
+            ]
         )
         self.ask(("HSET", self.keys.meta, "next", self.model.next))
         self.model.log += offsets
@@ -201,7 +216,17 @@ class ConsumerScripts(RuleBasedStateMachine):
     def count(self, member: str, step: int, offset: int, attempts: int) -> None:
         epoch = self.model.epoch + step
         command = attempt_command(self.line, self.holder(member, epoch), offset, attempts)
-        assert attempt_reply(self.ask(command), "") == self.model.count(member, epoch, offset, attempts)
+        noted = ("HGET", self.group.attempts, offset)
+        before, counted, value, after = self.line.call([("TIME",), command, noted, ("TIME",)])
+        known = self.model.failures.get(offset)
+        answer = self.model.count(member, epoch, offset, attempts)
+        assert attempt_reply(counted, "") == answer
+        if isinstance(answer, Fenced) or (known is not None and known.attempts >= attempts):
+            assert (None if value is None else failures_of(value)) == known
+            return
+        found = self.model.failures[offset] = failures_of(value)
+        assert in_ms(before) <= (found.last_ms or 0) <= in_ms(after)
+        assert found == (attempts, known.first_ms if known else found.last_ms, found.last_ms)
 
     @rule(step=st.sampled_from([-1, 0, 1, 2, 5]))
     def raise_epoch(self, step: int) -> None:
@@ -212,6 +237,34 @@ class ConsumerScripts(RuleBasedStateMachine):
         else:
             assert reply == [b"raised"]
             self.model.owner, self.model.epoch = "", epoch - 1
+
+    @rule(seeks=st.sampled_from([-1, 0, 0, 1]), start=st.integers(1, 5), key=st.sampled_from([b"k0", b"k1", b"k2"]),
+          skip=st.integers(0, 3), count=st.sampled_from([1, 7, FIND_LIMIT]))  # fmt: skip
+    def look(self, seeks: int, start: int, key: bytes, skip: int, count: int) -> None:
+        """Looking tells what the next owner would be given, and changes nothing (see the invariant)."""
+        seek = self.model.seek + seeks
+        begun = self.model.committed and seeks <= 0
+        position = self.model.committed if begun else max(min(start, self.model.next), self.model.first)
+        settled = self.model.settled if begun else 0
+        waiting = [offset for offset in self.model.log if offset >= position and not settled >> offset & 1]
+        above = [offset for offset in self.model.log if offset >= position]
+        command = look_command(self.line, self.prefix, self.partition, GROUP, start=start, seek=seek)
+        look = look_reply(self.ask(command), "")
+        assert look is not None
+        assert look[1:-1] == (
+            self.model.next, position, (settled >> position).bit_count(), self.model.owner or "", self.model.epoch,
+        )  # fmt: skip
+        assert look.head == (self.head(above[0]) if above else None)
+        first = position + skip
+        command = find_command(
+            self.line, self.prefix, self.partition, GROUP, key=key, first=first, count=count, seek=seek
+        )
+        of_key = [offset for offset in waiting if first <= offset < first + count and key_at(offset) == key]
+        head = self.head(of_key[0]) if of_key else None
+        assert find_reply(self.ask(command), key, "") == (len(of_key), head)
+
+    def head(self, offset: int) -> Head:
+        return Head(offset, b"1:0:%d:0" % offset, key_at(offset), self.model.failures.get(offset))
 
     @rule(
         floor=st.integers(1, 20_000),
@@ -248,13 +301,25 @@ class ConsumerScripts(RuleBasedStateMachine):
         assert int(committed or 0) == self.model.committed
         self.check_bits(int(base or 0), bits or b"")
         assert len(bits or b"") <= WINDOW // 8 + 2048
-        flat = [int(part) for part in attempts]
-        assert dict(zip(flat[::2], flat[1::2], strict=True)) == self.model.attempts
+        pairs = zip(attempts[::2], attempts[1::2], strict=True)
+        noted = {int(offset): failures_of(value) for offset, value in pairs}
+        assert {offset: failures.attempts for offset, failures in noted.items()} == self.model.attempts
+        assert noted == self.model.failures
         assert length == len(self.model.log)
 
     def check_bits(self, base: int, bits: bytes) -> None:
         theirs = int.from_bytes(bits.translate(REVERSED), "little") << base
         assert theirs >> self.model.committed == self.model.settled >> self.model.committed
+
+
+def key_at(offset: int) -> bytes:
+    """Return the key of the message at an offset."""
+    return b"k%d" % (offset % 3)
+
+
+def in_ms(time: list[bytes]) -> int:
+    """Return what a server's TIME says, in ms."""
+    return int(time[0]) * 1000 + int(time[1]) // 1000
 
 
 @pytest.fixture
@@ -320,3 +385,79 @@ def test_offsets_beyond_the_window_are_refused_and_nothing_is_changed(line: Node
     assert partition.settle((2, WINDOW)) == Kept(1)
     assert len(partition.take().bits) == WINDOW // 8
     assert partition.settle((1, 1)) == Kept(WINDOW + 1)
+
+
+def test_looking_passes_over_a_command_record_and_says_where_there_is_no_partition(
+    line: NodeConnection, key_prefix: str
+) -> None:
+    look = look_command(line, key_prefix, 1, GROUP, start=1, seek=0)
+    assert look_reply(line.call([look])[0], "") is None
+    create(line, key_prefix, 1, "t", 0, 1024, "open", "")
+    line.call([append_command(line, key_prefix, 1, 5, [Run(0, 1, 1, [b"0", b"k", b"b"])])])
+    line.call([seal_command(line, key_prefix, 1, 12, "the seal")])
+    found = look_reply(line.call([look])[0], "")
+    assert found is not None
+    assert (found.unsettled, found.head) == (1, Head(1, b"5:0:1:0", b"k", None))
+    find = find_command(line, key_prefix, 1, GROUP, key=b"12", first=1, count=9, seek=0)
+    assert find_reply(line.call([find])[0], b"12", "").messages == 0
+    holder = Holder(key_prefix, 1, GROUP, "a", 5)
+    line.call([take_command(line, holder, start=1), settle_command(line, holder, [(1, 1)])])
+    found = look_reply(line.call([look])[0], "")
+    assert found is not None
+    assert (found.unsettled, found.owner, found.epoch, found.head) == (0, "a", 5, None)
+    line.call([retire_command(line, key_prefix, 1, [GROUP])])
+    assert look_reply(line.call([look])[0], "") is None
+
+
+def test_looking_counts_only_what_is_settled_above_the_head_and_finds_nothing_below_it(
+    line: NodeConnection, key_prefix: str
+) -> None:
+    create(line, key_prefix, 1, "t", 0, 1024, "open", "")
+    line.call([append_command(line, key_prefix, 1, 5, [Run(0, 1, 9, [b"0", b"k", b"b"] * 9)])])
+    holder = Holder(key_prefix, 1, GROUP, "a", 5)
+    line.call([take_command(line, holder, start=1)])
+    look = look_command(line, key_prefix, 1, GROUP, start=1, seek=0)
+    find = find_command(line, key_prefix, 1, GROUP, key=b"k", first=1, count=9, seek=0)
+    # Settled; then the first offset that is not, how many above it are, and how many of the key are not.
+    for ranges, position, above, left in (
+        ([(1, 1)], 2, 0, 8),
+        ([(3, 4), (6, 6)], 2, 3, 5),
+        ([(2, 2)], 5, 1, 4),
+        ([(5, 5), (7, 9)], 10, 0, 0),
+    ):
+        line.call([settle_command(line, holder, ranges)])
+        found = look_reply(line.call([look])[0], "")
+        assert found is not None
+        assert (found.position, found.settled, found.unsettled) == (position, above, left)
+        of_key = find_reply(line.call([find])[0], b"k", "")
+        assert (of_key.messages, of_key.head and of_key.head.offset) == (left, position if left else None)
+
+
+def test_failures_keep_the_time_of_the_first_and_a_repeated_call_moves_no_time(
+    line: NodeConnection, key_prefix: str
+) -> None:
+    create(line, key_prefix, 1, "t", 0, 1024, "open", "")
+    holder = Holder(key_prefix, 1, GROUP, "a", 5)
+    line.call([take_command(line, holder, start=1)])
+
+    def count(attempts: int) -> Failures:
+        noted = ("HGET", group_keys(key_prefix, 1, GROUP).attempts, 1)
+        return failures_of(line.call([attempt_command(line, holder, 1, attempts), noted])[1])
+
+    def is_later() -> bool:
+        return in_ms(line.call([("TIME",)])[0]) > (first.last_ms or 0)
+
+    first = count(1)
+    wait_until(is_later, what="a later millisecond of the server")
+    assert count(1) == first == (1, first.last_ms, first.last_ms)
+    second = count(2)
+    assert second[:2] == (2, first.first_ms)
+    assert (second.last_ms or 0) > (first.last_ms or 0)
+    assert count(1) == second
+
+
+@pytest.mark.parametrize("count", [0, FIND_LIMIT + 1])
+def test_a_search_is_bounded(line: NodeConnection, key_prefix: str, count: int) -> None:
+    command = find_command(line, key_prefix, 1, GROUP, key=b"k", first=1, count=count, seek=0)
+    with pytest.raises(StoreUnavailable, match="1 to 1000 offsets"):
+        find_reply(line.call([command])[0], b"k", "")

@@ -13,6 +13,8 @@ SETTLING = {
     "lock_take", "lock_release", "lock_raise", "offsets_settle", "attempt_count", "log_trim",
     "partition_retire", "partition_seal", "partition_open", "mark_pass",
 }  # fmt: skip
+READING = {"group_look", "key_find"}
+FLAGS = dict.fromkeys(SETTLING, " flags=allow-oom") | dict.fromkeys(READING, " flags=no-writes")
 
 
 def section(source: str, title: str) -> dict[int, str]:
@@ -51,7 +53,7 @@ def test_no_script_makes_a_key_or_runs_text(name: str) -> None:
 @pytest.mark.parametrize("name", lua_names())
 def test_settling_goes_on_when_memory_is_out_and_publishing_does_not(name: str) -> None:
     header = lua_source(name).splitlines()[0]
-    assert header == ("#!lua flags=allow-oom" if name in SETTLING else "#!lua")
+    assert header == "#!lua" + FLAGS.get(name, "")
 
 
 @pytest.mark.parametrize("name", lua_names())

@@ -1,0 +1,177 @@
+"""Groups, partitions and heads as rows: the fields of --json, and the words of the tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mqlayer.cli.showing import shown_age, shown_key
+from mqlayer.inspecting import GroupStanding, PartitionStanding, VersionLag, Waiting
+
+
+def group_row(group: GroupStanding) -> dict[str, Any]:
+    """Return one line of `group list`."""
+    facts = group.facts
+    live = facts.state == "live"
+    return {
+        "topic": facts.topic,
+        "group": facts.name,
+        "state": facts.state,
+        "version": facts.version,
+        "topic_version": facts.topic_version,
+        "members": facts.alive,
+        "partitions": len(group.undrained) if live else None,
+        "lag": group.lag if live else None,
+        "away": ", ".join(sorted(group.away)),
+    }
+
+
+def settings_row(group: GroupStanding) -> dict[str, Any]:
+    """Return what a group was created with, and where it is."""
+    facts = group.facts
+    return {
+        "topic": facts.topic,
+        "group": facts.name,
+        "state": facts.state,
+        "start": facts.start if facts.start_at is None else facts.start_at.isoformat(),
+        "backoff_s": list(facts.backoff_s),
+        "ordered": facts.ordered,
+        "balance": facts.balance,
+        "settings_version": facts.settings_version,
+        "paused_at": facts.paused_at and facts.paused_at.isoformat(timespec="seconds"),
+        "version": facts.version,
+        "topic_version": facts.topic_version,
+        "seek": facts.seek,
+        "created_at": facts.created_at.isoformat(timespec="seconds"),
+        "members": facts.alive,
+        "lag": group.lag if facts.state == "live" else None,
+        "away": dict(group.away),
+    }
+
+
+def partition_facts(one: PartitionStanding) -> dict[str, Any]:
+    """Return all about a partition, for programs."""
+    facts, stall = one.facts, one.stall
+    return {
+        "partition": facts.partition,
+        "node": one.node,
+        "lp_from": facts.lp_from,
+        "lp_to": facts.lp_to,
+        "made_in": facts.made_in,
+        "state": facts.sight,
+        "behind": list(facts.behind),
+        "owner": facts.owner,
+        "epoch": facts.epoch,
+        "target": facts.target,
+        "committed": None if one.look is None else one.look.position,
+        "end": None if one.look is None else one.look.next_offset,
+        "lag": one.lag,
+        "age_s": one.age_s,
+        "head": None if one.head is None else head_facts(one.head),
+        "stands_still": None
+        if stall is None
+        else {"reason": stall.reason, "since": stall.since and stall.since.isoformat(), "says": stall.says},
+    }
+
+
+def head_facts(head: Waiting) -> dict[str, Any]:
+    """Return all about the first message that waits, for programs."""
+    return {
+        "offset": head.offset,
+        "key": head.key,
+        "identity": head.identity,
+        "age_s": head.age_s,
+        "attempts": head.attempts,
+        "failing_since": head.failing_since and head.failing_since.isoformat(),
+        "retry_at": head.retry_at and head.retry_at.isoformat(),
+        "retry_in_s": head.retry_in_s,
+    }
+
+
+def version_facts(version: VersionLag) -> dict[str, Any]:
+    """Return the lag of a route version, for programs."""
+    return {
+        "made_in": version.version,
+        "partitions": version.partitions,
+        "lag": version.lag,
+        "age_s": version.age_s,
+        "unknown": version.unknown,
+    }
+
+
+def partition_row(one: PartitionStanding) -> dict[str, Any]:
+    """Return one line of `group show`."""
+    told = partition_facts(one)
+    hidden = f"hidden behind {', '.join(map(str, one.facts.behind))}"
+    return {
+        "partition": told["partition"],
+        "node": told["node"],
+        "LPs": f"[{told['lp_from']}, {told['lp_to']})",
+        "state": hidden if one.facts.sight == "hidden" else told["state"],
+        "owner": told["owner"],
+        "epoch": told["epoch"],
+        "target": told["target"],
+        "committed": told["committed"],
+        "end": told["end"],
+        "lag": _or_away(one.lag),
+    }
+
+
+def lag_row(one: PartitionStanding) -> dict[str, Any]:
+    """Return one line of `group lag`."""
+    return {
+        "partition": one.facts.partition,
+        "made_in": one.facts.made_in,
+        "state": one.facts.sight,
+        "lag": _or_away(one.lag),
+        "oldest": shown_age(one.age_s),
+        "owner": one.facts.owner,
+    }
+
+
+def version_row(version: VersionLag) -> dict[str, Any]:
+    """Return one line of the sums of `group lag`."""
+    return {
+        "version": version.version,
+        "partitions": version.partitions,
+        "lag": version.lag,
+        "oldest": shown_age(version.age_s),
+        "not_known": version.unknown or None,
+    }
+
+
+def stall_row(one: PartitionStanding) -> dict[str, Any]:
+    """Return why a partition stands still."""
+    facts, head, stall = one.facts, one.head, one.stall
+    return {
+        "stands_still": facts.partition,
+        "owner": facts.owner,
+        "epoch": facts.epoch,
+        "head": head and head.offset,
+        "key": head and shown_key(head.key),
+        "since": stall and stall.since and stall.since.isoformat(timespec="seconds"),
+        "attempts": head and head.attempts,
+        "next_attempt": _retry(head),
+        "why": stall and stall.says,
+    }
+
+
+def waiting_words(one: PartitionStanding) -> str:
+    """Return in one line what a partition waits for."""
+    words = [f"owner {one.facts.owner}"] if one.facts.owner is not None else []
+    if one.stall is not None:
+        words.append(f"stands still: {one.stall.says}")
+    if one.head is not None:
+        words.append(f"its head is offset {one.head.offset}, key {shown_key(one.head.key)}")
+        if one.head.retry_in_s is not None:
+            words.append(f"next attempt {_retry(one.head)}")
+    return ", ".join(words)
+
+
+def _retry(head: Waiting | None) -> str | None:
+    if head is None or head.retry_in_s is None:
+        return None
+    return f"in {shown_age(head.retry_in_s)}" if head.retry_in_s else "now"
+
+
+def _or_away(lag: int | None) -> int | str:
+    return "?" if lag is None else lag

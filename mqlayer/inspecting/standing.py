@@ -1,0 +1,222 @@
+"""Where groups stand in their partitions, and why one stands still: Postgres and the nodes put together.
+
+Read at one time of each server, not at the same time of all: for people, never for a decision. Ages and the next retry
+are by the clock of the partition's node, and an age counts from the time that the publisher gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from mqlayer.domain.backoff import backoff_s
+from mqlayer.domain.message import NO_KEY, Record
+from mqlayer.inspecting.facts import GroupFacts, PartitionFacts, group_facts, partition_facts
+from mqlayer.membership.positions import Spot, look_at
+from mqlayer.postgres.database import Database
+from mqlayer.redis.looking import Head, Look
+from mqlayer.routes.cache import load_nodes
+
+Reason = Literal["node_away", "partition_missing", "hidden", "paused", "no_owner", "lease_over", "not_taken", "failing"]
+"""Why a partition stands still: facts on the servers, in the order in which they are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The first message that is not settled. `key`: None for a message without one.
+
+    `retry_at`: when its next attempt is due, by its last failure and the group's backoff; a new owner tries at once.
+    """
+
+    offset: int
+    key: str | None
+    identity: str
+    age_s: float
+    attempts: int
+    failing_since: datetime | None
+    retry_at: datetime | None
+    retry_in_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Why a partition stands still, and since when that is known to be so."""
+
+    reason: Reason
+    since: datetime | None
+    says: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionStanding:
+    """A group at a partition. `look` is None where the node did not say; `lag` is how many messages are not settled."""
+
+    facts: PartitionFacts
+    node: str
+    look: Look | None
+    head: Waiting | None
+    stall: Stall | None
+
+    @property
+    def lag(self) -> int | None:
+        """How many messages are not settled; None where that is not known."""
+        if self.facts.drained:
+            return 0
+        return None if self.look is None else self.look.unsettled
+
+    @property
+    def age_s(self) -> float | None:
+        """How old the oldest of them is."""
+        return self.head.age_s if self.head is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionLag:
+    """What is left of the partitions that one route version made; `unknown`: how many nodes' partitions say nothing."""
+
+    version: int
+    partitions: int
+    lag: int
+    age_s: float | None
+    unknown: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStanding:
+    """Where a group stands. `away`: nodes that did not answer, with the reason; only a live group has partitions."""
+
+    facts: GroupFacts
+    partitions: Sequence[PartitionStanding]
+    away: Mapping[str, str]
+
+    @property
+    def undrained(self) -> list[PartitionStanding]:
+        """Return the partitions that it is not through with."""
+        return [one for one in self.partitions if not one.facts.drained]
+
+    @property
+    def lag(self) -> int:
+        """How many messages it has not settled, as far as nodes answer."""
+        return sum(one.lag or 0 for one in self.partitions)
+
+    @property
+    def age_s(self) -> float | None:
+        """How old the oldest of them is."""
+        return _oldest(self.partitions)
+
+    def versions(self) -> list[VersionLag]:
+        """Return the lag per route version; a partition counts under the version that made it."""
+        of_version: dict[int, list[PartitionStanding]] = {}
+        for one in self.undrained:
+            of_version.setdefault(one.facts.made_in, []).append(one)
+        return [
+            VersionLag(
+                version,
+                len(ones),
+                sum(one.lag or 0 for one in ones),
+                _oldest(ones),
+                sum(one.lag is None for one in ones),
+            )
+            for version, ones in sorted(of_version.items())
+        ]
+
+
+def group_standings(
+    database: Database, topic: str | None = None, name: str | None = None, *, prefix: str, unsafe: bool = False
+) -> list[GroupStanding]:
+    """Return where groups stand: of all topics, of one, or one of one topic.
+
+    Three queries, and one write to each node, however many partitions there are. Raises NotFound for a topic or group
+    that is not there; a node that does not answer is part of the answer.
+    """
+    groups = group_facts(database, topic, name)
+    live = [group for group in groups if group.state == "live"]
+    facts = partition_facts(database, live)
+    nodes = load_nodes(database)
+    spots = (Spot(one.node, one.partition, one.group_id, start=one.start, seek=one.seek) for one in facts)
+    looks = look_at(nodes, spots, prefix=prefix, unsafe=unsafe)
+    names = {node.node_id: node.name for node in nodes}
+    by_id = {group.group_id: group for group in groups}
+    partitions: dict[int, list[PartitionStanding]] = {group.group_id: [] for group in groups}
+    away: dict[int, dict[str, str]] = {group.group_id: {} for group in groups}
+    for one in facts:
+        group, look, reason = by_id[one.group_id], looks.at(one.partition, one.group_id), looks.away.get(one.node)
+        head = None if look is None or one.drained else waiting(look.head, look.now_ms, group)
+        stall = stall_of(one, look, head, group, away=reason)
+        partitions[one.group_id].append(PartitionStanding(one, names[one.node], look, head, stall))
+        if reason is not None:
+            away[one.group_id][names[one.node]] = reason
+    return [GroupStanding(group, partitions[group.group_id], away[group.group_id]) for group in groups]
+
+
+def waiting(head: Head | None, now_ms: int, group: GroupFacts) -> Waiting | None:
+    """Return a message that is not settled as people see it, at a time of its node."""
+    if head is None:
+        return None
+    record = Record(head.offset, head.m, head.key, b"")
+    failures = head.failures
+    first_ms, last_ms = (failures.first_ms, failures.last_ms) if failures else (None, None)
+    attempts = failures.attempts if failures else 0
+    retry_ms = None if last_ms is None else last_ms + round(1000 * backoff_s(group.backoff_s, attempts))
+    return Waiting(
+        head.offset,
+        None if head.key == NO_KEY else head.key.decode(errors="replace"),
+        str(record.identity),
+        max(0, now_ms - record.at_ms) / 1000,
+        attempts,
+        _time(first_ms),
+        _time(retry_ms),
+        None if retry_ms is None else max(0, retry_ms - now_ms) / 1000,
+    )
+
+
+def stall_of(
+    facts: PartitionFacts, look: Look | None, head: Waiting | None, group: GroupFacts, *, away: str | None
+) -> Stall | None:
+    """Return why a partition stands still; None where nothing waits in it, or its head is being handled."""
+    if facts.drained:
+        return None
+    if away is not None:
+        return Stall("node_away", None, f"its node does not answer: {away}")
+    if look is None:
+        return Stall("partition_missing", None, "its node does not have it: it lost data")
+    if not look.unsettled:
+        return None
+    if facts.behind:
+        parents = ", ".join(map(str, facts.behind))
+        return Stall("hidden", facts.made_at, f"behind what is not drained: partition {parents}")
+    if group.paused_at is not None:
+        return Stall("paused", group.paused_at, "the group is paused")
+    return _unowned(facts, group) or _untaken(facts, look) or _failing(head)
+
+
+def _unowned(facts: PartitionFacts, group: GroupFacts) -> Stall | None:
+    others = "no member lives" if not group.alive else "a member's next heartbeat gives it an owner"
+    if facts.owner is None:
+        return Stall("no_owner", facts.changed_at, f"nobody owns it: {others}")
+    if not facts.alive:
+        return Stall("lease_over", facts.lease_over_at, f"the lease of {facts.owner} is over: {others}")
+    return None
+
+
+def _untaken(facts: PartitionFacts, look: Look) -> Stall | None:
+    if (look.owner, look.epoch) == (facts.owner, facts.epoch):
+        return None
+    return Stall("not_taken", facts.changed_at, f"{facts.owner} has not taken it yet under epoch {facts.epoch}")
+
+
+def _failing(head: Waiting | None) -> Stall | None:
+    if head is None or not head.attempts:
+        return None
+    times = "once" if head.attempts == 1 else f"{head.attempts} times"
+    return Stall("failing", head.failing_since, f"offset {head.offset} failed {times}")
+
+
+def _oldest(partitions: Iterable[PartitionStanding]) -> float | None:
+    return max((one.age_s for one in partitions if one.age_s is not None), default=None)
+
+
+def _time(ms: int | None) -> datetime | None:
+    return None if ms is None else datetime.fromtimestamp(ms / 1000, UTC)

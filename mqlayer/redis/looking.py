@@ -1,0 +1,82 @@
+"""The scripts that only read: one typed call for each, as in `partitions`."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from mqlayer.redis.keys import group_keys, partition_keys
+from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
+from mqlayer.redis.partitions import Failures, failures_of
+
+FIND_LIMIT: Final = 1_000
+"""How many offsets one call of key_find looks at, at most."""
+
+
+class Head(NamedTuple):
+    """A message that is not settled, without its body; `failures` is None where no attempt of it failed."""
+
+    offset: int
+    m: bytes
+    key: bytes
+    failures: Failures | None
+
+
+class Look(NamedTuple):
+    """Where a group is in a partition, all of it at one time of the node's clock.
+
+    `position`: the first offset that is not settled; `settled`: how many above it are; `owner` and `epoch`: who has the
+    pull lock, '' for nobody; `head`: the message at the position, None where nothing waits.
+    """
+
+    now_ms: int
+    next_offset: int
+    position: int
+    settled: int
+    owner: str
+    epoch: int
+    head: Head | None
+
+    @property
+    def unsettled(self) -> int:
+        """How many messages the group has yet to settle."""
+        return max(0, self.next_offset - self.position - self.settled)
+
+
+def look_command(line: NodeConnection, prefix: str, partition: int, group_id: int, *, start: int, seek: int) -> Command:
+    """Return the command that tells where a group is; it starts here since its last seek."""
+    keys, group = partition_keys(prefix, partition), group_keys(prefix, partition, group_id)
+    return line.script("group_look", (keys.meta, keys.log, *group), start, seek)
+
+
+def look_reply(reply: Any, address: str) -> Look | None:
+    """Return what group_look says; None where the node does not have the partition."""
+    word, *facts = raise_for_reply(reply, address)
+    if word == b"absent":
+        return None
+    now_ms, next_offset, position, settled, owner, epoch, *head = facts
+    return Look(now_ms, next_offset, position, settled, owner.decode(), epoch, _head(*head) if head else None)
+
+
+class Found(NamedTuple):
+    """How many messages of a key are not settled in some offsets, and the first of them."""
+
+    messages: int
+    head: Head | None
+
+
+def find_command(
+    line: NodeConnection, prefix: str, partition: int, group_id: int, *, key: bytes, first: int, count: int, seek: int
+) -> Command:
+    """Return the command that looks for a key's messages at `count` offsets (FIND_LIMIT at most) from the first on."""
+    log, group = partition_keys(prefix, partition).log, group_keys(prefix, partition, group_id)
+    return line.script("key_find", (log, *group), key, first, count, seek)
+
+
+def find_reply(reply: Any, key: bytes, address: str) -> Found:
+    """Return what key_find says."""
+    _, count, *head = raise_for_reply(reply, address)
+    return Found(count, _head(head[0], head[1], key, head[2]) if head else None)
+
+
+def _head(offset: int, m: bytes, key: bytes, noted: bytes) -> Head:
+    return Head(offset, m, key, failures_of(noted) if noted else None)

@@ -1,0 +1,51 @@
+-- name: inspected_groups
+-- Groups with their settings and how many members live: of all topics, of one, or one of one topic.
+SELECT g.group_id, t.name, g.name, g.state, g.version, t.version AS topic_version, g.start, g.start_at, g.backoff_s, g.seek,
+       g.ordered, g.balance, g.settings_version, g.paused_at, g.created_at,
+       (SELECT count(*) FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until >= now()) AS alive
+FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(name)s::text IS NULL OR g.name = %(name)s)
+ORDER BY t.name, g.name;
+
+-- name: inspected_partitions
+-- How groups stand with every partition of their topic: the version that made it, which parents hide it, who owns it.
+SELECT g.group_id, p.partition_id, p.node_id, p.lp_from, p.lp_to, coalesce(c.version, 1) AS made_in, p.created_at,
+       d.group_id IS NOT NULL AS drained,
+       ARRAY(SELECT parent.partition_id FROM mqlayer.partition parent
+             WHERE parent.ended_in = p.born_in AND parent.lp_from < p.lp_to AND p.lp_from < parent.lp_to
+               AND parent.state <> 'deleted'
+               AND NOT EXISTS (SELECT FROM mqlayer.drained pd
+                               WHERE pd.group_id = g.group_id AND pd.partition_id = parent.partition_id)
+             ORDER BY parent.lp_from) AS behind,
+       coalesce(s.start_offset, 1) AS start_offset, g.seek, a.member_id, a.epoch,
+       CASE WHEN a.member_id IS NOT NULL AND a.target IS DISTINCT FROM a.member_id THEN coalesce(a.target, '') END AS target,
+       a.changed_at, m.lease_until >= now() AS alive,
+       CASE WHEN m.lease_until < now() THEN nullif(m.lease_until, '-infinity') END AS lease_over_at
+FROM mqlayer.consumer_group g
+JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')
+LEFT JOIN mqlayer.route_change c ON c.change_id = p.born_in
+LEFT JOIN mqlayer.drained d ON d.group_id = g.group_id AND d.partition_id = p.partition_id
+LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id
+LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.partition_id = p.partition_id
+LEFT JOIN mqlayer.member m ON m.group_id = a.group_id AND m.member_id = a.member_id
+WHERE g.group_id = ANY(%(group_ids)s::int[])
+ORDER BY g.group_id, p.partition_id;
+
+-- name: inspected_members
+-- The members of a group that are not forgotten, with what is left of their leases by this clock.
+SELECT m.member_id, m.host, m.pid, m.joined_at, m.leaving,
+       extract(epoch FROM nullif(m.lease_until, '-infinity') - now())::float8 AS lease_left_s,
+       (SELECT count(*) FROM mqlayer.assignment a
+        WHERE a.group_id = m.group_id AND a.member_id = m.member_id) AS partitions
+FROM mqlayer.member m WHERE m.group_id = %(group_id)s ORDER BY m.member_id;
+
+-- name: inspected_lineage
+-- The partitions that an LP of a topic was ever in, oldest first, and in which route versions; the last of them is in force.
+SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, p.state, coalesce(b.version, 1) AS first_version,
+       CASE WHEN e.state = 'done' THEN e.version - 1 END AS last_version
+FROM mqlayer.topic t
+JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.lp_from <= %(lp)s AND p.lp_to > %(lp)s
+LEFT JOIN mqlayer.route_change b ON b.change_id = p.born_in
+LEFT JOIN mqlayer.route_change e ON e.change_id = p.ended_in
+WHERE t.name = %(topic)s AND p.state <> 'importing' AND (b.change_id IS NULL OR b.state = 'done')
+ORDER BY p.partition_id;
