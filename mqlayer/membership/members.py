@@ -84,9 +84,10 @@ def beat(database: Database, session: Session, *, lease_s: float) -> Beat:
     facts = _facts(session) | {"lease_s": lease_s}
     with database.connection() as connection:
         row = connection.execute(query("member_beat"), facts).fetchone()
-    known, newest, unbalanced = row or (0, None, False)
-    if not known:
-        return Beat(known=False, replaced=newest is not None and newest != session.session)
+        known, unbalanced = row or (0, False)
+        if not known:
+            newest = connection.execute(query("member_session"), facts).fetchone()
+            return Beat(known=False, replaced=newest is not None and newest[0] != session.session)
     if unbalanced:
         _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
     with database.connection() as connection:

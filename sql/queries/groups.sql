@@ -104,13 +104,15 @@ WITH beat AS (
     RETURNING member_id
 )
 SELECT (SELECT count(*) FROM beat) AS known,
-       (SELECT m.session FROM mqlayer.member m
-        WHERE m.group_id = %(group_id)s AND m.member_id = %(member_id)s) AS session,
        EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = %(group_id)s AND m.member_id <> %(member_id)s
                AND m.lease_until < now() AND m.lease_until > '-infinity')
        OR EXISTS (SELECT FROM mqlayer.readable r
                   LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
                   WHERE r.group_id = %(group_id)s AND a.member_id IS NULL) AS unbalanced;
+
+-- name: member_session
+-- The newest session of a member id. Asked for by itself: the heartbeat's statement may have begun before that one joined.
+SELECT session FROM mqlayer.member WHERE group_id = %(group_id)s AND member_id = %(member_id)s;
 
 -- name: member_assignments
 -- What a member holds: partition, node, epoch, start, and whether it shall release it. Nothing for an earlier session:

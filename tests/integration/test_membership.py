@@ -175,6 +175,19 @@ def test_leases_are_judged_by_the_databases_clock_in_one_statement(crew: Crew) -
     assert not crew.beat("a", lease_s=0.2).known
 
 
+def test_a_heartbeat_that_waits_while_it_is_replaced_is_told(crew: Crew) -> None:
+    """It must not take the end of its session for a lease that ran out: it would join again, and end the newer one."""
+    crew.join("a")
+    with psycopg.connect(crew.stage.dsn) as other, ThreadPoolExecutor(1) as pool:
+        other.execute("UPDATE mqlayer.member SET session = nextval('mqlayer.member_session')")
+        answer = pool.submit(crew.beat, "a")
+        waits = "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+        with psycopg.connect(crew.stage.dsn, autocommit=True) as watcher:
+            wait_until(lambda: watcher.execute(waits).rowcount == 1, what="the heartbeat to wait")
+        other.commit()
+        assert answer.result(20) == Beat(known=False, replaced=True)
+
+
 def test_the_same_id_again_gets_a_new_session_and_new_epochs_and_the_old_one_is_told(crew: Crew) -> None:
     """Case 39."""
     crew.join("a", "b")
