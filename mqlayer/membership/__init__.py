@@ -2,8 +2,9 @@
 
 from mqlayer.membership.gates import drained
 from mqlayer.membership.groups import Group, GroupSettings, ensure_group, find_group, raise_group_version
+from mqlayer.membership.jobs import LateJob, late_jobs
 from mqlayer.membership.members import Assigned, Beat, Session, beat, join, leave, release, start_leaving
-from mqlayer.membership.rebalance import rebalance
+from mqlayer.membership.rebalance import rebalance, rebalance_groups
 from mqlayer.membership.seeking import SeekPlan, apply_seek, planned_seek
 from mqlayer.membership.starts import Start
 
@@ -12,6 +13,7 @@ __all__ = [
     "Beat",
     "Group",
     "GroupSettings",
+    "LateJob",
     "SeekPlan",
     "Session",
     "Start",
@@ -21,10 +23,12 @@ __all__ = [
     "ensure_group",
     "find_group",
     "join",
+    "late_jobs",
     "leave",
     "planned_seek",
     "raise_group_version",
     "rebalance",
+    "rebalance_groups",
     "release",
     "start_leaving",
 ]
