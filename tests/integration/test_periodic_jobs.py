@@ -72,12 +72,10 @@ def world(database_dsn: str, redis_url: str, key_prefix: str, monkeypatch: pytes
     world.add_topic("orders", partitions=2)
     for name, value in world.environment().items():
         monkeypatch.setenv(name, value)
-    stores._settings.cache_clear()
+    stores.close()
     yield world
     failpoints.disarm_all()
-    stores.control().close()
-    stores._settings.cache_clear()
-    stores._database.cache_clear()
+    stores.close()
 
 
 def due_again(world: OutboxWorld) -> None:
