@@ -328,33 +328,31 @@ def test_calls_in_a_transaction_run_if_it_commits_in_its_order(
     assert results[3].id == "b-1"
 
 
-@pytest.mark.parametrize(
-    ("option", "hint"),
-    [
-        ({"countdown": 5}, "let an ordinary task with that delay make this call"),
-        ({"eta": dt.datetime(2030, 1, 1, tzinfo=dt.UTC)}, "let an ordinary task"),
-        ({"expires": 60}, "look at the time in the body"),
-        ({"priority": 3}, "behind the earlier calls of its key"),
-        ({"queue": "fast"}, "give topic= to the decorator"),
-        ({"routing_key": "fast"}, "give topic= to the decorator"),
-        ({"time_limit": 5}, "can't be cut off"),
-        ({"link": "something"}, "make the next call in the body"),
-        ({"serializer": "pickle"}, "means nothing to a message"),
-        ({"compression": "zlib"}, "means nothing to a message"),
-        ({"headers": ["a"]}, "headers of a call"),
-        ({"headers": {"a": object()}}, "headers of a call"),
-    ],
-)
-def test_options_that_order_cannot_keep_are_refused_and_nothing_is_sent(
-    stage: Stage, celery: Celery, option: dict[str, Any], hint: str
-) -> None:
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"countdown": 5}, "let an ordinary task with that delay make this call"),
+    ({"eta": dt.datetime(2030, 1, 1, tzinfo=dt.UTC)}, "let an ordinary task"),
+    ({"expires": 60}, "look at the time in the body"),
+    ({"priority": 3}, "behind the earlier calls of its key"),
+    ({"queue": "fast"}, "give topic= to the decorator"),
+    ({"routing_key": "fast"}, "give topic= to the decorator"),
+    ({"time_limit": 5}, "can't be cut off"),
+    ({"link": "something"}, "make the next call in the body"),
+    ({"serializer": "pickle"}, "means nothing to a message"),
+    ({"compression": "zlib"}, "means nothing to a message"),
+    ({"headers": ["a"]}, "headers of a call"),
+    ({"headers": {"a": object()}}, "headers of a call"),
+]
+
+
+def test_options_that_order_cannot_keep_are_refused_and_nothing_is_sent(stage: Stage, celery: Celery) -> None:
     @ordered(celery, topic=stage.topic, key="key", name="shop.step")
     def step(key: str) -> None:
         raise AssertionError
 
-    with pytest.raises(InvalidInput, match=hint) as caught:
-        step.apply_async(("a",), **option)
-    assert "'shop.step'" in str(caught.value)
+    for option, hint in REFUSED:
+        with pytest.raises(InvalidInput, match=hint) as caught:
+            step.apply_async(("a",), **option)
+        assert "'shop.step'" in str(caught.value)
     assert sum(stage.redis.xlen(stage.keys(partition).log) for partition in stage.partitions) == 0
 
 
@@ -422,9 +420,8 @@ def test_bad_calls_are_refused_where_they_are_made(stage: Stage, celery: Celery)
         ({"key": "key", "soft_time_limit": 5}, "can't be cut off"),
     ],
 )
-def test_tasks_whose_options_would_be_without_effect_are_refused(
-    celery: Celery, options: dict[str, Any], hint: str
-) -> None:
+def test_tasks_whose_options_would_be_without_effect_are_refused(options: dict[str, Any], hint: str) -> None:
+    celery = Celery("shop", broker=NO_BROKER, set_as_current=False)
     with pytest.raises(InvalidInput, match=hint):
 
         @ordered(celery, **options)
@@ -432,7 +429,8 @@ def test_tasks_whose_options_would_be_without_effect_are_refused(
             raise AssertionError
 
 
-def test_tasks_made_with_the_base_class_are_checked_too(celery: Celery) -> None:
+def test_tasks_made_with_the_base_class_are_checked_too() -> None:
+    celery = Celery("shop", broker=NO_BROKER, set_as_current=False)
     with pytest.raises(InvalidInput, match="needs key="):
 
         @celery.task(shared=False, base=OrderedTask, lazy=False)  # type: ignore[untyped-decorator]
