@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -253,23 +254,30 @@ def test_an_ignored_call_is_done_and_a_rejected_one_is_not(stage: Stage, celery:
 
 
 def test_a_result_that_cannot_be_stored_does_not_repeat_the_body(
-    stage: Stage, celery: Celery, run: Run, caplog: pytest.LogCaptureFixture
+    stage: Stage, celery: Celery, run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Whether it is nothing to store, or the backend is away."""
     runs: list[str] = []
 
     @ordered(celery, topic=stage.topic, key="key")
     def step(key: str) -> object:
         runs.append(key)
-        return object()
+        if key == "b" and runs.count("b") == 1:
+            raise RuntimeError("a failed attempt is one without a backend too")
+        return object() if key == "a" else key
+
+    def lost() -> int:
+        return [record.getMessage() for record in caplog.records].count("task_result_lost")
 
     with caplog.at_level(logging.ERROR, "mqlayer.workers.ordered"):
         step.delay("a")
         run()
         stage.wait_settled()
-    assert runs == ["a"]
-    assert [record.getMessage() for record in caplog.records if record.name == "mqlayer.workers.ordered"] == [
-        "task_result_lost"
-    ]
+        assert (runs, lost()) == (["a"], 1)
+        shutil.rmtree(tmp_path / "results")
+        step.delay("b")
+        stage.wait_settled()
+        assert (runs, lost()) == (["a", "b", "b"], 2)
 
 
 def test_a_body_that_passes_the_fence_has_its_effect_once(stage: Stage, celery: Celery, run: Run) -> None:

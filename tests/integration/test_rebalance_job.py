@@ -256,6 +256,7 @@ def test_a_member_that_leaves_while_no_job_runs_needs_nobody_else(stage: Stage) 
 
 def test_jobs_are_late_after_three_intervals_or_half_a_minute_by_the_databases_clock(stage: Stage) -> None:
     database = stage.database
+    run_sql(stage, "UPDATE mqlayer.migration SET at = now()")
     assert late_jobs(database) == [], "a new installation has time to start its workers"
     run_sql(stage, "UPDATE mqlayer.migration SET at = now() - interval '29 s'")
     assert late_jobs(database) == []
