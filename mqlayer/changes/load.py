@@ -21,8 +21,8 @@ def measured_load(
 ) -> dict[int, int]:
     """Return messages per LP: those of the next `over_s` seconds, or with 0 all of the LPs' lives.
 
-    Where nothing comes in that time, all of their lives count too. Raises NotFound for a partition not in force,
-    InvalidInput for a time over an hour.
+    Where nothing comes in that time, all of their lives count too. Raises NotFound for a partition not in force and
+    for a node that Postgres does not know, InvalidInput for a time over an hour.
     """
     if not 0 <= over_s <= LONGEST_S:
         raise InvalidInput(f"the load is measured for 0 to {LONGEST_S:g} seconds, not {over_s:g}")
@@ -48,4 +48,7 @@ def _marks(line: NodeConnection, prefix: str, partition: int) -> Counter[int]:
 
 
 def _node(database: Database, node_id: NodeId) -> Node:
-    return next(node for node in load_nodes(database) if node.node_id == node_id)
+    for node in load_nodes(database):
+        if node.node_id == node_id:
+            return node
+    raise NotFound("node", node_id, "its row is gone from the control database")

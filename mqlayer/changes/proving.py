@@ -13,6 +13,7 @@ from mqlayer.domain.changes import Mode
 from mqlayer.errors import ConfigurationRefused, Conflict, StoreUnavailable
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
+from mqlayer.topics.outboxes import lent_outbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ def prove(
 ) -> Proof:
     """Return what the one outbox of this system proves.
 
-    Raises Conflict where several outboxes may publish, StoreUnavailable where this process can't read the outbox.
+    Raises Conflict where several outboxes may publish, StoreUnavailable where this process can't read the outbox,
+    ConfigurationRefused where it reads another one.
     """
     outboxes = connection.execute(query("outbox_sources")).fetchall()
     if len(outboxes) > 1:
@@ -61,11 +63,10 @@ def prove(
     source_id, outbox_uuid = outboxes[0]
     if application is None:
         raise StoreUnavailable("the outbox", "this process has no connection to the application's database")
-    with application.connection() as outbox:
-        identity = outbox.execute(query("outbox_identity")).fetchone()
-        if identity is None or identity[0] != outbox_uuid:
+    with lent_outbox(application, outbox_uuid) as outbox:
+        if outbox is None:
             raise ConfigurationRefused(
-                application.address, "the outbox", str(identity and identity[0]), f"{outbox_uuid}: set MQLAYER_APP_DSN"
+                application.address, "the outbox", "another one", f"{outbox_uuid}: set MQLAYER_APP_DSN"
             )
         facts = {"topic_id": topic_id, "lp_from": lp_from, "lp_to": lp_to}
         rows = outbox.execute(query("outbox_proof"), facts).fetchall()

@@ -178,6 +178,7 @@ class Driver:
         if raised.rowcount != 1:
             raise Conflict(f"topic {work.topic!r} is not at version {work.version - 1} any more")
         connection.execute(query("change_done"), change | {"opened_at": opened_at and opened_at[0]})
+        connection.execute(query("change_notify"), {"topic_id": work.topic_id})
         failpoint("change.before_done_commit")
         facts = {"topic": work.topic, "kind": work.kind, "version": work.version, "change": work.change_id}
         log.info("route_changed", extra=facts)

@@ -1,4 +1,4 @@
-"""`group`: send a group back to what is kept, or forward."""
+"""`group`: what an operator says to a living group: settings, pause, resume, evict, seek."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument, check_wish
 from mqlayer.errors import InvalidInput
 from mqlayer.membership import SeekPlan, Start, apply_seek, planned_seek
+from mqlayer.membership.steering import evict_member, pause_group, resume_group, set_group
 from mqlayer.postgres.database import Database
 from mqlayer.routes.cache import RouteCache
 
-groups = typer.Typer(no_args_is_help=True, help="Groups: where they stand.")
+GroupArgument = Annotated[str, typer.Argument(help="The group's name.")]
+
+groups = typer.Typer(no_args_is_help=True, help="Groups: settings, rest, and where they stand.")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -25,15 +28,67 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(groups, name="group")
 
 
-@groups.callback()
-def group() -> None:
-    """Keep `seek` a command of its own also while it is the only one."""
+@groups.command("set")
+def set_(
+    topic: TopicArgument,
+    group: GroupArgument,
+    backoff: Annotated[
+        str | None, typer.Option(metavar="S,S,…", help="Seconds between attempts, the last one for all further.")
+    ] = None,
+    balance: Annotated[
+        str | None, typer.Option(metavar="count|rate", help="Spread partitions by count, or by what is published.")
+    ] = None,
+    if_version: Annotated[
+        int | None, typer.Option(min=1, help="Refuse unless the settings are at this version.")
+    ] = None,
+) -> None:
+    """Change settings of a group, for all of its members at once."""
+    with Database(settings_here().control_dsn()) as database:
+        changed = set_group(
+            database,
+            topic,
+            group,
+            actor=actor(),
+            backoff_s=None if backoff is None else _seconds(backoff),
+            balance=balance,  # type: ignore[arg-type]  # judged there, for programs too
+            if_version=if_version,
+        )
+    waits = ",".join(f"{wait:g}" for wait in changed.backoff_s)
+    typer.echo(f"settings version {changed.settings_version}: backoff {waits} s, balance by {changed.balance}")
+
+
+@groups.command()
+def pause(topic: TopicArgument, group: GroupArgument) -> None:
+    """Let a group rest: what runs is finished, nothing more is started before it is resumed."""
+    with Database(settings_here().control_dsn()) as database:
+        done = pause_group(database, topic, group, actor=actor())
+    typer.echo(f"group {group} of topic {topic} {'is paused' if done else 'is paused already'}")
+
+
+@groups.command()
+def resume(topic: TopicArgument, group: GroupArgument) -> None:
+    """Let a paused group go on where it rested."""
+    with Database(settings_here().control_dsn()) as database:
+        done = resume_group(database, topic, group, actor=actor())
+    typer.echo(f"group {group} of topic {topic} {'goes on' if done else 'was not paused'}")
+
+
+@groups.command()
+def evict(
+    topic: TopicArgument,
+    group: GroupArgument,
+    member: Annotated[str, typer.Argument(help="The member's id.")],
+) -> None:
+    """End one member: others get its partitions at once, its process stops consuming."""
+    with Database(settings_here().control_dsn()) as database:
+        evict_member(database, topic, group, member, actor=actor())
+    typer.echo(f"member {member} of group {group} of topic {topic} is out")
 
 
 @groups.command()
 def seek(
     topic: TopicArgument,
-    group: Annotated[str, typer.Argument(help="The group's name.")],
+    group: GroupArgument,
     to: Annotated[
         str, typer.Option(metavar="WHERE", help="earliest, latest, or a time with zone: 2026-11-21T09:30:00+00:00.")
     ],
@@ -74,6 +129,13 @@ def seek(
     typer.echo(f"group {group} of topic {topic} goes on from there")
     for name in missed:
         typer.echo(f"node {name} does not answer: what earlier owners do there is refused once it does", err=True)
+
+
+def _seconds(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise InvalidInput(f"{text!r} is no list of seconds: say for example 1,5,10") from None
 
 
 def _start(text: str) -> Start:

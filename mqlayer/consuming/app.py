@@ -34,7 +34,7 @@ from mqlayer.consuming.member import Member, MemberOptions
 from mqlayer.domain.message import Record
 from mqlayer.domain.names import check_name
 from mqlayer.errors import Conflict, InvalidInput, SchemaMismatch
-from mqlayer.membership.groups import Group, GroupSettings, check_start, ensure_group
+from mqlayer.membership.groups import Balance, Group, GroupSettings, check_settings, check_start, ensure_group
 from mqlayer.membership.starts import Start
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
@@ -85,6 +85,8 @@ class App:
         body: Any = None,
         start: Start = "earliest",
         backoff_s: tuple[float, ...] | None = None,
+        ordered: bool | None = None,
+        balance: Balance | None = None,
         options: MemberOptions | None = None,
     ) -> Callable[[Handler], Handler]:
         """Register a handler, plain or `async def`, for a topic and a group.
@@ -93,17 +95,20 @@ class App:
         msgspec Struct, a pydantic model, a dataclass, bytes, str, or anything msgspec reads from JSON; the first
         parameter's annotation where it is not given. An exception of the handler is a failed attempt: the message is
         tried again after the group's backoff, its key waits, others go on. A body that does not fit is one too.
-        `start` and `backoff_s` serve when the group is created; an existing one keeps its own. `start` is "earliest"
-        (all that is kept, along the lineage of partitions), "latest" (what is published from then on) or a datetime
-        with a time zone: the first message of that time or later, by the publishers' clocks. Raises InvalidInput for
-        any other start.
+        `start` serves when the group is created; an existing one keeps its own: "earliest" (all that is kept, along
+        the lineage of partitions), "latest" (what is published from then on) or a datetime with a time zone: the first
+        message of that time or later, by the publishers' clocks. `backoff_s` (seconds), `ordered` and `balance` live
+        with the group too, see GroupSettings: what is said here must be what is in force there, else `start()` raises
+        Conflict; leave them out to take what is there. Raises InvalidInput for a start or setting that there is not.
         """
         check_name("topic", topic)
         check_name("group", group)
         check_start(start)
         if any((c.topic, c.group) == (topic, group) for c in self.consumers):
             raise Conflict(f"group {group!r} of topic {topic!r} has a handler already", "use another group")
-        group_settings = GroupSettings(start) if backoff_s is None else GroupSettings(start, tuple(backoff_s))
+        waits = None if backoff_s is None else tuple(map(float, backoff_s))
+        group_settings = GroupSettings(start, waits, ordered, balance)
+        check_settings(group_settings)
 
         def register(handler: Handler) -> Handler:
             body_type, with_context = _parameters(handler, body)

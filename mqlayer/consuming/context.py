@@ -113,7 +113,8 @@ class Context:
             "group_id": self._group_id,
             "lp": lp,
             "source": source,
-            "key": self.key,
+            # Out of order a lower seq may come after a higher one of its key: each message stands alone then.
+            "key": self.key if self._held.ordered else None,
             "seq": seq,
             "epoch": self._held.epoch,
             "replay": self._held.assigned.replay,

@@ -69,6 +69,7 @@ class Held:
         "holder",
         "lanes",
         "next_read",
+        "ordered",
         "record_bytes",
         "settled",
         "settled_before",
@@ -76,8 +77,8 @@ class Held:
         "to_refill",
     )
 
-    def __init__(self, assigned: Assigned, holder: Holder) -> None:
-        self.assigned, self.holder = assigned, holder
+    def __init__(self, assigned: Assigned, holder: Holder, *, ordered: bool = True) -> None:
+        self.assigned, self.holder, self.ordered = assigned, holder, ordered
         self.state = State.NEW
         self.lanes: dict[bytes, Lane] = {}  # (lock)
         self.busy = 0  # (lock) lanes that workers have in hand
@@ -123,10 +124,11 @@ class Held:
         if self.cut:
             records = self._without_cut_off(records)
         size = kept = 0
+        ordered = self.ordered
         for record in records:
             offset, m, key, body = record
             # Messages without a key wait for nobody: each has a lane of its own.
-            name = key if key != NO_KEY else b"%b%d" % (key, offset)
+            name = key if ordered and key != NO_KEY else b"%b%d" % (NO_KEY, offset)
             lane = lanes.get(name)
             if lane is None:
                 lanes[name] = lane = Lane(self, name, record)

@@ -341,7 +341,8 @@ class Member:
         prefix, group_id = self.settings.key_prefix, self.group.group_id
         link = self._links.get(assigned.node) or self._open_link(assigned.node)
         cut = seal_marks(self._database, assigned.partition) if assigned.cut else {}
-        held = Held(assigned, Holder(prefix, assigned.partition, group_id, self.member_id, assigned.epoch))
+        holder = Holder(prefix, assigned.partition, group_id, self.member_id, assigned.epoch)
+        held = Held(assigned, holder, ordered=self.group.ordered)
         held.cut = cut
         if self._holdings.add(held):
             link.reader.wake.set()

@@ -7,26 +7,41 @@ next goes on.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Literal
 
 from mqlayer.domain.backoff import DEFAULT_BACKOFF_S
 from mqlayer.domain.names import check_name
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
-from mqlayer.membership.starts import Beginning, Beginnings, Start, kept_partitions
+from mqlayer.membership.starts import Beginning, Beginnings, Start, kept_partitions, still_hold
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.routes.cache import RouteCache
 
+log = logging.getLogger(__name__)
+
+Balance = Literal["count", "rate"]
+
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """What a group is created with. `backoff_s`: waits in seconds between attempts, the last one for all further."""
+    """What a group is created with; what is None is not said, and has a default then.
+
+    Settings live with the group on the server. `start` counts at its creation only; of the others a member may say
+    what is in force, or nothing. `backoff_s`: waits in seconds between attempts, the last one for all further.
+    `ordered`: one message of a key at a time (default), or each message by itself; said once. `balance`: whether
+    partitions are spread over members by their count (default) or by the rate of what is published to them.
+    """
 
     start: Start = "earliest"
-    backoff_s: tuple[float, ...] = DEFAULT_BACKOFF_S
+    backoff_s: tuple[float, ...] | None = None
+    ordered: bool | None = None
+    balance: Balance | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +57,10 @@ class Group:
     backoff_s: tuple[float, ...]
     version: int
     seek: int
+    ordered: bool
+    balance: Balance
+    settings_version: int
+    paused_at: datetime | None
 
 
 def find_group(database: Database, topic: str, name: str) -> Group:
@@ -50,8 +69,8 @@ def find_group(database: Database, topic: str, name: str) -> Group:
         row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
     if row is None:
         raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
-    group_id, topic_id, state, start, backoff, start_at, version, seek = row
-    return Group(group_id, topic_id, topic, name, state, start_at or start, tuple(backoff), version, seek)
+    group_id, topic_id, state, start, start_at, backoff, *rest = row
+    return Group(group_id, topic_id, topic, name, state, start_at or start, tuple(backoff), *rest)
 
 
 def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: str, prefix: str,
@@ -60,27 +79,59 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
 
     A start other than earliest asks every node that has partitions of the topic. An existing group keeps its start and
     its settings. Raises InvalidInput for a time without a zone, NotFound for an unknown topic, Conflict for a retired
-    group, StoreUnavailable where a node can't be asked.
+    group and for settings that are said here and are others on the server, StoreUnavailable where a node can't be
+    asked.
     """
     check_name("topic", topic)
     check_name("group", name)
     check_start(settings.start)
-    if not settings.backoff_s or min(settings.backoff_s) < 0:
-        raise InvalidInput("the backoff table needs at least one wait of 0 seconds or more")
+    check_settings(settings)
     routes.route(topic)
     at = settings.start if isinstance(settings.start, datetime) else None
     start = "time" if at is not None else settings.start
-    facts = {"topic": topic, "name": name, "start": start, "start_at": at, "backoff_s": list(settings.backoff_s)}
+    facts = {
+        "topic": topic,
+        "name": name,
+        "start": start,
+        "start_at": at,
+        "backoff_s": list(settings.backoff_s or DEFAULT_BACKOFF_S),
+        "ordered": settings.ordered is not False,
+        "balance": settings.balance or "count",
+    }
     database.transaction(lambda connection: connection.execute(query("group_insert"), facts))
     group = find_group(database, topic, name)
     if group.state == "retired":
         raise Conflict(
             f"group {name!r} of topic {topic!r} is retired", "trimming does not wait for it: use another group"
         )
+    _refuse_others(group, settings)
     if group.state == "creating":
         failpoint("group.after_insert")
-        _store_starts(database, routes, group, prefix=prefix, unsafe=unsafe)
+        while not _store_starts(database, routes, group, prefix=prefix, unsafe=unsafe):
+            log.info("group_starts_again", extra={"topic": topic, "group": name})
     return find_group(database, topic, name)
+
+
+def check_settings(settings: GroupSettings) -> None:
+    """Raise InvalidInput for settings that no group can have."""
+    waits = settings.backoff_s
+    if waits is not None and not (waits and all(0 <= wait < math.inf for wait in waits)):
+        raise InvalidInput("the backoff table needs at least one wait, each of 0 seconds or more")
+    if settings.balance not in (None, "count", "rate"):
+        raise InvalidInput(f"a group is balanced by count or by rate, not {settings.balance!r}")
+
+
+def _refuse_others(group: Group, settings: GroupSettings) -> None:
+    """Raise Conflict where a member says another setting than the server has: two of them must not take turns."""
+    for name in ("backoff_s", "ordered", "balance"):
+        brought, there = getattr(settings, name), getattr(group, name)
+        if brought is not None and brought != there:
+            change = "it is said once" if name == "ordered" else f"change it for all: mqlayer group set {group.topic}"
+            raise Conflict(
+                f"group {group.name!r} of topic {group.topic!r} has {name} = {there} (settings version "
+                f"{group.settings_version}), this member brings {brought}",
+                f"leave it out of the program, or {change}",
+            )
 
 
 def check_start(start: Start) -> None:
@@ -92,18 +143,22 @@ def check_start(start: Start) -> None:
         raise InvalidInput(f"a group starts at earliest, latest or a time, not {start!r}")
 
 
-def _store_starts(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool) -> None:
+def _store_starts(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool) -> bool:
+    """Find and store where a new group starts; False where nodes were armed in between: then nothing is stored."""
     with database.connection() as connection:
         kept = kept_partitions(connection, group.topic_id)
     beginnings = Beginnings(routes, kept, prefix=prefix, unsafe=unsafe).of(group.start)
     failpoint("group.before_starts")
     with database.connection() as connection, connection.transaction():
         if connection.execute(query("group_creating"), {"group_id": group.group_id}).fetchone() is None:
-            return
+            return True
+        if not still_hold(connection, kept, beginnings):
+            return False
         put_beginnings(connection, group.group_id, beginnings)
         raise_group_version(connection, group.group_id)
         failpoint("group.before_live")
         connection.execute(query("group_live"), {"group_id": group.group_id})
+    return True
 
 
 def put_beginnings(connection: Connection, group_id: int, beginnings: Iterable[Beginning]) -> None:

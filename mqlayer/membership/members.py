@@ -30,8 +30,8 @@ class Assigned:
     """A partition that a member may consume, under an epoch; `release` asks to give it up.
 
     `cut`: it holds messages beyond the marks it was sealed with, which its successors hold too (see `seal_marks`).
-    `seek`: how often the group was sent elsewhere; what was committed before is void, `start` counts. `replay`: since
-    which of these times fenced effects are applied again.
+    `seek`: how often the group was sent elsewhere; what was committed before is void, `start` counts. `replay`: the
+    same number where fenced effects are applied again since, else 0.
     """
 
     partition: PartitionId

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, TypeVar
 
-from mqlayer.domain.assignment import assign
+from mqlayer.domain.assignment import assign, assign_by_rate
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import MqlayerError
 from mqlayer.postgres.database import Connection, Database
@@ -51,16 +51,20 @@ def change_group(
 def rebalance(connection: Connection, group_id: int) -> bool:
     """Bring the group's assignments up to its live members, in the caller's transaction; say whether any changed."""
     group = {"group_id": group_id}
-    connection.execute(query("group_lock"), group)
+    locked = connection.execute(query("group_lock"), group).fetchone()
     connection.execute(query("member_expire"), group)
-    connection.execute(query("assignment_free_deleted"), group)
+    connection.execute(query("assignment_free_unreadable_of_gone"), group)
     live: dict[str, bool] = dict(connection.execute(query("member_live"), group).fetchall())
     rows = connection.execute(query("assignment_list"), group).fetchall()
     partitions = [PartitionId(row[0]) for row in rows]
     staying = [member for member, leaving in live.items() if not leaving]
-    desired = assign(partitions, staying, {PartitionId(p): t or m for p, m, _, t in rows if t or m})
+    current = {PartitionId(p): target or owner for p, owner, _, target, _ in rows if target or owner}
+    if locked is not None and locked[4] == "rate":
+        desired = assign_by_rate(partitions, staying, current, {PartitionId(row[0]): row[4] for row in rows})
+    else:
+        desired = assign(partitions, staying, current)
     changed = False
-    for partition, owner, _, target in rows:
+    for partition, owner, _, target, _ in rows:
         wanted = desired.get(PartitionId(partition))
         facts = {"group_id": group_id, "partition_id": partition, "member_id": wanted, "target": wanted}
         name = _step(owner if owner in live else None, wanted, target, held=owner is not None)

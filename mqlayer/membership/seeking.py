@@ -23,10 +23,10 @@ from mqlayer.errors import Conflict, MqlayerError
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.groups import Group, check_start, find_group, put_beginnings, raise_group_version
 from mqlayer.membership.rebalance import change_group, rebalance
-from mqlayer.membership.starts import Beginning, Beginnings, Kept, Start, kept_partitions
+from mqlayer.membership.starts import Beginning, Beginnings, Kept, Start, kept_partitions, still_hold
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.nodes import NodeConnection, raise_for_reply
+from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import raise_command
 from mqlayer.routes.cache import RouteCache, load_nodes
 
@@ -66,7 +66,8 @@ def apply_seek(
     """Do what a plan says; return the names of nodes whose old owners could not be fenced at once.
 
     `replay`: effects that were applied under the fence are applied again, in order; else they are passed over. Raises
-    Conflict where the group was sent elsewhere since the plan was made; nothing is changed then.
+    Conflict where the group was sent elsewhere since the plan was made, or a node whose offsets are in it was armed
+    again or given up; nothing is changed then.
     """
 
     def work(connection: Connection) -> dict[Kept, int]:
@@ -77,10 +78,12 @@ def apply_seek(
         failpoint("seek.before_commit")
         return epochs
 
+    # Looked up first: what fails after the commit must not look as if nothing had been done.
+    nodes = {node.node_id: node for node in load_nodes(database)}
     epochs = change_group(database, plan.group.group_id, work)
     failpoint("seek.after_commit")
     log.info("group_sought", extra={"topic": plan.group.topic, "group": plan.group.name, "to": _told(plan.to)})
-    return _fence_old_owners(database, plan.group.group_id, epochs, prefix=prefix, unsafe=unsafe)
+    return _fence_old_owners(nodes, plan.group.group_id, epochs, prefix=prefix, unsafe=unsafe)
 
 
 def _change_position(connection: Connection, plan: SeekPlan, *, replay: bool) -> dict[Kept, int]:
@@ -91,6 +94,11 @@ def _change_position(connection: Connection, plan: SeekPlan, *, replay: bool) ->
         raise Conflict(
             f"group {plan.group.name!r} of topic {plan.group.topic!r} was sent elsewhere in the meantime",
             "look where it is now, and seek again",
+        )
+    if not still_hold(connection, plan.partitions, plan.beginnings):
+        raise Conflict(
+            f"a node that topic {plan.group.topic!r} is on was armed again or given up in the meantime",
+            "its offsets may be others now: look at the plan again, and seek",
         )
     connection.execute(query("group_starts_forget"), facts)
     connection.execute(query("drained_forget"), facts)
@@ -106,13 +114,12 @@ def _change_position(connection: Connection, plan: SeekPlan, *, replay: bool) ->
 
 
 def _fence_old_owners(
-    database: Database, group_id: int, epochs: Mapping[Kept, int], *, prefix: str, unsafe: bool
+    nodes: Mapping[NodeId, Node], group_id: int, epochs: Mapping[Kept, int], *, prefix: str, unsafe: bool
 ) -> list[str]:
     """Put higher epochs in force on all nodes; return the names of those that can't be asked."""
     by_node: dict[NodeId, list[tuple[int, int]]] = {}
     for kept, epoch in epochs.items():
         by_node.setdefault(kept.node, []).append((kept.partition, epoch))
-    nodes = {node.node_id: node for node in load_nodes(database)}
     missed: list[str] = []
     for node_id, pairs in by_node.items():
         node = nodes[node_id]

@@ -4,6 +4,10 @@
 force. A time: at the first record of that time or later, by the publishers' clocks; found by bisection, so where those
 clocks differ it may be some records off, never out of order. What lies behind a group's start counts as drained; a
 partition with a parent that is not drained begins with its first record.
+
+An offset is a position, never an identity: a node that falls back gives it out again, and what is made anew elsewhere
+begins at 1. So beginnings are stored only where the nodes are those that were asked, and were not armed since; whoever
+arms one later corrects what is stored.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ class Kept:
 
     partition: int
     node: NodeId
+    armed_at: datetime | None
     lp_from: int
     lp_to: int
     sealed: bool
@@ -51,13 +56,19 @@ def kept_partitions(connection: Connection, topic_id: int) -> list[Kept]:
 
     A successor that is not open yet is not among them: every group begins it with its first record.
     """
-    return [
-        Kept(partition, node_id, lp_from, lp_to, state == "sealed", born_in, ended_in)
-        for partition, node_id, lp_from, lp_to, state, born_in, ended_in in connection.execute(
-            query("partition_list"), {"topic_id": topic_id}
-        )
-        if state in ("open", "sealed")
-    ]
+    return [Kept(*row) for row in connection.execute(query("partitions_kept"), {"topic_id": topic_id}).fetchall()]
+
+
+def still_hold(connection: Connection, partitions: Sequence[Kept], beginnings: Sequence[Beginning]) -> bool:
+    """Say whether beginnings are still where they were found, and keep it so until the caller's transaction ends."""
+    found = {
+        kept.partition: (kept.node, kept.armed_at)
+        for kept, beginning in zip(partitions, beginnings, strict=True)
+        if beginning.offset > 1
+    }
+    rows = connection.execute(query("partitions_hold"), {"partitions": list(found)}).fetchall() if found else []
+    now = {partition: found[partition] if deleted else (node, at) for partition, node, at, deleted in rows}
+    return now == found
 
 
 class Beginnings:

@@ -118,6 +118,23 @@ def open_partition(line: NodeConnection, prefix: str, partition: int, change: in
     return str(replies[-1][0].decode())
 
 
+def reopen_command(line: NodeConnection, prefix: str, partition: int, seal_id: str, name: str, mark: int) -> Command:
+    """Return the command that opens a sealed partition again, which is short in one LP of a source (`name`).
+
+    It goes in one MULTI with the append that continues this LP.
+    """
+    keys = partition_keys(prefix, partition)
+    return line.script("partition_reopen", (keys.log, keys.meta, keys.marks), seal_id, name, mark)
+
+
+def pass_command(
+    line: NodeConnection, prefix: str, partition: int, source: int, lp: int, after: int, to: int
+) -> Command:
+    """Return the command that goes on behind seqs which nobody holds any more, from `after` to `to`."""
+    keys = partition_keys(prefix, partition)
+    return line.script("mark_pass", (keys.meta, keys.marks), f"{source}:{lp}", after, to)
+
+
 def retire_command(line: NodeConnection, prefix: str, partition: int, groups: Iterable[int]) -> Command:
     """Return the command that leaves nothing of a partition but its tombstone."""
     keys = partition_keys(prefix, partition)

@@ -6,7 +6,8 @@ Runs inside of re-arming: under the node's row lock, before the run is armed, so
 |---|---|---|
 | open | nothing | made again with the marks that its LPs came with; relays send the rest |
 | open, or about to be | importing | its marks are loaded, it is opened |
-| sealed | not sealed, or by another seal | resent from the outbox up to the recorded marks, sealed anew |
+| sealed | not sealed | resent from the outbox up to the recorded marks, sealed anew |
+| sealed | sealed by another seal | the same; opened again for it where the outbox has something to resend |
 | deleted | anything | only its tombstone is left, again: an old copy of it must not take what nobody would read |
 
 A new seal gets a new name, and Postgres records that one: whoever read the lost command record can't open the gate.
@@ -29,19 +30,23 @@ from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.nodes import NodeConnection, raise_for_reply
+from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import (
     Appended,
+    Refused,
     Run,
     Sealed,
     append_command,
     append_reply,
     create,
     open_partition,
+    pass_command,
+    reopen_command,
     retire_command,
     seal_command,
     seal_reply,
 )
+from mqlayer.topics.outboxes import lent_outbox
 
 log = logging.getLogger(__name__)
 
@@ -184,11 +189,7 @@ class Mender:
 
     def _seal_again(self, wanted: Wanted) -> None:
         """Bring a sealed partition that fell back up to its recorded marks, and seal it under a new name."""
-        state = self._found[wanted.partition].state
-        lost = self._resend(wanted, sealed=state == "sealed") + self._given_up(wanted)
-        if lost:
-            self.mended.lost[wanted.partition] = lost
-            log.error("messages_lost", extra={"partition": wanted.partition, "count": lost})
+        self._count_lost(wanted, self._resend(wanted) + self._given_up(wanted))
         failpoint("mend.after_resend")
         command = seal_command(self._line, self._prefix, wanted.partition, wanted.change_id or 0, str(uuid.uuid4()))
         answer = seal_reply(self._line.call([command])[0], self._line.node.address)
@@ -213,19 +214,14 @@ class Mender:
         flat = raise_for_reply(self._line.call([("HGETALL", keys.marks)])[0], self._line.node.address)
         return {name.decode(): int(seq) for name, seq in zip(flat[::2], flat[1::2], strict=True)}
 
-    def _resend(self, wanted: Wanted, *, sealed: bool) -> int:
-        """Append again what the partition had to hold and does not; return how many direct messages are lost.
-
-        What is `sealed` already, by somebody who did not come to record it, has got all that could be brought back.
-        """
+    def _resend(self, wanted: Wanted) -> int:
+        """Append again what the partition had to hold and does not; return how many direct messages are lost."""
         there = self._marks(wanted)
         short: dict[int, dict[int, tuple[int, int]]] = {}
         for name, seq in wanted.marks.items():
             source, lp = map(int, name.split(":"))
             if there.get(name, 0) < seq:
                 short.setdefault(source, {})[lp] = (there.get(name, 0), seq)
-        if sealed:
-            return sum(_count(lps) for lps in short.values())
         return sum(self._resend_source(wanted, source, lps) for source, lps in short.items())
 
     def _resend_source(self, wanted: Wanted, source: int, lps: Mapping[int, tuple[int, int]]) -> int:
@@ -234,12 +230,10 @@ class Mender:
         if row is None or row[0] is None:
             # Directly published: what Redis lost of it is lost.
             return _count(lps)
-        if self._application is None:
-            raise StoreUnavailable(self._line.node.address, _whose(wanted.partition, row[0]))
-        with self._application.connection() as outbox:
-            identity = outbox.execute(query("outbox_identity")).fetchone()
-            if identity is None or identity[0] != row[0]:
-                raise StoreUnavailable(self._line.node.address, _whose(wanted.partition, row[0]))
+        with lent_outbox(self._application, row[0]) as outbox:
+            if outbox is None:
+                whose = f"partition {wanted.partition} waits for the relay of outbox {row[0]}"
+                raise StoreUnavailable(self._line.node.address, f"{whose}, which can send again what it lost")
             for lp, (after, to) in lps.items():
                 self._resend_lp(outbox, wanted, source, lp, after, to)
         return 0
@@ -263,22 +257,20 @@ class Mender:
     def _let_go_on(self, wanted: Wanted) -> None:
         """Have LPs go on whose next rows the outbox does not hold any more, and let go what was held for them."""
         outboxes = self._connection.execute(query("outbox_sources")).fetchall()
-        if self._application is None or len(outboxes) != 1:
+        if len(outboxes) != 1:
             return
+        ((source, outbox_uuid),) = outboxes
         there = self._marks(wanted)
         facts = {"topic_id": wanted.topic_id, "lp_from": wanted.lp_from, "lp_to": wanted.lp_to}
-        with self._application.connection() as outbox:
-            identity = outbox.execute(query("outbox_identity")).fetchone()
-            if identity is None or identity[0] != outboxes[0][1]:
+        with lent_outbox(self._application, outbox_uuid) as outbox:
+            if outbox is None:
                 return
             for lp, _, floor in outbox.execute(query("outbox_proof"), facts).fetchall():
-                name = f"{outboxes[0][0]}:{lp}"
-                if there.get(name, 0) < floor:
-                    self._give_up(wanted, outboxes[0][0], lp, there.get(name, 0), floor)
+                mark = there.get(f"{source}:{lp}", 0)
+                if mark < floor:
+                    self._give_up(wanted, source, lp, mark, floor)
                     outbox.execute(query("set_aside_remove"), {"topic_id": wanted.topic_id, "lp": lp})
-        lost = self._given_up(wanted)
-        if lost:
-            self.mended.lost[wanted.partition] = lost
+        self._count_lost(wanted, self._given_up(wanted))
 
     def _append(self, wanted: Wanted, source: int, lp: int, rows: Sequence[tuple[Any, ...]]) -> None:
         fields: list[bytes] = []
@@ -287,10 +279,23 @@ class Mender:
         run = Run(lp, rows[0][2], len(rows), fields)
         command = append_command(self._line, self._prefix, wanted.partition, source, [run])
         answer = append_reply(self._line.call([command])[0], self._line.node.address)
+        if isinstance(answer, Refused) and answer.word == "sealed":
+            answer = self._append_behind_seal(wanted, f"{source}:{lp}", run, command)
         if not isinstance(answer, Appended):
             raise StoreUnavailable(self._line.node.address, f"resending was refused: {answer.word} {answer.fact}")
         if answer.outcomes and answer.outcomes[0].word != "dup":
             raise StoreUnavailable(self._line.node.address, f"resending was refused: {answer.outcomes[0].word}")
+
+    def _append_behind_seal(self, wanted: Wanted, name: str, run: Run, append: Command) -> Appended | Refused:
+        """Append to a partition whose seal nobody recorded: its node fell back, and went away behind its driver.
+
+        Meanwhile Postgres recorded what the outbox proves, which is more than that seal's marks.
+        """
+        seal_id = self._found[wanted.partition].seal_id
+        reopen = reopen_command(self._line, self._prefix, wanted.partition, seal_id, name, run.first - 1)
+        done = raise_for_reply(self._line.call([("MULTI",), reopen, append, ("EXEC",)])[-1], self._line.node.address)
+        raise_for_reply(done[0], self._line.node.address)
+        return append_reply(done[1], self._line.node.address)
 
     def _give_up(self, wanted: Wanted, source: int, lp: int, after: int, to: int) -> None:
         """Go on behind seqs that the outbox does not hold any more, where an operator said so.
@@ -303,15 +308,25 @@ class Mender:
                 "hold them any more",
                 f"mqlayer node rearm {self._line.node.name} --accept-loss goes on without them",
             )
-        keys = partition_keys(self._prefix, wanted.partition)
-        passed_by = [("HSET", keys.marks, f"{source}:{lp}", to), ("HINCRBY", keys.meta, "lost", to - after)]
-        for reply in self._line.call([("MULTI",), *passed_by, ("EXEC",)]):
-            raise_for_reply(reply, self._line.node.address)
+        passed = pass_command(self._line, self._prefix, wanted.partition, source, lp, after, to)
+        word, fact = raise_for_reply(self._line.call([passed])[0], self._line.node.address)
+        if word != b"passed":
+            raise StoreUnavailable(self._line.node.address, f"LP {lp} is at {fact} by now: somebody else mends it too")
 
     def _given_up(self, wanted: Wanted) -> int:
-        """Return how many seqs were passed by in a partition, now or in a mending that broke off."""
+        """Return how many seqs were passed by in a partition, in all its mendings and those that broke off."""
         (reply,) = self._line.call([("HGET", partition_keys(self._prefix, wanted.partition).meta, "lost")])
         return int(raise_for_reply(reply, self._line.node.address) or 0)
+
+    def _count_lost(self, wanted: Wanted, in_all: int) -> None:
+        """Count what a partition lost in all, but for what the audit rows of earlier mendings count."""
+        if not in_all:
+            return
+        row = self._connection.execute(query("lost_audited"), {"partition": str(wanted.partition)}).fetchone()
+        lost = in_all - (row[0] if row else 0)
+        if lost > 0:
+            self.mended.lost[wanted.partition] = lost
+            log.error("messages_lost", extra={"partition": wanted.partition, "count": lost})
 
 
 def refuse_other_prefix(line: NodeConnection, prefix: str, partition: int) -> None:
@@ -331,7 +346,3 @@ def refuse_other_prefix(line: NodeConnection, prefix: str, partition: int) -> No
 
 def _count(lps: Mapping[int, tuple[int, int]]) -> int:
     return sum(to - after for after, to in lps.values())
-
-
-def _whose(partition: int, outbox_uuid: object) -> str:
-    return f"partition {partition} waits for the relay of outbox {outbox_uuid}, which can send again what it lost"

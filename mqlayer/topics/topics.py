@@ -158,5 +158,6 @@ def _attach(application: Database, topic_id: int, name: str, body_limit: int) ->
         facts = {"topic_id": topic_id, "name": name, "body_limit": body_limit}
         connection.execute(query("outbox_topic_put"), facts)
         connection.execute(query("outbox_counters_put"), facts)
+        connection.execute(query("outbox_counters_limit"), facts)
 
     application.transaction(work)

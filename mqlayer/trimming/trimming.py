@@ -50,7 +50,8 @@ def trim_pass(database: Database, *, prefix: str, topic: str | None = None, unsa
     """Drop records that every group of their topic has settled (invariant 10); of one topic, or of all.
 
     A group that has settled nothing counts with its start, so nothing that it shall see is dropped; a topic without
-    any group keeps everything. Streams are cut at whole nodes of theirs, so up to some hundred settled records stay.
+    any group keeps everything, and so does a successor whose parents are not retired. Streams are cut at whole nodes of
+    theirs, so up to some hundred settled records stay.
     Safe to run twice at once. A node that can't be reached is passed by and reported.
     """
     names = [topic] if topic is not None else [summary.name for summary in list_topics(database)]

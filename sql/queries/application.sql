@@ -9,11 +9,23 @@ WITH put AS (
 SELECT 1;
 
 -- name: outbox_counters_put
--- The counters of a topic, once, with its name and limit of today. In the order in which publishing locks them.
-INSERT INTO mqlayer_app.counter AS c (topic_id, lp, topic, body_limit)
-SELECT topic_id, lp, name, body_limit FROM mqlayer_app.topic, generate_series(0, 1023) AS lp
-WHERE topic_id = %(topic_id)s ORDER BY lp
-ON CONFLICT (topic_id, lp) DO UPDATE SET body_limit = excluded.body_limit WHERE c.body_limit <> excluded.body_limit;
+-- The counters of a topic, once, with its name and limit of today. In the order in which publishing locks them; those that
+-- are there are not locked, or all publishers would wait behind the slowest.
+INSERT INTO mqlayer_app.counter (topic_id, lp, topic, body_limit)
+SELECT t.topic_id, lp, t.name, t.body_limit FROM mqlayer_app.topic t, generate_series(0, 1023) AS new(lp)
+WHERE t.topic_id = %(topic_id)s
+  AND NOT EXISTS (SELECT FROM mqlayer_app.counter c WHERE c.topic_id = t.topic_id AND c.lp = new.lp)
+ORDER BY lp
+ON CONFLICT (topic_id, lp) DO NOTHING;
+
+-- name: outbox_counters_limit
+-- Repeat a limit that changed in the topic's counters, in the order in which publishing locks them.
+WITH old AS MATERIALIZED (
+    SELECT c.lp, t.body_limit FROM mqlayer_app.counter c JOIN mqlayer_app.topic t USING (topic_id)
+    WHERE c.topic_id = %(topic_id)s AND c.body_limit <> t.body_limit ORDER BY c.lp FOR NO KEY UPDATE OF c
+)
+UPDATE mqlayer_app.counter c SET body_limit = old.body_limit FROM old
+WHERE c.topic_id = %(topic_id)s AND c.lp = old.lp;
 
 -- name: outbox_topics
 -- Topics that this database may publish to.

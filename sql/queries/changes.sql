@@ -77,6 +77,12 @@ WHERE %(change_id)s IN (p.born_in, p.ended_in);
 UPDATE mqlayer.route_change SET state = 'done', opened_at = %(opened_at)s, ended_at = clock_timestamp()
 WHERE change_id = %(change_id)s AND state = 'sealed';
 
+-- name: change_notify
+-- Let the members of a topic's groups look at their assignments when the change is in force: who drained a parent before
+-- that found no successor to give out.
+SELECT pg_notify('mqlayer_group', group_id::text) FROM mqlayer.consumer_group
+WHERE topic_id = %(topic_id)s AND state = 'live';
+
 -- name: change_clock
 -- The database's clock, now.
 SELECT clock_timestamp();
@@ -175,23 +181,34 @@ ORDER BY g.group_id;
 
 -- name: partition_retire
 -- Sealed partitions that every group has drained; a topic without any group keeps everything. Its rows of the route in
--- force are others by then.
+-- force are others by then. The groups are locked, so that none is sent back to a partition that this takes away; one that
+-- was sent elsewhere since this statement began to look, or that is being changed now, keeps all until the next pass.
+WITH looked_at AS MATERIALIZED (
+    SELECT g.group_id, g.seek FROM mqlayer.consumer_group g
+    WHERE g.state <> 'retired' AND EXISTS (SELECT FROM mqlayer.partition p
+                                           WHERE p.topic_id = g.topic_id AND p.state = 'sealed')
+    ORDER BY g.group_id FOR SHARE SKIP LOCKED
+)
 UPDATE mqlayer.partition p SET state = 'deleted'
 FROM mqlayer.route_change c
 WHERE c.change_id = p.ended_in AND c.state = 'done' AND p.state = 'sealed'
   AND EXISTS (SELECT FROM mqlayer.consumer_group g WHERE g.topic_id = p.topic_id AND g.state <> 'retired')
   AND NOT EXISTS (SELECT FROM mqlayer.consumer_group g
                   WHERE g.topic_id = p.topic_id AND g.state <> 'retired'
-                    AND NOT EXISTS (SELECT FROM mqlayer.drained d
-                                    WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id))
+                    AND NOT EXISTS (SELECT FROM mqlayer.drained d JOIN looked_at l USING (group_id)
+                                    WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id
+                                      AND l.seek = g.seek))
 RETURNING p.partition_id;
 
 -- name: partition_unburied
--- Deleted partitions of which more than a tombstone may be left in Redis, with the groups that have keys there.
+-- Deleted partitions of which more than a tombstone may be left in Redis, with the groups that have keys there; but for
+-- those on some nodes.
 SELECT p.partition_id, p.node_id,
        (SELECT coalesce(array_agg(g.group_id ORDER BY g.group_id), '{}')
         FROM mqlayer.consumer_group g WHERE g.topic_id = p.topic_id) AS group_ids
-FROM mqlayer.partition p WHERE p.state = 'deleted' AND p.retired_at IS NULL ORDER BY p.partition_id LIMIT %(limit)s;
+FROM mqlayer.partition p
+WHERE p.state = 'deleted' AND p.retired_at IS NULL AND p.node_id <> ALL(%(passed_by)s::int[])
+ORDER BY p.partition_id LIMIT %(limit)s;
 
 -- name: partition_buried
 -- Nothing but tombstones is left of these; nor need anybody know where groups were in them.
@@ -202,12 +219,19 @@ WITH buried AS (
     DELETE FROM mqlayer.assignment a USING buried b WHERE a.partition_id = b.partition_id
 ), passed AS (
     DELETE FROM mqlayer.drained d USING buried b WHERE d.partition_id = b.partition_id
+), measured AS (
+    DELETE FROM mqlayer.partition_rate r USING buried b WHERE r.partition_id = b.partition_id
 )
 DELETE FROM mqlayer.group_start s USING buried b WHERE s.partition_id = b.partition_id;
 
 -- name: seal_marks
 -- The recorded marks of one sealed partition.
 SELECT marks FROM mqlayer.seal WHERE partition_id = %(partition_id)s;
+
+-- name: lost_audited
+-- How many messages of a partition are written down as lost by its nodes' armings so far.
+SELECT coalesce(sum((facts -> 'lost' ->> %(partition)s::text)::bigint), 0)::bigint AS lost
+FROM mqlayer.audit WHERE act = 'node rearm';
 
 -- name: seals_away
 -- Nodes that have to seal a partition when they are back.

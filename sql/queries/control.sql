@@ -138,7 +138,9 @@ SELECT source_id, cluster FROM mqlayer.source
 WHERE outbox_uuid = %(outbox_uuid)s AND kind = 'outbox' AND closed_at IS NULL;
 
 -- name: trim_work
--- Every live partition of a topic with the groups whose settling bounds its trimming, and where they start.
+-- Every live partition of a topic with the groups whose settling bounds its trimming, and where they start. Not before all
+-- its parents are retired: what is kept must have no hole between a parent and its successors, for a group that begins
+-- with the first record kept or is sent back to it would be given the parent's records and those behind the hole.
 SELECT p.partition_id, p.node_id,
        coalesce(array_agg(g.group_id ORDER BY g.group_id) FILTER (WHERE g.group_id IS NOT NULL), '{}') AS group_ids,
        coalesce(array_agg(g.seek ORDER BY g.group_id) FILTER (WHERE g.group_id IS NOT NULL), '{}') AS seeks,
@@ -149,6 +151,9 @@ JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.state IN ('open', 'sea
 LEFT JOIN mqlayer.consumer_group g ON g.topic_id = t.topic_id AND g.state <> 'retired'
 LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id
 WHERE t.name = %(topic)s
+  AND NOT EXISTS (SELECT FROM mqlayer.partition parent
+                  WHERE parent.ended_in = p.born_in AND parent.lp_from < p.lp_to AND p.lp_from < parent.lp_to
+                    AND parent.state <> 'deleted')
 GROUP BY p.partition_id, p.node_id ORDER BY p.partition_id;
 
 -- name: job_claim

@@ -1,12 +1,13 @@
 -- name: group_insert
 -- Create a group that is not live yet; nothing where the name is taken.
-INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, backoff_s)
-SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(backoff_s)s FROM mqlayer.topic WHERE name = %(topic)s
+INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, backoff_s, ordered, balance)
+SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(backoff_s)s, %(ordered)s, %(balance)s FROM mqlayer.topic WHERE name = %(topic)s
 ON CONFLICT (topic_id, name) DO NOTHING;
 
 -- name: group_find
 -- One group of a topic.
-SELECT g.group_id, g.topic_id, g.state, g.start, g.backoff_s, g.start_at, g.version, g.seek
+SELECT g.group_id, g.topic_id, g.state, g.start, g.start_at, g.backoff_s, g.version, g.seek, g.ordered, g.balance,
+       g.settings_version, g.paused_at
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE t.name = %(topic)s AND g.name = %(name)s;
 
@@ -15,6 +16,19 @@ WHERE t.name = %(topic)s AND g.name = %(name)s;
 INSERT INTO mqlayer.group_start (group_id, partition_id, start_offset)
 VALUES (%(group_id)s, %(partition_id)s, %(start_offset)s)
 ON CONFLICT (group_id, partition_id) DO NOTHING;
+
+-- name: partitions_kept
+-- The partitions that a group can begin in, parents before successors, and since when their nodes are armed.
+SELECT p.partition_id, p.node_id, n.armed_at, p.lp_from, p.lp_to, p.state = 'sealed', p.born_in, p.ended_in
+FROM mqlayer.partition p JOIN mqlayer.node n USING (node_id)
+WHERE p.topic_id = %(topic_id)s AND p.state IN ('open', 'sealed') ORDER BY p.partition_id;
+
+-- name: partitions_hold
+-- Where partitions are and since when their nodes are armed: nobody arms or moves them until this transaction ends. One
+-- that is being moved at this moment is missing.
+SELECT p.partition_id, p.node_id, n.armed_at, p.state = 'deleted'
+FROM mqlayer.partition p JOIN mqlayer.node n USING (node_id)
+WHERE p.partition_id = ANY(%(partitions)s::int[]) ORDER BY n.node_id, p.partition_id FOR SHARE;
 
 -- name: group_creating
 -- Lock a group that is not live yet; nothing where somebody brought it to life.
@@ -25,10 +39,34 @@ SELECT group_id FROM mqlayer.consumer_group WHERE group_id = %(group_id)s AND st
 UPDATE mqlayer.consumer_group SET state = 'live' WHERE group_id = %(group_id)s AND state = 'creating';
 
 -- name: group_seek
--- Send a group elsewhere, unless it was since this was decided: what it had committed is void.
+-- Send a group elsewhere, unless it was since this was decided: what it had committed is void. An earlier replay is over:
+-- it may have begun behind what this one gives.
 UPDATE mqlayer.consumer_group
-SET seek = seek + 1, replay = CASE WHEN %(replay)s THEN seek + 1 ELSE replay END, version = 1
+SET seek = seek + 1, replay = CASE WHEN %(replay)s THEN seek + 1 ELSE 0 END, version = 1
 WHERE group_id = %(group_id)s AND seek = %(seek)s AND state = 'live' RETURNING seek;
+
+-- name: group_settings_put
+-- Change settings of a group, unless somebody did since this was decided; what is not named stays.
+UPDATE mqlayer.consumer_group
+SET settings_version = settings_version + 1, backoff_s = coalesce(%(backoff_s)s::double precision[], backoff_s),
+    balance = coalesce(%(balance)s::text, balance)
+WHERE group_id = %(group_id)s AND settings_version = coalesce(%(if_version)s::int, settings_version)
+  AND state <> 'retired' RETURNING settings_version;
+
+-- name: group_pause
+-- Let a group rest; nothing where it does.
+UPDATE mqlayer.consumer_group SET paused_at = now()
+WHERE group_id = %(group_id)s AND paused_at IS NULL AND state <> 'retired' RETURNING group_id;
+
+-- name: group_resume
+-- Let a group go on; nothing where it does.
+UPDATE mqlayer.consumer_group SET paused_at = NULL
+WHERE group_id = %(group_id)s AND paused_at IS NOT NULL RETURNING group_id;
+
+-- name: assignments_of_group_release
+-- Ask every owner to release what it has, for nobody.
+UPDATE mqlayer.assignment SET target = NULL, changed_at = now()
+WHERE group_id = %(group_id)s AND member_id IS NOT NULL;
 
 -- name: group_starts_forget
 -- Where a group started before.
@@ -45,7 +83,7 @@ SELECT set_config('lock_timeout', %(lock_wait)s, true),
 
 -- name: group_lock
 -- Lock a group for a change of its membership or assignments.
-SELECT group_id, topic_id, backoff_s, allocation FROM mqlayer.consumer_group
+SELECT group_id, topic_id, backoff_s, allocation, balance FROM mqlayer.consumer_group
 WHERE group_id = %(group_id)s FOR NO KEY UPDATE;
 
 -- name: member_join
@@ -116,6 +154,11 @@ WHERE group_id = %(group_id)s AND lease_until < now() AND lease_until > '-infini
 SELECT member_id, leaving FROM mqlayer.member
 WHERE group_id = %(group_id)s AND lease_until > '-infinity' ORDER BY member_id;
 
+-- name: member_evict
+-- End a member's session by an operator's word: its process is refused, what it holds is free.
+UPDATE mqlayer.member SET session = nextval('mqlayer.member_session'), leaving = true, lease_until = '-infinity'
+WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND lease_until > '-infinity' RETURNING member_id;
+
 -- name: member_leaving
 -- A member wants to give its partitions away, and lives until it has.
 UPDATE mqlayer.member SET leaving = true
@@ -132,18 +175,44 @@ WHERE m.group_id = %(group_id)s AND m.lease_until = '-infinity' AND m.joined_at 
 UPDATE mqlayer.member SET leaving = true, lease_until = '-infinity'
 WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s;
 
--- name: assignment_free_deleted
--- Nobody consumes a partition that is gone.
+-- name: assignment_free_unreadable_of_gone
+-- Nobody consumes a partition that is deleted, nor one that the group must not consume now and whose owner is gone.
 UPDATE mqlayer.assignment a SET member_id = NULL, target = NULL, changed_at = now()
-FROM mqlayer.partition p
-WHERE p.partition_id = a.partition_id AND p.state = 'deleted' AND a.group_id = %(group_id)s AND a.member_id IS NOT NULL;
+FROM mqlayer.partition p, mqlayer.member m
+WHERE p.partition_id = a.partition_id AND m.group_id = a.group_id AND m.member_id = a.member_id
+  AND a.group_id = %(group_id)s
+  AND (p.state = 'deleted' OR m.lease_until = '-infinity' AND NOT EXISTS (
+           SELECT FROM mqlayer.readable r WHERE r.group_id = a.group_id AND r.partition_id = a.partition_id));
 
 -- name: assignment_list
--- Who owns what of all that a group may consume, and who shall.
-SELECT r.partition_id, a.member_id, a.epoch, a.target
+-- Who owns what of all that a group may consume, and who shall; and what is published there by the second.
+SELECT r.partition_id, a.member_id, a.epoch, a.target, coalesce(p.per_s, 0) AS per_s
 FROM mqlayer.readable r
 LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
+LEFT JOIN mqlayer.partition_rate p ON p.partition_id = r.partition_id
 WHERE r.group_id = %(group_id)s ORDER BY r.partition_id;
+
+-- name: rates_wanted
+-- Partitions of topics with a group that is balanced by rate; and what was measured there last.
+SELECT p.partition_id, p.node_id FROM mqlayer.partition p
+WHERE p.state IN ('open', 'sealed')
+  AND EXISTS (SELECT FROM mqlayer.consumer_group g
+              WHERE g.topic_id = p.topic_id AND g.state = 'live' AND g.balance = 'rate')
+ORDER BY p.partition_id;
+
+-- name: rate_put
+-- Note where partitions end now; the rate is half of what it was and half of what it is since. By this database's clock.
+INSERT INTO mqlayer.partition_rate AS r (partition_id, next_offset, per_s, measured_at)
+SELECT partition_id, next_offset, 0, clock_timestamp()
+FROM unnest(%(partitions)s::int[], %(offsets)s::bigint[]) AS measured(partition_id, next_offset)
+ON CONFLICT (partition_id) DO UPDATE
+SET next_offset = excluded.next_offset, measured_at = excluded.measured_at,
+    per_s = r.per_s / 2 + greatest(0, excluded.next_offset - r.next_offset) / 2.0
+            / greatest(0.001, extract(epoch FROM excluded.measured_at - r.measured_at));
+
+-- name: groups_by_rate
+-- Living groups that are balanced by rate.
+SELECT group_id FROM mqlayer.consumer_group WHERE state = 'live' AND balance = 'rate' AND paused_at IS NULL ORDER BY group_id;
 
 -- name: assignment_put
 -- Give a partition to a member, under a new epoch.

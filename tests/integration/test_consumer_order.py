@@ -127,7 +127,7 @@ def test_attempts_are_numbered_and_survive_a_hand_over(every_stage: Stage) -> No
     assert app.stop()
     [partition] = {handled.partition for handled in first.begun}
     assert every_stage.redis.hgetall(every_stage.group_keys(partition).attempts) == {b"1": b"4"}
-    every_stage.consume(second)
+    every_stage.consume(second, backoff_s=None)
     every_stage.wait_settled()
     assert first.attempts(b"bad") == [1, 2, 3, 4]
     assert second.attempts(b"bad") == [5, 6]

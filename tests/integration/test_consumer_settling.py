@@ -229,6 +229,8 @@ def test_a_fenced_effect_is_there_once_though_its_ack_was_lost(every_stage: Stag
     wait_until(lambda: member_of(app).stats.handled == 9, timeout_s=20, what="all handled")
     for held in member_of(app)._holdings.all():
         member_of(app).forgotten(held)
+    # Not before: an ack that was about to be tried again would get through under the same epoch.
+    wait_until(lambda: bool(refused), what="a redelivery")
     disarm_all()
     every_stage.wait_settled()
     with psycopg.connect(every_stage.dsn) as connection:

@@ -8,30 +8,30 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from itertools import pairwise
 
 import psycopg
 import pytest
 
 from mqlayer import App, Context, failpoints
-from mqlayer.changes import drain_progress, split
+from mqlayer.changes import drain_progress, retire_partitions, split
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.membership import SeekPlan, Start, apply_seek, drained, planned_seek
 from mqlayer.postgres.database import Database
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.partitions import Fenced, Holder, settle_command, settle_reply
 from mqlayer.routes.cache import RouteCache, load_nodes
+from mqlayer.topics import rearm_node
 from mqlayer.trimming import trim_pass
 from tests.fixtures.commands import Commands
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.hand import Hand
-from tests.proof.outbox_world import OutboxWorld
-
-KEYS = 6
-Seen = dict[str, list[str]]
+from tests.proof.outbox_world import OutboxWorld, Snapshot
+from tests.proof.rounds import ROUND, Seen, a_moment_between, of_tags, publish
 
 
 @pytest.fixture
@@ -51,20 +51,6 @@ def database(world: OutboxWorld) -> Iterator[Database]:
         yield database
 
 
-def publish(world: OutboxWorld, tag: str) -> None:
-    """Publish two messages of each key, and see them in the partitions."""
-    world.publish(2 * KEYS, keys=KEYS, tag=tag)
-    world.wait_until_whole()
-
-
-def of_tags(*tags: str) -> Seen:
-    """Return what has to be seen of these rounds, by key."""
-    return {
-        f"key-{key}": [f"{tag}-{number}" for tag in tags for number in range(key, 2 * KEYS, KEYS)]
-        for key in range(KEYS)
-    }
-
-
 def plan_of(world: OutboxWorld, database: Database, to: Start) -> SeekPlan:
     with closing(RouteCache(database)) as routes:
         return planned_seek(database, routes, topic="orders", name="ledger", to=to, prefix=world.key_prefix)
@@ -78,12 +64,11 @@ def seek(world: OutboxWorld, database: Database, to: Start, *, replay: bool = Fa
 def split_and_publish(world: OutboxWorld, database: Database) -> datetime:
     """Make a lineage: rounds a and b in partition 1, c in its successors; return a time between a and b."""
     publish(world, "a")
-    later = world.rows("SELECT clock_timestamp()")[0][0] + timedelta(milliseconds=5)
-    wait_until(lambda: datetime.now(UTC) > later + timedelta(milliseconds=5), what="a later millisecond")
+    at = a_moment_between()
     publish(world, "b")
     split(database, "orders", 1, at=[500], prefix=world.key_prefix)
     publish(world, "c")
-    return datetime.fromtimestamp(later.timestamp(), UTC)
+    return at
 
 
 def test_a_time_in_an_older_version_replays_from_there_and_fences_who_holds_newer_partitions(
@@ -188,7 +173,7 @@ def test_running_members_replay_in_order_without_a_restart(world: OutboxWorld, d
         assert handled == twice
         wait_until(lambda: settled(world), what="the parent to be drained again")
         publish(world, "d")
-        wait_until(lambda: all(bodies[-1] == f"d-{KEYS + int(key[4:])}" for key, bodies in handled.items()),
+        wait_until(lambda: all(bodies[-1] == of_tags("d")[key][-1] for key, bodies in handled.items()),
                    what="what is new")  # fmt: skip
         assert handled == {key: bodies + of_tags("d")[key] for key, bodies in twice.items()}
 
@@ -204,11 +189,35 @@ def test_fenced_effects_are_applied_again_only_where_that_is_said(
         wait_until(lambda: settled(world), what="the parent to be drained")
         seek(world, database, "earliest", replay=replay)
         twice = {key: bodies * 2 for key, bodies in everything.items()}
-        wait_until(lambda: sum(map(len, handled.values())) >= 2 * 6 * KEYS, what="the replay")
+        wait_until(lambda: sum(map(len, handled.values())) >= 2 * 3 * ROUND, what="the replay")
         publish(world, "d")
         wanted = {key: bodies + of_tags("d")[key] for key, bodies in (twice if replay else everything).items()}
         wait_until(lambda: sum(map(len, applied.values())) >= sum(map(len, wanted.values())), what="the effects")
         assert applied == wanted
+
+
+def test_a_seek_without_replay_ends_an_earlier_replay(world: OutboxWorld, database: Database) -> None:
+    """What lay before the place where the replay began was applied once, and is passed over."""
+    publish(world, "a")
+    at = a_moment_between()
+    world.publish(1, keys=1, tag="b")
+    world.wait_until_whole()
+    with consuming(world, fenced=True) as (handled, applied):
+        wait_until(lambda: count_of(applied) == ROUND + 1, what="all to be applied")
+        seek(world, database, at, replay=True)
+        wait_until(lambda: applied["key-0"][-2:] == ["b-0", "b-0"], what="the replay")
+        seek(world, database, "earliest")
+        wait_until(lambda: count_of(handled) == 2 * (ROUND + 1) + 1, what="all to be given again")
+        publish(world, "c")
+        wait_until(lambda: all(bodies[-1].startswith("c-") for bodies in applied.values()), what="what is new")
+        wait_until(lambda: count_of(handled) == 2 * (ROUND + 1) + 1 + ROUND, what="all that is new")
+    once = of_tags("a", "c")
+    once["key-0"][3:3] = ["b-0", "b-0"]
+    assert applied == once
+
+
+def count_of(seen: Seen) -> int:
+    return sum(map(len, seen.values()))
 
 
 def test_seeking_again_and_again_under_load_keeps_the_order_between_the_seeks(
@@ -256,10 +265,82 @@ def test_what_is_to_be_given_again_is_not_trimmed_before_anybody_takes_it(
     assert trim_pass(database, prefix=world.key_prefix).total == 0
     split(database, "orders", 1, at=[500], prefix=world.key_prefix)
     (progress,) = drain_progress(database, "orders", prefix=world.key_prefix)
-    assert progress.left == 2 * KEYS
+    assert progress.left == ROUND
     hand.handled.clear()
     hand.consume_all()
     assert hand.bodies() == of_tags("a")
+
+
+@pytest.mark.parametrize("group", ["ledger", "new"])
+def test_what_is_kept_of_a_lineage_has_no_hole(world: OutboxWorld, database: Database, group: str) -> None:
+    """A successor is not trimmed while its parent is kept: a group that begins there would miss what lies between."""
+    publish(world, "a")
+    split(database, "orders", 1, at=[500], prefix=world.key_prefix)
+    world.publish(600, keys=1, tag="b")
+    world.wait_until_whole()
+    Hand(database, world.key_prefix, "orders").consume_all()
+    everything = of_tags("a")["key-0"] + [f"b-{number}" for number in range(600)]
+    for retired in (False, True):
+        assert bool(retired and retire_partitions(database, prefix=world.key_prefix)) == retired
+        assert bool(trim_pass(database, prefix=world.key_prefix).total) == retired
+        if group == "ledger":
+            seek(world, database, "earliest")
+        hand = Hand(
+            database, world.key_prefix, "orders", group="ledger" if group == "ledger" else f"new-{int(retired)}"
+        )
+        hand.consume_all()
+        bodies = hand.bodies().get("key-0", [])
+        assert bodies == everything[len(everything) - len(bodies) :]
+        assert retired or bodies == everything
+
+
+def test_a_group_is_not_sent_back_to_what_is_being_retired(world: OutboxWorld, database: Database) -> None:
+    """The pass looked before the seek, and is held up: the seek waits, or the partition would go while it is given."""
+    split_and_publish(world, database)
+    hand = Hand(database, world.key_prefix, "orders")
+    hand.consume_all()
+    with psycopg.connect(world.dsn) as other, ThreadPoolExecutor() as pool:
+        other.execute("SELECT FROM mqlayer.partition WHERE partition_id = 1 FOR NO KEY UPDATE")
+        retired = pool.submit(retire_partitions, database, prefix=world.key_prefix)
+        wait_until(lambda: waiting(world) == 1, what="the pass to wait")
+        sought = pool.submit(seek, world, database, "earliest")
+        wait_until(lambda: waiting(world) == 2, what="the seek to wait")
+        other.commit()
+        assert retired.result() == [1]
+        sought.result()
+    hand.handled.clear()
+    hand.consume_all()
+    assert hand.bodies() == of_tags("c")
+    assert hand.version == 2
+
+
+def waiting(world: OutboxWorld) -> int:
+    (row,) = world.rows("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
+                        "AND wait_event_type = 'Lock'")  # fmt: skip
+    return int(row[0])
+
+
+def fall_back_and_arm(world: OutboxWorld, database: Database, before: Snapshot) -> None:
+    """Let the nodes hold what they held, as after a restart."""
+    world.fall_back(before)
+    world.rows("UPDATE mqlayer.node SET armed_run_id = 'before'")
+    for name in ("node-1", "node-2"):
+        rearm_node(database, name, prefix=world.key_prefix)
+
+
+def test_offsets_from_before_a_node_was_armed_again_are_refused(world: OutboxWorld, database: Database) -> None:
+    """It may have fallen back: offsets of the plan are given out again, to messages that nobody has seen."""
+    before = world.snapshot()
+    publish(world, "a")
+    hand = Hand(database, world.key_prefix, "orders")
+    plan, back = plan_of(world, database, "latest"), plan_of(world, database, "earliest")
+    fall_back_and_arm(world, database, before)
+    publish(world, "b")
+    with pytest.raises(Conflict, match="was armed again or given up in the meantime"):
+        apply_seek(database, plan, prefix=world.key_prefix, actor="a test")
+    assert apply_seek(database, back, prefix=world.key_prefix, actor="a test") == []
+    hand.consume_all()
+    assert in_order(hand) == of_tags("a", "b")
 
 
 def test_a_plan_that_was_overtaken_is_refused_and_changes_nothing(world: OutboxWorld, database: Database) -> None:
@@ -346,7 +427,7 @@ def test_the_command_prints_its_plan_and_applies_it(
         said = run.text(*words, "--replay", "--apply").splitlines()
         assert said[0] == "seek of group ledger of topic orders; fenced effects are applied again"
         assert said[-1] == "group ledger of topic orders goes on from there"
-        assert hand.consume_all() == 2 * KEYS
+        assert hand.consume_all() == ROUND
     assert "no place to go" in run.failure("group", "seek", "orders", "ledger", "--to", "yesterday")
     assert "no time zone" in run.failure("group", "seek", "orders", "ledger", "--to", "2026-11-21T09:30:00")
     assert "choose one" in run.failure(*words, "--plan", "--apply")

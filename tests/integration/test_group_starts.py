@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,12 +19,11 @@ from mqlayer.membership.groups import Group, GroupSettings, ensure_group
 from mqlayer.membership.starts import Start
 from mqlayer.postgres.database import Database
 from mqlayer.routes.cache import RouteCache
+from mqlayer.topics import rearm_node
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.outbox_world import OutboxWorld
-
-KEYS = 12
-Seen = dict[str, list[str]]
+from tests.proof.rounds import KEYS, ROUND, Seen, a_moment_between, of_tags, publish
 
 
 @pytest.fixture
@@ -45,26 +43,11 @@ def database(world: OutboxWorld) -> Iterator[Database]:
         yield database
 
 
-def publish(world: OutboxWorld, tag: str) -> None:
-    """Publish three messages of each key, and see them in the partitions."""
-    world.publish(3 * KEYS, keys=KEYS, tag=tag)
-    world.wait_until_whole()
-
-
 def split_first(world: OutboxWorld, database: Database, at: int) -> None:
     partition = next(row[0] for row in world.rows(
         "SELECT r.partition_id FROM mqlayer.route r JOIN mqlayer.topic t USING (topic_id, version) ORDER BY r.lp_from"
     ))  # fmt: skip
     split(database, "orders", partition, at=[at], prefix=world.key_prefix)
-
-
-def a_moment_between() -> datetime:
-    """Return a time that is later than all that was published, and earlier than all that will be."""
-    before = time.time()
-    wait_until(lambda: time.time() > before + 0.005, what="a later millisecond")
-    at = datetime.now(UTC)
-    wait_until(lambda: datetime.now(UTC) > at + timedelta(milliseconds=5), what="a later millisecond")
-    return at
 
 
 @contextmanager
@@ -82,14 +65,6 @@ def consuming(world: OutboxWorld, start: Start) -> Iterator[Seen]:
         yield seen
     finally:
         app.stop()
-
-
-def of_tags(*tags: str) -> Seen:
-    """Return what has to be seen of these rounds."""
-    return {
-        f"key-{key}": [f"{tag}-{number}" for tag in tags for number in range(key, 3 * KEYS, KEYS)]
-        for key in range(KEYS)
-    }
 
 
 def ensure(world: OutboxWorld, database: Database, start: Start, name: str = "late") -> Group:
@@ -123,7 +98,7 @@ def test_latest_begins_in_the_newest_version_behind_all_that_there_is(world: Out
     with consuming(world, "latest") as seen:
         assert version_of(world) == 2
         publish(world, "c")
-        wait_until(lambda: sum(map(len, seen.values())) >= 3 * KEYS, what="what is new")
+        wait_until(lambda: sum(map(len, seen.values())) >= ROUND, what="what is new")
         assert seen == of_tags("c")
 
 
@@ -201,6 +176,30 @@ def test_a_partition_that_its_node_lost_is_no_empty_one(world: OutboxWorld, data
     redis.Redis.from_url(world.urls[0]).delete(f"{world.key_prefix}:{{1}}:meta")
     with pytest.raises(NodeNotArmed, match="partition 1 is gone"):
         ensure(world, database, "latest")
+
+
+def test_where_a_group_starts_is_found_again_if_a_node_was_armed_in_between(
+    world: OutboxWorld, database: Database, tmp_path: Path
+) -> None:
+    """It may have fallen back: the offset that was found is given out again, to a message that is new."""
+    before, door = world.snapshot(), tmp_path / "door"
+    publish(world, "a")
+    failpoints.arm("group.before_starts", f"mark:{door}-reached", occurrence=1)
+    failpoints.arm("group.before_starts", f"wait:{door}", occurrence=1)
+    with ThreadPoolExecutor(1) as pool:
+        group = pool.submit(ensure, world, database, "latest")
+        wait_until((tmp_path / "door-reached").exists, what="the group to know where it would start")
+        world.fall_back(before)
+        world.rows("UPDATE mqlayer.node SET armed_run_id = 'before'")
+        for name in ("node-1", "node-2"):
+            rearm_node(database, name, prefix=world.key_prefix)
+        world.wait_until_whole()
+        publish(world, "b")
+        door.touch()
+        assert group.result(30).state == "live"
+    ends = world.rows("SELECT partition_id, start_offset - 1 FROM mqlayer.group_start ORDER BY partition_id")
+    counts = Counter(record.partition for record in world.records())
+    assert ends == sorted(counts.items())
 
 
 def test_of_two_first_members_one_says_where_the_group_starts(

@@ -21,6 +21,7 @@ from mqlayer.producing import Producer
 from mqlayer.redis.keys import partition_keys
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
+from mqlayer.topics.outboxes import lent_outbox
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.fall_back import FallBack, lose_all
@@ -181,6 +182,25 @@ def test_without_the_outbox_a_sealed_partition_waits_for_who_can_read_it(scene: 
     assert scene.meta(1)["state"] == "sealed"
 
 
+def test_another_outbox_fills_nothing_up_and_gives_nothing_up(scene: Scene, node: RedisServer) -> None:
+    scene.bring(100, "a")
+    scene.split()
+    scene.rows("DELETE FROM mqlayer_app.outbox WHERE lp >= 512 AND seq = 1")
+    lose_all(node)
+    ours = scene.rows("SELECT outbox_uuid FROM mqlayer_app.identity")[0][0]
+    scene.rows("UPDATE mqlayer_app.identity SET outbox_uuid = gen_random_uuid()")
+    with lent_outbox(scene.control, ours) as outbox:
+        assert outbox is None
+    with pytest.raises(StoreUnavailable, match=f"waits for the relay of outbox {ours}"):
+        scene.rearm(accept_loss=True)
+    scene.rows("UPDATE mqlayer.partition SET state = 'deleted' WHERE partition_id = 1")
+    scene.rearm(accept_loss=True)
+    assert scene.audited()["lost"] == {}
+    scene.rows("UPDATE mqlayer_app.identity SET outbox_uuid = %s", ours)
+    scene.rearm(accept_loss=True)
+    assert scene.audited()["lost"].keys() == {"2"}
+
+
 @pytest.mark.parametrize("broken", ["", "mend.after_seal", "mend.after_resend"])
 def test_direct_messages_that_are_lost_are_counted(
     scene: Scene, node: RedisServer, tmp_path: Path, broken: str
@@ -252,6 +272,58 @@ def test_rows_that_the_outbox_does_not_hold_any_more_are_given_up_only_by_an_ope
     kept = [str(number) for number in range(7) if not first <= number + 1 <= last]
     assert hand.bodies() == {NEAR: kept}
     assert hand.version == 2
+
+
+def test_what_was_given_up_and_written_down_is_not_counted_by_a_later_mending(
+    scene: Scene, node: RedisServer, tmp_path: Path
+) -> None:
+    def relay(*numbers: int) -> None:
+        with scene.relay():
+            for number in numbers:
+                _publish(scene, NEAR, number)
+            last = (numbers[-1] + 1, NEAR, str(numbers[-1]))
+            wait_until(lambda: last in scene.relayed()["orders", lp_of(NEAR.encode())], what="the last one")
+
+    relay(0, 1)
+    then = FallBack(node, tmp_path / "then")
+    relay(2, 3, 4)
+    scene.rows("DELETE FROM mqlayer_app.outbox WHERE seq <= 4")
+    then.happen()
+    failpoints.arm("rearm.before_arm", "raise")
+    with pytest.raises(FailpointHit):
+        scene.rearm(accept_loss=True)
+    scene.rearm(accept_loss=True)
+    assert scene.audited()["lost"] == {"1": 2}
+    scene.rearm(accept_loss=True)
+    assert scene.audited()["lost"] == {}, "the same two"
+    later = FallBack(node, tmp_path / "later")
+    relay(5, 6)
+    scene.split()
+    scene.rows("DELETE FROM mqlayer_app.outbox WHERE seq = 7")
+    later.happen()
+    scene.rearm(accept_loss=True)
+    assert scene.audited()["lost"] == {"1": 1}
+    later.happen()
+    scene.rearm(accept_loss=True)
+    assert scene.audited()["lost"] == {}, "the same one"
+
+
+def test_direct_messages_that_were_counted_as_lost_are_not_counted_by_a_later_mending(
+    scene: Scene, node: RedisServer, tmp_path: Path
+) -> None:
+    first = FallBack(node, tmp_path / "first")
+    with Producer(scene.settings(), name="direct") as producer:
+        producer.send("orders", key=NEAR, body=b"1")
+        second = FallBack(node, tmp_path / "second")
+        for body in (b"2", b"3", b"4"):
+            producer.send("orders", key=NEAR, body=body)
+        scene.split()
+    second.happen()
+    scene.rearm()
+    assert scene.audited()["lost"] == {"1": 3}
+    first.happen()
+    scene.rearm()
+    assert scene.audited()["lost"] == {"1": 1}
 
 
 def test_a_successor_that_fell_back_to_importing_is_opened_again(

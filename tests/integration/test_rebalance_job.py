@@ -15,6 +15,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from mqlayer.domain.backoff import DEFAULT_BACKOFF_S
 from mqlayer.domain.jobs import JOBS, REBALANCE, TRIM, Job
 from mqlayer.membership import GroupSettings, Session, ensure_group, join, late_jobs, leave, rebalance_groups
 from mqlayer.membership.members import beat, release, start_leaving
@@ -229,9 +230,9 @@ def test_without_any_worker_members_join_and_leave_in_order_and_the_jobs_are_lat
     """Beat is dead: nothing of this needs it, and a health check says so."""
     run_sql(stage, "UPDATE mqlayer.migration SET at = at - interval '1 day'")
     recorder = Recorder()
-    first = stage.consume(recorder)
+    first = stage.consume(recorder, backoff_s=DEFAULT_BACKOFF_S)
     stage.send_numbers(keys=12, each=5)
-    second = stage.consume(recorder)
+    second = stage.consume(recorder, backoff_s=DEFAULT_BACKOFF_S)
     wait_until(lambda: sorted(shares(stage).values()) == [2, 2], what="the second member has its share")
     stage.send_numbers(keys=12, each=5, first=6)
     first.stop()

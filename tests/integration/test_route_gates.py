@@ -307,7 +307,7 @@ def test_a_group_without_members_during_a_change_keeps_order(world: OutboxWorld,
     scene.publish()
     recorder = Recorder()
     app = App(world.settings(lease_s=2.0))
-    app.consumer("orders", group="ledger", backoff_s=(0.05,))(recorder)
+    app.consumer("orders", group="ledger")(recorder)
     app.start()
     try:
         wait_until(lambda: recorder.count() == 9 * KEYS - 5, timeout_s=20, what="everything to be handled")

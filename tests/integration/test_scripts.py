@@ -24,6 +24,7 @@ from mqlayer.redis.partitions import (
     append_command,
     append_reply,
     create,
+    pass_command,
     seal_command,
     seal_reply,
 )
@@ -198,3 +199,15 @@ def test_appending_does_not_run_when_memory_is_out(
 def vars_of(partition: Partition) -> tuple[bytes, bytes, bytes]:
     """Return all keys of a partition."""
     return partition.keys.log, partition.keys.meta, partition.keys.marks
+
+
+def test_seqs_are_passed_by_once_and_only_from_the_mark_that_was_looked_at(partition: Partition) -> None:
+    """Whoever comes late lowers no mark and counts nothing again."""
+    partition.create()
+    pass_by = [pass_command(partition.line, partition.prefix, partition.number, SOURCE, 12, *seqs)
+               for seqs in ((0, 4), (0, 4), (4, 6), (0, 4))]  # fmt: skip
+    answers = [partition.line.call([command])[0] for command in pass_by]
+    assert answers == [[b"passed", 4], [b"moved", 4], [b"passed", 6], [b"moved", 6]]
+    assert partition.meta()[b"lost"] == b"6"
+    assert partition.append(Run(12, 7, 1, [b"1700000000000", b"k", b"b"])) == Appended(1, None)
+    assert partition.line.call([pass_by[0]])[0] == [b"moved", 7]

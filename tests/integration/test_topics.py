@@ -81,6 +81,19 @@ def test_a_limit_that_changed_is_in_force_once_topics_are_attached_again(
         connection.execute(publish)
 
 
+def test_creating_a_topic_again_waits_for_no_publisher(database: Database, node: str, key_prefix: str) -> None:
+    """It would hold the counters that it has come past, and with them all who publish, behind one slow transaction."""
+    create_topic(database, "orders", prefix=key_prefix, application=database)
+    with psycopg.connect(database.dsn) as slow:
+        slow.execute("SELECT mqlayer_app.publish_v1('orders', 'k', 'x')")
+        with ThreadPoolExecutor() as pool:
+            again = pool.submit(create_topic, database, "orders", prefix=key_prefix, application=database)
+            try:
+                assert again.result(5).version == 1
+            finally:
+                slow.rollback()
+
+
 @pytest.mark.parametrize("name", ["", "Orders", "1st", "a b", "a{b}", "x" * 64])
 def test_bad_names_are_refused(database: Database, node: str, key_prefix: str, name: str) -> None:
     with pytest.raises(InvalidName):

@@ -8,7 +8,7 @@ from math import ceil
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqlayer.domain.assignment import assign
+from mqlayer.domain.assignment import SLACK, assign, assign_by_rate
 from mqlayer.domain.routing import PartitionId
 
 PARTITIONS = st.integers(0, 40).map(lambda count: [PartitionId(number) for number in range(1, count + 1)])
@@ -70,3 +70,61 @@ def test_when_a_member_leaves_only_its_partitions_move(
     wanted = assign(partitions, [member for member in members if member != leaver], current)
     for partition, member in wanted.items():
         assert member == current[partition] or current[partition] == leaver
+
+
+RATES = st.sampled_from([0.0, 0.0, 1.0, 5.0, 20.0, 300.0])
+
+
+@st.composite
+def rated(draw: st.DrawFn) -> tuple[list[PartitionId], list[str], dict[PartitionId, str], dict[PartitionId, float]]:
+    """Draw partitions, members, whatever owners, and rates."""
+    partitions, members = draw(PARTITIONS.filter(bool)), sorted(draw(MEMBERS.filter(bool)))
+    owners = st.sampled_from([*members, "gone"])
+    current = draw(st.dictionaries(st.sampled_from(partitions), owners))
+    rates = draw(st.dictionaries(st.sampled_from(partitions), RATES))
+    return partitions, members, current, rates
+
+
+Rated = tuple[list[PartitionId], list[str], dict[PartitionId, str], dict[PartitionId, float]]
+
+
+@given(rated())
+def test_by_rate_every_partition_has_one_member_and_the_choice_stays_once_it_is_made(drawn: Rated) -> None:
+    partitions, members, current, rates = drawn
+    wanted = assign_by_rate(partitions, members, current, rates)
+    assert sorted(wanted) == partitions
+    assert set(wanted.values()) <= set(members)
+    assert assign_by_rate(partitions, members, wanted, rates) == wanted
+    assert assign_by_rate(partitions[::-1], members[::-1], current, rates) == wanted
+
+
+@given(rated())
+def test_by_rate_no_single_partition_could_be_moved_to_make_it_much_better(drawn: Rated) -> None:
+    """The most loaded member is near the least loaded one, or has nothing that is worth moving."""
+    partitions, members, current, rates = drawn
+    wanted = assign_by_rate(partitions, members, current, rates)
+    mean = sum(rates.values()) / len(partitions)
+    weights = {p: rates.get(p, 0.0) + (0.1 * mean or 1.0) for p in partitions}
+    loads = {member: sum(weights[p] for p in partitions if wanted[p] == member) for member in members}
+    share = sum(weights.values()) / len(members)
+    least = min(loads.values())
+    for partition, member in wanted.items():
+        gap = loads[member] - least
+        after = abs(gap - 2 * weights[partition])
+        assert gap <= SLACK * share + 1e-6 or after > gap - SLACK / 2 * share - 1e-6
+
+
+def test_by_rate_hot_partitions_are_kept_apart_and_idle_ones_spread() -> None:
+    partitions = [PartitionId(number) for number in range(1, 13)]
+    rates = {PartitionId(1): 1000.0, PartitionId(2): 1000.0}
+    current = dict.fromkeys(partitions, "a")
+    wanted = assign_by_rate(partitions, ["a", "b"], current, rates)
+    assert wanted[PartitionId(1)] != wanted[PartitionId(2)]
+    assert Counter(wanted.values())["b"] in range(1, 9)
+    # A little more here or there moves nothing.
+    assert assign_by_rate(partitions, ["a", "b"], wanted, rates | {PartitionId(3): 20.0}) == wanted
+
+
+def test_by_rate_there_may_be_nobody() -> None:
+    assert assign_by_rate([PartitionId(1)], [], {}, {}) == {}
+    assert assign_by_rate([], ["a"], {}, {}) == {}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from mqlayer.domain.message import pop_command, records_of
 from mqlayer.domain.routing import NodeId
@@ -35,6 +35,7 @@ from mqlayer.redis.partitions import (
     create,
     open_partition,
     raise_command,
+    reopen_command,
     retire_command,
     seal_command,
     seal_reply,
@@ -96,6 +97,15 @@ class Model:
         self.state, self.sealed_for, self.seal_id = "sealed", change, seal_id
         self.log.append(f"{self.next - 1}-1")
         return Sealed(seal_id, self.next, self.marks)
+
+    def reopen(self, seal_id: str, name: str, mark: int) -> list[bytes]:
+        if self.state is None:
+            return [b"absent"]
+        if self.state != "sealed" or self.seal_id != seal_id or self.marks.get(name, 0) != mark:
+            return [b"conflict", self.state.encode()]
+        self.state, self.sealed_for, self.seal_id = "open", 0, ""
+        self.log.pop()
+        return [b"open"]
 
     def retire(self) -> None:
         self.__init__("deleted")  # type: ignore[misc]
@@ -180,6 +190,24 @@ class Changes(RuleBasedStateMachine):
         seal_id = f"seal-{next(self.seals)}"
         reply = self.ask(seal_command(self.line, self.prefix, self.partition, change, seal_id))
         assert seal_reply(reply, "the node") == self.model.seal(change, seal_id)
+
+    @precondition(lambda self: self.model.state in ("sealed", "open", "deleted"))
+    @rule(
+        lp=st.integers(LP_FROM, LP_TO - 1),
+        count=st.integers(1, 5),
+        seal_id=st.sampled_from(["", "", "", "seal-1"]),
+        behind=st.sampled_from([0, 0, 0, 1]),
+    )
+    def reopen(self, lp: int, count: int, seal_id: str, behind: int) -> None:
+        """As mending does: with the append that goes on, or without any effect. Wrong: another seal, another mark."""
+        name = f"{SOURCE}:{lp}"
+        mark, seal_id = self.model.marks.get(name, 0), seal_id or self.model.seal_id
+        run = Run(lp, mark + 1, count, [b"1700000000000", b"k", b"b"] * count)
+        reopening = reopen_command(self.line, self.prefix, self.partition, seal_id, name, mark + behind)
+        appending = append_command(self.line, self.prefix, self.partition, SOURCE, [run])
+        opened, appended = self.line.call([("MULTI",), reopening, appending, ("EXEC",)])[-1]
+        assert opened == self.model.reopen(seal_id, name, mark + behind)
+        assert append_reply(appended, "the node") == self.model.append(lp, mark + 1, count)
 
     @rule(sure=st.sampled_from([True, False, False, False, False]))
     def retire(self, sure: bool) -> None:
@@ -353,3 +381,44 @@ def test_a_seal_is_appended_though_the_server_is_out_of_memory(every_redis: Redi
             line.call([("CONFIG", "SET", "maxmemory", "0")])
         if line.connect().version >= (7, 0, 0):
             assert seal_reply(reply, "") == Sealed("s", 1, {})
+
+
+def test_whoever_comes_late_to_take_a_seal_back_changes_nothing(line: NodeConnection, key_prefix: str) -> None:
+    """One that was stopped while another mended the partition: it saw another seal, or another mark."""
+    partition, name = next(_partitions), f"{SOURCE}:{LP_FROM}"
+    log = partition_keys(key_prefix, partition).log
+
+    def reopen(seal_id: str, mark: int) -> Any:
+        return line.call([reopen_command(line, key_prefix, partition, seal_id, name, mark)])[0]
+
+    assert reopen("old", 0) == [b"absent"]
+    create(line, key_prefix, partition, "t", LP_FROM, LP_TO, "open", "")
+    assert reopen("old", 0) == [b"conflict", b"open"]
+    run = Run(LP_FROM, 1, 1, [b"1", b"k", b"b"])
+    line.call([append_command(line, key_prefix, partition, SOURCE, [run])])
+    line.call([seal_command(line, key_prefix, partition, 9, "new")])
+    assert reopen("old", 1) == [b"conflict", b"sealed"]
+    assert reopen("new", 0) == [b"conflict", b"sealed"]
+    assert [entry_id for entry_id, _ in line.call([("XRANGE", log, "-", "+")])[0]] == [b"1-0", b"1-1"]
+    assert reopen("new", 1) == [b"open"]
+    assert [entry_id for entry_id, _ in line.call([("XRANGE", log, "-", "+")])[0]] == [b"1-0"]
+
+
+def test_a_seal_is_not_taken_back_where_memory_is_out(line: NodeConnection, key_prefix: str) -> None:
+    """What was to follow it is refused too, and the next seal would need a higher entry id."""
+    partition = next(_partitions)
+    create(line, key_prefix, partition, "t", LP_FROM, LP_TO, "open", "")
+    line.call([seal_command(line, key_prefix, partition, 9, "s")])
+    name, run = f"{SOURCE}:{LP_FROM}", Run(LP_FROM, 1, 1, [b"1", b"k", b"b"])
+    both = [
+        reopen_command(line, key_prefix, partition, "s", name, 0),
+        append_command(line, key_prefix, partition, SOURCE, [run]),
+    ]
+    line.call([("CONFIG", "SET", "maxmemory", "1")])
+    try:
+        line.call([("MULTI",), *both, ("EXEC",)])
+    finally:
+        line.call([("CONFIG", "SET", "maxmemory", "0")])
+    assert line.call([("HGET", partition_keys(key_prefix, partition).meta, "state")]) == [b"sealed"]
+    line.call([("MULTI",), *both, ("EXEC",)])
+    assert line.call([("HGET", partition_keys(key_prefix, partition).meta, "state")]) == [b"open"]

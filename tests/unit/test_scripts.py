@@ -11,7 +11,7 @@ from mqlayer.resources import lua_names, lua_source
 
 SETTLING = {
     "lock_take", "lock_release", "lock_raise", "offsets_settle", "attempt_count", "log_trim",
-    "partition_retire", "partition_seal", "partition_open",
+    "partition_retire", "partition_seal", "partition_open", "mark_pass",
 }  # fmt: skip
 
 

@@ -243,7 +243,7 @@ CREATE TABLE mqlayer_app.fence_applied (
     -- Negative for messages without a key: each stands alone, under its seq as key.
     source_id  int NOT NULL,
     key        text NOT NULL,
-    -- Grows when the group is sent back to apply again what it had applied.
+    -- The newest seek under which the group was to apply again what it had applied, and came to this key.
     replay     int NOT NULL DEFAULT 0,
     seq        bigint NOT NULL,
     applied_at timestamptz NOT NULL DEFAULT now(),
@@ -277,8 +277,8 @@ BEGIN
         VALUES (p_group_id, p_lp, CASE WHEN p_key IS NULL THEN -p_source_id ELSE p_source_id END,
                 coalesce(p_key, p_seq::text), p_replay, p_seq)
         ON CONFLICT (group_id, lp, key, source_id) DO UPDATE
-            SET replay = excluded.replay, seq = excluded.seq, applied_at = now()
-            WHERE (a.replay, a.seq) < (excluded.replay, excluded.seq);
+            SET replay = greatest(a.replay, excluded.replay), seq = excluded.seq, applied_at = now()
+            WHERE a.replay < excluded.replay OR a.seq < excluded.seq;
     IF FOUND THEN
         answer := 'current';
     ELSE

@@ -58,7 +58,7 @@ ALTER TABLE mqlayer.consumer_group
     ADD COLUMN version int NOT NULL DEFAULT 1,
     -- How often it was sent elsewhere. What it had committed before is void: where it starts counts again.
     ADD COLUMN seek int NOT NULL DEFAULT 0,
-    -- The seek since which fenced effects are applied again, though they were before.
+    -- The last seek, where fenced effects are applied again since, though they were before; else 0.
     ADD COLUMN replay int NOT NULL DEFAULT 0,
     ADD COLUMN start_at timestamptz,
     DROP CONSTRAINT consumer_group_start,

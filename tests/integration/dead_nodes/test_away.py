@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import redis
 
-from mqlayer.changes import apply_change, finish_changes, give_up_node, move, plan_move
+from mqlayer import failpoints
+from mqlayer.changes import apply_change, bring_back_nodes, finish_changes, give_up_node, move, plan_move
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import Conflict, StoreUnavailable
+from mqlayer.errors import ConfigurationRefused, Conflict, StoreUnavailable
+from mqlayer.failpoints import FailpointHit
 from mqlayer.postgres.database import Database
+from mqlayer.redis.keys import partition_keys
 from mqlayer.routes.cache import load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
-from tests.fixtures.dead_nodes import all_handled, consuming, first_times, published
+from tests.fixtures.dead_nodes import all_handled, bring, consuming, first_times, published
 from tests.fixtures.waiting import wait_until
 from tests.proof.driving import drive
 from tests.proof.failpoint_names import failpoint_names
+from tests.proof.fall_back import FallBack
 from tests.proof.outbox_world import OutboxWorld
+
+IN_ORDER = "everything is handled in order"
+NOT_RECORDED = (
+    "SELECT 1 FROM mqlayer_app.counter c LEFT JOIN mqlayer_app.relayed r USING (topic_id, lp) "
+    "WHERE c.seq > coalesce(r.seq, 0)"
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_armed() -> Iterator[None]:
+    yield
+    failpoints.disarm_all()
 
 
 def test_publishing_goes_on_without_a_dead_node_and_consuming_in_order_when_it_is_back(
@@ -133,3 +153,77 @@ def test_a_node_that_lost_everything_goes_on_behind_what_the_outbox_forgot(
             )
     ((facts,),) = world.rows("SELECT facts FROM mqlayer.audit WHERE act = 'node rearm' ORDER BY audit_id DESC LIMIT 1")
     assert sum(facts["lost"].values()) > 0
+
+
+def moved_off_after_it_was_sealed_short(world: OutboxWorld, database: Database, node: RedisServer, place: Path) -> None:
+    """Have partition 2 fall back and sealed before the relay notices, its driver die, and its node moved off."""
+    with consuming(world):
+        pass
+    bring(world, 100, "before")
+    then = FallBack(node, place)
+    bring(world, 100, "fallen")
+    wait_until(lambda: not world.rows(NOT_RECORDED), what="all to be recorded as relayed")
+    then.happen()
+    rearm_node(database, "node-2", prefix=world.key_prefix, application=database)
+    failpoints.arm("change.after_seal", "raise")
+    with pytest.raises(FailpointHit):
+        move(database, "orders", 2, prefix=world.key_prefix, to="node-1")
+    failpoints.disarm_all()
+    node.kill()
+    assert finish_changes(database, prefix=world.key_prefix, application=database, away=True) == {1: "done"}
+    node.start()
+
+
+def last_arming(world: OutboxWorld) -> dict[str, Any]:
+    rows = world.rows("SELECT facts FROM mqlayer.audit WHERE act = 'node rearm' ORDER BY audit_id DESC LIMIT 1")
+    return dict(rows[0][0])
+
+
+@pytest.mark.parametrize("broken", ["", "mend.after_resend", "mend.after_seal"])
+def test_a_parent_that_was_sealed_short_of_what_its_outbox_proves_is_filled_up_when_its_node_is_back(
+    world: OutboxWorld, database: Database, node: RedisServer, tmp_path: Path, broken: str
+) -> None:
+    moved_off_after_it_was_sealed_short(world, database, node, tmp_path / "then")
+    if broken:
+        failpoints.arm(broken, "raise")
+        with pytest.raises(FailpointHit):
+            rearm_node(database, "node-2", prefix=world.key_prefix, application=database)
+    assert bring_back_nodes(database, prefix=world.key_prefix, application=database) == {"node-2": "armed"}
+    assert last_arming(world)["lost"] == {}
+    log: Any = redis.Redis.from_url(node.url).xrange(partition_keys(world.key_prefix, 2).log)
+    commands = [fields[b"b"].decode() for _, fields in log if fields[b"m"] == b"command"]
+    assert commands == [str(world.rows("SELECT seal_id FROM mqlayer.seal")[0][0])], "one, and the recorded one"
+    assert log[-1][1][b"m"] == b"command"
+    with world.relay(), consuming(world) as seen:
+        world.publish(50, tag="after")
+        wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
+    assert dict(seen) == published(world), "handled twice"
+
+
+@pytest.mark.parametrize("gone", ["some", "all"])
+def test_what_the_outbox_does_not_hold_any_more_of_it_is_given_up_only_by_an_operators_word(
+    world: OutboxWorld, database: Database, node: RedisServer, tmp_path: Path, gone: str
+) -> None:
+    moved_off_after_it_was_sealed_short(world, database, node, tmp_path / "then")
+    fallen = world.rows(
+        "SELECT lp, seq FROM mqlayer_app.outbox WHERE lp >= 512 AND starts_with(convert_from(body, 'UTF8'), 'fallen') "
+        "ORDER BY lp, seq"
+    )
+    for lp, seq in fallen[:3] if gone == "some" else fallen:
+        world.rows("DELETE FROM mqlayer_app.outbox WHERE lp = %s AND seq = %s", lp, seq)
+    waits = bring_back_nodes(database, prefix=world.key_prefix, application=database)
+    assert "--accept-loss goes on without them" in waits["node-2"]
+    rearm_node(database, "node-2", prefix=world.key_prefix, application=database, accept_loss=True)
+    assert last_arming(world)["lost"] == {"2": 3 if gone == "some" else len(fallen)}
+    with world.relay(), consuming(world) as seen:
+        world.publish(50, tag="after")
+        wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
+
+
+def test_another_outbox_proves_nothing(world: OutboxWorld, database: Database, node: RedisServer) -> None:
+    bring(world, 50, "before")
+    node.kill()
+    world.rows("UPDATE mqlayer_app.identity SET outbox_uuid = gen_random_uuid()")
+    with pytest.raises(ConfigurationRefused, match="MQLAYER_APP_DSN"):
+        move(database, "orders", 2, prefix=world.key_prefix, to="node-1", away=True, application=database)
+    assert load_route(database, "orders").version == 1

@@ -1,0 +1,117 @@
+"""What an operator says to a living group: other settings, rest, go on, and the end of one member.
+
+Each is one transaction under the group's lock, with its audit row; members hear of it by notice, or with their next
+heartbeat. A group rests without its partitions: their owners finish what runs, settle it and release, as in any
+hand-over, and nobody gets them before the group goes on. So nothing in a member knows of it, a member that joins
+meanwhile gets nothing, and a crash at any line leaves the state before or the state after.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from psycopg.types.json import Jsonb
+
+from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.failpoints import failpoint
+from mqlayer.membership.groups import Balance, Group, GroupSettings, check_settings, find_group
+from mqlayer.membership.rebalance import change_group, rebalance
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+
+
+def set_group(
+    database: Database,
+    topic: str,
+    name: str,
+    *,
+    actor: str,
+    backoff_s: tuple[float, ...] | None = None,
+    balance: Balance | None = None,
+    if_version: int | None = None,
+) -> Group:
+    """Change settings of a group for all of its members, at once; return it as it is then.
+
+    Raises InvalidInput, NotFound, and Conflict where its settings are not of the version named any more.
+    """
+    check_settings(GroupSettings(backoff_s=backoff_s, balance=balance))
+    if backoff_s is None and balance is None:
+        raise InvalidInput("nothing to set: name a setting")
+    facts = {
+        "backoff_s": None if backoff_s is None else list(backoff_s),
+        "balance": balance,
+        "if_version": if_version,
+    }
+
+    def work(connection: Connection, group: Group) -> None:
+        if connection.execute(query("group_settings_put"), facts | {"group_id": group.group_id}).fetchone() is None:
+            raise Conflict(f"the settings of {_called(group)} are at version {group.settings_version}", "look at them")
+        said = {key: value for key, value in facts.items() if value is not None}
+        _note(connection, actor, "group set", group, said)
+
+    _steer(database, topic, name, work)
+    return find_group(database, topic, name)
+
+
+def pause_group(database: Database, topic: str, name: str, *, actor: str) -> bool:
+    """Let a group rest: what runs is finished and settled, nothing more is started. False where it rests already."""
+
+    def work(connection: Connection, group: Group) -> bool:
+        if connection.execute(query("group_pause"), {"group_id": group.group_id}).fetchone() is None:
+            return False
+        connection.execute(query("assignments_of_group_release"), {"group_id": group.group_id})
+        _note(connection, actor, "group pause", group, {})
+        return True
+
+    return bool(_steer(database, topic, name, work))
+
+
+def resume_group(database: Database, topic: str, name: str, *, actor: str) -> bool:
+    """Let a group go on where it rested. False where it does already."""
+
+    def work(connection: Connection, group: Group) -> bool:
+        if connection.execute(query("group_resume"), {"group_id": group.group_id}).fetchone() is None:
+            return False
+        _note(connection, actor, "group resume", group, {})
+        return True
+
+    return bool(_steer(database, topic, name, work))
+
+
+def evict_member(database: Database, topic: str, name: str, member_id: str, *, actor: str) -> None:
+    """End a member: others get its partitions at once, under higher epochs; its process stops consuming.
+
+    What it has in hand may be handled again. A supervisor may start the process again, under another member id. Raises
+    NotFound where no such member lives.
+    """
+
+    def work(connection: Connection, group: Group) -> None:
+        facts = {"group_id": group.group_id, "member_id": member_id}
+        if connection.execute(query("member_evict"), facts).fetchone() is None:
+            raise NotFound("living member", f"{topic}/{name}/{member_id}", f"mqlayer group members {topic} {name}")
+        _note(connection, actor, "group evict", group, {"member": member_id})
+
+    _steer(database, topic, name, work)
+
+
+def _steer(database: Database, topic: str, name: str, work: Any) -> Any:
+    """Do something to a group under its lock, bring its assignments up to it, and let its members know."""
+    group = find_group(database, topic, name)
+
+    def steered(connection: Connection) -> Any:
+        done = work(connection, group)
+        rebalance(connection, group.group_id)
+        connection.execute(query("allocation_raise"), {"group_id": group.group_id})
+        failpoint("steer.before_commit")
+        return done
+
+    return change_group(database, group.group_id, steered)
+
+
+def _note(connection: Connection, actor: str, act: str, group: Group, facts: dict[str, Any]) -> None:
+    target = f"{group.topic}/{group.name}"
+    connection.execute(query("audit_insert"), {"actor": actor, "act": act, "object": target, "facts": Jsonb(facts)})
+
+
+def _called(group: Group) -> str:
+    return f"group {group.name!r} of topic {group.topic!r}"

@@ -1,0 +1,284 @@
+"""What an operator says to a living group: other settings, rest, go on, and the end of one member."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import psycopg
+import pytest
+
+from mqlayer import App, Context
+from mqlayer.domain.routing import lp_of
+from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.membership import find_group, join
+from mqlayer.membership.rates import balance_by_rate
+from mqlayer.membership.steering import evict_member, pause_group, resume_group, set_group
+from tests.fixtures.commands import Commands
+from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
+from tests.fixtures.waiting import wait_until
+
+
+def audit(stage: Stage) -> list[tuple[str, str, object]]:
+    with stage.database.connection() as connection:
+        rows = connection.execute("SELECT act, object, facts FROM mqlayer.audit WHERE act LIKE 'group %' ORDER BY 1")
+        return [(act, target, facts) for act, target, facts in rows]
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("there", "brought", "both"),
+    [
+        ({"backoff_s": (1.0,)}, {"backoff_s": (2.0,)}, r"backoff_s = \(1\.0,\).*brings \(2\.0,\)"),
+        ({"ordered": True}, {"ordered": False}, "ordered = True.*brings False"),
+        ({"balance": "rate"}, {"balance": "count"}, "balance = rate.*brings count"),
+    ],
+)
+def test_a_member_that_brings_other_settings_is_refused_and_both_are_named(
+    stage: Stage, there: dict[str, object], brought: dict[str, object], both: str
+) -> None:
+    """Case 63, of what a group has besides filters."""
+    stage.consume(Recorder(), **({"backoff_s": None} | there))  # type: ignore[arg-type]
+    with pytest.raises(Conflict, match=both):
+        stage.consume(Recorder(), **({"backoff_s": None} | brought))  # type: ignore[arg-type]
+    stage.consume(Recorder(), **({"backoff_s": None} | there))  # type: ignore[arg-type]
+    stage.consume(Recorder(), backoff_s=None)
+
+
+def test_changed_settings_are_in_force_in_running_members_at_once(stage: Stage) -> None:
+    """Case 66's table, changed while a key waits by it: what fails from then on waits by the new one."""
+    may_pass = threading.Event()
+
+    def act(_body: bytes, _ctx: Context) -> None:
+        if not may_pass.is_set():
+            raise OSError
+
+    recorder = Recorder(act)
+    app = stage.consume(recorder, backoff_s=(0.05,))
+    changed = set_group(stage.database, "orders", "g", backoff_s=(600.0,), actor="a test", if_version=1)
+    assert (changed.settings_version, changed.backoff_s) == (2, (600.0,))
+    wait_until(lambda: member_of(app)._backoff_s == (600.0,), what="the member to know")
+    stage.send([("k", b"1")])
+    wait_until(lambda: len(recorder.attempts(b"1")) == 1, what="the first attempt")
+    with pytest.raises(Conflict, match="at version 2"):
+        set_group(stage.database, "orders", "g", backoff_s=(1.0,), actor="a test", if_version=1)
+    may_pass.set()
+    stage.send([("l", b"2")])
+    wait_until(lambda: recorder.bodies() == [b"2"], what="another key's message")
+    assert recorder.attempts(b"1") == [1]
+    assert audit(stage) == [("group set", "orders/g", {"backoff_s": [600.0], "if_version": 1})]
+
+
+@pytest.mark.parametrize("bad", [{"backoff_s": ()}, {"backoff_s": (-1.0,)}, {"backoff_s": (float("nan"),)},
+                                 {"backoff_s": (float("inf"),)}, {"balance": "luck"}, {}])  # fmt: skip
+def test_settings_that_no_group_can_have_are_refused(stage: Stage, bad: dict[str, object]) -> None:
+    stage.consume(Recorder())
+    with pytest.raises(InvalidInput, match=r"backoff table|balanced by|nothing to set"):
+        set_group(stage.database, "orders", "g", actor="a test", **bad)  # type: ignore[arg-type]
+    if bad:
+        with pytest.raises(InvalidInput):
+            App(stage.settings()).consumer("orders", group="h", **bad)  # type: ignore[arg-type]
+    assert find_group(stage.database, "orders", "g").settings_version == 1
+
+
+def test_an_unordered_group_handles_messages_of_a_key_side_by_side_and_each_fenced_effect_once(
+    stage: Stage,
+) -> None:
+    both_run = threading.Barrier(2, timeout=20)
+    applied: list[bytes] = []
+
+    def handle(body: bytes, ctx: Context) -> None:
+        if ctx.attempt == 1 and body in (b"1", b"2"):
+            both_run.wait()
+        with psycopg.connect(stage.dsn) as connection:
+            ctx.fence(connection)
+        applied.append(body)
+        if ctx.attempt == 1 and body == b"2":
+            raise OSError
+
+    stage.send([("k", b"1"), ("k", b"2"), ("k", b"3")])
+    stage.consume(handle, ordered=False, concurrency=4)
+    stage.wait_settled()
+    assert sorted(applied) == [b"1", b"2", b"3"]
+
+
+# -- pause and resume --------------------------------------------------------------------------------------------------
+
+
+def test_a_paused_group_finishes_what_runs_starts_nothing_more_and_goes_on_where_it_rested(stage: Stage) -> None:
+    runs, may_end = threading.Event(), threading.Event()
+
+    def act(body: bytes, _ctx: Context) -> None:
+        if body == b"1":
+            runs.set()
+            may_end.wait(20)
+
+    recorder = Recorder(act)
+    stage.send([("k", b"1"), ("k", b"2")])
+    app = stage.consume(recorder)
+    assert runs.wait(20)
+    assert pause_group(stage.database, "orders", "g", actor="a test")
+    assert not pause_group(stage.database, "orders", "g", actor="a test")
+    newcomer = Recorder()
+    stage.consume(newcomer)
+    wait_until(lambda: {state for _, state in member_of(app).holdings().values()} == {"draining"}, what="it to hear")
+    may_end.set()
+    wait_until(lambda: set(stage.owners().values()) == {None}, what="all partitions to be given back")
+    assert recorder.bodies() == [b"1"]
+    stage.send([("k", b"3")])
+    assert sum(position.next - position.committed for position in stage.positions().values()) == 2
+    assert resume_group(stage.database, "orders", "g", actor="a test")
+    assert not resume_group(stage.database, "orders", "g", actor="a test")
+    stage.wait_settled()
+    assert recorder.bodies() + newcomer.bodies() == [b"1", b"2", b"3"]
+    assert recorder.attempts(b"1") == [1]
+    assert [act for act, _, _ in audit(stage)] == ["group pause", "group resume"]
+
+
+def test_a_group_that_is_resumed_before_its_owners_have_let_go_loses_nothing(stage: Stage) -> None:
+    runs, may_end = threading.Event(), threading.Event()
+
+    def act(body: bytes, _ctx: Context) -> None:
+        if body == b"1":
+            runs.set()
+            may_end.wait(20)
+
+    recorder = Recorder(act)
+    stage.send([("k", b"%d" % number) for number in range(1, 50)])
+    stage.consume(recorder)
+    assert runs.wait(20)
+    for _ in range(3):
+        assert pause_group(stage.database, "orders", "g", actor="a test")
+        assert resume_group(stage.database, "orders", "g", actor="a test")
+    may_end.set()
+    stage.wait_settled()
+    recorder.assert_in_order()
+    assert len(recorder.bodies()) == 49
+
+
+def test_a_pause_stays_over_the_death_of_all_members(stage: Stage) -> None:
+    app = stage.consume(Recorder())
+    pause_group(stage.database, "orders", "g", actor="a test")
+    app.stop()
+    recorder = Recorder()
+    stage.consume(recorder)
+    stage.send([("k", b"1")])
+    join(stage.database, group_id=stage.group_id(), member_id="other", lease_s=5.0)
+    assert set(stage.owners().values()) == {None}
+    assert recorder.begun == []
+    resume_group(stage.database, "orders", "g", actor="a test")
+
+
+# -- evict -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_evicted_member_stops_and_others_have_its_partitions_at_once(stage: Stage) -> None:
+    first = stage.consume(Recorder())
+    wait_until(lambda: set(stage.owners().values()) == {member_of(first).member_id}, what="all partitions to be owned")
+    second = stage.consume(Recorder())
+    evict_member(stage.database, "orders", "g", member_of(first).member_id, actor="a test")
+    assert set(stage.owners().values()) == {member_of(second).member_id}
+    wait_until(lambda: not first.running, what="the evicted member to stop")
+    assert second.running
+    stage.send([("k", b"1")])
+    stage.wait_settled()
+    with pytest.raises(NotFound, match="mqlayer group members orders g"):
+        evict_member(stage.database, "orders", "g", "nobody", actor="a test")
+    with pytest.raises(NotFound):
+        evict_member(stage.database, "orders", "g", member_of(first).member_id, actor="a test")
+
+
+# -- balance by rate ---------------------------------------------------------------------------------------------------
+
+
+def test_a_group_balanced_by_rate_keeps_hot_partitions_apart(start_stage: StartStage, redis_url: str) -> None:
+    stage = start_stage(redis_url, partitions=4)
+    first, second = (stage.consume(Recorder(), balance="rate") for _ in range(2))
+    members = {member_of(app).member_id for app in (first, second)}
+    wait_until(lambda: set(stage.owners().values()) == members, what="both to own something")
+    assert balance_by_rate(stage.database, prefix=stage.prefix) == 0
+    mine = [partition for partition, owner in stage.owners().items() if owner == member_of(first).member_id]
+    hot = sorted(mine)[:2]
+    assert len(hot) == 2
+    before = stage.assignments()
+    for partition in hot:
+        stage.send([(key_in(stage, partition), b"x")] * 2_000)
+    assert balance_by_rate(stage.database, prefix=stage.prefix) == 1
+
+    def apart() -> bool:
+        owners = stage.owners()
+        return None not in owners.values() and owners[hot[0]] != owners[hot[1]]
+
+    wait_until(apart, what="the hot partitions to be apart")
+    stage.wait_settled()
+    moved = [new[0] for old, new in zip(before, stage.assignments(), strict=True) if old != new]
+    assert set(moved) & set(hot)
+
+
+def key_in(stage: Stage, partition: int) -> str:
+    """Return a key of a partition."""
+    lps = next(line for line in stage.route.ranges if line.partition == partition)
+    return next(
+        key for key in (f"key-{number}" for number in range(10_000)) if lps.lp_from <= lp_of(key.encode()) < lps.lp_to
+    )
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_say_what_they_did(stage: Stage, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> None:
+    monkeypatch.setenv("MQLAYER_DSN", stage.dsn)
+    monkeypatch.setenv("MQLAYER_KEY_PREFIX", stage.prefix)
+    run = Commands()
+
+    def assert_fails(told: str, *words: str) -> None:
+        # The member of this process logs there too.
+        result = run(*words)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert told in result.stderr
+
+    app = stage.consume(Recorder())
+    said = run.text("group", "set", "orders", "g", "--backoff", "1,5,10", "--balance", "rate", "--if-version", "1")
+    assert said == "settings version 2: backoff 1,5,10 s, balance by rate\n"
+    assert run.text("group", "pause", "orders", "g") == "group g of topic orders is paused\n"
+    assert run.text("group", "pause", "orders", "g") == "group g of topic orders is paused already\n"
+    assert run.text("group", "resume", "orders", "g") == "group g of topic orders goes on\n"
+    assert run.text("group", "resume", "orders", "g") == "group g of topic orders was not paused\n"
+    member = member_of(app).member_id
+    assert run.text("group", "evict", "orders", "g", member) == f"member {member} of group g of topic orders is out\n"
+    assert_fails("no list of seconds", "group", "set", "orders", "g", "--backoff", "soon")
+    assert_fails("balanced by count or by rate", "group", "set", "orders", "g", "--balance", "luck")
+    assert_fails("nothing to set", "group", "set", "orders", "g")
+    assert_fails("at version 2", "group", "set", "orders", "g", "--backoff", "1", "--if-version", "1")
+    assert_fails("orders/h", "group", "pause", "orders", "h")
+    assert len(audit(stage)) == 4
+
+
+@pytest.mark.parametrize("words", [("pause",), ("evict", "m1"), ("set", "--backoff", "9")])
+def test_a_word_that_is_cut_off_was_said_or_not_at_all(stage: Stage, words: tuple[str, ...]) -> None:
+    stage.consume(Recorder(), member_id="m1")
+    before = group_state(stage)
+    done = subprocess.run(
+        [sys.executable, "-m", "mqlayer", "group", words[0], "orders", "g", *words[1:]],
+        env=os.environ
+        | {
+            "MQLAYER_DSN": stage.dsn,
+            "MQLAYER_KEY_PREFIX": stage.prefix,
+            "MQLAYER_FAILPOINTS": "steer.before_commit=kill",
+        },
+        check=False,
+    )
+    assert done.returncode == -9
+    assert group_state(stage) == before
+    assert audit(stage) == []
+
+
+def group_state(stage: Stage) -> list[object]:
+    with stage.database.connection() as connection:
+        settings = connection.execute("SELECT settings_version, paused_at, allocation FROM mqlayer.consumer_group")
+        members = connection.execute("SELECT member_id, session, leaving FROM mqlayer.member")
+        return [*settings.fetchall(), *members.fetchall(), *stage.assignments()]
