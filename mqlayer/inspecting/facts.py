@@ -32,11 +32,11 @@ class GroupFacts:
     start_at: datetime | None
     backoff_s: Sequence[float]
     seek: int
+    created_at: datetime
     ordered: bool
     balance: str
     settings_version: int
     paused_at: datetime | None
-    created_at: datetime
     alive: int
 
 

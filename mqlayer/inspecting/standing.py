@@ -188,7 +188,7 @@ def stall_of(
         parents = ", ".join(map(str, facts.behind))
         return Stall("hidden", facts.made_at, f"behind what is not drained: partition {parents}")
     if group.paused_at is not None:
-        return Stall("paused", group.paused_at, "the group is paused")
+        return Stall("paused", group.paused_at, "an operator paused the group")
     return _unowned(facts, group) or _untaken(facts, look) or _failing(head)
 
 

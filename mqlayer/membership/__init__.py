@@ -2,8 +2,10 @@
 
 from mqlayer.membership.gates import drained
 from mqlayer.membership.groups import Group, GroupSettings, ensure_group, find_group, raise_group_version
+from mqlayer.membership.jobs import LateJob, late_jobs
 from mqlayer.membership.members import Assigned, Beat, Session, beat, join, leave, release, start_leaving
-from mqlayer.membership.rebalance import rebalance
+from mqlayer.membership.rates import balance_by_rate
+from mqlayer.membership.rebalance import rebalance, rebalance_groups
 from mqlayer.membership.seeking import SeekPlan, apply_seek, planned_seek
 from mqlayer.membership.starts import Start
 
@@ -12,19 +14,23 @@ __all__ = [
     "Beat",
     "Group",
     "GroupSettings",
+    "LateJob",
     "SeekPlan",
     "Session",
     "Start",
     "apply_seek",
+    "balance_by_rate",
     "beat",
     "drained",
     "ensure_group",
     "find_group",
     "join",
+    "late_jobs",
     "leave",
     "planned_seek",
     "raise_group_version",
     "rebalance",
+    "rebalance_groups",
     "release",
     "start_leaving",
 ]

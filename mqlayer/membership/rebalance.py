@@ -7,15 +7,22 @@ gets a new epoch. A crash at any line rolls back; the next heartbeat of any memb
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import Final, TypeVar
 
 from mqlayer.domain.assignment import assign, assign_by_rate
 from mqlayer.domain.routing import PartitionId
+from mqlayer.errors import MqlayerError
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
+log = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
+SCAN_LOCK_WAIT_S: Final = 0.1
+"""How long a scan waits for a group that somebody else is changing: long enough for whoever is at work on it."""
 
 
 def change_group(
@@ -77,3 +84,22 @@ def _step(live_owner: str | None, wanted: str | None, target: str | None, *, hel
             return "assignment_put"
         return "assignment_free" if held else None
     return "assignment_target" if target != wanted else None
+
+
+def rebalance_groups(database: Database) -> int:
+    """Rebalance every live group that a member left behind without a word; return how many changed.
+
+    So a silent death is noticed within the lease and the interval of this scan, although no member of the group beats.
+    A group whose lock is held is passed by: whoever holds it rebalances, or dies and leaves it to the next scan. Safe
+    to run twice at once: the second finds what the first has committed, and changes nothing.
+    """
+    with database.connection() as connection:
+        found = [row[0] for row in connection.execute(query("groups_unbalanced")).fetchall()]
+    changed = 0
+    for group_id in found:
+        work = partial(rebalance, group_id=group_id)
+        try:
+            changed += change_group(database, group_id, work, lock_wait_s=SCAN_LOCK_WAIT_S, timeout_s=0)
+        except MqlayerError as error:
+            log.warning("group_rebalance_waits", extra={"group_id": group_id, "reason": str(error)})
+    return changed

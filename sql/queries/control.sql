@@ -165,6 +165,15 @@ SET epoch = j.epoch + 1, last_at = now(), next_at = now() + make_interval(secs =
 WHERE j.next_at <= now()
 RETURNING epoch;
 
+-- name: jobs_late
+-- Jobs that did not run for longer than each may go without; one that never ran counts from the first migration.
+SELECT w.name, w.every_s, j.last_at, date_part('epoch', now() - j.last_at) - w.every_s
+FROM unnest(%(names)s::text[], %(every_s)s::double precision[], %(late_after_s)s::double precision[])
+     AS w (name, every_s, late_after_s)
+LEFT JOIN mqlayer.job j USING (name)
+WHERE coalesce(j.last_at, (SELECT min(at) FROM mqlayer.migration)) < now() - make_interval(secs => w.late_after_s)
+ORDER BY w.name;
+
 -- name: audit_insert
 -- Note an operator's act.
 INSERT INTO mqlayer.audit (actor, act, object, facts) VALUES (%(actor)s, %(act)s, %(object)s, %(facts)s);

@@ -114,6 +114,24 @@ SELECT (SELECT count(*) FROM beat) AS known,
 -- The newest session of a member id. Asked for by itself: the heartbeat's statement may have begun before that one joined.
 SELECT session FROM mqlayer.member WHERE group_id = %(group_id)s AND member_id = %(member_id)s;
 
+-- name: groups_unbalanced
+-- Live groups that need a rebalance and may have nobody to ask for it: a lease ran out, or what the group may consume
+-- has an owner that is gone, or has none although a member could take it. The condition of member_beat, for all groups
+-- at once; a group without members is left alone, or every scan would take its lock for nothing.
+SELECT g.group_id FROM mqlayer.consumer_group g
+WHERE g.state = 'live'
+  AND (EXISTS (SELECT FROM mqlayer.member m
+               WHERE m.group_id = g.group_id AND m.lease_until < now() AND m.lease_until > '-infinity')
+       OR EXISTS (SELECT FROM mqlayer.readable r
+                  LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
+                  LEFT JOIN mqlayer.member m ON m.group_id = a.group_id AND m.member_id = a.member_id
+                  WHERE r.group_id = g.group_id
+                    AND (m.lease_until = '-infinity'
+                         OR a.member_id IS NULL
+                            AND EXISTS (SELECT FROM mqlayer.member s
+                                        WHERE s.group_id = g.group_id AND s.lease_until >= now() AND NOT s.leaving))))
+ORDER BY g.group_id;
+
 -- name: member_assignments
 -- What a member holds: partition, node, epoch, start, and whether it shall release it. Nothing for an earlier session:
 -- an old process must not learn the epochs of the one that took its id.

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.settings import Settings
 from mqlayer.stack import AnyRedis
 from mqlayer.topics import create_topic, register_node
+from mqlayer.workers import stores
 from tests.fixtures.waiting import wait_until
 
 ROOT: Final = Path(__file__).parents[2]
@@ -25,7 +27,9 @@ BLOCK: Final = re.compile(r"(?P<mark><!-- not run: .*?-->\n)?```(?P<language>\w+
 
 
 @pytest.fixture
-def settings(database_dsn: str, redis_server: AnyRedis, key_prefix: str, monkeypatch: pytest.MonkeyPatch) -> Settings:
+def settings(
+    database_dsn: str, redis_server: AnyRedis, key_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Settings]:
     """A node and the topic `orders`, with their addresses in the environment as a user would have them."""
     settings = Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix)
     with Database(database_dsn) as database:
@@ -36,7 +40,8 @@ def settings(database_dsn: str, redis_server: AnyRedis, key_prefix: str, monkeyp
     monkeypatch.setenv("MQLAYER_BROKER_URL", redis_server.url)
     # Pages set variables for what they start themselves; the test's environment must not keep them.
     monkeypatch.setenv("MQLAYER_CONSUMERS", "")
-    return settings
+    yield settings
+    stores.close()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -207,6 +207,10 @@ def test_a_seek_brings_back_what_was_settled(world: OutboxWorld, database: Datab
     found = explained(typed, "key-3")
     assert (found["head"]["key"], found["head"]["age_s"] < 60, found["behind_it"]) == ("key-3", True, 1)
     assert found["run_next"] == "nothing: hand is about to take partition 1"
+    typed.text("group", "pause", "orders", "ledger")
+    found = explained(typed, "key-3")
+    assert found["current"]["stands_still"]["reason"] == "paused"
+    assert found["run_next"] == "mqlayer group resume orders ledger  # it is paused"
 
 
 def test_what_is_not_there_is_refused_with_what_to_do(world: OutboxWorld, database: Database, typed: Commands) -> None:

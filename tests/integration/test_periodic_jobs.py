@@ -13,6 +13,7 @@ import redis
 
 from mqlayer import Producer, failpoints
 from mqlayer.changes import split
+from mqlayer.domain.jobs import JOBS, Job
 from mqlayer.membership.groups import GroupSettings, ensure_group
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
@@ -21,7 +22,7 @@ from mqlayer.routes.cache import RouteCache, load_route
 from mqlayer.trimming import clean_fence
 from mqlayer.workers import stores, tasks
 from mqlayer.workers.claims import claimed
-from mqlayer.workers.schedule import JOBS, Job, beat_schedule
+from mqlayer.workers.schedule import beat_schedule, task_name
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.outbox_world import QUICK, OutboxWorld
@@ -57,8 +58,8 @@ def test_every_job_is_scheduled_and_has_a_task() -> None:
     from mqlayer.workers.app import app
 
     app.loader.import_default_modules()
-    assert {entry["task"] for entry in beat_schedule().values()} == {job.task for job in JOBS}
-    assert {job.task for job in JOBS} <= set(app.tasks)
+    assert {entry["task"] for entry in beat_schedule().values()} == {task_name(job) for job in JOBS}
+    assert {task_name(job) for job in JOBS} <= set(app.tasks)
     assert tasks.relay.name == "mqlayer.relay"
     assert app.conf.accept_content == ["json"]
     assert app.conf.task_serializer == "json"
@@ -71,12 +72,10 @@ def world(database_dsn: str, redis_url: str, key_prefix: str, monkeypatch: pytes
     world.add_topic("orders", partitions=2)
     for name, value in world.environment().items():
         monkeypatch.setenv(name, value)
-    stores._settings.cache_clear()
+    stores.close()
     yield world
     failpoints.disarm_all()
-    stores.control().close()
-    stores._settings.cache_clear()
-    stores._database.cache_clear()
+    stores.close()
 
 
 def due_again(world: OutboxWorld) -> None:

@@ -1,0 +1,35 @@
+"""Which periodic jobs there are, how often each is due, and since when one that did not run is late."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+LATE_AFTER_INTERVALS: Final = 3
+LATE_AFTER_AT_LEAST_S: Final = 30.0
+"""A worker that restarts with its beat takes some seconds: that is not a finding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A periodic job, and the interval in seconds at which it is due."""
+
+    name: str
+    every_s: float
+
+    @property
+    def late_after_s(self) -> float:
+        """After how long without a run something is wrong: no worker, no beat, or no broker."""
+        return max(LATE_AFTER_INTERVALS * self.every_s, LATE_AFTER_AT_LEAST_S)
+
+
+RELAY: Final = Job("relay", 10)
+TRIM: Final = Job("trim", 10)
+ROTATE_OUTBOX: Final = Job("rotate_outbox", 60)
+CLEAN_FENCE: Final = Job("clean_fence", 300)
+CLEAN_MARKS: Final = Job("clean_marks", 300)
+REPAIR_ROUTES: Final = Job("repair_routes", 2)
+REBALANCE: Final = Job("rebalance", 2)
+BALANCE_BY_RATE: Final = Job("balance_by_rate", 10)
+
+JOBS: Final = (RELAY, TRIM, ROTATE_OUTBOX, CLEAN_FENCE, CLEAN_MARKS, REPAIR_ROUTES, REBALANCE, BALANCE_BY_RATE)

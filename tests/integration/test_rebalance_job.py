@@ -1,0 +1,280 @@
+"""The periodic rebalance: silent deaths are noticed although no member beats; and what goes on without any job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from mqlayer.domain.backoff import DEFAULT_BACKOFF_S
+from mqlayer.domain.jobs import JOBS, REBALANCE, TRIM, Job
+from mqlayer.membership import GroupSettings, Session, ensure_group, join, late_jobs, leave, rebalance_groups
+from mqlayer.membership.members import beat, release, start_leaving
+from mqlayer.membership.rebalance import change_group
+from mqlayer.postgres.database import Database
+from mqlayer.routes.cache import RouteCache
+from mqlayer.workers.claims import claimed
+from tests.fixtures.consuming import Recorder, Stage, StartStage
+from tests.fixtures.servers import StartRedis
+from tests.fixtures.waiting import wait_until
+
+LEASE_S = 60.0
+
+
+@pytest.fixture
+def stage(start_stage: StartStage, redis_url: str) -> Stage:
+    """A topic of four partitions with a group."""
+    stage = start_stage(redis_url, partitions=4)
+    make_group(stage, "g")
+    return stage
+
+
+def make_group(stage: Stage, name: str) -> None:
+    ensure_group(
+        stage.database,
+        RouteCache(stage.database),
+        topic=stage.topic,
+        name=name,
+        prefix=stage.prefix,
+        settings=GroupSettings(),
+    )
+
+
+def joined(stage: Stage, name: str, lease_s: float = LEASE_S, group: str = "g") -> Session:
+    return join(stage.database, group_id=stage.group_id(group), member_id=name, lease_s=lease_s)
+
+
+def hand_over(stage: Stage, *sessions: Session) -> None:
+    """Let members release what they are asked for, without anybody rebalancing for them."""
+    for session in sessions:
+        for assigned in beat(stage.database, session, lease_s=LEASE_S).assignments:
+            if assigned.release:
+                release(stage.database, session, assigned)
+
+
+def shares(stage: Stage, group: str = "g") -> dict[str | None, int]:
+    return dict(Counter(stage.owners(group).values()))
+
+
+def run_sql(stage: Stage, sql: str, *facts: object) -> list[tuple[object, ...]]:
+    with stage.database.connection() as connection:
+        cursor = connection.execute(sql.encode(), facts)
+        return cursor.fetchall() if cursor.description else []
+
+
+def expire(stage: Stage, name: str) -> None:
+    """Let a lease have run out, by the database's clock."""
+    run_sql(stage, "UPDATE mqlayer.member SET lease_until = now() - interval '1 ms' WHERE member_id = %s", name)
+
+
+def allocation(stage: Stage, group: str = "g") -> int:
+    ((number,),) = run_sql(
+        stage, "SELECT allocation FROM mqlayer.consumer_group WHERE group_id = %s", stage.group_id(group)
+    )
+    assert isinstance(number, int)
+    return number
+
+
+def test_a_death_is_noticed_although_no_other_member_beats(stage: Stage) -> None:
+    """Case 46: the lease runs out by the database's clock, the scan does the rest."""
+    a = joined(stage, "a")
+    b = joined(stage, "b")
+    hand_over(stage, a, b)
+    expire(stage, "a")
+    assert shares(stage) == {"a": 2, "b": 2}
+    assert rebalance_groups(stage.database) == 1
+    assert shares(stage) == {"b": 4}
+    assert rebalance_groups(stage.database) == 0
+
+
+def test_the_last_member_that_died_owns_nothing_any_more(stage: Stage) -> None:
+    joined(stage, "a")
+    expire(stage, "a")
+    assert rebalance_groups(stage.database) == 1
+    assert shares(stage) == {None: 4}
+    assert rebalance_groups(stage.database) == 0, "a group without members is left alone"
+    joined(stage, "b")
+    assert shares(stage) == {"b": 4}
+
+
+def test_what_a_crash_left_without_owner_or_with_a_dead_one_is_given_out(stage: Stage) -> None:
+    joined(stage, "a")
+    run_sql(stage, "UPDATE mqlayer.assignment SET member_id = NULL, target = NULL WHERE partition_id = 1")
+    assert rebalance_groups(stage.database) == 1
+    assert shares(stage) == {"a": 4}
+    joined(stage, "b")
+    run_sql(stage, "UPDATE mqlayer.member SET lease_until = '-infinity' WHERE member_id = 'a'")
+    assert rebalance_groups(stage.database) == 1
+    assert shares(stage) == {"b": 4}
+
+
+def test_two_scans_at_once_commit_one_allocation_and_one_set_of_epochs(stage: Stage) -> None:
+    """Case 48."""
+    for name in ("a", "b", "c"):
+        joined(stage, name)
+    expire(stage, "a")
+    before, epochs = allocation(stage), {epoch for _, _, epoch, _ in stage.assignments()}
+    ((drawn,),) = run_sql(stage, "SELECT last_value FROM mqlayer.epoch")
+    start = threading.Barrier(2)
+
+    def scan(_: int) -> int:
+        with Database(stage.dsn) as database:
+            start.wait()
+            return rebalance_groups(database)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sum(pool.map(scan, range(2))) == 1
+    assert allocation(stage) == before + 1
+    assert shares(stage) == {"b": 2, "c": 2}
+    now = {epoch for _, _, epoch, _ in stage.assignments()}
+    assert len(now) == 4
+    assert min(now) > max(epochs)
+    assert run_sql(stage, "SELECT last_value - %s FROM mqlayer.epoch", drawn) == [(4,)], "no epoch was given out twice"
+
+
+def test_scans_of_a_balanced_group_with_idle_members_change_nothing_and_one_takes_over(stage: Stage) -> None:
+    """Case 44."""
+    sessions = [joined(stage, f"m{number}") for number in range(7)]
+    for _ in range(4):
+        hand_over(stage, *sessions)
+    before, number = stage.assignments(), allocation(stage)
+    assert sorted(shares(stage).values()) == [1] * 4
+    rows = run_sql(stage, "SELECT xmin::text, * FROM mqlayer.consumer_group")
+    assert [rebalance_groups(stage.database) for _ in range(20)] == [0] * 20
+    assert (stage.assignments(), allocation(stage)) == (before, number)
+    assert run_sql(stage, "SELECT xmin::text, * FROM mqlayer.consumer_group") == rows
+    idle = {session.member_id for session in sessions} - set(shares(stage))
+    owner = before[0][1]
+    expire(stage, str(owner))
+    assert rebalance_groups(stage.database) == 1
+    after = stage.assignments()
+    assert after[1:] == before[1:], "the others keep what they have, epochs too"
+    assert after[0][1] in idle
+
+
+def test_a_group_whose_lock_is_held_is_passed_by_and_others_are_not(stage: Stage) -> None:
+    make_group(stage, "h")
+    for group in ("g", "h"):
+        joined(stage, "a", group=group)
+        joined(stage, "b", group=group)
+    expire(stage, "a")
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(_: psycopg.Connection[tuple[object, ...]]) -> None:
+        inside.set()
+        assert go_on.wait(10)
+
+    with ThreadPoolExecutor(1) as pool:
+        holder = pool.submit(change_group, stage.database, stage.group_id("g"), hold)
+        assert inside.wait(10)
+        assert rebalance_groups(stage.database) == 1
+        assert (shares(stage), shares(stage, "h")) == ({"a": 4}, {"b": 4})
+        go_on.set()
+        holder.result()
+    assert rebalance_groups(stage.database) == 1
+    assert shares(stage) == {"b": 4}
+
+
+def test_groups_that_are_retired_are_not_looked_at(stage: Stage) -> None:
+    joined(stage, "a")
+    expire(stage, "a")
+    run_sql(stage, "UPDATE mqlayer.consumer_group SET state = 'retired'")
+    assert rebalance_groups(stage.database) == 0
+    assert shares(stage) == {"a": 4}
+
+
+@pytest.fixture
+def worker(stage: Stage, start_redis: StartRedis, tmp_path: Path) -> Iterator[Path]:
+    """A real worker with its beat; its log."""
+    log = tmp_path / "worker.log"
+    environment = {**os.environ, "MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix}
+    environment["MQLAYER_BROKER_URL"] = start_redis().url
+    command = [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app", "worker", "--beat", "--loglevel", "INFO"]
+    command += ["--schedule", str(tmp_path / "beat"), "--without-gossip", "--without-mingle", "--concurrency", "1"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    try:
+        yield log
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_worker_with_its_beat_notices_a_silent_death(stage: Stage, worker: Path) -> None:
+    """Case 46, with nobody in the group who beats; and the health check sees that the job runs."""
+    run_sql(stage, "UPDATE mqlayer.migration SET at = at - interval '1 day'")
+    assert {late.name for late in late_jobs(stage.database)} == {job.name for job in JOBS}
+    wait_until(
+        lambda: REBALANCE.name not in {late.name for late in late_jobs(stage.database)},
+        timeout_s=40,
+        what=f"a first scan:\n{worker.read_text()}",
+    )
+    a, b = joined(stage, "a"), joined(stage, "b")
+    hand_over(stage, a, b)
+    assert shares(stage) == {"a": 2, "b": 2}
+    expire(stage, "a")
+    wait_until(lambda: shares(stage) == {"b": 4}, timeout_s=20, what="the scan")
+    assert "Traceback" not in worker.read_text()
+
+
+def test_without_any_worker_members_join_and_leave_in_order_and_the_jobs_are_late(stage: Stage) -> None:
+    """Beat is dead: nothing of this needs it, and a health check says so."""
+    run_sql(stage, "UPDATE mqlayer.migration SET at = at - interval '1 day'")
+    recorder = Recorder()
+    first = stage.consume(recorder, backoff_s=DEFAULT_BACKOFF_S)
+    stage.send_numbers(keys=12, each=5)
+    second = stage.consume(recorder, backoff_s=DEFAULT_BACKOFF_S)
+    wait_until(lambda: sorted(shares(stage).values()) == [2, 2], what="the second member has its share")
+    stage.send_numbers(keys=12, each=5, first=6)
+    first.stop()
+    wait_until(lambda: list(shares(stage).values()) == [4], what="the first one's partitions went on")
+    stage.send_numbers(keys=12, each=5, first=11)
+    stage.wait_settled()
+    second.stop()
+    assert recorder.count() == 12 * 15
+    recorder.assert_in_order()
+    assert [late.name for late in late_jobs(stage.database)] == sorted(job.name for job in JOBS)
+
+
+def test_a_member_that_leaves_while_no_job_runs_needs_nobody_else(stage: Stage) -> None:
+    a, b = joined(stage, "a"), joined(stage, "b")
+    start_leaving(stage.database, a)
+    hand_over(stage, a)
+    leave(stage.database, a)
+    assert shares(stage) == {"b": 4}
+    leave(stage.database, b)
+    assert shares(stage) == {None: 4}
+
+
+def test_jobs_are_late_after_three_intervals_or_half_a_minute_by_the_databases_clock(stage: Stage) -> None:
+    database = stage.database
+    run_sql(stage, "UPDATE mqlayer.migration SET at = now()")
+    assert late_jobs(database) == [], "a new installation has time to start its workers"
+    run_sql(stage, "UPDATE mqlayer.migration SET at = now() - interval '29 s'")
+    assert late_jobs(database) == []
+    run_sql(stage, "UPDATE mqlayer.migration SET at = now() - interval '31 s'")
+    names = {late.name for late in late_jobs(database)}
+    assert names == {"relay", "trim", "repair_routes", "rebalance", "balance_by_rate"}
+    assert all(late.last_at is None and late.late_s is None for late in late_jobs(database))
+    assert claimed(database, TRIM)
+    assert {late.name for late in late_jobs(database)} == names - {"trim"}
+    run_sql(stage, "UPDATE mqlayer.job SET last_at = last_at - interval '31 s'")
+    (late,) = [late for late in late_jobs(database) if late.name == "trim"]
+    assert late.every_s == TRIM.every_s
+    assert late.last_at is not None
+    assert late.late_s is not None
+    assert 21 <= late.late_s < 30
+
+
+@pytest.mark.parametrize(("every_s", "limit_s"), [(2, 30), (10, 30), (60, 180), (300, 900)])
+def test_how_long_a_job_may_go_without_a_run(every_s: float, limit_s: float) -> None:
+    assert Job("one", every_s).late_after_s == limit_s
