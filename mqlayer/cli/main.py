@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import mqlayer
-from mqlayer.cli import consume, groups, migrate, nodes, outbox, relay, routes, stack, topics, trim
+from mqlayer.cli import consume, doctor, groups, migrate, nodes, outbox, relay, routes, stack, topics, trim
 from mqlayer.cli.failures import FailureShowingGroup
 from mqlayer.cli.logs import configure_logging
 
@@ -56,3 +56,4 @@ groups.add_to(app)
 relay.add_to(app)
 outbox.add_to(app)
 trim.add_to(app)
+doctor.add_to(app)
