@@ -23,6 +23,7 @@ from mqlayer.postgres.migrations import migrate
 from mqlayer.relay import relay_once
 from mqlayer.routes.cache import RouteCache
 from mqlayer.stack import PostgresServer, RedisServer
+from mqlayer.stack.redis_server import DURABLE_OPTIONS
 from mqlayer.topics import rearm_node, register_node
 from mqlayer.workers.claims import claimed
 from mqlayer.workers.schedule import CLEAN_FENCE, TRIM
@@ -46,10 +47,24 @@ def well_postgres(server_directory: Path) -> Iterator[PostgresServer]:
     server.erase()
 
 
+@pytest.fixture(scope="module")
+def redis_of_the_node(server_directory: Path) -> Iterator[RedisServer]:
+    """A Redis of these tests' own."""
+    server = RedisServer(server_directory / "redis-ward")
+    server.start()
+    yield server
+    server.erase()
+
+
 @pytest.fixture
-def node(start_redis: StartRedis) -> RedisServer:
-    """The Redis of the one node; the test may do with it what it likes."""
-    return start_redis()
+def node(redis_of_the_node: RedisServer) -> Iterator[RedisServer]:
+    """The Redis of the one node; a test may do with it what it likes: it is well again afterwards."""
+    yield redis_of_the_node
+    redis_of_the_node.start()
+    with redis.Redis.from_url(redis_of_the_node.url) as client:
+        client.replicaof("NO", "ONE")
+        for name, value in {**DURABLE_OPTIONS, "maxmemory": "0", "min-replicas-to-write": "0"}.items():
+            client.config_set(name, value)
 
 
 class Ward:
