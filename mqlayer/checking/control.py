@@ -63,7 +63,8 @@ def check_groups(asked: AskedDatabase, _: Limits) -> list[Finding]:
         for topic, group, living in rows
         if not living
     ]
-    return found or [Finding("groups", asked.subject, Verdict.OK, f"{len(rows)} groups, each has living members")]
+    seen = f"each of {len(rows)} groups has living members" if rows else "no group as yet"
+    return found or [Finding("groups", asked.subject, Verdict.OK, seen)]
 
 
 CHECKS: Final[dict[str, Check[AskedDatabase]]] = {

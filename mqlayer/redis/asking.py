@@ -28,7 +28,7 @@ class ServerAnswers:
     @property
     def run_id(self) -> str:
         """The run that answered."""
-        return self.info["run_id"]
+        return self.info.get("run_id", "")
 
     @property
     def product(self) -> str:
@@ -38,7 +38,7 @@ class ServerAnswers:
     @property
     def version(self) -> tuple[int, int, int]:
         """The version of the product; a Valkey also names the Redis that it is compatible with."""
-        shown = self.info.get("valkey_version") or self.info["redis_version"]
+        shown = self.info.get("valkey_version") or self.info.get("redis_version", "")
         numbers = [int(part) if part.isdecimal() else 0 for part in shown.split(".")[:3]]
         major, minor, patch = [*numbers, 0, 0, 0][:3]
         return major, minor, patch

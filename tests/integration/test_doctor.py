@@ -15,11 +15,16 @@ import redis
 
 from mqlayer import failpoints
 from mqlayer.changes import finish_changes, split
-from mqlayer.checking import Finding, Limits, examine
+from mqlayer.checking import Finding, Limits, examine, nodes
+from mqlayer.checking.findings import LIMITS, run_checks
+from mqlayer.checking.nodes import AskedNode
+from mqlayer.domain.routing import NodeId
 from mqlayer.membership.groups import GroupSettings, ensure_group
 from mqlayer.membership.members import join
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
+from mqlayer.redis.asking import ask_server
+from mqlayer.redis.nodes import Node
 from mqlayer.relay import relay_once
 from mqlayer.routes.cache import RouteCache
 from mqlayer.stack import PostgresServer, RedisServer
@@ -140,6 +145,30 @@ def test_the_exit_code_is_one_when_something_is_broken(doctor: Commands, node: R
     assert "CONFIG SET maxmemory-policy noeviction" in shown.stdout
     verdicts = {line["check"]: line["verdict"] for line in map(json.loads, as_json.stdout.splitlines())}
     assert verdicts["eviction"] == "broken"
+
+
+def test_a_node_of_any_version_can_be_asked(every_redis: RedisServer) -> None:
+    """Its version may be a bad one; nothing else is, and what 6.2 can't do is named."""
+    answers = ask_server(every_redis.url, timeout_s=5.0)
+    assert answers.version == every_redis.program.version
+    asked = AskedNode(Node(NodeId(1), "n1", every_redis.url, answers.run_id), None, answers)
+    found = run_checks(nodes.CHECKS, asked, asked.subject, LIMITS)
+    assert {finding.check for finding in found if finding.verdict != "ok"} <= {"version"}
+    assert len(found) == len(nodes.CHECKS)
+
+
+def test_two_databases_are_asked_for_what_each_holds(ward: Ward, well_postgres: PostgresServer) -> None:
+    name = f"outbox_{ward.world.key_prefix.replace('-', '_')}"
+    ward.world.control_dsn, ward.world.app_dsn = (
+        ward.world.dsn,
+        well_postgres.create_database(name, template="well"),
+    )
+    found = examine(ward.world.settings())
+    kinds = {
+        check: {f.subject.split()[0] for f in found if f.check == check} for check in ("beat", "relay", "prepared")
+    }
+    assert kinds == {"beat": {"control"}, "relay": {"application"}, "prepared": {"control", "application"}}
+    well_postgres.drop_database(name)
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------
