@@ -34,23 +34,25 @@ COLD_STOP_S: Final = 1.0
 
 
 class ConsumerHost:
-    """An application's consumers, kept going by a thread of their own until `stop`."""
+    """An application's consumers, kept going by a thread of their own until `stop`.
+
+    Its health endpoint is of the worker's main process, where the consumers are; the pool's children have none.
+    Raises Conflict or InvalidInput for a port that can't be had.
+    """
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._stopping = threading.Event()
         self._reason = "it has not begun to connect"
         self._endpoint: HealthEndpoint | None = None
+        settings = app.settings
+        if settings.health_port:
+            self._endpoint = HealthEndpoint(self.health, host=settings.health_host, port=settings.health_port)
         self._thread = threading.Thread(target=self._connect, name="mqlayer-consumer-host", daemon=True)
 
     def start(self) -> None:
-        """Start to connect; returns at once. Raises Conflict or InvalidInput for a health port that can't be had.
-
-        The endpoint is of the worker's main process, where the consumers are; the pool's children have none.
-        """
-        settings = self._app.settings
-        if settings.health_port:
-            self._endpoint = HealthEndpoint(self.health, host=settings.health_host, port=settings.health_port)
+        """Start to connect; returns at once."""
+        if self._endpoint is not None:
             self._endpoint.start()
         self._thread.start()
 
@@ -107,7 +109,7 @@ class HostConsumers(bootsteps.StartStopStep):
         super().__init__(worker, **options)
 
     def create(self, worker: Any) -> ConsumerHost:
-        """Return the host. A wrong path stops the worker's start with a clear error."""
+        """Return the host. A wrong path or a port in use stops the worker's start with a clear error."""
         if worker.pool_cls.__module__ in GREEN_POOLS:
             raise ImproperlyConfigured("mqlayer consumers need the prefork, threads or solo pool")
         try:

@@ -130,15 +130,22 @@ def test_each_process_of_a_supervisor_answers_on_a_port_of_its_own(
     assert process.wait(20) == 0
 
 
-@pytest.mark.parametrize("words", [["consume", "orders_program:app"], ["relay"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["mqlayer", "consume", "orders_program:app"],
+        ["mqlayer", "relay"],
+        ["celery", "-A", "mqlayer.workers.app", "worker", "--mqlayer-app", "orders_program:app"],
+    ],
+    ids=["consume", "relay", "worker"],
+)
 def test_a_port_in_use_ends_the_start_with_the_name_of_the_setting(
     start: Start, orders: Appender, proxy: TcpProxy, words: list[str]
 ) -> None:
-    process = start("mqlayer", *words, MQLAYER_HEALTH_PORT=str(proxy.port))
+    process = start(*words, MQLAYER_HEALTH_PORT=str(proxy.port))
     _, log = process.communicate(timeout=START_S)
     assert process.returncode == 1
-    line = log.splitlines()[-1]
-    assert line.startswith(f"mqlayer: health port {proxy.port} of 127.0.0.1 is in use: set MQLAYER_HEALTH_PORT")
+    assert f"health port {proxy.port} of 127.0.0.1 is in use: set MQLAYER_HEALTH_PORT" in log.splitlines()[-1]
 
 
 def test_a_relay_is_ready_while_its_lease_holds_and_live_throughout(
