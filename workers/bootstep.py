@@ -22,6 +22,7 @@ from click import Option
 from mqlayer.consuming import App
 from mqlayer.consuming.loading import load_app
 from mqlayer.errors import MqlayerError, redact
+from mqlayer.health import Health, HealthEndpoint
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +34,33 @@ COLD_STOP_S: Final = 1.0
 
 
 class ConsumerHost:
-    """An application's consumers, kept going by a thread of their own until `stop`."""
+    """An application's consumers, kept going by a thread of their own until `stop`.
+
+    Its health endpoint is of the worker's main process, where the consumers are; the pool's children have none.
+    Raises Conflict or InvalidInput for a port that can't be had.
+    """
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._stopping = threading.Event()
+        self._reason = "it has not begun to connect"
+        self._endpoint: HealthEndpoint | None = None
+        settings = app.settings
+        if settings.health_port:
+            self._endpoint = HealthEndpoint(self.health, host=settings.health_host, port=settings.health_port)
         self._thread = threading.Thread(target=self._connect, name="mqlayer-consumer-host", daemon=True)
 
     def start(self) -> None:
         """Start to connect; returns at once."""
+        if self._endpoint is not None:
+            self._endpoint.start()
         self._thread.start()
+
+    def health(self) -> Health:
+        """Say how the consumers are; while they wait for their stores, why. For any thread."""
+        if self._stopping.is_set():
+            return Health(waits=("it is stopping",))
+        return Health(waits=(self._reason,)) if self._reason else self._app.health()
 
     def stop(self) -> None:
         """Stop consuming in order: running handlers are waited for, up to their drain limit."""
@@ -57,6 +75,8 @@ class ConsumerHost:
         if self._thread.ident is not None:
             self._thread.join()
         self._app.stop(timeout_s)
+        if self._endpoint is not None:
+            self._endpoint.close()
         log.info("consumers_stopped")
 
     def _connect(self) -> None:
@@ -69,7 +89,9 @@ class ConsumerHost:
             except Exception as error:  # noqa: BLE001  # whatever it is, the worker and its tasks go on
                 reason = redact(f"{type(error).__name__}: {error}")
             else:
+                self._reason = ""
                 return
+            self._reason = reason
             log.warning("consumers_wait", extra={"reason": reason, "again_in_s": wait_s})
             self._stopping.wait(wait_s * random.uniform(0.8, 1.0))
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
@@ -87,7 +109,7 @@ class HostConsumers(bootsteps.StartStopStep):
         super().__init__(worker, **options)
 
     def create(self, worker: Any) -> ConsumerHost:
-        """Return the host. A wrong path stops the worker's start with a clear error."""
+        """Return the host. A wrong path or a port in use stops the worker's start with a clear error."""
         if worker.pool_cls.__module__ in GREEN_POOLS:
             raise ImproperlyConfigured("mqlayer consumers need the prefork, threads or solo pool")
         try:

@@ -15,6 +15,7 @@ from mqlayer.cli.supervision import Supervisor, SupervisorLine
 from mqlayer.consuming.app import App
 from mqlayer.consuming.loading import load_app
 from mqlayer.errors import InvalidInput
+from mqlayer.health import health_endpoint
 
 SLACK_S = 30.0
 """What a stop may take beyond the drain limit before its process is killed."""
@@ -36,6 +37,7 @@ def consume(
     """Run the consumers of MODULE:APP until SIGTERM or SIGINT, then stop in order.
 
     Running handlers are waited for; a second signal kills. A process that dies is started again.
+    With MQLAYER_HEALTH_PORT this process answers there, and of several processes each on one of the next ports.
     """
     use_stack_here()
     app = load_app(application)
@@ -54,7 +56,8 @@ def _run_here(app: App) -> bool:
     if line is None:
         return app.run()
     line.watch()
-    return app.run(on_start=line.say_started)
+    port = app.settings.health_port
+    return app.run(on_start=line.say_started, health_port=port + line.number if port else 0)
 
 
 def _supervise(context: typer.Context, app: App, path: str, processes: int, concurrency: int | None) -> bool:
@@ -65,7 +68,9 @@ def _supervise(context: typer.Context, app: App, path: str, processes: int, conc
     command = [sys.executable, "-m", "mqlayer", "consume", path]
     if concurrency is not None:
         command += ["--concurrency", str(concurrency)]
-    return Supervisor(command, count=processes, environment=_environment(context), stop_limit_s=limit_s).run()
+    supervisor = Supervisor(command, count=processes, environment=_environment(context), stop_limit_s=limit_s)
+    with health_endpoint(app.settings, supervisor.health):
+        return supervisor.run()
 
 
 def _environment(context: typer.Context) -> dict[str, str]:

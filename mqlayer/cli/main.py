@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import mqlayer
-from mqlayer.cli import consume, groups, keys, migrate, nodes, outbox, relay, routes, stack, topics, trim
+from mqlayer.cli import consume, doctor, groups, keys, migrate, nodes, outbox, relay, routes, stack, topics, trim
 from mqlayer.cli.failures import FailureShowingGroup
 from mqlayer.cli.logs import configure_logging
 
@@ -57,3 +57,4 @@ keys.add_to(app)
 relay.add_to(app)
 outbox.add_to(app)
 trim.add_to(app)
+doctor.add_to(app)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from mqlayer.cli.addresses import settings_here
+from mqlayer.health import health_endpoint
 from mqlayer.relay import Relay, relay_once
 
 
@@ -31,4 +32,5 @@ def relay(
     for number in (signal.SIGTERM, signal.SIGINT):
         # From a thread: the signal may have come while this one holds a lock that stopping needs.
         signal.signal(number, lambda *_: threading.Thread(target=running.stop).start())
-    running.run()
+    with health_endpoint(settings, running.health):
+        running.run()

@@ -20,35 +20,40 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Final
+
+from mqlayer.health import Health, Turns
 
 log = logging.getLogger(__name__)
 
 LINE_VARIABLE: Final = "MQLAYER_SUPERVISOR_FD"
+NUMBER_VARIABLE: Final = "MQLAYER_SUPERVISOR_NUMBER"
 STARTED: Final = b"s"
 LOOK_EVERY_S: Final = 0.1
 FIRST_WAIT_S: Final = 0.5
 LONGEST_WAIT_S: Final = 30.0
+STUCK_AFTER_S: Final = 30.0
 STEADY_AFTER_S: Final = 60.0
 """A child that served this long is not one that keeps ending."""
 
 
 class SupervisorLine:
-    """A child's end of the line to its supervisor."""
+    """A child's end of the line to its supervisor; `number` says which of its children it is, from 1 on."""
 
-    def __init__(self, line: socket.socket) -> None:
-        self._line = line
+    def __init__(self, line: socket.socket, number: int) -> None:
+        self._line, self.number = line, number
 
     @classmethod
     def from_environment(cls) -> SupervisorLine | None:
         """Return the line, or None in a process that has no supervisor. The variable is used up."""
-        number = os.environ.pop(LINE_VARIABLE, "")
-        if not number:
+        descriptor, number = os.environ.pop(LINE_VARIABLE, ""), os.environ.pop(NUMBER_VARIABLE, "")
+        if not descriptor:
             return None
-        line = socket.socket(fileno=int(number))
+        line = socket.socket(fileno=int(descriptor))
         line.set_inheritable(False)
-        return cls(line)
+        return cls(line, int(number or 1))
 
     def say_started(self) -> None:
         """Tell the supervisor that this process serves."""
@@ -87,6 +92,11 @@ class Child:
         """Send a signal; to a process that ended, nothing."""
         if self._process is not None:
             self._process.send_signal(number)
+
+    @property
+    def serves(self) -> bool:
+        """Whether the process that is in this place has said so. For any thread."""
+        return self._process is not None and self._started
 
     @property
     def ever_ended(self) -> bool:
@@ -144,7 +154,18 @@ class Supervisor:
         self, command: Sequence[str], *, count: int, environment: Mapping[str, str], stop_limit_s: float
     ) -> None:
         self._command, self._environment, self._stop_limit_s = list(command), dict(environment), stop_limit_s
-        self._children = [Child(self._start) for _ in range(count)]
+        self._children = [Child(partial(self._start, number)) for number in range(1, count + 1)]
+        self._turns, self._stopping = Turns(), False
+
+    def health(self) -> Health:
+        """Say whether it watches its children, and whether each of them has started. For any thread.
+
+        How a child is from then on, it says itself.
+        """
+        waits = [f"process {n} has not started" for n, child in enumerate(self._children, 1) if not child.serves]
+        if self._stopping:
+            waits = ["it is stopping"]
+        return Health(self._turns.stuck("the supervisor", STUCK_AFTER_S), tuple(waits))
 
     def run(self) -> bool:
         """Run until SIGTERM or SIGINT; False when no process could be started at all, or one had to be killed.
@@ -160,6 +181,7 @@ class Supervisor:
 
     def _watch(self, signals: Signals) -> bool:
         while not signals.wait(LOOK_EVERY_S):
+            self._turns.note()
             for child in self._children:
                 child.look(time.monotonic())
             if all(c.ever_ended and not c.ever_started for c in self._children):
@@ -169,12 +191,14 @@ class Supervisor:
 
     def _stop(self, signals: Signals) -> bool:
         """End all children; True when each ended by itself."""
+        self._stopping = True
         until = time.monotonic() + self._stop_limit_s
         for child in self._children:
             child.send(signal.SIGTERM)
             # A stopped process reads its signals only once it goes on.
             child.send(signal.SIGCONT)
         while any(child.running for child in self._children):
+            self._turns.note()
             if signals.wait(LOOK_EVERY_S) or time.monotonic() >= until:
                 self._kill()
                 return False
@@ -188,13 +212,13 @@ class Supervisor:
             child.send(signal.SIGKILL)
             child.close()
 
-    def _start(self, line: socket.socket) -> subprocess.Popen[bytes]:
-        number = line.fileno()
+    def _start(self, number: int, line: socket.socket) -> subprocess.Popen[bytes]:
+        descriptor = line.fileno()
         # A session of its own: Ctrl-C reaches the supervisor alone, which passes it on once.
         return subprocess.Popen(
             self._command,
-            env={**self._environment, LINE_VARIABLE: str(number)},
-            pass_fds=[number],
+            env={**self._environment, LINE_VARIABLE: str(descriptor), NUMBER_VARIABLE: str(number)},
+            pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

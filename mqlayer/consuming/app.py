@@ -34,6 +34,7 @@ from mqlayer.consuming.member import Member, MemberOptions
 from mqlayer.domain.message import Record
 from mqlayer.domain.names import check_name
 from mqlayer.errors import Conflict, InvalidInput, SchemaMismatch
+from mqlayer.health import Health, health_endpoint
 from mqlayer.membership.groups import Balance, Group, GroupSettings, check_settings, check_start, ensure_group
 from mqlayer.membership.starts import Start
 from mqlayer.postgres.database import Database
@@ -170,11 +171,19 @@ class App:
         self._open = []
         return all(ended)
 
-    def run(self, *, on_start: Callable[[], None] | None = None) -> bool:
+    def health(self) -> Health:
+        """Say whether its threads turn, and whether all its members serve. For any thread, at any time."""
+        members = list(self.members)
+        joining = () if members and len(members) == len(self.consumers) else ("not all groups are joined",)
+        named = (m.health().named(f"group {m.group.name} of topic {m.group.topic}") for m in members)
+        return Health.of_all(Health(waits=joining), *named)
+
+    def run(self, *, on_start: Callable[[], None] | None = None, health_port: int | None = None) -> bool:
         """Consume until SIGTERM or SIGINT, then stop in order. For the main thread.
 
-        `on_start` is called when all groups are joined. Returns True when a signal ended it and every handler had
-        ended. A second signal does what it did before: it ends the process.
+        `on_start` is called when all groups are joined. `health_port` takes the place of the settings'. Returns True
+        when a signal ended it and every handler had ended. A second signal does what it did before: it ends the
+        process. Raises Conflict for a health port that is in use.
         """
         # Of the standard library's ways to wake a thread, the one that a signal handler may use at any moment.
         signals: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -191,14 +200,22 @@ class App:
         for number in before:
             signal.signal(number, end)
         try:
+            with health_endpoint(self.settings, self.health, port=health_port):
+                asked, in_order = self._run(on_start, signals)
+        finally:
+            restore()
+        return asked and in_order
+
+    def _run(self, on_start: Callable[[], None] | None, signals: queue.SimpleQueue[int]) -> tuple[bool, bool]:
+        """Consume until a signal comes; say whether one did, and whether every handler ended."""
+        try:
             self.start()
             if on_start is not None:
                 on_start()
             asked = self._wait(signals)
         finally:
             in_order = self.stop()
-            restore()
-        return asked and in_order
+        return asked, in_order
 
     @property
     def running(self) -> bool:

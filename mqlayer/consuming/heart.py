@@ -18,6 +18,7 @@ from mqlayer.consuming.clock import Lease, clock
 from mqlayer.consuming.faults import where
 from mqlayer.consuming.holdings import Held, State
 from mqlayer.errors import MqlayerError, StoreUnavailable
+from mqlayer.health import Health, Turns, stuck_after_s
 from mqlayer.membership.gates import drained
 from mqlayer.membership.groups import Group
 from mqlayer.membership.members import Assigned, Beat, Session, beat, join, leave, release, renew, start_leaving
@@ -54,6 +55,7 @@ class Heart:
     ) -> None:
         self._owner, self._database, self._group, self._member_id = owner, database, group, member_id
         self._lease_s, self._margin = settings.lease_s, settings.lease_margin
+        self._stuck_after_s, self._turns, self._trouble = stuck_after_s(settings), Turns(), ""
         self._session: Session | None = None
         self._to_release: queue.SimpleQueue[Assigned] = queue.SimpleQueue()
         # Appended by settlers, taken out by the heart.
@@ -68,6 +70,13 @@ class Heart:
         """Join the group and follow its first assignments, then beat. Raises StoreUnavailable, SchemaMismatch."""
         self._join()
         self._thread.start()
+
+    def health(self) -> Health:
+        """Say whether it turns, and whether the lease holds."""
+        if not self._thread.is_alive():
+            return Health(stuck=("the heart ended",))
+        waits = () if self.lease.holds() else (f"the lease ran out: {self._trouble or 'no heartbeat came through'}",)
+        return Health(self._turns.stuck("the heart", self._stuck_after_s), waits)
 
     def nudge(self) -> None:
         """Let it beat soon: something changed."""
@@ -109,6 +118,7 @@ class Heart:
         while not self._ended.is_set():
             self._nudged.wait((UNRECORDED_S if self._drained else every) * random.uniform(0.8, 1.0))
             self._nudged.clear()
+            self._turns.note()
             if not self._ended.is_set() and not self._try_beat():
                 self._ended.wait(min(every, 0.5))
 
@@ -121,15 +131,19 @@ class Heart:
                 self._report_drained(self._session)
                 self._beat(self._session)
         except StoreUnavailable as error:
+            self._trouble = str(error)
             facts = {"reason": str(error), "paused": not self.lease.holds()}
             log.warning("heartbeat_failed", extra=facts | self._facts())
             return False
         except MqlayerError as error:
+            self._trouble = str(error)
             log.error("heartbeat_failed", extra={"reason": str(error)} | self._facts())
             return False
         except Exception as error:  # noqa: BLE001 - a thread that died would leave a member that never comes back
+            self._trouble = where(error)
             log.error("heartbeat_failed", extra={"reason": where(error)} | self._facts())
             return False
+        self._trouble = ""
         # Nudges may come faster than Postgres is to be asked.
         self._ended.wait(max(0.0, min(SHORTEST_BEAT_S, self._lease_s / 20) - (clock() - began)))
         return True

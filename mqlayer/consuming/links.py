@@ -9,6 +9,7 @@ from typing import Protocol
 from mqlayer.consuming.reading import Reader, ReadingOwner
 from mqlayer.consuming.settling import Settler, SettlingOwner
 from mqlayer.domain.routing import NodeId
+from mqlayer.health import Health
 from mqlayer.redis.nodes import Node, NodeConnection
 
 
@@ -34,6 +35,11 @@ class Link:
         """Let the connections expect the run that is armed now, the next time they connect."""
         for line in self._lines:
             line.node = node
+
+    def health(self, limit_s: float) -> Health:
+        """Say how both threads are. Arming a node again may take its time, so nobody is stuck meanwhile."""
+        found = Health.of_all(self.reader.health(limit_s), self.settler.health(limit_s))
+        return Health(waits=found.waits) if self.repairing.locked() else found
 
     def stop(self, timeout_s: float) -> None:
         """Send what is handled, and end."""
@@ -62,6 +68,10 @@ class Links:
         for link in self._by_node.values():
             if not link.settler.wake.is_set():
                 link.settler.wake.set()
+
+    def health(self, limit_s: float) -> Health:
+        """Say how all threads are."""
+        return Health.of_all(*(link.health(limit_s) for link in self._by_node.values()))
 
     def stop(self, timeout_s: float) -> None:
         """End all threads."""

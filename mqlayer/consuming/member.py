@@ -34,6 +34,7 @@ from mqlayer.domain.backoff import backoff_s
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import MqlayerError, NotFound
+from mqlayer.health import Health, stuck_after_s
 from mqlayer.membership.gates import seal_marks
 from mqlayer.membership.groups import Group
 from mqlayer.membership.members import Assigned, Beat
@@ -109,7 +110,9 @@ class Member:
         self._refused: dict[PartitionId, int] = {}
         # Until when the release of a dropped holding waits for its handlers; of what is asked back at present only.
         self._give_back_by: dict[PartitionId, float] = {}
-        self._stopping = False
+        # What the last heartbeat said is ours, for those who ask whether we serve it.
+        self._assigned: frozenset[PartitionId] = frozenset()
+        self._stopping = self._replaced = False
         self._heart = Heart(
             self, database=database, group=group, member_id=self.member_id, settings=settings, name=self._name
         )
@@ -158,6 +161,18 @@ class Member:
     def running(self) -> bool:
         """Whether it consumes: False after `stop`, or when another process took its id."""
         return not self._stopping
+
+    def health(self) -> Health:
+        """Say whether its threads turn, and whether it serves all that it is assigned. For any thread."""
+        if self._stopping:
+            return Health(waits=("another process took the member's id" if self._replaced else "it is stopping",))
+        held = {held.partition for held in self._holdings.all() if held.state is not State.NEW}
+        missing = sorted(self._assigned - held)
+        own = Health(
+            () if self._workers.alive else ("a worker's thread ended",),
+            (f"partitions {', '.join(map(str, missing))} are assigned, and not pulled",) if missing else (),
+        )
+        return Health.of_all(self._heart.health(), self._links.health(stuck_after_s(self.settings)), own)
 
     def holdings(self) -> dict[int, tuple[int, str]]:
         """Return what is held: partition -> (epoch, state)."""
@@ -289,6 +304,7 @@ class Member:
         self._allocation = answer.allocation
         self._backoff_s = answer.backoff_s or self._backoff_s
         wanted = {assigned.partition: assigned for assigned in answer.assignments}
+        self._assigned = frozenset(partition for partition, assigned in wanted.items() if not assigned.release)
         for held in self._holdings.all():
             assigned = wanted.get(held.partition)
             if assigned is None or assigned.epoch != held.epoch:
@@ -307,13 +323,14 @@ class Member:
     def lease_lost(self) -> None:
         """Drop all holdings."""
         self._allocation = -1
+        self._assigned = frozenset()
         self._give_back_by.clear()
         for held in self._holdings.all():
             self._drop(held)
 
     def replaced(self) -> None:
         """End: another process took this member's id."""
-        self._stopping = True
+        self._stopping = self._replaced = True
         self._holdings.close()
         self.dispatcher.stop()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from mqlayer.consuming.faults import where
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NodeNotArmed
+from mqlayer.health import Health, Turns
 from mqlayer.redis.nodes import NodeConnection
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,9 @@ class NodeThread(ABC):
     def __init__(self, line: NodeConnection, node_lost: Callable[[NodeId], None], *, name: str, work: str) -> None:
         self._line, self._node_lost, self._work = line, node_lost, work
         self.wake = threading.Event()
+        self._turns = Turns()
+        # Why the last pass did not go well; empty when it did.
+        self._trouble = ""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{name}-{work}", daemon=True)
 
@@ -37,6 +41,14 @@ class NodeThread(ABC):
         self._stopping.set()
         self.wake.set()
         self._thread.join(timeout_s)
+
+    def health(self, limit_s: float) -> Health:
+        """Say whether it turns, and what keeps its last pass from being done."""
+        name, trouble = self._line.node.name, self._trouble
+        if not self._thread.is_alive():
+            return Health(stuck=(f"{self._work} of node {name} ended",))
+        waits = (f"node {name}: {trouble}",) if trouble else ()
+        return Health(self._turns.stuck(f"{self._work} of node {name}", limit_s), waits)
 
     @abstractmethod
     def _loop(self) -> None:
@@ -52,12 +64,15 @@ class NodeThread(ABC):
 
     def _try_pass(self) -> bool:
         """Make a pass; say whether it went well. Whatever went wrong is said, and tried again."""
+        self._turns.note()
         try:
             return self._pass_or_repair()
         except MqlayerError as error:
+            self._trouble = str(error)
             log.warning("%s_waits", self._work, extra={"reason": str(error)})
         except Exception as error:  # noqa: BLE001 - a thread that died would leave a member that does no more of this
             self._line.close()
+            self._trouble = where(error)
             log.error("%s_failed", self._work, extra={"node": self._line.node.name, "error": where(error)})
         return False
 
@@ -65,7 +80,9 @@ class NodeThread(ABC):
         """Make a pass; where the node is not the armed run, tell of it and say that there was none."""
         try:
             self._pass()
-        except NodeNotArmed:
+        except NodeNotArmed as error:
+            self._trouble = str(error)
             self._node_lost(self._line.node.node_id)
             return False
+        self._trouble = ""
         return True

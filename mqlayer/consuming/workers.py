@@ -57,6 +57,11 @@ class ThreadWorkers:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether no thread has ended."""
+        return all(thread.is_alive() for thread in self._threads)
+
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads to end; say whether all have."""
         until = clock() + timeout_s
@@ -119,6 +124,11 @@ class LoopWorkers:
     def start(self) -> None:
         """Start the loop's thread."""
         self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loop has not ended."""
+        return self._thread.is_alive()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the coroutines to end; say whether they have."""

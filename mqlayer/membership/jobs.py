@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Final
 
 from mqlayer.domain.jobs import JOBS
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
+
+LATE_FACTS: Final[dict[str, list[str] | list[float]]] = {
+    "names": [job.name for job in JOBS],
+    "every_s": [float(job.every_s) for job in JOBS],
+    "late_after_s": [float(job.late_after_s) for job in JOBS],
+}
+"""What the query `jobs_late` is asked with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +35,6 @@ def late_jobs(database: Database) -> list[LateJob]:
     counts from the first migration, so a new installation has time to start its workers. Members join, leave and take
     over without any job; silent deaths, dead relays and cut-off route changes wait for their neighbours meanwhile.
     """
-    facts = {
-        "names": [job.name for job in JOBS],
-        "every_s": [float(job.every_s) for job in JOBS],
-        "late_after_s": [float(job.late_after_s) for job in JOBS],
-    }
     with database.connection() as connection:
-        rows = connection.execute(query("jobs_late"), facts).fetchall()
+        rows = connection.execute(query("jobs_late"), LATE_FACTS).fetchall()
     return [LateJob(*row) for row in rows]

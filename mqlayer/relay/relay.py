@@ -16,6 +16,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_whe
 from tenacity.nap import sleep_using_event
 
 from mqlayer.errors import StoreUnavailable, TransactionConflict
+from mqlayer.health import Health, Turns, stuck_after_s
 from mqlayer.postgres.database import Database
 from mqlayer.relay.leases import LpSets
 from mqlayer.relay.limits import RelayLimits
@@ -45,12 +46,26 @@ class Relay:
         self.relay_id = relay_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._stopping = threading.Event()
         self._session: Session | None = None
+        self._turns, self._away = Turns(), "it has not begun"
         self._moved_before = 0
 
     @property
     def appended_count(self) -> int:
         """How many messages this relay has appended to partitions."""
         return self._moved_before + (self._session.appended_count if self._session is not None else 0)
+
+    def health(self) -> Health:
+        """Say whether it turns, and whether it holds a lease, be it on LPs or standing by. For any thread."""
+        stuck = self._turns.stuck("the relay", stuck_after_s(self._settings))
+        if self._stopping.is_set():
+            return Health(stuck, ("it is stopping",))
+        session = self._session
+        age_s = session.lease_age_s if session is not None else None
+        if age_s is None:
+            return Health(stuck, (self._away,))
+        if age_s > self._settings.lease_s:
+            return Health(stuck, (f"its lease ran out: the last beat was {age_s:.0f} s ago",))
+        return Health(stuck)
 
     def run(self) -> None:
         """Work until `stop` is called."""
@@ -83,6 +98,7 @@ class Relay:
                             work(session)
                         return
                 except _AWAY as error:
+                    self._away = str(error)
                     log.warning("relay_postgres_lost", extra={"reason": str(error)})
 
     def _work(self, session: Session) -> None:
@@ -90,6 +106,7 @@ class Relay:
         limits, pause_s = self._limits, self._limits.poll_min_s
         while not self._stopping.is_set():
             began = time.monotonic()
+            self._turns.note()
             seen = session.step()
             if seen >= limits.chunk_rows // 2:
                 continue
@@ -98,6 +115,7 @@ class Relay:
 
     def _drain(self, session: Session, deadline: float) -> None:
         while session.lp_sets and not self._stopping.is_set() and time.monotonic() < deadline:
+            self._turns.note()
             if not session.step():
                 if session.drained:
                     return
@@ -120,7 +138,7 @@ class Relay:
             wait=wait_random_exponential(multiplier=0.1, max=2),
             sleep=sleep_using_event(self._stopping),
             stop=stop_when_event_set(self._stopping),
-            before_sleep=_note_outage,
+            before_sleep=self._note_outage,
             retry_error_callback=lambda _: None,
         )
         session: Session | None = retrying(self._open, control, application, helper)
@@ -148,6 +166,13 @@ class Relay:
             raise
         return session
 
+    def _note_outage(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome is not None else None
+        self._away = str(error)
+        self._turns.note()
+        if state.attempt_number in (1, 5) or state.attempt_number % 30 == 0:
+            log.warning("relay_postgres_away", extra={"reason": str(error), "failures": state.attempt_number})
+
     def _end(self, session: Session, *, leave: bool) -> None:
         session.close(leave=leave)
         self._moved_before += session.appended_count
@@ -160,9 +185,3 @@ def relay_once(settings: Settings, *, at_most_s: float = 50.0, limits: RelayLimi
     The compensation for relays that died and are not back: harmless beside living ones, safe to run twice at once.
     """
     return Relay(settings, limits=limits).run_once(at_most_s=at_most_s)
-
-
-def _note_outage(state: RetryCallState) -> None:
-    error = state.outcome.exception() if state.outcome is not None else None
-    if state.attempt_number in (1, 5) or state.attempt_number % 30 == 0:
-        log.warning("relay_postgres_away", extra={"reason": str(error), "failures": state.attempt_number})

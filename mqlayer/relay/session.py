@@ -65,11 +65,18 @@ class Session:
         self._progress, self._sweeping = Every(limits.progress_s), Every(limits.sweep_s)
         self._topics = Every(limits.topics_s)
         self.drained = False
+        # When the leases were extended last, and whether all else that a start takes is done.
+        self._leased_at, self._opened = 0.0, False
 
     @property
     def appended_count(self) -> int:
         """How many messages were appended."""
         return self._sender.appended_count
+
+    @property
+    def lease_age_s(self) -> float | None:
+        """How long ago the leases were extended, or that none was to be had was seen; None before it is open."""
+        return time.monotonic() - self._leased_at if self._opened else None
 
     @property
     def lp_sets(self) -> list[int]:
@@ -83,6 +90,7 @@ class Session:
         """
         with driver_errors(self._application.address):
             self._open()
+        self._opened = True
 
     def _open(self) -> None:
         check_schema(self._connection, "application", self._application.address)
@@ -270,7 +278,9 @@ class Session:
             retarget(self._lanes, self._targets, self._targets.retry_unrouted(now))
 
     def _hold_leases(self) -> None:
+        began = time.monotonic()
         gained, lost = self._leases.beat(self._connection)
+        self._leased_at = began
         self._lanes.forget(lost)
         if gained:
             for chain, seq in self._reader.relayed(gained):

@@ -1,0 +1,73 @@
+"""Checks of what the control schema says: periodic jobs, route changes, groups."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Final
+
+from mqlayer.checking.findings import Check, Finding, Limits, Verdict, shown_s
+from mqlayer.checking.postgres import AskedDatabase
+from mqlayer.domain.routing import NodeId
+from mqlayer.membership.jobs import LATE_FACTS
+from mqlayer.redis.nodes import Node
+
+START_BEAT: Final = "run one: celery -A mqlayer.workers.app worker --beat (a second one does no harm)"
+
+
+def registered_nodes(asked: AskedDatabase) -> list[tuple[Node, datetime | None]]:
+    """Return all nodes, and since when each is given up."""
+    return [
+        (Node(NodeId(node_id), name, url, run_id), lost_at)
+        for node_id, name, url, run_id, lost_at in asked.rows("check_nodes")
+    ]
+
+
+def check_beat(asked: AskedDatabase, _: Limits) -> list[Finding]:
+    """Periodic jobs make up for what died, trim, rotate and retire; members join and leave without them."""
+    ((last_s,),) = asked.rows("check_last_job")
+    if last_s is None:
+        return [Finding("beat", asked.subject, Verdict.WARNING, "no periodic job ever ran", START_BEAT)]
+    found = []
+    for name, every_s, last_at, late_s in asked.rows("jobs_late", **LATE_FACTS):
+        seen = f"{name} never ran" if last_at is None else f"{name} is late by {shown_s(late_s)}"
+        fix = f"see worker and beat, or {START_BEAT}"
+        found.append(Finding("beat", asked.subject, Verdict.BROKEN, f"{seen}; it is due every {every_s:g} s", fix))
+    seen = f"no periodic job is late, the last ran {shown_s(last_s)} ago"
+    return found or [Finding("beat", asked.subject, Verdict.OK, seen)]
+
+
+def check_changes(asked: AskedDatabase, limits: Limits) -> list[Finding]:
+    """Between the seal and the new version, publishers of a change's LPs wait."""
+    found = []
+    for topic, change_id, kind, state, age_s in asked.rows("check_changes", age_s=limits.waiting_s):
+        waits = state != "planned"
+        seen = f"{kind} {change_id} of topic {topic} is {state} since {shown_s(age_s)}"
+        seen += ": publishers of its LPs may wait" if waits else ""
+        fix = f"mqlayer route repair {topic}; it names what it waits for, as a rule a node that is away"
+        found.append(Finding("routes", asked.subject, Verdict.BROKEN if waits else Verdict.WARNING, seen, fix))
+    return found or [Finding("routes", asked.subject, Verdict.OK, "no route change waits")]
+
+
+def check_groups(asked: AskedDatabase, _: Limits) -> list[Finding]:
+    """What a group has not settled is never trimmed, whether anybody consumes it or not."""
+    rows = asked.rows("check_groups")
+    found = [
+        Finding(
+            "groups",
+            asked.subject,
+            Verdict.WARNING,
+            f"group {group} of topic {topic} has no living member, and holds trimming up",
+            "start its consumers: mqlayer consume MODULE:APP",
+        )
+        for topic, group, living in rows
+        if not living
+    ]
+    seen = f"each of {len(rows)} groups has living members" if rows else "no group as yet"
+    return found or [Finding("groups", asked.subject, Verdict.OK, seen)]
+
+
+CHECKS: Final[dict[str, Check[AskedDatabase]]] = {
+    "beat": check_beat,
+    "routes": check_changes,
+    "groups": check_groups,
+}

@@ -1,0 +1,192 @@
+"""All checks of an installation, each server's side by side with the others', within a bounded time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
+from typing import Final
+
+from mqlayer.checking import control, nodes, outbox, postgres
+from mqlayer.checking.broker import ask_broker, broker_subject, check_apart
+from mqlayer.checking.findings import LIMITS, Finding, Limits, Verdict, run_checks
+from mqlayer.checking.nodes import AskedNode, node_subject
+from mqlayer.checking.postgres import AskedDatabase
+from mqlayer.errors import MqlayerError, SchemaMismatch
+from mqlayer.postgres.database import address_of, connect, driver_errors
+from mqlayer.postgres.migrations import SchemaName, check_schema
+from mqlayer.postgres.queries import query
+from mqlayer.redis.asking import ServerAnswers, ask_server
+from mqlayer.redis.nodes import Node
+from mqlayer.settings import Settings
+
+SCHEMA_CHECKS: Final = {"control": control.CHECKS, "application": outbox.CHECKS}
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found of one server, and what the checks of others need of it."""
+
+    findings: list[Finding] = field(default_factory=list)
+    registered: list[tuple[Node, datetime | None]] | None = None
+    node: AskedNode | None = None
+    broker: ServerAnswers | None = None
+
+
+Work = Mapping[str, Callable[[], Report]]
+"""Per server, as findings name it: what asks it."""
+
+
+def examine(settings: Settings, *, limits: Limits = LIMITS) -> list[Finding]:
+    """Run all checks. Raises nothing that a server did: what can't be asked is a finding that says so."""
+    stores = side_by_side(_store_work(settings, limits), limits)
+    registered = next((report.registered for report in stores if report.registered is not None), None)
+    found = side_by_side(_node_work(registered or [], limits), limits)
+    broker = next((report.broker for report in stores if report.broker is not None), None)
+    return [
+        *(finding for report in (*stores, *found) for finding in report.findings),
+        *_check_whole(settings, registered, broker, [report.node for report in found if report.node is not None]),
+    ]
+
+
+def examine_database(dsn: str, subject: str, schemas: tuple[SchemaName, ...], limits: Limits) -> Report:
+    """Check a Postgres and what its schemas say."""
+    report = Report()
+    try:
+        with connect(dsn, application="mqlayer doctor") as connection, driver_errors(address_of(dsn)):
+            connection.execute(query("check_patience"), {"wait": f"{limits.connect_s * 1000:.0f}ms"})
+            report.findings.append(Finding("reachable", subject, Verdict.OK, "answers"))
+            _examine(AskedDatabase(connection, subject, address_of(dsn)), schemas, report, limits)
+    except MqlayerError as error:
+        fix = "start it, or mend MQLAYER_DSN or MQLAYER_APP_DSN"
+        report.findings.append(Finding("reachable", subject, Verdict.BROKEN, str(error), fix))
+    return report
+
+
+def examine_node(node: Node, lost_at: datetime | None, limits: Limits) -> Report:
+    """Check a node."""
+    name = node_subject(node)
+    try:
+        answers = ask_server(node.url, timeout_s=limits.connect_s)
+    except MqlayerError as error:
+        if lost_at is not None:
+            return Report([Finding("reachable", name, Verdict.OK, "it was given up as lost, and does not answer")])
+        fix = f"start it; if it never comes back: mqlayer route move --away, or mqlayer node lost {node.name} --yes"
+        return Report([Finding("reachable", name, Verdict.BROKEN, str(error), fix)])
+    asked = AskedNode(node, lost_at, answers)
+    seen = f"answers in {answers.round_trip_s * 1000:.1f} ms"
+    first = Finding("reachable", name, Verdict.OK, seen)
+    return Report([first, *run_checks(nodes.CHECKS, asked, name, limits)], node=asked)
+
+
+def examine_broker(url: str, limits: Limits) -> Report:
+    """Ask Celery's broker whether it is there."""
+    answers, finding = ask_broker(url, timeout_s=limits.connect_s)
+    return Report([finding], broker=answers)
+
+
+def side_by_side(work: Work, limits: Limits) -> list[Report]:
+    """Ask all servers at once, each in a thread of its own; one that takes too long is left to itself."""
+    done: dict[str, Report] = {}
+    faults: list[BaseException] = []
+
+    def one(name: str, ask: Callable[[], Report]) -> None:
+        try:
+            done[name] = ask()
+        except BaseException as fault:  # noqa: BLE001 - a bug: raised again, where it can be seen
+            faults.append(fault)
+
+    # Daemons: a server that never answers must not keep the process from ending.
+    threads = [threading.Thread(target=one, args=item, name=f"asks-{item[0]}", daemon=True) for item in work.items()]
+    until = time.monotonic() + limits.server_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    if faults:
+        raise faults[0]
+    return [done.get(name) or _silent(name, limits) for name in work]
+
+
+def _silent(name: str, limits: Limits) -> Report:
+    seen = f"it did not answer all questions within {limits.server_s:g} s"
+    fix = "see whether it is stopped, overloaded or cut off"
+    return Report([Finding("reachable", name, Verdict.UNKNOWN, seen, fix)])
+
+
+def _store_work(settings: Settings, limits: Limits) -> Work:
+    """Return how to ask the databases, once where both schemas are in the same, and the broker."""
+    control_dsn, application_dsn = settings.control_dsn(), settings.application_dsn()
+    places: list[tuple[str, str, tuple[SchemaName, ...]]] = [
+        ("control database", control_dsn, ("control",)),
+        ("application database", application_dsn, ("application",)),
+    ]
+    if control_dsn == application_dsn:
+        places = [("database", control_dsn, ("control", "application"))]
+    work: dict[str, Callable[[], Report]] = {}
+    for title, dsn, schemas in places:
+        if dsn:
+            name = f"{title} ({address_of(dsn)})"
+            work[name] = partial(examine_database, dsn, name, schemas, limits)
+    if "broker_url" in settings.model_fields_set:
+        url = settings.broker_url.get_secret_value()
+        work[broker_subject(url)] = partial(examine_broker, url, limits)
+    return work
+
+
+def _node_work(registered: list[tuple[Node, datetime | None]], limits: Limits) -> Work:
+    return {node_subject(node): partial(examine_node, node, lost_at, limits) for node, lost_at in registered}
+
+
+def _check_whole(
+    settings: Settings,
+    registered: list[tuple[Node, datetime | None]] | None,
+    broker: ServerAnswers | None,
+    asked: list[AskedNode],
+) -> list[Finding]:
+    """Check what is there at all, and how servers go together."""
+    found = []
+    if not settings.control_dsn():
+        fix = "set MQLAYER_DSN, or start a stack: mqlayer up"
+        found.append(Finding("reachable", "database", Verdict.BROKEN, "no database is given", fix))
+    if registered is None:
+        seen, fix = "the control database, which knows them, can't be asked", "mend that one first"
+        found.append(Finding("reachable", "nodes", Verdict.UNKNOWN, seen, fix))
+    elif not registered:
+        fix = "mqlayer node register NAME URL"
+        found.append(Finding("reachable", "nodes", Verdict.WARNING, "no node is registered", fix))
+    if broker is not None:
+        found.append(check_apart(settings.broker_url.get_secret_value(), broker, asked))
+    elif "broker_url" not in settings.model_fields_set:
+        seen, fix = "MQLAYER_BROKER_URL is not set here", "set it as the workers have it, and ask again"
+        found.append(Finding("reachable", "broker", Verdict.UNKNOWN, seen, fix))
+    return found
+
+
+def _examine(asked: AskedDatabase, schemas: tuple[SchemaName, ...], report: Report, limits: Limits) -> None:
+    report.findings += run_checks(postgres.CHECKS, asked, asked.subject, limits)
+    for schema in schemas:
+        finding = _check_migrations(asked, schema)
+        report.findings.append(finding)
+        if finding.verdict is not Verdict.OK:
+            # What an older or newer schema would answer is not what the questions mean.
+            continue
+        report.findings += run_checks(SCHEMA_CHECKS[schema], asked, asked.subject, limits)
+        if schema == "control":
+            report.registered = control.registered_nodes(asked)
+
+
+def _check_migrations(asked: AskedDatabase, schema: SchemaName) -> Finding:
+    check = f"{schema} schema"
+    try:
+        with driver_errors(asked.address):
+            check_schema(asked.connection, schema, asked.address)
+    except SchemaMismatch as error:
+        seen = f"it is {error.found}, this code needs {error.wanted}"
+        return Finding(check, asked.subject, Verdict.BROKEN, seen, error.hint)
+    except MqlayerError as error:
+        return Finding(check, asked.subject, Verdict.UNKNOWN, str(error), "let the role of the DSN read it")
+    return Finding(check, asked.subject, Verdict.OK, "as new as this code")

@@ -1,0 +1,57 @@
+"""Checks of an outbox: relays, what waits, what can never be sent, and who may hold LPs for ever."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mqlayer.checking.findings import Check, Finding, Limits, Verdict, shown_s
+from mqlayer.checking.postgres import AskedDatabase
+
+
+def check_relays(asked: AskedDatabase, limits: Limits) -> list[Finding]:
+    """Committed messages get to their partitions, and soon."""
+    living, unowned = asked.row("check_relays")
+    waiting, oldest_s = asked.row("check_outbox")
+    late = waiting > 0 and oldest_s > limits.waiting_s
+    rows = f"{waiting} outbox rows wait, the oldest since {shown_s(oldest_s)}" if waiting else "no outbox row waits"
+    if not living:
+        fix = "run one: mqlayer relay; without it the Celery task relays every 10 s"
+        verdict = Verdict.BROKEN if late else Verdict.WARNING
+        return [Finding("relay", asked.subject, verdict, f"no relay lives; {rows}", fix)]
+    found = []
+    if unowned:
+        seen = f"{living} relays live, and {unowned} of 16 LP sets have no owner"
+        fix = "nothing, if it passes within a lease: relays take over what another one left; else see their logs"
+        found.append(Finding("relay", asked.subject, Verdict.WARNING, seen, fix))
+    if late:
+        fix = "see the relay's log and the nodes: what is away, full, or sealed for a route change?"
+        found.append(Finding("relay", asked.subject, Verdict.BROKEN, rows, fix))
+    return found or [Finding("relay", asked.subject, Verdict.OK, f"{living} relays live; {rows}")]
+
+
+def check_aside(asked: AskedDatabase, _: Limits) -> list[Finding]:
+    """A row that can never be sent holds its LP."""
+    count, reason = asked.row("check_aside")
+    if not count:
+        return [Finding("set aside", asked.subject, Verdict.OK, "no row is set aside")]
+    seen = f"{count} LPs stand still behind a row that can't be sent; the first: {reason}"
+    fix = "mqlayer outbox aside list; mend the cause, then mqlayer outbox aside retry"
+    return [Finding("set aside", asked.subject, Verdict.BROKEN, seen, fix)]
+
+
+def check_publishers(asked: AskedDatabase, _: Limits) -> list[Finding]:
+    """An application that stops inside of a transaction stops the LPs that it published to."""
+    names = [name for (name,) in asked.rows("check_publishers")]
+    if not names:
+        seen = "idle transactions of every role that may publish are ended"
+        return [Finding("publishers", asked.subject, Verdict.OK, seen)]
+    seen = f"idle transactions of {', '.join(names)} are never ended, and each holds the LPs that it published to"
+    fix = f"ALTER ROLE {names[0]} SET idle_in_transaction_session_timeout = '30s'"
+    return [Finding("publishers", asked.subject, Verdict.WARNING, seen, fix)]
+
+
+CHECKS: Final[dict[str, Check[AskedDatabase]]] = {
+    "relay": check_relays,
+    "set aside": check_aside,
+    "publishers": check_publishers,
+}

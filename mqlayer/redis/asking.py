@@ -1,0 +1,94 @@
+"""What a Redis says of itself, asked without any demand on it: for those who judge it, not for those who use it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from mqlayer.errors import InvalidInput, StoreUnavailable, redact
+
+ASKED_SETTINGS: Final = ("appendfsync", "no-appendfsync-on-rewrite", "aof-load-truncated", "min-replicas-to-write")
+"""What INFO does not tell. Managed servers may forbid to ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAnswers:
+    """INFO as it is, settings as far as they may be asked, and how far the server's clock is ahead of ours."""
+
+    info: dict[str, str]
+    settings: dict[str, str]
+    ahead_s: float
+    round_trip_s: float
+
+    @property
+    def run_id(self) -> str:
+        """The run that answered."""
+        return self.info.get("run_id", "")
+
+    @property
+    def product(self) -> str:
+        """`redis` or `valkey`."""
+        return "valkey" if "valkey_version" in self.info else "redis"
+
+    @property
+    def version(self) -> tuple[int, int, int]:
+        """The version of the product; a Valkey also names the Redis that it is compatible with."""
+        shown = self.info.get("valkey_version") or self.info.get("redis_version", "")
+        numbers = [int(part) if part.isdecimal() else 0 for part in shown.split(".")[:3]]
+        major, minor, patch = [*numbers, 0, 0, 0][:3]
+        return major, minor, patch
+
+    def number(self, name: str) -> int:
+        """Return a number of INFO, 0 where this version does not tell it."""
+        text = self.info.get(name, "")
+        return int(text) if text.isdecimal() else 0
+
+
+def ask_server(url: str, *, timeout_s: float) -> ServerAnswers:
+    """Ask a Redis for what it says of itself. Raises StoreUnavailable, InvalidInput for a URL that is none."""
+    try:
+        pool = redis.ConnectionPool.from_url(
+            url,
+            protocol=2,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+        )
+    except ValueError:
+        raise InvalidInput("not the URL of a Redis: use redis://host:port/db or rediss://…") from None
+    # The driver's connections are not typed.
+    line: Any = pool.make_connection()
+    try:
+        line.connect()
+        return _ask(line)
+    except (redis.RedisError, OSError) as error:
+        raise StoreUnavailable(redact(url), str(error) or type(error).__name__) from error
+    finally:
+        line.disconnect()
+
+
+def _ask(line: Any) -> ServerAnswers:
+    info = dict(part.split(":", 1) for part in _call(line, "INFO").decode().splitlines() if ":" in part)
+    settings: dict[str, str] = {}
+    for name in ASKED_SETTINGS:
+        try:
+            reply = _call(line, "CONFIG", "GET", name)
+        except redis.ResponseError:
+            continue
+        if len(reply) == 2:
+            settings[name] = reply[1].decode()
+    sent, sent_at = time.monotonic(), time.time()
+    seconds, micros = _call(line, "TIME")
+    round_trip_s = time.monotonic() - sent
+    ahead_s = int(seconds) + int(micros) / 1e6 - sent_at - round_trip_s / 2
+    return ServerAnswers(info, settings, ahead_s, round_trip_s)
+
+
+def _call(line: Any, *command: str) -> Any:
+    line.send_command(*command, check_health=False)
+    return line.read_response()

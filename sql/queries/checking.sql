@@ -1,0 +1,103 @@
+-- name: check_patience
+-- How long one question of the doctor may take.
+SELECT set_config('statement_timeout', %(wait)s, false), set_config('lock_timeout', %(wait)s, false);
+
+-- name: check_server
+-- What a Postgres says of itself: version, whether it takes writes, durability, connections, and the time.
+SELECT current_setting('server_version_num')::int, pg_is_in_recovery(), current_setting('fsync'),
+       current_setting('full_page_writes'), current_setting('synchronous_commit'),
+       current_setting('synchronous_standby_names'), (SELECT count(*) FROM pg_stat_replication)::int,
+       current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int,
+       (SELECT coalesce(sum(numbackends), 0) FROM pg_stat_database)::int;
+
+-- name: check_clock
+-- The database's clock, in seconds.
+SELECT extract(epoch FROM clock_timestamp())::float8;
+
+-- name: check_statistics_allowed
+-- Whether this role sees the transactions of others.
+SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE');
+
+-- name: check_open_transactions
+-- Transactions of this database that are open for long, and whether they hold more than a reader's lock on our tables.
+SELECT a.pid, a.application_name, a.state, extract(epoch FROM clock_timestamp() - a.xact_start)::float8 AS age_s,
+       EXISTS (SELECT FROM pg_locks l JOIN pg_class c ON c.oid = l.relation JOIN pg_namespace n ON n.oid = c.relnamespace
+               WHERE l.pid = a.pid AND l.granted AND l.mode <> 'AccessShareLock'
+                 AND n.nspname IN ('mqlayer', 'mqlayer_app')) AS ours
+FROM pg_stat_activity a
+WHERE a.datname = current_database() AND a.pid <> pg_backend_pid() AND a.backend_type = 'client backend'
+  AND a.xact_start <= clock_timestamp() - make_interval(secs => %(age_s)s) ORDER BY a.xact_start;
+
+-- name: check_prepared_transactions
+-- Prepared transactions of this database that are old; they outlive their clients, and hold their locks.
+SELECT p.gid, extract(epoch FROM clock_timestamp() - p.prepared)::float8 AS age_s,
+       EXISTS (SELECT FROM pg_locks own
+               JOIN pg_locks l ON l.virtualtransaction = own.virtualtransaction AND l.pid IS NULL
+               JOIN pg_class c ON c.oid = l.relation JOIN pg_namespace n ON n.oid = c.relnamespace
+               WHERE own.locktype = 'transactionid' AND own.transactionid = p.transaction AND own.pid IS NULL
+                 AND l.mode <> 'AccessShareLock' AND n.nspname IN ('mqlayer', 'mqlayer_app')) AS ours
+FROM pg_prepared_xacts p
+WHERE p.database = current_database() AND p.prepared <= clock_timestamp() - make_interval(secs => %(age_s)s)
+ORDER BY p.prepared;
+
+-- name: check_publishers
+-- Roles that may publish and whose idle transactions are never ended: not by the server's, the database's or their own
+-- setting. Superusers may all; of them only the one that asks is named.
+SELECT r.rolname FROM pg_roles r
+WHERE r.rolcanlogin AND (NOT r.rolsuper OR r.rolname = current_user)
+  AND has_function_privilege(r.oid, 'mqlayer_app.publish_v1(text, text, bytea, jsonb)', 'EXECUTE')
+  AND NOT EXISTS (SELECT FROM pg_settings s
+                  WHERE s.name = 'idle_in_transaction_session_timeout' AND s.setting <> '0'
+                    AND s.source IN ('default', 'configuration file', 'command line'))
+  AND NOT EXISTS (SELECT FROM pg_db_role_setting s CROSS JOIN LATERAL unnest(s.setconfig) AS one
+                  WHERE s.setrole IN (0, r.oid)
+                    AND s.setdatabase IN (0, (SELECT oid FROM pg_database WHERE datname = current_database()))
+                    AND one LIKE 'idle_in_transaction_session_timeout=%%'
+                    AND one NOT IN ('idle_in_transaction_session_timeout=0', 'idle_in_transaction_session_timeout=0s'))
+ORDER BY r.rolname;
+
+-- name: check_nodes
+-- All nodes, the given-up ones too.
+SELECT node_id, name, url, armed_run_id, lost_at FROM mqlayer.node ORDER BY node_id;
+
+-- name: check_last_job
+-- How long ago any periodic job ran; null where none ever did.
+SELECT extract(epoch FROM now() - max(last_at))::float8 AS ago_s FROM mqlayer.job;
+
+-- name: check_changes
+-- Route changes that were begun a while ago and are not finished.
+SELECT t.name, c.change_id, c.kind, c.state,
+       extract(epoch FROM clock_timestamp() - coalesce(c.sealed_at, c.planned_at))::float8 AS age_s
+FROM mqlayer.route_change c JOIN mqlayer.topic t USING (topic_id)
+WHERE c.state IN ('planned', 'sealing', 'sealed')
+  AND coalesce(c.sealed_at, c.planned_at) <= clock_timestamp() - make_interval(secs => %(age_s)s) ORDER BY c.change_id;
+
+-- name: check_groups
+-- Groups that bound trimming, and how many members of each live.
+SELECT t.name, g.name, (SELECT count(*) FROM mqlayer.member m
+                        WHERE m.group_id = g.group_id AND m.lease_until >= now())::int AS living
+FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+WHERE g.state = 'live' ORDER BY t.name, g.name;
+
+-- name: check_relays
+-- How many relays live, and how many LP sets no living one holds.
+SELECT (SELECT count(*) FROM mqlayer_app.relay WHERE lease_until >= now())::int,
+       (SELECT count(*) FROM mqlayer_app.lp_set WHERE relay_id IS NULL OR lease_until < now())::int;
+
+-- name: check_outbox
+-- How many rows wait to be relayed, but for LPs that a row set aside holds, and for how long the oldest.
+SELECT coalesce(sum(c.seq - coalesce(r.seq, 0)), 0)::bigint AS waiting,
+       coalesce(extract(epoch FROM clock_timestamp() - min(o.created_at)), 0)::float8 AS oldest_s
+FROM mqlayer_app.counter c
+LEFT JOIN mqlayer_app.relayed r ON r.topic_id = c.topic_id AND r.lp = c.lp
+LEFT JOIN mqlayer_app.set_aside s ON s.topic_id = c.topic_id AND s.lp = c.lp
+CROSS JOIN LATERAL (
+    SELECT o.created_at FROM mqlayer_app.outbox o
+    WHERE o.topic_id = c.topic_id AND o.lp = c.lp AND o.seq > coalesce(r.seq, 0) ORDER BY o.seq LIMIT 1
+) AS o
+WHERE c.seq > coalesce(r.seq, 0) AND s.lp IS NULL;
+
+-- name: check_aside
+-- How many LPs a row set aside holds, and the reason of the oldest.
+SELECT count(*)::int, min(reason) FILTER (WHERE first)
+FROM (SELECT reason, row_number() OVER (ORDER BY set_aside_at, topic_id, lp) = 1 AS first FROM mqlayer_app.set_aside) AS s;

@@ -1,0 +1,474 @@
+"""`mqlayer doctor`: each thing that it looks at, broken and mended, on real servers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import redis
+
+from mqlayer import failpoints
+from mqlayer.changes import finish_changes, split
+from mqlayer.checking import Finding, Limits, examine, nodes
+from mqlayer.checking.findings import LIMITS, run_checks
+from mqlayer.checking.nodes import AskedNode
+from mqlayer.domain.jobs import CLEAN_FENCE, JOBS, TRIM
+from mqlayer.domain.routing import NodeId
+from mqlayer.membership.groups import GroupSettings, ensure_group
+from mqlayer.membership.members import join
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.migrations import migrate
+from mqlayer.redis.asking import ask_server
+from mqlayer.redis.nodes import Node
+from mqlayer.relay import relay_once
+from mqlayer.routes.cache import RouteCache
+from mqlayer.stack import PostgresServer, RedisServer
+from mqlayer.stack.redis_server import DURABLE_OPTIONS
+from mqlayer.topics import rearm_node, register_node
+from mqlayer.workers.claims import claimed
+from tests.fixtures.commands import Commands
+from tests.fixtures.servers import StartRedis
+from tests.fixtures.waiting import wait_until
+from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.proxy import TcpProxy
+
+PASSWORD = "s3cr3t"
+WELL = {"fsync": "on", "max_prepared_transactions": "4", "idle_in_transaction_session_timeout": "60s"}
+
+
+@pytest.fixture(scope="module")
+def well_postgres(server_directory: Path) -> Iterator[PostgresServer]:
+    """A Postgres with nothing to complain of."""
+    server = PostgresServer(server_directory / "postgres-well", options=WELL)
+    server.start()
+    migrate(server.create_database("well"))
+    yield server
+    server.erase()
+
+
+@pytest.fixture(scope="module")
+def redis_of_the_node(server_directory: Path) -> Iterator[RedisServer]:
+    """A Redis of these tests' own."""
+    server = RedisServer(server_directory / "redis-ward")
+    server.start()
+    yield server
+    server.erase()
+
+
+@pytest.fixture
+def node(redis_of_the_node: RedisServer) -> Iterator[RedisServer]:
+    """The Redis of the one node; a test may do with it what it likes: it is well again afterwards."""
+    yield redis_of_the_node
+    redis_of_the_node.start()
+    with redis.Redis.from_url(redis_of_the_node.url) as client:
+        client.replicaof("NO", "ONE")
+        for name, value in {**DURABLE_OPTIONS, "maxmemory": "0", "min-replicas-to-write": "0"}.items():
+            client.config_set(name, value)
+
+
+class Ward:
+    """An installation, and what the doctor says of it."""
+
+    def __init__(self, world: OutboxWorld) -> None:
+        self.world, self.broker_url, self.database = world, "", Database(world.dsn)
+
+    def findings(self, check: str = "", **limits: float) -> list[Finding]:
+        """Return the findings of a check that are not well; of all checks without one."""
+        changes = {"broker_url": self.broker_url} if self.broker_url else {}
+        found = examine(self.world.settings(**changes), limits=Limits(**limits))
+        assert {finding.check for finding in found} >= {check} - {""}
+        return [finding for finding in found if check in ("", finding.check) and finding.verdict != "ok"]
+
+    def finding(self, check: str, **limits: float) -> Finding:
+        """Return the one finding of a check that is not well. It has to say how to mend it."""
+        (finding,) = self.findings(check, **limits)
+        assert finding.fix
+        return finding
+
+
+@pytest.fixture
+def ward(well_postgres: PostgresServer, node: RedisServer, key_prefix: str) -> Iterator[Ward]:
+    """A topic of two partitions on a node of its own."""
+    name = f"ward_{key_prefix.replace('-', '_')}"
+    world = OutboxWorld(well_postgres.create_database(name, template="well"), key_prefix, [node.url])
+    world.add_topic("orders", partitions=2)
+    ward = Ward(world)
+    yield ward
+    ward.database.close()
+    failpoints.disarm_all()
+    well_postgres.drop_database(name)
+
+
+@pytest.fixture
+def doctor(ward: Ward, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> Commands:
+    """The command on that installation."""
+    for name, value in ward.world.environment().items():
+        monkeypatch.setenv(name, value)
+    return Commands()
+
+
+# -- all is well -------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_well_installation_nothing_is_broken(
+    ward: Ward, doctor: Commands, start_redis: StartRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What can't be helped on this machine is the version of its Redis."""
+    monkeypatch.setenv("MQLAYER_BROKER_URL", start_redis().url)
+    assert claimed(ward.database, TRIM)
+    with ward.world.relay():
+        wait_until(lambda: ward.findings("relay") == [], what="the relay has all LP sets")
+        found = doctor.lines("doctor")
+        shown = doctor("doctor")
+    assert {line["check"] for line in found if line["verdict"] != "ok"} <= {"version"}
+    assert {line["check"] for line in found} == {
+        "reachable", "version", "durability", "connections", "transactions", "prepared", "clock", "control schema",
+        "beat", "routes", "groups", "application schema", "relay", "set aside", "publishers", "armed", "role",
+        "persistence", "eviction", "memory", "replicas", "broker apart",
+    }  # fmt: skip
+    assert all(set(line) == {"check", "subject", "verdict", "seen", "fix"} for line in found)
+    assert shown.exit_code == 0
+    assert len(shown.stdout.splitlines()) == len(found) + 1, "a line per finding, below the heads of the columns"
+
+
+def test_the_exit_code_is_one_when_something_is_broken(doctor: Commands, node: RedisServer) -> None:
+    with redis.Redis.from_url(node.url) as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+    shown, as_json = doctor("doctor"), doctor("doctor", "--json")
+    assert (shown.exit_code, as_json.exit_code) == (1, 1), shown.output
+    assert "CONFIG SET maxmemory-policy noeviction" in shown.stdout
+    verdicts = {line["check"]: line["verdict"] for line in map(json.loads, as_json.stdout.splitlines())}
+    assert verdicts["eviction"] == "broken"
+
+
+def test_a_node_of_any_version_can_be_asked(every_redis: RedisServer) -> None:
+    """Its version may be a bad one; nothing else is, and what 6.2 can't do is named."""
+    answers = ask_server(every_redis.url, timeout_s=5.0)
+    assert answers.version == every_redis.program.version
+    asked = AskedNode(Node(NodeId(1), "n1", every_redis.url, answers.run_id), None, answers)
+    found = run_checks(nodes.CHECKS, asked, asked.subject, LIMITS)
+    assert {finding.check for finding in found if finding.verdict != "ok"} <= {"version"}
+    assert len(found) == len(nodes.CHECKS)
+
+
+def test_two_databases_are_asked_for_what_each_holds(ward: Ward, well_postgres: PostgresServer) -> None:
+    name = f"outbox_{ward.world.key_prefix.replace('-', '_')}"
+    ward.world.control_dsn, ward.world.app_dsn = (
+        ward.world.dsn,
+        well_postgres.create_database(name, template="well"),
+    )
+    found = examine(ward.world.settings())
+    kinds = {
+        check: {f.subject.split()[0] for f in found if f.check == check} for check in ("beat", "relay", "prepared")
+    }
+    assert kinds == {"beat": {"control"}, "relay": {"application"}, "prepared": {"control", "application"}}
+    well_postgres.drop_database(name)
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "bad", "good", "check", "verdict"),
+    [
+        ("maxmemory-policy", "allkeys-lru", "noeviction", "eviction", "broken"),
+        ("appendonly", "no", "yes", "persistence", "broken"),
+        ("appendfsync", "everysec", "always", "persistence", "warning"),
+        ("appendfsync", "no", "always", "persistence", "broken"),
+        ("no-appendfsync-on-rewrite", "yes", "no", "persistence", "broken"),
+        ("maxmemory", "100kb", "0", "memory", "broken"),
+        ("maxmemory", "100gb", "0", "memory", ""),
+        ("min-replicas-to-write", "1", "0", "replicas", "broken"),
+    ],
+)
+def test_a_setting_of_a_node_is_named_until_it_is_mended(
+    ward: Ward, node: RedisServer, setting: str, bad: str, good: str, check: str, verdict: str
+) -> None:
+    with redis.Redis.from_url(node.url) as client:
+        client.config_set(setting, bad)
+        assert [finding.verdict for finding in ward.findings(check)] == [verdict] * bool(verdict)
+        client.config_set(setting, good)
+    assert ward.findings(check) == []
+
+
+def test_a_node_that_restarted_is_not_armed_until_somebody_arms_it(ward: Ward, node: RedisServer) -> None:
+    node.restart()
+    finding = ward.finding("armed")
+    assert finding.verdict == "broken"
+    assert "mqlayer node rearm node-1" in finding.fix
+    rearm_node(ward.database, "node-1", prefix=ward.world.key_prefix)
+    assert ward.findings("armed") == []
+
+
+def test_a_node_that_was_given_up_and_answers_is_told(ward: Ward, node: RedisServer) -> None:
+    ward.world.rows("UPDATE mqlayer.node SET lost_at = now()")
+    assert "given up" in ward.finding("armed").seen
+    node.stop()
+    found = [finding for finding in ward.findings("reachable") if finding.subject.startswith("node")]
+    assert found == [], "it is not expected to answer"
+
+
+def test_a_replica_and_a_cluster_are_no_nodes(ward: Ward, node: RedisServer, start_redis: StartRedis) -> None:
+    cluster = start_redis(options={"cluster-enabled": "yes"})
+    register_node(ward.database, name="cluster", url=cluster.url)
+    assert "cluster mode" in ward.finding("role").seen
+    with redis.Redis.from_url(node.url) as client:
+        client.replicaof("127.0.0.1", str(cluster.port))
+        assert {finding.verdict for finding in ward.findings("role")} == {"broken"}
+        assert len(ward.findings("role")) == 2
+        client.replicaof("NO", "ONE")
+    assert len(ward.findings("role")) == 1
+
+
+def test_a_node_that_forbids_to_ask_for_settings_is_unknown_in_these(
+    ward: Ward, node: RedisServer, doctor: Commands
+) -> None:
+    """As with managed servers. Its password is in no line."""
+    with redis.Redis.from_url(node.url) as client:
+        client.acl_setuser("limited", enabled=True, passwords=[f"+{PASSWORD}"], keys=["*"],
+                           categories=["+@all"], commands=["-config"])  # fmt: skip
+        client.config_set("maxmemory-policy", "allkeys-lru")
+    url = node.url.replace("redis://", f"redis://limited:{PASSWORD}@")
+    ward.world.rows("UPDATE mqlayer.node SET url = %s", url)
+    assert ward.finding("persistence").verdict == "unknown"
+    assert ward.finding("eviction").verdict == "broken", "INFO tells it too"
+    shown = doctor("doctor", "--json").output + doctor("doctor").output
+    assert "limited:***@" in shown
+    assert PASSWORD not in shown
+
+
+def test_a_node_that_is_away_or_silent_is_broken_and_the_others_are_looked_at(
+    ward: Ward, node: RedisServer, start_redis: StartRedis
+) -> None:
+    other = start_redis()
+    register_node(ward.database, name="other", url=other.url)
+    node.kill()
+    finding = next(f for f in ward.findings("reachable") if f.subject.startswith("node"))
+    assert finding.verdict == "broken"
+    assert "mqlayer node lost node-1" in finding.fix
+    other.send(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        verdicts = {f.subject.split()[1]: f.verdict for f in ward.findings("reachable", connect_s=0.3) if "(" in f.seen
+                    or "available" in f.seen}  # fmt: skip
+        assert time.monotonic() - began < 5
+    finally:
+        other.send(signal.SIGCONT)
+    assert verdicts == {"node-1": "broken", "other": "broken"}
+
+
+# -- Postgres ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_transaction_is_named_by_pid_and_program_never_by_its_text(ward: Ward) -> None:
+    with psycopg.connect(ward.world.dsn, application_name="shop") as connection:
+        connection.execute("SELECT mqlayer_app.publish_v1('orders', 'k', 'payl0ad')")
+        assert ward.findings("transactions") == [], "it is young"
+        finding = ward.finding("transactions", transaction_s=0.0)
+        assert finding.verdict == "warning"
+        assert f"pid {connection.info.backend_pid} (shop) is idle in transaction" in finding.seen
+        assert "LPs stand still" in finding.seen
+        assert "payl0ad" not in str(finding)
+        assert ward.finding("transactions", transaction_s=0.0, transaction_broken_s=0.0).verdict == "broken"
+        connection.rollback()
+        connection.execute("SELECT 1")
+        assert "vacuum" in ward.finding("transactions", transaction_s=0.0, transaction_broken_s=0.0).seen
+    assert ward.findings("transactions", transaction_s=0.0) == []
+
+
+def test_a_role_that_sees_no_other_transactions_is_told_so(ward: Ward) -> None:
+    role = f"limited_{ward.world.key_prefix.replace('-', '_')}"
+    ward.world.rows(f"CREATE ROLE {role} LOGIN")
+    try:
+        ward.world.app_dsn = ward.world.control_dsn = ward.world.dsn.replace("postgres@", f"{role}@")
+        finding = ward.finding("transactions")
+        assert (finding.verdict, "pg_read_all_stats" in finding.fix) == ("unknown", True)
+        assert {f.verdict for f in ward.findings("control schema")} == {"unknown"}, "it may not read that either"
+    finally:
+        ward.world.rows(f"DROP ROLE {role}")
+
+
+def test_a_prepared_transaction_is_named_until_it_is_ended(ward: Ward) -> None:
+    with psycopg.connect(ward.world.dsn, autocommit=True) as connection:
+        for statement in ("BEGIN", "SELECT mqlayer_app.publish_v1('orders', 'k', '')", "PREPARE TRANSACTION 'order-1'"):
+            connection.execute(statement.encode())
+    # Its client is gone.
+    with psycopg.connect(ward.world.dsn, autocommit=True) as connection:
+        assert ward.findings("prepared") == []
+        finding = ward.finding("prepared", transaction_s=0.0)
+        assert finding.verdict == "broken", "it holds an LP"
+        assert "ROLLBACK PREPARED 'order-1'" in finding.fix
+        connection.execute("ROLLBACK PREPARED 'order-1'")
+        assert ward.findings("prepared", transaction_s=0.0) == []
+
+
+def test_settings_that_lose_commits_are_broken(ward: Ward, postgres_server: Any) -> None:
+    name = psycopg.conninfo.conninfo_to_dict(ward.world.dsn)["dbname"]
+    assert ward.findings("durability") == []
+    ward.world.rows(f"ALTER DATABASE {name} SET synchronous_commit = off")
+    finding = ward.finding("durability")
+    assert (finding.verdict, finding.seen) == ("broken", "synchronous_commit off")
+    ward.world.control_dsn = ward.world.app_dsn = postgres_server.dsn("postgres")
+    assert [f.seen for f in ward.findings("durability")] == ["fsync off"], "as this test's shared server has it"
+
+
+def test_a_role_whose_idle_transactions_are_never_ended_is_named(ward: Ward) -> None:
+    assert ward.findings("publishers") == []
+    name = psycopg.conninfo.conninfo_to_dict(ward.world.dsn)["dbname"]
+    ward.world.rows(f"ALTER DATABASE {name} SET idle_in_transaction_session_timeout = 0")
+    finding = ward.finding("publishers")
+    assert finding.verdict == "warning"
+    assert "ALTER ROLE postgres SET idle_in_transaction_session_timeout" in finding.fix
+    ward.world.rows(f"ALTER DATABASE {name} SET idle_in_transaction_session_timeout = '30s'")
+    assert ward.findings("publishers") == []
+
+
+def test_few_free_connections_are_a_warning(ward: Ward) -> None:
+    assert ward.findings("connections") == []
+    assert "max_connections" in ward.finding("connections", part=0.0).fix
+
+
+def test_a_schema_that_is_missing_older_or_newer_is_broken(ward: Ward, empty_database_dsn: str, run: Commands) -> None:
+    found = {line["check"]: line for line in map(json.loads, run("doctor", "--json").stdout.splitlines())}
+    for schema in ("control", "application"):
+        assert found[f"{schema} schema"]["verdict"] == "broken"
+        assert found[f"{schema} schema"]["fix"] == "run `mqlayer migrate`"
+    assert "beat" not in found, "nobody knows what another schema would answer"
+    assert found["reachable"]["verdict"] == "unknown", "nodes are not known"
+    run.text("migrate")
+    assert {line["verdict"] for line in map(json.loads, run("doctor", "--json").stdout.splitlines())
+            if line["check"].endswith("schema")} == {"ok"}  # fmt: skip
+    ward.world.rows("DELETE FROM mqlayer.migration WHERE number = (SELECT max(number) FROM mqlayer.migration)")
+    assert "run `mqlayer migrate`" in ward.finding("control schema").fix
+    ward.world.rows("INSERT INTO mqlayer.migration (number, name) VALUES (99, 'of tomorrow')")
+    assert "upgrade mqlayer" in ward.finding("control schema").fix
+
+
+def test_a_postgres_that_is_away_is_broken_and_its_password_in_no_line(ward: Ward, doctor: Commands) -> None:
+    bad = ward.world.dsn.replace("postgres@", f"postgres:{PASSWORD}@")
+    bad = bad.replace(f":{psycopg.conninfo.conninfo_to_dict(bad)['port']}/", ":1/")
+    ward.world.control_dsn = ward.world.app_dsn = bad
+    found = {f.subject.split()[0]: f for f in ward.findings("reachable")}
+    assert (found["database"].verdict, found["nodes"].verdict) == ("broken", "unknown")
+    assert "MQLAYER_DSN" in found["database"].fix
+    assert PASSWORD not in str(ward.findings())
+
+
+def test_a_postgres_that_accepts_and_never_answers_is_unknown_within_the_time(ward: Ward) -> None:
+    facts = psycopg.conninfo.conninfo_to_dict(ward.world.dsn)
+    with TcpProxy("127.0.0.1", int(facts["port"] or 0)) as proxy:
+        proxy.half_open()
+        ward.world.control_dsn = ward.world.app_dsn = ward.world.dsn.replace(f":{facts['port']}/", f":{proxy.port}/")
+        began = time.monotonic()
+        found = {f.subject.split()[0]: f for f in ward.findings("reachable", server_s=0.5)}
+        assert time.monotonic() - began < 5
+    assert found["database"].verdict == "unknown"
+    assert "did not answer" in found["database"].seen
+
+
+# -- what waits --------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_that_nobody_runs_are_told(ward: Ward) -> None:
+    """Members join and leave without the worker; what it does besides is late."""
+    finding = ward.finding("beat")
+    assert (finding.verdict, finding.seen) == ("warning", "no periodic job ever ran")
+    ward.world.rows("UPDATE mqlayer.migration SET at = now()")
+    assert claimed(ward.database, CLEAN_FENCE)
+    assert ward.findings("beat") == [], "the others have time to run for the first time"
+    ward.world.rows("UPDATE mqlayer.job SET last_at = now() - interval '899 seconds'")
+    assert ward.findings("beat") == [], "its interval is 300 s: it is not late before three of them"
+    ward.world.rows("UPDATE mqlayer.job SET last_at = now() - interval '1 hour', next_at = now()")
+    finding = ward.finding("beat")
+    assert finding.verdict == "broken"
+    assert finding.seen == "clean_fence is late by 55 min; it is due every 300 s"
+    assert "--beat" in finding.fix
+    assert claimed(ward.database, CLEAN_FENCE)
+    assert ward.findings("beat") == []
+    ward.world.rows("UPDATE mqlayer.migration SET at = now() - interval '1 hour'")
+    late = {finding.seen.split()[0] for finding in ward.findings("beat")}
+    assert late == {job.name for job in JOBS} - {"clean_fence"}
+
+
+def test_messages_that_nobody_relays_are_told(ward: Ward) -> None:
+    assert ward.finding("relay").verdict == "warning", "nothing waits as yet"
+    ward.world.publish(5)
+    finding = ward.finding("relay", waiting_s=0.0)
+    assert finding.verdict == "broken"
+    assert "no relay lives; 5 outbox rows wait" in finding.seen
+    with ward.world.relay():
+        ward.world.wait_until_whole()
+    relay_once(ward.world.settings(), limits=QUICK)
+    assert ward.finding("relay", waiting_s=0.0).seen == "no relay lives; no outbox row waits"
+
+
+def test_lp_sets_without_an_owner_and_rows_that_wait_beside_a_relay_are_told(ward: Ward) -> None:
+    ward.world.rows("INSERT INTO mqlayer_app.relay VALUES ('r1', now() + interval '1 hour')")
+    assert "16 of 16 LP sets have no owner" in ward.finding("relay").seen
+    ward.world.rows("UPDATE mqlayer_app.lp_set SET relay_id = 'r1', lease_until = now() + interval '1 hour'")
+    assert ward.findings("relay") == []
+    ward.world.publish(3)
+    assert ward.findings("relay") == []
+    finding = ward.finding("relay", waiting_s=0.0)
+    assert (finding.verdict, "3 outbox rows wait" in finding.seen) == ("broken", True)
+
+
+def test_rows_set_aside_are_broken_until_they_are_tried_again(ward: Ward) -> None:
+    ward.world.publish(1)
+    ward.world.rows(
+        "INSERT INTO mqlayer_app.set_aside SELECT topic_id, lp, seq, 'too large' FROM mqlayer_app.counter WHERE seq > 0"
+    )
+    finding = ward.finding("set aside")
+    assert (finding.verdict, "the first: too large" in finding.seen) == ("broken", True)
+    assert "no outbox row waits" in ward.finding("relay").seen, "it is counted once"
+    ward.world.rows("DELETE FROM mqlayer_app.set_aside")
+    assert ward.findings("set aside") == []
+
+
+def test_a_route_change_that_waits_is_told(ward: Ward) -> None:
+    prefix = ward.world.key_prefix
+    failpoints.arm("change.after_seal", "raise")
+    with pytest.raises(failpoints.FailpointHit):
+        split(ward.database, "orders", 1, at=[100], prefix=prefix)
+    assert ward.findings("routes") == [], "it may be under way"
+    finding = ward.finding("routes", waiting_s=0.0)
+    assert finding.verdict == "broken"
+    assert "split 1 of topic orders is sealing" in finding.seen
+    assert "mqlayer route repair orders" in finding.fix
+    failpoints.disarm_all()
+    finish_changes(ward.database, prefix=prefix, application=ward.database)
+    assert ward.findings("routes", waiting_s=0.0) == []
+
+
+def test_a_group_without_members_holds_trimming_up(ward: Ward) -> None:
+    group = ensure_group(
+        ward.database, RouteCache(ward.database), topic="orders", name="ledger", prefix=ward.world.key_prefix,
+        settings=GroupSettings(start="earliest"),
+    )  # fmt: skip
+    finding = ward.finding("groups")
+    assert (finding.verdict, "group ledger of topic orders" in finding.seen) == ("warning", True)
+    join(ward.database, group_id=group.group_id, member_id="m-1", lease_s=60)
+    assert ward.findings("groups") == []
+
+
+# -- broker ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_broker_on_the_redis_of_a_node_is_a_warning(ward: Ward, node: RedisServer, start_redis: StartRedis) -> None:
+    ward.broker_url = node.url.replace("/0", "/3")
+    finding = ward.finding("broker apart")
+    assert (finding.verdict, "node node-1" in finding.seen) == ("warning", True)
+    other = start_redis()
+    ward.broker_url = other.url.replace("redis://", f"redis://:{PASSWORD}@")
+    other.kill()
+    (away,) = [f for f in ward.findings("reachable") if f.subject.startswith("broker")]
+    assert (away.verdict, PASSWORD in str(away)) == ("broken", False)
+    ward.broker_url = "amqp://guest@127.0.0.1"
+    (foreign,) = [f for f in ward.findings("reachable") if f.subject.startswith("broker")]
+    assert foreign.verdict == "unknown"
