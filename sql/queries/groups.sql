@@ -196,24 +196,26 @@ SET next_offset = excluded.next_offset, measured_at = excluded.measured_at,
 -- Living groups that are balanced by rate.
 SELECT group_id FROM mqlayer.consumer_group WHERE state = 'live' AND balance = 'rate' AND paused_at IS NULL ORDER BY group_id;
 
--- name: assignment_put
--- Give a partition to a member, under a new epoch.
+-- name: assignments_put
+-- Give partitions to members, each under a new epoch.
 INSERT INTO mqlayer.assignment AS a (group_id, partition_id, member_id, target, epoch)
-VALUES (%(group_id)s, %(partition_id)s, %(member_id)s, %(member_id)s, nextval('mqlayer.epoch'))
+SELECT %(group_id)s, given.partition_id, given.member_id, given.member_id, nextval('mqlayer.epoch')
+FROM unnest(%(partitions)s::int[], %(members)s::text[]) AS given (partition_id, member_id)
 ON CONFLICT (group_id, partition_id) DO UPDATE
 SET member_id = excluded.member_id, target = excluded.target, changed_at = now(),
     -- Re-arming a node may have raised it while this statement waited for the row.
     epoch = CASE WHEN excluded.epoch > a.epoch THEN excluded.epoch ELSE nextval('mqlayer.epoch') END;
 
--- name: assignment_target
--- Ask the owner of a partition to release it for another.
-UPDATE mqlayer.assignment SET target = %(target)s, changed_at = now()
-WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s;
+-- name: assignments_target
+-- Ask the owners of partitions to release them for others.
+UPDATE mqlayer.assignment a SET target = given.target, changed_at = now()
+FROM unnest(%(partitions)s::int[], %(members)s::text[]) AS given (partition_id, target)
+WHERE a.group_id = %(group_id)s AND a.partition_id = given.partition_id;
 
--- name: assignment_free
--- Take a partition from a member that is gone; its epoch stays until the next owner's.
+-- name: assignments_free
+-- Take partitions from members that are gone; their epochs stay until the next owners'.
 UPDATE mqlayer.assignment SET member_id = NULL, target = NULL, changed_at = now()
-WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s;
+WHERE group_id = %(group_id)s AND partition_id = ANY(%(partitions)s::int[]);
 
 -- name: assignment_release
 -- The owner gives a partition back; nothing where its epoch is not in force any more.
