@@ -217,10 +217,12 @@ WHERE a.group_id = %(group_id)s AND a.partition_id = given.partition_id;
 UPDATE mqlayer.assignment SET member_id = NULL, target = NULL, changed_at = now()
 WHERE group_id = %(group_id)s AND partition_id = ANY(%(partitions)s::int[]);
 
--- name: assignment_release
--- The owner gives a partition back; nothing where its epoch is not in force any more.
-UPDATE mqlayer.assignment SET member_id = NULL, target = NULL, changed_at = now()
-WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND member_id = %(member_id)s AND epoch = %(epoch)s;
+-- name: assignments_release
+-- The owner gives partitions back; nothing of those whose epoch is not in force any more.
+UPDATE mqlayer.assignment a SET member_id = NULL, target = NULL, changed_at = now()
+FROM unnest(%(partitions)s::int[], %(epochs)s::bigint[]) AS given (partition_id, epoch)
+WHERE a.group_id = %(group_id)s AND a.member_id = %(member_id)s
+  AND a.partition_id = given.partition_id AND a.epoch = given.epoch;
 
 -- name: assignment_renew
 -- A member joined again under its id: what it held goes on under new epochs.
