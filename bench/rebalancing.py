@@ -13,7 +13,7 @@ from bench.registry import Line, bench, note
 from bench.stage import Stage, System
 from mqlayer.domain.assignment import assign
 from mqlayer.domain.routing import PartitionId
-from mqlayer.membership import Group, GroupSettings, ensure_group, rebalance
+from mqlayer.membership import Group, GroupSettings, beat, ensure_group, join, rebalance, release
 from mqlayer.membership.rebalance import change_group
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
@@ -36,7 +36,8 @@ CHOOSE: Final[Mapping[str, Choose]] = {"rebalance_compute": assign}
 @bench("rebalance_compute")
 def rebalance_compute(stage: Stage) -> Iterator[Line]:
     """Milliseconds of the worst case for 1,000 partitions and 200 members: from nothing, one joins, one leaves, all on
-    one member. Then the whole transaction in Postgres. There is nothing to compare with; the target is in ms."""
+    one member. Then the whole transaction in Postgres, and half of the partitions given back to a second member. There
+    is nothing to compare with; the target is in ms."""
     partitions = [PartitionId(number) for number in range(1, PARTITIONS + 1)]
     for name, choose in CHOOSE.items():
         figures = {
@@ -44,7 +45,10 @@ def rebalance_compute(stage: Stage) -> Iterator[Line]:
             for case, (members, now) in cases(partitions).items()
         }
         yield worst(name, figures)
-    yield worst("rebalance_compute[transaction]", transactions(stage.system(partitions=PARTITIONS)))
+    system = stage.system(partitions=PARTITIONS)
+    yield worst("rebalance_compute[transaction]", transactions(system))
+    half_ms = statistics.median([give_back_ms(system) for _ in range(TRANSACTIONS + 1)][1:])
+    yield worst("rebalance_compute[half given back]", {"by one member to a second": half_ms})
 
 
 def cases(partitions: Sequence[PartitionId]) -> dict[str, Case]:
@@ -106,6 +110,21 @@ def transaction_ms(system: System, members: Sequence[str], now: Owners) -> float
     elapsed_ms = (time.perf_counter() - began) * 1e3
     if not changed:
         raise RuntimeError("the rebalance found nothing to do")
+    return elapsed_ms
+
+
+def give_back_ms(system: System) -> float:
+    """Return how long it takes a member that has all partitions to give a second one its half."""
+    group = new_group(system)
+    first, _ = (
+        join(system.database, group_id=group.group_id, member_id=name, lease_s=600.0) for name in ("first", "second")
+    )
+    asked = [assigned for assigned in beat(system.database, first, lease_s=600.0).assignments if assigned.release]
+    began = time.perf_counter()
+    release(system.database, first, *asked)
+    elapsed_ms = (time.perf_counter() - began) * 1e3
+    if len(asked) != PARTITIONS // 2:
+        raise RuntimeError(f"{len(asked)} partitions were asked back")
     return elapsed_ms
 
 
