@@ -11,7 +11,7 @@ from typing import Final
 
 from bench.registry import Line, bench, note
 from bench.stage import Stage, System
-from mqlayer.domain.assignment import assign
+from mqlayer.domain.assignment import assign, assign_by_rate
 from mqlayer.domain.routing import PartitionId
 from mqlayer.membership import Group, GroupSettings, beat, ensure_group, join, rebalance, release
 from mqlayer.membership.rebalance import change_group
@@ -29,7 +29,13 @@ Owners = Mapping[PartitionId, str]
 Choose = Callable[[Sequence[PartitionId], Sequence[str], Owners], Owners]
 Case = tuple[Sequence[str], Owners]
 
-CHOOSE: Final[Mapping[str, Choose]] = {"rebalance_compute": assign}
+RATES: Final = {PartitionId(number): 1_000.0 / number for number in range(1, PARTITIONS + 1)}
+"""As keys often are: a few partitions have most of the messages."""
+
+CHOOSE: Final[Mapping[str, Choose]] = {
+    "rebalance_compute": assign,
+    "rebalance_compute[by rate]": lambda partitions, members, now: assign_by_rate(partitions, members, now, RATES),
+}
 """By line: what chooses."""
 
 
