@@ -158,13 +158,14 @@ UPDATE mqlayer.member SET leaving = true, lease_until = '-infinity'
 WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s;
 
 -- name: assignment_free_unreadable_of_gone
--- Nobody consumes a partition that is deleted, nor one that the group must not consume now and whose owner is gone.
+-- Nobody consumes a partition that is deleted, nor one that the group must not consume now and whose owner is gone. The
+-- group is named once more within, or what all groups of all topics may consume would be gone through.
 UPDATE mqlayer.assignment a SET member_id = NULL, target = NULL, changed_at = now()
 FROM mqlayer.partition p, mqlayer.member m
 WHERE p.partition_id = a.partition_id AND m.group_id = a.group_id AND m.member_id = a.member_id
   AND a.group_id = %(group_id)s
   AND (p.state = 'deleted' OR m.lease_until = '-infinity' AND NOT EXISTS (
-           SELECT FROM mqlayer.readable r WHERE r.group_id = a.group_id AND r.partition_id = a.partition_id));
+           SELECT FROM mqlayer.readable r WHERE r.group_id = %(group_id)s AND r.partition_id = a.partition_id));
 
 -- name: assignment_list
 -- Who owns what of all that a group may consume, and who shall; and what is published there by the second.
@@ -238,7 +239,7 @@ WHERE group_id = %(group_id)s RETURNING partition_id, epoch;
 -- Nobody consumes a partition whose parents the group has not drained any more.
 UPDATE mqlayer.assignment a SET member_id = NULL, target = NULL, changed_at = now()
 WHERE a.group_id = %(group_id)s AND a.member_id IS NOT NULL
-  AND NOT EXISTS (SELECT FROM mqlayer.readable r WHERE r.group_id = a.group_id AND r.partition_id = a.partition_id);
+  AND NOT EXISTS (SELECT FROM mqlayer.readable r WHERE r.group_id = %(group_id)s AND r.partition_id = a.partition_id);
 
 -- name: assignment_epoch_renew
 -- The owner's present epoch is refused by the node: give it a higher one.
