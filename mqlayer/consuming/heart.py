@@ -176,15 +176,17 @@ class Heart:
         self.lease.until = began + self._lease_s * (1 - self._margin)
 
     def _give_back(self, session: Session) -> None:
-        for _ in range(self._to_release.qsize()):
-            assigned = self._to_release.get_nowait()
-            try:
-                release(self._database, session, assigned)
-            except MqlayerError as error:
-                # The heartbeat must not wait for this.
+        # Together: each transaction looks at the whole group, and has every member look at its assignments.
+        given = [self._to_release.get_nowait() for _ in range(self._to_release.qsize())]
+        if not given:
+            return
+        try:
+            release(self._database, session, *given)
+        except MqlayerError as error:
+            # The heartbeat must not wait for this.
+            for assigned in given:
                 self._to_release.put(assigned)
-                log.warning("release_waits", extra={"partition": assigned.partition, "reason": str(error)})
-                return
+            log.warning("release_waits", extra={"partitions": len(given), "reason": str(error)})
 
     def _report_drained(self, session: Session) -> None:
         for held in list(self._drained):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from bisect import bisect_left, insort
+from collections.abc import Collection, Mapping, Sequence
+from heapq import heapify, heapreplace
 from typing import Final
 
 from mqlayer.domain.routing import PartitionId
@@ -11,6 +13,11 @@ SLACK: Final = 0.2
 """Part of a member's fair share by which loads may differ: rates move all the time, partitions must not."""
 IDLE: Final = 0.1
 """Part of the mean rate that a partition counts with besides its own: idle ones are to be spread too."""
+NO_PARTITION: Final = PartitionId(0)
+"""Less than any other."""
+
+Share = tuple[float, PartitionId]
+"""A partition with its weight."""
 
 
 def assign(
@@ -64,40 +71,57 @@ def assign_by_rate(
         return {}
     mean = sum(rates.get(p, 0.0) for p in partitions) / len(partitions)
     weights = {p: rates.get(p, 0.0) + (IDLE * mean or 1.0) for p in partitions}
-    held: dict[str, set[PartitionId]] = {member: set() for member in ordered}
-    for partition in partitions:
+    held: dict[str, list[Share]] = {member: [] for member in ordered}
+    for partition in sorted(partitions):
         member = current.get(partition)
         if member in held:
-            held[member].add(partition)
-    loads = {member: sum(weights[p] for p in sorted(held[member])) for member in ordered}
+            held[member].append((weights[partition], partition))
+    lightest = [(sum(weight for weight, _ in held[member]), member) for member in ordered]
+    heapify(lightest)
     free = [p for p in partitions if current.get(p) not in held]
     for partition in sorted(free, key=lambda p: (-weights[p], p)):
-        lightest = min(ordered, key=lambda member: (loads[member], member))
-        held[lightest].add(partition)
-        loads[lightest] += weights[partition]
-    slack = SLACK * sum(weights.values()) / len(ordered)
-    while (step := _next_move(held, loads, weights, slack)) is not None:
-        partition, heavy, light = step
-        held[heavy].remove(partition)
-        held[light].add(partition)
-        loads[heavy] -= weights[partition]
-        loads[light] += weights[partition]
-    return {partition: member for member in ordered for partition in sorted(held[member])}
+        load, member = lightest[0]
+        held[member].append((weights[partition], partition))
+        heapreplace(lightest, (load + weights[partition], member))
+    _even_out(held, {member: load for load, member in lightest}, SLACK * sum(weights.values()) / len(ordered))
+    return {partition: member for member in ordered for _, partition in held[member]}
+
+
+def _even_out(held: Mapping[str, list[Share]], loads: dict[str, float], slack: float) -> None:
+    """Move shares while that is worth it. What is asked for each move is kept sorted: there may be a thousand."""
+    for shares in held.values():
+        shares.sort()
+    heaviest = sorted((-load, member) for member, load in loads.items())
+    while (step := _next_move(held, heaviest, slack)) is not None:
+        share, heavy, light = step
+        held[heavy].remove(share)
+        insort(held[light], share)
+        for member, change in ((heavy, -share[0]), (light, share[0])):
+            del heaviest[bisect_left(heaviest, (-loads[member], member))]
+            loads[member] += change
+            insort(heaviest, (-loads[member], member))
 
 
 def _next_move(
-    held: Mapping[str, Collection[PartitionId]],
-    loads: Mapping[str, float],
-    weights: Mapping[PartitionId, float],
-    slack: float,
-) -> tuple[PartitionId, str, str] | None:
+    held: Mapping[str, Sequence[Share]], heaviest: Sequence[tuple[float, str]], slack: float
+) -> tuple[Share, str, str] | None:
     """Return the move that helps the most loaded member that can be helped, or None where none is worth it."""
-    light = min(loads, key=lambda member: (loads[member], member))
-    for heavy in sorted(loads, key=lambda member: (-loads[member], member)):
-        gap = loads[heavy] - loads[light]
+    least = heaviest[-1][0]
+    light = heaviest[bisect_left(heaviest, (least, ""))][1]
+    for load, heavy in heaviest:
+        gap = least - load
         if gap <= slack:
             return None
-        best = min(held[heavy], key=lambda p: (abs(gap - 2 * weights[p]), p), default=None)
-        if best is not None and abs(gap - 2 * weights[best]) <= gap - slack / 2:
+        best = _nearest(held[heavy], gap / 2)
+        if best is not None and abs(gap - 2 * best[0]) <= gap - slack / 2:
             return best, heavy, light
     return None
+
+
+def _nearest(shares: Sequence[Share], weight: float) -> Share | None:
+    """Return the share whose weight is nearest to this; of equal ones the first partition."""
+    at = bisect_left(shares, (weight, NO_PARTITION))
+    near = list(shares[at : at + 1])
+    if at:
+        near.append(shares[bisect_left(shares, (shares[at - 1][0], NO_PARTITION))])
+    return min(near, key=lambda share: (abs(weight - share[0]), share[1]), default=None)

@@ -49,7 +49,7 @@ def drained(
     def work(connection: Connection) -> bool:
         if connection.execute(query("drained_put"), facts).fetchone() is None:
             return False
-        connection.execute(query("assignment_free"), facts)
+        connection.execute(query("assignments_free"), facts | {"partitions": [assigned.partition]})
         raise_group_version(connection, session.group_id)
         rebalance(connection, session.group_id)
         failpoint("drained.before_commit")

@@ -97,10 +97,10 @@ def beat(database: Database, session: Session, *, lease_s: float) -> Beat:
     return Beat(True, False, allocation, backoff_s, assigned)
 
 
-def release(database: Database, session: Session, assigned: Assigned) -> None:
-    """Give a partition back and let the rebalance pass it on at once."""
-    facts = _facts(session) | {"partition_id": assigned.partition, "epoch": assigned.epoch}
-    _change(database, session, "assignment_release", facts)
+def release(database: Database, session: Session, *assigned: Assigned) -> None:
+    """Give partitions back and let the rebalance pass them on at once, all in one transaction."""
+    given = {"partitions": [one.partition for one in assigned], "epochs": [one.epoch for one in assigned]}
+    _change(database, session, "assignments_release", _facts(session) | given)
 
 
 def renew(database: Database, session: Session, assigned: Assigned) -> None:

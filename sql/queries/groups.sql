@@ -178,13 +178,14 @@ UPDATE mqlayer.member SET leaving = true, lease_until = '-infinity'
 WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s;
 
 -- name: assignment_free_unreadable_of_gone
--- Nobody consumes a partition that is deleted, nor one that the group must not consume now and whose owner is gone.
+-- Nobody consumes a partition that is deleted, nor one that the group must not consume now and whose owner is gone. The
+-- group is named once more within, or what all groups of all topics may consume would be gone through.
 UPDATE mqlayer.assignment a SET member_id = NULL, target = NULL, changed_at = now()
 FROM mqlayer.partition p, mqlayer.member m
 WHERE p.partition_id = a.partition_id AND m.group_id = a.group_id AND m.member_id = a.member_id
   AND a.group_id = %(group_id)s
   AND (p.state = 'deleted' OR m.lease_until = '-infinity' AND NOT EXISTS (
-           SELECT FROM mqlayer.readable r WHERE r.group_id = a.group_id AND r.partition_id = a.partition_id));
+           SELECT FROM mqlayer.readable r WHERE r.group_id = %(group_id)s AND r.partition_id = a.partition_id));
 
 -- name: assignment_list
 -- Who owns what of all that a group may consume, and who shall; and what is published there by the second.
@@ -216,29 +217,33 @@ SET next_offset = excluded.next_offset, measured_at = excluded.measured_at,
 -- Living groups that are balanced by rate.
 SELECT group_id FROM mqlayer.consumer_group WHERE state = 'live' AND balance = 'rate' AND paused_at IS NULL ORDER BY group_id;
 
--- name: assignment_put
--- Give a partition to a member, under a new epoch.
+-- name: assignments_put
+-- Give partitions to members, each under a new epoch.
 INSERT INTO mqlayer.assignment AS a (group_id, partition_id, member_id, target, epoch)
-VALUES (%(group_id)s, %(partition_id)s, %(member_id)s, %(member_id)s, nextval('mqlayer.epoch'))
+SELECT %(group_id)s, given.partition_id, given.member_id, given.member_id, nextval('mqlayer.epoch')
+FROM unnest(%(partitions)s::int[], %(members)s::text[]) AS given (partition_id, member_id)
 ON CONFLICT (group_id, partition_id) DO UPDATE
 SET member_id = excluded.member_id, target = excluded.target, changed_at = now(),
     -- Re-arming a node may have raised it while this statement waited for the row.
     epoch = CASE WHEN excluded.epoch > a.epoch THEN excluded.epoch ELSE nextval('mqlayer.epoch') END;
 
--- name: assignment_target
--- Ask the owner of a partition to release it for another.
-UPDATE mqlayer.assignment SET target = %(target)s, changed_at = now()
-WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s;
+-- name: assignments_target
+-- Ask the owners of partitions to release them for others.
+UPDATE mqlayer.assignment a SET target = given.target, changed_at = now()
+FROM unnest(%(partitions)s::int[], %(members)s::text[]) AS given (partition_id, target)
+WHERE a.group_id = %(group_id)s AND a.partition_id = given.partition_id;
 
--- name: assignment_free
--- Take a partition from a member that is gone; its epoch stays until the next owner's.
+-- name: assignments_free
+-- Take partitions from members that are gone; their epochs stay until the next owners'.
 UPDATE mqlayer.assignment SET member_id = NULL, target = NULL, changed_at = now()
-WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s;
+WHERE group_id = %(group_id)s AND partition_id = ANY(%(partitions)s::int[]);
 
--- name: assignment_release
--- The owner gives a partition back; nothing where its epoch is not in force any more.
-UPDATE mqlayer.assignment SET member_id = NULL, target = NULL, changed_at = now()
-WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND member_id = %(member_id)s AND epoch = %(epoch)s;
+-- name: assignments_release
+-- The owner gives partitions back; nothing of those whose epoch is not in force any more.
+UPDATE mqlayer.assignment a SET member_id = NULL, target = NULL, changed_at = now()
+FROM unnest(%(partitions)s::int[], %(epochs)s::bigint[]) AS given (partition_id, epoch)
+WHERE a.group_id = %(group_id)s AND a.member_id = %(member_id)s
+  AND a.partition_id = given.partition_id AND a.epoch = given.epoch;
 
 -- name: assignment_renew
 -- A member joined again under its id: what it held goes on under new epochs.
@@ -254,7 +259,7 @@ WHERE group_id = %(group_id)s RETURNING partition_id, epoch;
 -- Nobody consumes a partition whose parents the group has not drained any more.
 UPDATE mqlayer.assignment a SET member_id = NULL, target = NULL, changed_at = now()
 WHERE a.group_id = %(group_id)s AND a.member_id IS NOT NULL
-  AND NOT EXISTS (SELECT FROM mqlayer.readable r WHERE r.group_id = a.group_id AND r.partition_id = a.partition_id);
+  AND NOT EXISTS (SELECT FROM mqlayer.readable r WHERE r.group_id = %(group_id)s AND r.partition_id = a.partition_id);
 
 -- name: assignment_epoch_renew
 -- The owner's present epoch is refused by the node: give it a higher one.

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import psycopg
 import pytest
@@ -143,6 +144,18 @@ def test_a_second_member_gets_its_share_when_the_owner_has_released_it(crew: Cre
     moved = {partition for partition, epoch in crew.epochs().items() if epoch != before[partition]}
     assert moved == {a.partition for a in asked}
     assert all(crew.epochs()[partition] > max(before.values()) for partition in moved)
+
+
+def test_what_is_given_back_together_passes_on_at_once_but_not_under_an_old_epoch(crew: Crew) -> None:
+    crew.join("a")
+    crew.join("b")
+    owner, before = crew.sessions["a"], crew.allocation()
+    first, second = (a for a in crew.beat("a").assignments if a.release)
+    release(crew.stage.database, owner, first, replace(second, epoch=second.epoch - 1))
+    assert [a.partition for a in crew.beat("b").assignments] == [first.partition]
+    assert crew.allocation() == before + 1
+    release(crew.stage.database, owner, first, second)
+    assert [a.partition for a in crew.beat("b").assignments] == [first.partition, second.partition]
 
 
 def test_a_lease_that_ran_out_is_noted_by_others_and_its_partitions_go_on(crew: Crew) -> None:

@@ -50,12 +50,13 @@ class MemberWitness:
             self._history.note(event, since_ns=began_ns)
         return answer
 
-    def release(self, database: Database, session: Session, assigned: Assigned) -> None:
+    def release(self, database: Database, session: Session, *assigned: Assigned) -> None:
         """Note what is given back, before it is."""
-        event = self._assignment(database, session, assigned.partition, assigned.epoch, "released")
-        operation = self._history.begin(event)
-        release(database, session, assigned)
-        operation.ok()
+        events = [self._assignment(database, session, one.partition, one.epoch, "released") for one in assigned]
+        operations = [self._history.begin(event) for event in events]
+        release(database, session, *assigned)
+        for operation in operations:
+            operation.ok()
 
     def leave(self, database: Database, session: Session) -> None:
         """Note that all is given back, before it is."""

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from bench import __main__ as program
-from bench import consume
-from bench.registry import BENCHES, Line, compared
+from bench import consume, keys, rebalancing
+from bench.crew_notes import NOTE
+from bench.processes import Note, Worker
+from bench.registry import BENCHES, Bench, Line, compared
 from bench.stage import Stage
+from bench.takeover import first_of_each, longest_gap_ms
+from mqlayer.domain.routing import PartitionId
 
 
 @pytest.fixture
@@ -35,11 +42,56 @@ def test_each_result_is_one_json_object_with_all_fields(tiny: str, capsys: pytes
     ]
 
 
-def test_a_bench_that_fails_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_bench_that_docs_name_is_there() -> None:
+    program.load()
+    documented = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text("utf-8").split("## Figures")[1]
+    named = set(re.findall(r"^\| `([a-z_]+)", documented, re.MULTILINE))
+    assert named <= set(BENCHES)
+    assert {"takeover", "join", "scale_members", "key_parallel", "rebalance_compute"} <= named
+
+
+@pytest.mark.parametrize("measure", [consume.consume, keys.key_parallel])
+def test_a_bench_that_fails_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch, measure: Bench) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(Stage, "system", fail)
     with Stage() as stage, pytest.raises(ZeroDivisionError):
-        list(consume.consume(stage))
+        list(measure(stage))
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("name", sorted(rebalancing.CHOOSE))
+def test_the_choice_for_a_thousand_partitions_and_two_hundred_members_takes_less_than_the_limit(name: str) -> None:
+    partitions = [PartitionId(number) for number in range(1, rebalancing.PARTITIONS + 1)]
+    for members, now in rebalancing.cases(partitions).values():
+        choose = partial(rebalancing.CHOOSE[name], partitions, members, now)
+        assert rebalancing.median_ms(3, choose) < rebalancing.LIMIT_MS
+
+
+def test_gaps_are_of_one_partition_each_and_count_from_the_first_to_the_last_moment() -> None:
+    notes = [Note(1, 2_000_000), Note(2, 3_000_000), Note(1, 6_000_000), Note(2, 8_000_000), Note(1, 30_000_000)]
+    assert longest_gap_ms(notes, {1}, 0, 10_000_000) == 4.0
+    assert longest_gap_ms(notes, {1, 2}, 0, 10_000_000) == 5.0
+    assert longest_gap_ms(notes, {3}, 0, 10_000_000) == 10.0
+    assert first_of_each(notes, {1, 3}) == [2_000_000]
+
+
+def test_a_processs_notes_are_found_by_their_time_and_a_torn_one_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "notes"
+    worker = Worker(["-c", ""], {}, file)
+    worker.process.communicate()
+    assert worker.notes() == []
+    notes = [Note(number % 3, number * 10) for number in range(100)]
+    file.write_bytes(b"".join(NOTE.pack(*one) for one in notes) + b"torn")
+    assert worker.handled == 100
+    assert worker.notes() == notes
+    assert worker.notes(since_ns=951) == notes[96:]
+    assert worker.partitions(since_ns=990) == {0}
+
+
+def test_a_load_whose_handlers_take_long_gets_fewer_messages() -> None:
+    assert keys.Load(1_000, 0, 5).count == keys.MESSAGES
+    assert keys.Load(1, 0, 0).count == keys.MESSAGES
+    assert keys.Load(1, 5, 5).count * 0.005 <= keys.LONGEST_S
+    assert list(keys.Load(1, 0, 5).waits()) == list(keys.Load(1, 0, 5).waits())
