@@ -11,7 +11,6 @@ import psycopg
 import pytest
 
 from mqlayer import App, Context
-from mqlayer.domain.routing import lp_of
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.inspecting import explain_key, group_standings
 from mqlayer.membership import find_group, join
@@ -221,7 +220,7 @@ def test_a_group_balanced_by_rate_keeps_hot_partitions_apart(start_stage: StartS
     assert len(hot) == 2
     before = stage.assignments()
     for partition in hot:
-        stage.send([(key_in(stage, partition), b"x")] * 2_000)
+        stage.send([(stage.key_in(partition), b"x")] * 2_000)
     assert balance_by_rate(stage.database, prefix=stage.prefix) == 1
 
     def apart() -> bool:
@@ -232,14 +231,6 @@ def test_a_group_balanced_by_rate_keeps_hot_partitions_apart(start_stage: StartS
     stage.wait_settled()
     moved = [new[0] for old, new in zip(before, stage.assignments(), strict=True) if old != new]
     assert set(moved) & set(hot)
-
-
-def key_in(stage: Stage, partition: int) -> str:
-    """Return a key of a partition."""
-    lps = next(line for line in stage.route.ranges if line.partition == partition)
-    return next(
-        key for key in (f"key-{number}" for number in range(10_000)) if lps.lp_from <= lp_of(key.encode()) < lps.lp_to
-    )
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""Members that come under load: few partitions move, nobody else notices; and how soon a waiting member wakes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from itertools import pairwise
+from math import ceil
+from statistics import median
+
+import pytest
+
+from mqlayer import App, Context
+from mqlayer.consuming import reading
+from mqlayer.membership.members import Beat
+from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
+from tests.fixtures.waiting import wait_until
+
+PARTITIONS = 12
+
+
+class Load:
+    """Publishes one message after the other to every partition, until it is closed."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage, self._closing = stage, threading.Event()
+        self._keys = [stage.key_in(partition) for partition in stage.partitions]
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        number = 0
+        while not self._closing.wait(0.01):
+            number += 1
+            self._stage.send((key, b"%d" % number) for key in self._keys)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+
+class Watched:
+    """A handler that notes when each partition's messages were handled, and under which epoch."""
+
+    def __init__(self) -> None:
+        self.times: dict[int, list[float]] = defaultdict(list)
+        self.epochs: dict[int, set[int]] = defaultdict(set)
+
+    def __call__(self, _body: bytes, ctx: Context) -> None:
+        self.times[ctx.partition].append(time.monotonic())
+        self.epochs[ctx.partition].add(ctx.epoch)
+
+
+@pytest.mark.parametrize("members", [1, 2, 3])
+def test_one_more_member_under_load_moves_few_partitions_and_the_others_go_on(
+    start_stage: StartStage, redis_url: str, members: int
+) -> None:
+    """Case 45: those that stay keep their owner and epoch, and stand still no longer than before it came."""
+    stage = start_stage(redis_url, partitions=PARTITIONS)
+    watched = Watched()
+    apps: list[App] = [stage.consume(watched) for _ in range(members)]
+    names = {member_of(app).member_id for app in apps}
+    wait_until(lambda: set(stage.owners().values()) == names, what="each to own something")
+    wait_until(lambda: all(target == owner for _, owner, _, target in stage.assignments()), what="no hand-over")
+    load = Load(stage)
+    try:
+        wait_until(lambda: len(watched.times) == PARTITIONS, what="all partitions to be handled")
+        before = {partition: (owner, epoch) for partition, owner, epoch, _ in stage.assignments()}
+        began = time.monotonic()
+        newcomer = member_of(stage.consume(watched)).member_id
+        wait_until(
+            lambda: sum(owner == newcomer for owner in stage.owners().values()) == PARTITIONS // (members + 1),
+            what="the new member's share",
+        )
+        counts = {partition: len(times) for partition, times in watched.times.items()}
+        wait_until(
+            lambda: all(len(watched.times[partition]) > count + 5 for partition, count in counts.items()),
+            what="all partitions to go on",
+        )
+        ended = time.monotonic()
+    finally:
+        load.close()
+    after = {partition: (owner, epoch) for partition, owner, epoch, _ in stage.assignments()}
+    moved = {partition for partition in after if after[partition] != before[partition]}
+    assert len(moved) <= ceil(PARTITIONS / (members + 1))
+    assert {after[partition][0] for partition in moved} == {newcomer}
+    for partition in after.keys() - moved:
+        assert watched.epochs[partition] == {before[partition][1]}, "it was taken anew"
+        times = [at for at in watched.times[partition] if began - 0.5 <= at <= ended]
+        assert max(later - earlier for earlier, later in pairwise(times)) < 2.0, "it stood still"
+
+
+def test_an_answer_of_an_earlier_allocation_that_comes_late_is_ignored(stage: Stage) -> None:
+    """Case 49."""
+    app = stage.consume(Recorder())
+    member = member_of(app)
+    wait_until(lambda: len(member.holdings()) == 2, what="both partitions")
+    held = member.holdings()
+    member.follow(Beat(known=True, replaced=False, allocation=member._allocation - 1, assignments=()))
+    assert member.holdings() == held
+
+
+def test_a_waiting_member_wakes_at_once_when_something_is_published(stage: Stage) -> None:
+    """Case 61, of appends: by the median of twenty, each after some time in which nothing came."""
+    begun: list[float] = []
+
+    def note(_body: bytes, _ctx: Context) -> None:
+        begun.append(time.monotonic())
+
+    app = stage.consume(note)
+    wait_until(lambda: len(member_of(app).holdings()) == 2, what="both partitions")
+    waits = []
+    for number in range(1, 21):
+        # At a time of its own in the reader's longest wait.
+        threading.Event().wait(reading.BLOCK_MS / 1000 * (number % 7) / 7)
+        sent = time.monotonic()
+        stage.send([(f"key-{number}", b"1")])
+        wait_until(lambda number=number: len(begun) == number, what="it to be handled")  # type: ignore[misc]
+        waits.append(begun[-1] - sent)
+    assert median(waits) < 0.2
