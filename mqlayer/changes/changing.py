@@ -13,10 +13,11 @@ from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId, Route
 from mqlayer.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
+from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.routes.cache import load_nodes, load_route
-from mqlayer.topics.nodes import find_node, note
+from mqlayer.topics.nodes import find_node
 
 PATIENCE: Final = {"lock_wait": "10s", "idle": "5s"}
 """Whoever is stopped while it writes a plan down holds the topic, and the end of a change needs it: publishers wait."""

@@ -17,11 +17,12 @@ from mqlayer.domain.changes import emptiest, plan_move
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import Conflict, MqlayerError, StoreUnavailable
 from mqlayer.failpoints import failpoint
+from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.nodes import Node, NodeConnection
 from mqlayer.routes.cache import load_nodes, load_route
-from mqlayer.topics.nodes import find_node, note, rearm_node
+from mqlayer.topics.nodes import find_node, rearm_node
 
 log = logging.getLogger(__name__)
 

@@ -32,6 +32,7 @@ from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, NotFound, StoreUnavailable, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.gates import raise_group_versions
+from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
@@ -45,7 +46,6 @@ from mqlayer.redis.partitions import (
     seal_reply,
 )
 from mqlayer.routes.cache import load_nodes
-from mqlayer.topics.nodes import note
 
 log = logging.getLogger(__name__)
 

@@ -16,14 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from psycopg.types.json import Jsonb
-
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import Conflict, MqlayerError
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.groups import Group, check_start, find_group, put_beginnings, raise_group_version
 from mqlayer.membership.rebalance import change_group, rebalance
 from mqlayer.membership.starts import Beginning, Beginnings, Kept, Start, kept_partitions, still_hold
+from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
@@ -73,8 +72,7 @@ def apply_seek(
     def work(connection: Connection) -> dict[Kept, int]:
         epochs = _change_position(connection, plan, replay=replay)
         facts = {"to": _told(plan.to), "replay": replay}
-        audit = {"actor": actor, "act": "group seek", "object": f"{plan.group.topic}/{plan.group.name}"}
-        connection.execute(query("audit_insert"), audit | {"facts": Jsonb(facts)})
+        note(connection, actor, "group seek", f"{plan.group.topic}/{plan.group.name}", facts)
         failpoint("seek.before_commit")
         return epochs
 

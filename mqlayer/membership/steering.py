@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from psycopg.types.json import Jsonb
-
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.groups import Balance, Group, GroupSettings, check_settings, find_group
 from mqlayer.membership.rebalance import change_group, rebalance
+from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
@@ -47,7 +46,7 @@ def set_group(
         if connection.execute(query("group_settings_put"), facts | {"group_id": group.group_id}).fetchone() is None:
             raise Conflict(f"the settings of {_called(group)} are at version {group.settings_version}", "look at them")
         said = {key: value for key, value in facts.items() if value is not None}
-        _note(connection, actor, "group set", group, said)
+        note(connection, actor, "group set", _target(group), said)
 
     _steer(database, topic, name, work)
     return find_group(database, topic, name)
@@ -60,7 +59,7 @@ def pause_group(database: Database, topic: str, name: str, *, actor: str) -> boo
         if connection.execute(query("group_pause"), {"group_id": group.group_id}).fetchone() is None:
             return False
         connection.execute(query("assignments_of_group_release"), {"group_id": group.group_id})
-        _note(connection, actor, "group pause", group, {})
+        note(connection, actor, "group pause", _target(group), {})
         return True
 
     return bool(_steer(database, topic, name, work))
@@ -72,7 +71,7 @@ def resume_group(database: Database, topic: str, name: str, *, actor: str) -> bo
     def work(connection: Connection, group: Group) -> bool:
         if connection.execute(query("group_resume"), {"group_id": group.group_id}).fetchone() is None:
             return False
-        _note(connection, actor, "group resume", group, {})
+        note(connection, actor, "group resume", _target(group), {})
         return True
 
     return bool(_steer(database, topic, name, work))
@@ -89,7 +88,7 @@ def evict_member(database: Database, topic: str, name: str, member_id: str, *, a
         facts = {"group_id": group.group_id, "member_id": member_id}
         if connection.execute(query("member_evict"), facts).fetchone() is None:
             raise NotFound("living member", f"{topic}/{name}/{member_id}", f"mqlayer group members {topic} {name}")
-        _note(connection, actor, "group evict", group, {"member": member_id})
+        note(connection, actor, "group evict", _target(group), {"member": member_id})
 
     _steer(database, topic, name, work)
 
@@ -108,9 +107,8 @@ def _steer(database: Database, topic: str, name: str, work: Any) -> Any:
     return change_group(database, group.group_id, steered)
 
 
-def _note(connection: Connection, actor: str, act: str, group: Group, facts: dict[str, Any]) -> None:
-    target = f"{group.topic}/{group.name}"
-    connection.execute(query("audit_insert"), {"actor": actor, "act": act, "object": target, "facts": Jsonb(facts)})
+def _target(group: Group) -> str:
+    return f"{group.topic}/{group.name}"
 
 
 def _called(group: Group) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Final
+from typing import Final
 
 import redis
-from psycopg.types.json import Jsonb
 
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import Conflict, InvalidInput, NotFound, redact
 from mqlayer.failpoints import failpoint
+from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
@@ -118,11 +118,6 @@ def rearm_node(
 
     epochs = database.transaction(work)
     return find_node(database, name), epochs
-
-
-def note(connection: Connection, actor: str, act: str, target: str, facts: dict[str, Any]) -> None:
-    """Write an audit row in the caller's transaction (invariant 19)."""
-    connection.execute(query("audit_insert"), {"actor": actor, "act": act, "object": target, "facts": Jsonb(facts)})
 
 
 def _candidate(name: str, url: str) -> Node:

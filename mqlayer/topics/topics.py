@@ -17,12 +17,12 @@ from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT, check_name
 from mqlayer.domain.routing import NodeId, Route, even_ranges, spread
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
+from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.partitions import create
 from mqlayer.routes.cache import load_nodes, load_route
-from mqlayer.topics.nodes import note
 
 Strategy = Literal["strict", "best_effort"]
 

@@ -1,0 +1,15 @@
+"""Audit rows: what an operator, or a process in an operator's place, did (invariant 19)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from psycopg.types.json import Jsonb
+
+from mqlayer.postgres.database import Connection
+from mqlayer.postgres.queries import query
+
+
+def note(connection: Connection, actor: str, act: str, target: str, facts: dict[str, Any]) -> None:
+    """Write an audit row in the transaction of the act itself, so that there is neither without the other."""
+    connection.execute(query("audit_insert"), {"actor": actor, "act": act, "object": target, "facts": Jsonb(facts)})
