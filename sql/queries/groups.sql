@@ -157,8 +157,10 @@ SELECT member_id, leaving FROM mqlayer.member
 WHERE group_id = %(group_id)s AND lease_until > '-infinity' ORDER BY member_id;
 
 -- name: member_evict
--- End a member's session by an operator's word: its process is refused, what it holds is free.
-UPDATE mqlayer.member SET session = nextval('mqlayer.member_session'), leaving = true, lease_until = '-infinity'
+-- End a member's session by an operator's word: its process is refused, what it holds is free. The new session counts as
+-- joined now: member_forget must not drop what tells the process so, or it would take itself for one that may join again.
+UPDATE mqlayer.member
+SET session = nextval('mqlayer.member_session'), joined_at = now(), leaving = true, lease_until = '-infinity'
 WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND lease_until > '-infinity' RETURNING member_id;
 
 -- name: member_leaving

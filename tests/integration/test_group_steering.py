@@ -206,6 +206,16 @@ def test_an_evicted_member_stops_and_others_have_its_partitions_at_once(stage: S
         evict_member(stage.database, "orders", "g", member_of(first).member_id, actor="a test")
 
 
+def test_a_member_that_is_evicted_long_after_it_joined_does_not_join_again(stage: Stage) -> None:
+    """Members that are gone and joined long ago are forgotten: not this one, or its process would join as new."""
+    first, second = stage.consume(Recorder()), stage.consume(Recorder())
+    with stage.database.connection() as connection:
+        connection.execute("UPDATE mqlayer.member SET joined_at = now() - interval '2 hours'")
+    evict_member(stage.database, "orders", "g", member_of(first).member_id, actor="a test")
+    wait_until(lambda: not first.running, what="the evicted member to stop")
+    assert set(stage.owners().values()) == {member_of(second).member_id}
+
+
 # -- balance by rate ---------------------------------------------------------------------------------------------------
 
 
