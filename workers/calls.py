@@ -36,6 +36,9 @@ BODY: Final = "call of an ordered task"
 _read: Final = decoder_for(Call)
 _write: Final = msgspec.json.Encoder().encode
 
+UNREADABLE: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What Celery's JSON raises for what it can't write, or can't read back as the type that it claims to be."""
+
 SCHEDULE_IT: Final = "it runs when those before it are done: let an ordinary task with that delay make this call"
 ITS_TOPIC: Final = "it goes to the task's topic, not to a queue: give topic= to the decorator"
 LAST_ONLY: Final = "it can be the last one of a chain, not one that others wait for: make the next call in the body"
@@ -130,6 +133,12 @@ def key_of(name: str, key: Key, run: Any, args: Sequence[Any], kwargs: Mapping[s
         raise InvalidInput(
             f"ordered task {name!r}: a key is text, a whole number or a UUID, not {type(found).__name__}"
         )
+    # Not str(found): a member of an enum would have another key than its value, which is what is sent of it.
+    match found:
+        case str():
+            return str.__str__(found)
+        case int():
+            return int.__repr__(found)
     return str(found)
 
 
@@ -163,7 +172,7 @@ def arguments_of(call: Call) -> tuple[list[Any], dict[str, Any]]:
     """Return a call's arguments. Raises BodyMismatch."""
     try:
         found = celery_json.loads(call.arguments)  # type: ignore[no-untyped-call]
-    except (TypeError, ValueError):
+    except UNREADABLE:
         raise BodyMismatch(BODY, "its arguments are not JSON") from None
     match found:
         case [list() as args, dict() as kwargs]:
@@ -174,12 +183,15 @@ def arguments_of(call: Call) -> tuple[list[Any], dict[str, Any]]:
 
 def _json(name: str, value: Any) -> str:
     try:
-        return str(celery_json.dumps(value, allow_nan=False))  # type: ignore[no-untyped-call]
-    except (TypeError, ValueError) as error:
+        text = str(celery_json.dumps(value, allow_nan=False))  # type: ignore[no-untyped-call]
+        # Read once here: a mapping that looks like one of Celery's types, and is none, would hold its key for ever.
+        celery_json.loads(text)  # type: ignore[no-untyped-call]
+    except UNREADABLE as error:
         # The encoder's own text may quote a value.
         raise InvalidInput(
             f"arguments of ordered task {name!r} can't be JSON ({type(error).__name__}): give ids and plain values"
         ) from None
+    return text
 
 
 def as_request(call: Call, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

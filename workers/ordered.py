@@ -312,9 +312,12 @@ def consume_tasks(
 
     `start`, `backoff_s` and `options` are those of `App.consumer`; `options.concurrency` is how many bodies run at
     once, on threads of the process that hosts them. A call of a task that the application does not have waits, and its
-    key with it, until a worker that has it takes over.
+    key with it, until a worker that has it takes over. An unordered group is refused with Conflict when they start.
     """
-    register = consumers.consumer(topic, group=group, body=bytes, start=start, backoff_s=backoff_s, options=options)
+    # Said here, although it is a group's default: a group that somebody made unordered would run calls side by side.
+    register = consumers.consumer(
+        topic, group=group, body=bytes, start=start, backoff_s=backoff_s, ordered=True, options=options
+    )
     register(_Runner(app))
 
 

@@ -21,7 +21,19 @@ from mqlayer.errors import MqlayerError, StoreUnavailable
 from mqlayer.health import Health, Turns, stuck_after_s
 from mqlayer.membership.gates import drained
 from mqlayer.membership.groups import Group
-from mqlayer.membership.members import Assigned, Beat, Session, beat, join, leave, release, renew, start_leaving
+from mqlayer.membership.members import (
+    Assigned,
+    Beat,
+    Replaced,
+    Session,
+    beat,
+    join,
+    leave,
+    next_session,
+    release,
+    renew,
+    start_leaving,
+)
 from mqlayer.postgres.database import Database
 from mqlayer.settings import Settings
 
@@ -44,7 +56,7 @@ class HeartOwner(Protocol):
         """Drop all holdings: the database may have given them away."""
 
     def replaced(self) -> None:
-        """End: another process took this member's id."""
+        """End: another process took this member's id, or an operator evicted it."""
 
 
 class Heart:
@@ -57,6 +69,8 @@ class Heart:
         self._lease_s, self._margin = settings.lease_s, settings.lease_margin
         self._stuck_after_s, self._turns, self._trouble = stuck_after_s(settings), Turns(), ""
         self._session: Session | None = None
+        # Numbers of sessions that are ours: the last one, and those whose joining was not answered.
+        self._own: list[int] = []
         self._to_release: queue.SimpleQueue[Assigned] = queue.SimpleQueue()
         # Appended by settlers, taken out by the heart.
         self._drained: list[Held] = []
@@ -149,28 +163,44 @@ class Heart:
         return True
 
     def _join(self) -> None:
+        """Join, or join again after sessions of our own. Raises Replaced where the newest is none of them."""
+        number = next_session(self._database)
+        own = None if self._session is None else tuple(self._own)
+        self._own.append(number)
         began = clock()
         self._session = join(
-            self._database, group_id=self._group.group_id, member_id=self._member_id, lease_s=self._lease_s
+            self._database,
+            group_id=self._group.group_id,
+            member_id=self._member_id,
+            lease_s=self._lease_s,
+            session=number,
+            own=own,
         )
+        self._own = [number]
         self._extend(began)
         self._beat(self._session)
 
     def _beat(self, session: Session) -> None:
         began = clock()
-        answer = beat(self._database, session, lease_s=self._lease_s)
+        answer = beat(self._database, session, lease_s=self._lease_s, own=self._own)
         if answer.known:
             self._extend(began)
             self._owner.follow(answer)
             return
         self._owner.lease_lost()
         if answer.replaced:
-            self._session = None
-            log.error("member_replaced", extra=self._facts())
-            self._owner.replaced()
+            self._end()
         elif not self._leaving:
             log.warning("member_lease_ran_out", extra=self._facts())
-            self._join()
+            try:
+                self._join()
+            except Replaced:
+                self._end()
+
+    def _end(self) -> None:
+        self._session = None
+        log.error("member_replaced", extra=self._facts())
+        self._owner.replaced()
 
     def _extend(self, began: float) -> None:
         self.lease.until = began + self._lease_s * (1 - self._margin)

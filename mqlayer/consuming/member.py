@@ -159,13 +159,17 @@ class Member:
 
     @property
     def running(self) -> bool:
-        """Whether it consumes: False after `stop`, or when another process took its id."""
+        """Whether it consumes: False after `stop`, when another process took its id, or when it was evicted."""
         return not self._stopping
 
     def health(self) -> Health:
         """Say whether its threads turn, and whether it serves all that it is assigned. For any thread."""
         if self._stopping:
-            return Health(waits=("another process took the member's id" if self._replaced else "it is stopping",))
+            return Health(
+                waits=(
+                    "another process took the member's id, or it was evicted" if self._replaced else "it is stopping",
+                )
+            )
         held = {held.partition for held in self._holdings.all() if held.state is not State.NEW}
         missing = sorted(self._assigned - held)
         own = Health(
@@ -329,7 +333,7 @@ class Member:
             self._drop(held)
 
     def replaced(self) -> None:
-        """End: another process took this member's id."""
+        """End: another process took this member's id, or an operator evicted it."""
         self._stopping = self._replaced = True
         self._holdings.close()
         self.dispatcher.stop()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId, PartitionId
-from mqlayer.errors import TransactionConflict
+from mqlayer.errors import Conflict, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.rebalance import change_group, rebalance
 from mqlayer.postgres.database import Connection, Database
@@ -57,37 +58,70 @@ class Beat:
     assignments: tuple[Assigned, ...] = ()
 
 
-def join(database: Database, *, group_id: int, member_id: str, lease_s: float) -> Session:
-    """Join a group: a new session, partitions given by the rebalance in the same transaction."""
+class Replaced(Conflict):
+    """Another process took the member's id, or an operator evicted it."""
+
+
+def next_session(database: Database) -> int:
+    """Return the number for a joining: whoever knows it before can tell its own joining from another's."""
+    with database.connection() as connection:
+        row = connection.execute(query("member_session_next")).fetchone()
+    return int(row[0]) if row else 0
+
+
+def join(
+    database: Database,
+    *,
+    group_id: int,
+    member_id: str,
+    lease_s: float,
+    session: int | None = None,
+    own: Collection[int] | None = None,
+) -> Session:
+    """Join a group: a new session, partitions given by the rebalance in the same transaction.
+
+    `session`: its number, from `next_session`; `own`: the sessions of a process that joins again, which may have been
+    the member's newest. Raises Replaced, and changes nothing, where the newest is none of them.
+    """
     check_name("member", member_id)
     facts = {
         "group_id": group_id,
         "member_id": member_id,
+        "session": next_session(database) if session is None else session,
+        "own": None if own is None else list(own),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "lease_s": lease_s,
     }
+    failpoint("member.before_join")
 
     def work(connection: Connection) -> Session:
         row = connection.execute(query("member_join"), facts).fetchone()
+        if row is None:
+            raise Replaced(f"member {member_id!r} has a session of somebody else's", "start under another member id")
         # What an earlier process of this id holds goes on under new epochs, so that its acks are refused.
         connection.execute(query("assignment_renew"), facts)
         rebalance(connection, group_id)
         failpoint("member.before_join_commit")
-        return Session(group_id, member_id, row[0] if row else 0)
+        return Session(group_id, member_id, row[0])
 
-    return change_group(database, group_id, work)
+    joined = change_group(database, group_id, work)
+    failpoint("member.after_join_commit")
+    return joined
 
 
-def beat(database: Database, session: Session, *, lease_s: float) -> Beat:
-    """Extend the lease and return what the member may consume; rebalance first where the group needs it."""
+def beat(database: Database, session: Session, *, lease_s: float, own: Collection[int] = ()) -> Beat:
+    """Extend the lease and return what the member may consume; rebalance first where the group needs it.
+
+    `own`: sessions that are this process's too: of joinings whose answers did not come.
+    """
     facts = _facts(session) | {"lease_s": lease_s}
     with database.connection() as connection:
         row = connection.execute(query("member_beat"), facts).fetchone()
         known, unbalanced = row or (0, False)
         if not known:
             newest = connection.execute(query("member_session"), facts).fetchone()
-            return Beat(known=False, replaced=newest is not None and newest[0] != session.session)
+            return Beat(known=False, replaced=newest is not None and newest[0] not in {session.session, *own})
     if unbalanced:
         _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
     with database.connection() as connection:

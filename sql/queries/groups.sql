@@ -87,13 +87,19 @@ SELECT group_id, topic_id, backoff_s, allocation, balance FROM mqlayer.consumer_
 WHERE group_id = %(group_id)s FOR NO KEY UPDATE;
 
 -- name: member_join
--- A member (again): a new session, so that an earlier process of this id is refused.
-INSERT INTO mqlayer.member (group_id, member_id, host, pid, lease_until)
-VALUES (%(group_id)s, %(member_id)s, %(host)s, %(pid)s, now() + make_interval(secs => %(lease_s)s))
+-- A member (again): a new session, so that an earlier process of this id is refused. Nothing where a process that goes
+-- on after its own sessions finds another's: somebody took its id, or evicted it.
+INSERT INTO mqlayer.member AS m (group_id, member_id, session, host, pid, lease_until)
+VALUES (%(group_id)s, %(member_id)s, %(session)s, %(host)s, %(pid)s, now() + make_interval(secs => %(lease_s)s))
 ON CONFLICT (group_id, member_id) DO UPDATE
-SET session = nextval('mqlayer.member_session'), host = excluded.host, pid = excluded.pid, leaving = false,
+SET session = excluded.session, host = excluded.host, pid = excluded.pid, leaving = false,
     joined_at = now(), lease_until = excluded.lease_until
+WHERE %(own)s::bigint[] IS NULL OR m.session = ANY(%(own)s::bigint[])
 RETURNING session;
+
+-- name: member_session_next
+-- The number of a session that is to be: known before the joining, whose answer may be lost.
+SELECT nextval('mqlayer.member_session');
 
 -- name: member_beat
 -- Extend a member's lease by the database's clock, unless it ran out; and say whether the group needs a look: a lease ran
@@ -157,8 +163,10 @@ SELECT member_id, leaving FROM mqlayer.member
 WHERE group_id = %(group_id)s AND lease_until > '-infinity' ORDER BY member_id;
 
 -- name: member_evict
--- End a member's session by an operator's word: its process is refused, what it holds is free.
-UPDATE mqlayer.member SET session = nextval('mqlayer.member_session'), leaving = true, lease_until = '-infinity'
+-- End a member's session by an operator's word: its process is refused, what it holds is free. The new session counts as
+-- joined now: member_forget must not drop what tells the process so, or it would take itself for one that may join again.
+UPDATE mqlayer.member
+SET session = nextval('mqlayer.member_session'), joined_at = now(), leaving = true, lease_until = '-infinity'
 WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND lease_until > '-infinity' RETURNING member_id;
 
 -- name: member_leaving

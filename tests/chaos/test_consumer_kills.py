@@ -32,7 +32,8 @@ COUNT: Final = 300
 KEYS: Final = 20
 
 AT_WORK: Final = [
-    "group.after_insert", "group.before_starts", "group.before_live", "member.before_join_commit",
+    "group.after_insert", "group.before_starts", "group.before_live", "member.before_join",
+    "member.before_join_commit", "member.after_join_commit",
     "take.before_send", "take.after_send", "read.after_reply",
     "handler.after_success@40", "handler.after_failure@3", "fence.before@40", "fence.after@40",
     "ack.before_send@2", "ack.after_send@2",

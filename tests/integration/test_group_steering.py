@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import psycopg
 import pytest
 
-from mqlayer import App, Context
+from mqlayer import App, Context, failpoints
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.inspecting import explain_key, group_standings
 from mqlayer.membership import find_group, join
@@ -204,6 +205,55 @@ def test_an_evicted_member_stops_and_others_have_its_partitions_at_once(stage: S
         evict_member(stage.database, "orders", "g", "nobody", actor="a test")
     with pytest.raises(NotFound):
         evict_member(stage.database, "orders", "g", member_of(first).member_id, actor="a test")
+
+
+def test_a_member_that_is_evicted_long_after_it_joined_does_not_join_again(stage: Stage) -> None:
+    """Members that are gone and joined long ago are forgotten: not this one, or its process would join as new."""
+    first, second = stage.consume(Recorder()), stage.consume(Recorder())
+    with stage.database.connection() as connection:
+        connection.execute("UPDATE mqlayer.member SET joined_at = now() - interval '2 hours'")
+    evict_member(stage.database, "orders", "g", member_of(first).member_id, actor="a test")
+    wait_until(lambda: not first.running, what="the evicted member to stop")
+    assert set(stage.owners().values()) == {member_of(second).member_id}
+
+
+def test_a_member_that_is_evicted_while_it_joins_again_stays_out(stage: Stage, tmp_path: Path) -> None:
+    """Its lease ran out, it saw so, and was evicted before it joined again."""
+    app = stage.consume(Recorder())
+    reached, go_on = tmp_path / "reached", tmp_path / "go-on"
+    failpoints.arm("member.before_join", f"mark:{reached}")
+    failpoints.arm("member.before_join", f"wait:{go_on}")
+    end_lease(stage)
+    wait_until(reached.exists, what="it to join again")
+    evict_member(stage.database, "orders", "g", member_of(app).member_id, actor="a test")
+    go_on.touch()
+    wait_until(lambda: not app.running, what="the evicted member to stop")
+    assert set(stage.owners().values()) == {None}
+
+
+def test_a_member_whose_joining_again_was_not_answered_is_not_taken_for_another(stage: Stage) -> None:
+    """The session that it finds then is its own: to end would leave its partitions to nobody."""
+    recorder = Recorder()
+    app = stage.consume(recorder)
+    last = max(epoch for _, _, epoch, _ in stage.assignments())
+    failpoints.arm("member.after_join_commit", "raise")
+    end_lease(stage)
+
+    def taken_again() -> bool:
+        taken = {(partition, held[0]) for partition, held in member_of(app).holdings().items() if held[1] == "open"}
+        given = {(partition, epoch) for partition, _, epoch, _ in stage.assignments()}
+        return taken == given and all(epoch > last for _, epoch in given)
+
+    wait_until(lambda: not app.running or taken_again(), what="it to join again")
+    stage.send([("k", b"1")])
+    stage.wait_settled()
+    assert app.running
+    assert recorder.bodies() == [b"1"]
+
+
+def end_lease(stage: Stage) -> None:
+    with stage.database.connection() as connection:
+        connection.execute("UPDATE mqlayer.member SET lease_until = now() - interval '1 second'")
 
 
 # -- balance by rate ---------------------------------------------------------------------------------------------------
