@@ -164,12 +164,11 @@ class Member:
 
     def health(self) -> Health:
         """Say whether its threads turn, and whether it serves all that it is assigned. For any thread."""
+        if self._replaced:
+            # Nothing brings it back but a new process; where others run beside it here, nobody else would say so.
+            return Health(stuck=("another process took the member's id, or it was evicted",))
         if self._stopping:
-            return Health(
-                waits=(
-                    "another process took the member's id, or it was evicted" if self._replaced else "it is stopping",
-                )
-            )
+            return Health(waits=("it is stopping",))
         held = {held.partition for held in self._holdings.all() if held.state is not State.NEW}
         missing = sorted(self._assigned - held)
         own = Health(

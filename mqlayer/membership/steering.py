@@ -80,7 +80,7 @@ def resume_group(database: Database, topic: str, name: str, *, actor: str) -> bo
 def evict_member(database: Database, topic: str, name: str, member_id: str, *, actor: str) -> None:
     """End a member: others get its partitions at once, under higher epochs; its process stops consuming.
 
-    What it has in hand may be handled again. A supervisor may start the process again, under another member id. Raises
+    What it has in hand may be handled again. A supervisor may start the process again, which joins as a new one. Raises
     NotFound where no such member lives.
     """
 

@@ -198,7 +198,9 @@ def test_an_evicted_member_stops_and_others_have_its_partitions_at_once(stage: S
     evict_member(stage.database, "orders", "g", member_of(first).member_id, actor="a test")
     assert set(stage.owners().values()) == {member_of(second).member_id}
     wait_until(lambda: not first.running, what="the evicted member to stop")
+    assert not first.health().live, "nothing but a new process brings it back"
     assert second.running
+    assert second.health().live
     stage.send([("k", b"1")])
     stage.wait_settled()
     with pytest.raises(NotFound, match="mqlayer group members orders g"):

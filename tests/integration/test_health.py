@@ -232,12 +232,12 @@ def test_a_member_without_a_partition_is_ready(stage: Stage) -> None:
     wait_until(lambda: all(app.health().ready for app in apps), what="all are ready")
 
 
-def test_an_app_that_is_not_started_or_was_replaced_is_not_ready(stage: Stage) -> None:
+def test_an_app_that_is_not_started_or_was_replaced_is_not_well(stage: Stage) -> None:
     assert stage.app().health().waits == ("not all groups are joined",)
     app = stage.consume(Recorder(), member_id="m-1")
     wait_until(lambda: app.health().ready, what="the member serves")
     stage.consume(Recorder(), member_id="m-1")
-    wait_until(lambda: "another process took" in "".join(app.health().waits), what="it hears of it")
+    wait_until(lambda: "another process took" in "".join(app.health().stuck), what="it hears of it")
 
 
 def test_a_heart_that_waits_for_ever_is_stuck(
