@@ -36,13 +36,13 @@ class MemberWitness:
         """From now on, for all members of this process."""
         _replace(heart, beat=self.beat, release=self.release, leave=self.leave, drained=self.drained)
 
-    def beat(self, database: Database, session: Session, *, lease_s: float) -> Beat:
+    def beat(self, database: Database, session: Session, *, lease_s: float, **own: Any) -> Beat:
         """Note what the answer gives: each epoch is taken once, and kept from then on."""
         # The lease that the answer is about began after this.
         began_ns = time.monotonic_ns()
         until_ns = began_ns + int(lease_s * 1e9)
         owned = self._owned.setdefault(session, {})
-        answer = beat(database, session, lease_s=lease_s)
+        answer = beat(database, session, lease_s=lease_s, **own)
         for assigned in answer.assignments:
             change = "kept" if owned.get(assigned.partition) == assigned.epoch else "taken"
             owned[assigned.partition] = assigned.epoch
