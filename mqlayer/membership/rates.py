@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
-from mqlayer.membership.rebalance import change_group, rebalance
+from mqlayer.membership.rebalance import rebalance_each
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
@@ -30,13 +29,7 @@ def balance_by_rate(database: Database, *, prefix: str, unsafe: bool = False) ->
     database.transaction(lambda connection: connection.execute(query("rate_put"), measured))
     with database.connection() as connection:
         groups = [row[0] for row in connection.execute(query("groups_by_rate")).fetchall()]
-    changed = 0
-    for group_id in groups:
-        try:
-            changed += change_group(database, group_id, partial(rebalance, group_id=group_id), timeout_s=0)
-        except MqlayerError as error:
-            log.warning("rebalance_waits", extra={"group_id": group_id, "reason": str(error)})
-    return changed
+    return rebalance_each(database, groups)
 
 
 def _ends(database: Database, *, prefix: str, unsafe: bool) -> dict[int, int]:

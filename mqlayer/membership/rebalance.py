@@ -8,7 +8,7 @@ gets a new epoch. A crash at any line rolls back; the next heartbeat of any memb
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final, TypeVar
 
@@ -96,11 +96,16 @@ def rebalance_groups(database: Database) -> int:
     """
     with database.connection() as connection:
         found = [row[0] for row in connection.execute(query("groups_unbalanced")).fetchall()]
+    return rebalance_each(database, found, lock_wait_s=SCAN_LOCK_WAIT_S)
+
+
+def rebalance_each(database: Database, group_ids: Iterable[int], *, lock_wait_s: float = 2.0) -> int:
+    """Rebalance groups, each in a transaction of its own, but for those whose lock is held; return how many changed."""
     changed = 0
-    for group_id in found:
+    for group_id in group_ids:
         work = partial(rebalance, group_id=group_id)
         try:
-            changed += change_group(database, group_id, work, lock_wait_s=SCAN_LOCK_WAIT_S, timeout_s=0)
+            changed += change_group(database, group_id, work, lock_wait_s=lock_wait_s, timeout_s=0)
         except MqlayerError as error:
             log.warning("group_rebalance_waits", extra={"group_id": group_id, "reason": str(error)})
     return changed
