@@ -2,7 +2,7 @@
 
 from mqlayer import outbox
 from mqlayer.consuming import App, Context, MemberOptions
-from mqlayer.errors import MqlayerError
+from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
 from mqlayer.producing import Message, Producer, Receipt
 from mqlayer.settings import Settings
 
@@ -14,9 +14,13 @@ __all__ = [
     "MemberOptions",
     "Message",
     "MqlayerError",
+    "PauseKey",
     "Producer",
     "Receipt",
+    "Reject",
+    "RetryLater",
     "Settings",
+    "Skip",
     "__version__",
     "outbox",
 ]

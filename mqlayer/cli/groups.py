@@ -65,7 +65,7 @@ def set_(
             balance=balance,  # type: ignore[arg-type]  # judged there, for programs too
             if_version=if_version,
         )
-    waits = ",".join(f"{wait:g}" for wait in changed.backoff_s)
+    waits = ",".join(f"{wait:g}" for wait in changed.rules.backoff_s)
     typer.echo(f"settings version {changed.settings_version}: backoff {waits} s, balance by {changed.balance}")
 
 
@@ -200,7 +200,11 @@ def _say_away(standing: GroupStanding) -> None:
 
 
 def _words(value: Any) -> str:
-    return ", ".join(f"{one:g}" for one in value) if isinstance(value, list) else str(value)
+    return (
+        ", ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in value)
+        if isinstance(value, list)
+        else str(value)
+    )
 
 
 @groups.command()

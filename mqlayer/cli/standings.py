@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from mqlayer.cli.showing import shown_age, shown_key
@@ -33,7 +34,7 @@ def settings_row(group: GroupStanding) -> dict[str, Any]:
         "group": facts.name,
         "state": facts.state,
         "start": facts.start if facts.start_at is None else facts.start_at.isoformat(),
-        "backoff_s": list(facts.backoff_s),
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in asdict(facts.rules).items()},
         "ordered": facts.ordered,
         "balance": facts.balance,
         "settings_version": facts.settings_version,

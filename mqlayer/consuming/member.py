@@ -30,7 +30,6 @@ from mqlayer.consuming.heart import Heart
 from mqlayer.consuming.holdings import Held, Holdings, State
 from mqlayer.consuming.links import Link, Links
 from mqlayer.consuming.workers import LoopWorkers, ThreadWorkers
-from mqlayer.domain.backoff import backoff_s
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import MqlayerError, NotFound
@@ -102,7 +101,7 @@ class Member:
         self.stats = MemberStats()
         self._name = f"mqlayer-{group.name}"
         self._database, self._routes, self._application = database, routes, application
-        self._backoff_s: tuple[float, ...] = group.backoff_s
+        self.rules = group.rules
         self._holdings = Holdings()
         self._links = Links()
         self._allocation = -1
@@ -194,7 +193,7 @@ class Member:
         held.attempts[record.offset] = attempts
         held.failed.append((record.offset, attempts))
         self.stats.failed += 1
-        wait_s = backoff_s(self._backoff_s, attempts)
+        wait_s = self.rules.wait_s(attempts, random.random())
         identity = record.identity
         facts = self._facts(held) | {"offset": record.offset, "lp": identity.lp, "seq": identity.seq}
         log.warning("handler_failed", extra=facts | {"attempt": attempts, "wait_s": wait_s, "error": where(error)})
@@ -305,7 +304,7 @@ class Member:
         if answer.allocation < self._allocation:
             return
         self._allocation = answer.allocation
-        self._backoff_s = answer.backoff_s or self._backoff_s
+        self.rules = answer.rules or self.rules
         wanted = {assigned.partition: assigned for assigned in answer.assignments}
         self._assigned = frozenset(partition for partition, assigned in wanted.items() if not assigned.release)
         for held in self._holdings.all():
