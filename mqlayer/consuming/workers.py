@@ -15,7 +15,9 @@ from mqlayer.consuming.clock import clock
 from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.faults import where
 from mqlayer.consuming.holdings import Held, Lane, State
+from mqlayer.consuming.limits import LoopLimits, ThreadLimits
 from mqlayer.domain.message import Record
+from mqlayer.domain.retrying import RetryRules
 from mqlayer.errors import AlreadyApplied, HandlerFault, StaleOwner
 from mqlayer.failpoints import failpoint
 
@@ -32,6 +34,7 @@ class Owner(Protocol):
     """What workers ask of the member they work for."""
 
     dispatcher: Dispatcher
+    rules: RetryRules
 
     def handled(self, count: int) -> None:
         """Count what was handled, and let it be sent."""
@@ -48,6 +51,7 @@ class ThreadWorkers:
 
     def __init__(self, owner: Owner, handle: Callable[[Held, Record], Any], *, count: int, name: str) -> None:
         self._owner, self._handle = owner, handle
+        self._limits = ThreadLimits(name)
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-worker-{i}", daemon=True) for i in range(count)
         ]
@@ -60,11 +64,12 @@ class ThreadWorkers:
     @property
     def alive(self) -> bool:
         """Whether no thread has ended."""
-        return all(thread.is_alive() for thread in self._threads)
+        return self._limits.alive and all(thread.is_alive() for thread in self._threads)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads to end; say whether all have."""
         until = clock() + timeout_s
+        self._limits.stop()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, until - clock()))
@@ -90,7 +95,8 @@ class ThreadWorkers:
 
     def _run(self, lane: Lane, now: float) -> tuple[int, float]:
         """Handle what a lane has, for one turn at most; return how many messages that were, and the time then."""
-        handle, lease, held, batch = self._handle, self._owner.dispatcher.lease, lane.held, lane.batch
+        lease, held, batch = self._owner.dispatcher.lease, lane.held, lane.batch
+        handle = self._limits.around(self._handle, self._owner.rules)
         settled, until, done = held.settled.append, now + TURN_S, 0
         try:
             for record in batch:
@@ -116,6 +122,7 @@ class LoopWorkers:
         self, owner: Owner, handle: Callable[[Held, Record], Awaitable[Any]], *, count: int, name: str
     ) -> None:
         self._owner, self._handle, self._count = owner, handle, count
+        self._limits = LoopLimits()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Event | None = None
         self._thread = threading.Thread(target=self._run_loop, name=f"{name}-loop", daemon=True)
@@ -164,7 +171,8 @@ class LoopWorkers:
 
     async def _run(self, lane: Lane) -> int:
         """Handle what a lane has, for one turn at most; return how many messages that were."""
-        handle, lease, held, batch = self._handle, self._owner.dispatcher.lease, lane.held, lane.batch
+        lease, held, batch = self._owner.dispatcher.lease, lane.held, lane.batch
+        handle = self._limits.around(self._handle, self._owner.rules)
         settled, now, done = held.settled.append, clock(), 0
         until = now + TURN_S
         try:

@@ -26,8 +26,8 @@ Reason = Literal["node_away", "partition_missing", "hidden", "paused", "no_owner
 class Waiting:
     """The first message that is not settled. `key`: None for a message without one.
 
-    `retry_at`: when its next attempt is due at the latest, by its last failure and the group's backoff; a new owner tries
-    at once.
+    `retry_at`: when its next attempt is due at the latest, by its last failure and the group's backoff; a new owner
+    tries at once.
     """
 
     offset: int

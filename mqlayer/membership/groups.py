@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypedDict, Unpack
 
 from mqlayer.domain.names import check_name
-from mqlayer.domain.retrying import POLICIES, RULES_COUNT, Policy, RetryRules, check_error_name
+from mqlayer.domain.retrying import POLICIES, RULES_COUNT, Policy, RetryRules, check_error_name, error_name
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.starts import Beginning, Beginnings, Start, kept_partitions, still_hold
@@ -58,6 +58,22 @@ class GroupSettings:
             if value is not None:
                 said[name] = None if value == math.inf else value
         return RetryRules(**said)
+
+
+class Rules(TypedDict, total=False):
+    """The settings that are rules for messages that fail, as a program says them; what is None is not said.
+
+    See RetryRules. Errors are classes, or their names; a time without end, `math.inf`, says that there is no limit.
+    """
+
+    backoff_s: Sequence[float] | None
+    jitter: float | None
+    attempt_limit: int | None
+    policy: Policy | None
+    final_errors: Sequence[str | type[BaseException]] | None
+    retried_errors: Sequence[str | type[BaseException]] | None
+    time_limit_s: float | None
+    time_cap_s: float | None
 
 
 RULES: Final = tuple(field.name for field in fields(RetryRules))
@@ -125,12 +141,30 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
         raise Conflict(
             f"group {name!r} of topic {topic!r} is retired", "trimming does not wait for it: use another group"
         )
-    _refuse_others(group, settings)
+    refuse_others(group, settings)
     if group.state == "creating":
         failpoint("group.after_insert")
         while not _store_starts(database, routes, group, prefix=prefix, unsafe=unsafe):
             log.info("group_starts_again", extra={"topic": topic, "group": name})
     return find_group(database, topic, name)
+
+
+def settings_of(
+    start: Start = "earliest", *, ordered: bool | None = None, balance: Balance | None = None, **rules: Unpack[Rules]
+) -> GroupSettings:
+    """Return settings as a program says them. Raises InvalidInput for those that no group can have."""
+    said: dict[str, Any] = {**rules}
+    if said.get("backoff_s") is not None:
+        said["backoff_s"] = tuple(map(float, said["backoff_s"]))
+    for name in ("final_errors", "retried_errors"):
+        if said.get(name) is not None:
+            if isinstance(said[name], str):
+                raise InvalidInput(f"{name} is a list of exceptions or their names, not the text {said[name]!r}")
+            said[name] = tuple(error if isinstance(error, str) else error_name(error) for error in said[name])
+    settings = GroupSettings(start=start, ordered=ordered, balance=balance, **said)
+    check_start(start)
+    check_settings(settings)
+    return settings
 
 
 def check_settings(settings: GroupSettings) -> None:
@@ -142,8 +176,9 @@ def check_settings(settings: GroupSettings) -> None:
         raise InvalidInput(f"a group is balanced by count or by rate, not {settings.balance!r}")
     if settings.jitter is not None and not 0 <= settings.jitter <= 1:
         raise InvalidInput(f"the jitter is the part of a wait that may be left out: from 0 to 1, not {settings.jitter}")
-    if settings.attempt_limit is not None and not 1 <= settings.attempt_limit < 2**31:
-        raise InvalidInput(f"a message is tried at least once, not {settings.attempt_limit} times")
+    attempts = settings.attempt_limit
+    if attempts is not None and not (1 <= attempts < 2**31 and attempts == int(attempts)):
+        raise InvalidInput(f"the attempts of a message are a whole number from 1 on, not {attempts}")
     if settings.policy not in (None, *POLICIES):
         raise InvalidInput(f"the policy is one of {', '.join(POLICIES)}, not {settings.policy!r}")
     for name in (*(settings.final_errors or ()), *(settings.retried_errors or ())):
@@ -165,7 +200,7 @@ def as_columns(values: dict[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
-def _refuse_others(group: Group, settings: GroupSettings) -> None:
+def refuse_others(group: Group, settings: GroupSettings) -> None:
     """Raise Conflict where a member says another setting than the server has: two of them must not take turns."""
     for name in (*RULES, "ordered", "balance"):
         brought, there = getattr(settings, name), getattr(group.rules if name in RULES else group, name)

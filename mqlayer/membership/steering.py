@@ -9,9 +9,8 @@ meanwhile gets nothing, and a crash at any line leaves the state before or the s
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
-from mqlayer.domain.retrying import Policy
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.groups import (
@@ -19,10 +18,11 @@ from mqlayer.membership.groups import (
     Balance,
     Group,
     GroupSettings,
+    Rules,
     as_columns,
-    check_settings,
     check_times,
     find_group,
+    settings_of,
 )
 from mqlayer.membership.rebalance import change_group, rebalance
 from mqlayer.postgres.audit import note
@@ -36,33 +36,15 @@ def set_group(
     name: str,
     *,
     actor: str,
-    backoff_s: tuple[float, ...] | None = None,
     balance: Balance | None = None,
-    jitter: float | None = None,
-    attempt_limit: int | None = None,
-    policy: Policy | None = None,
-    final_errors: tuple[str, ...] | None = None,
-    retried_errors: tuple[str, ...] | None = None,
-    time_limit_s: float | None = None,
-    time_cap_s: float | None = None,
     if_version: int | None = None,
+    **rules: Unpack[Rules],
 ) -> Group:
-    """Change settings of a group for all of its members, at once; return it as it is then. See GroupSettings.
+    """Change settings of a group for all of its members, at once; return it as it is then. See GroupSettings and Rules.
 
     Raises InvalidInput, NotFound, and Conflict where its settings are not of the version named any more.
     """
-    settings = GroupSettings(
-        backoff_s=backoff_s,
-        balance=balance,
-        jitter=jitter,
-        attempt_limit=attempt_limit,
-        policy=policy,
-        final_errors=final_errors,
-        retried_errors=retried_errors,
-        time_limit_s=time_limit_s,
-        time_cap_s=time_cap_s,
-    )
-    check_settings(settings)
+    settings = settings_of(balance=balance, **rules)
     if settings == GroupSettings():
         raise InvalidInput("nothing to set: name a setting")
     facts = {
