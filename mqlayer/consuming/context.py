@@ -8,7 +8,7 @@ from typing import Any
 
 from mqlayer.consuming.holdings import Held
 from mqlayer.consuming.limits import under_way
-from mqlayer.domain.message import NO_KEY, Identity, Record
+from mqlayer.domain.message import NO_KEY, Identity, ParkedRecord, Record
 from mqlayer.errors import AlreadyApplied, HandlerFault, StaleOwner
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.queries import query
@@ -79,7 +79,9 @@ class Context:
     @property
     def attempt(self) -> int:
         """1 at the first delivery; one more after each failure."""
-        return self._held.attempts.get(self._record.offset, 0) + 1
+        record = self._record
+        before = record.attempts if isinstance(record, ParkedRecord) else self._held.attempts.get(record.offset, 0)
+        return before + 1
 
     @property
     def remaining_s(self) -> float:
@@ -126,12 +128,14 @@ class Context:
 
     def _fence_facts(self) -> Mapping[str, Any]:
         source, lp, seq = self._record.identity
+        # Of a message that was sent again, later ones of its key may have been applied.
+        alone = not self._held.ordered or (isinstance(self._record, ParkedRecord) and self._record.redriven)
         return {
             "group_id": self._group_id,
             "lp": lp,
             "source": source,
             # Out of order a lower seq may come after a higher one of its key: each message stands alone then.
-            "key": self.key if self._held.ordered else None,
+            "key": None if alone else self.key,
             "seq": seq,
             "epoch": self._held.epoch,
             "replay": self._held.assigned.replay,

@@ -90,6 +90,7 @@ class Group:
     name: str
     state: str
     start: Start
+    strategy: str
     version: int
     seek: int
     ordered: bool

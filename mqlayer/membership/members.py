@@ -52,13 +52,15 @@ class Assigned:
 class Beat:
     """The answer to a heartbeat. `known` is False when the lease had run out or another process took the id.
 
-    `rules`: the group's settings for messages that fail.
+    `rules`: the group's settings for messages that fail. `parking`: how often operators and scans acted on its parked
+    keys.
     """
 
     known: bool
     replaced: bool
     allocation: int = 0
     rules: RetryRules | None = None
+    parking: int = 0
     assignments: tuple[Assigned, ...] = ()
 
 
@@ -130,9 +132,9 @@ def beat(database: Database, session: Session, *, lease_s: float, own: Collectio
         _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
     with database.connection() as connection:
         rows = connection.execute(query("member_assignments"), facts).fetchall()
-    assigned = tuple(Assigned(*row[: -1 - RULES_COUNT]) for row in rows if row[0] is not None)
-    allocation, *columns = rows[0][-1 - RULES_COUNT :] if rows else (0,)
-    return Beat(True, False, allocation, RetryRules.of(columns) if columns else None, assigned)
+    assigned = tuple(Assigned(*row[: -2 - RULES_COUNT]) for row in rows if row[0] is not None)
+    parking, allocation, *columns = rows[0][-2 - RULES_COUNT :] if rows else (0, 0)
+    return Beat(True, False, allocation, RetryRules.of(columns) if columns else None, parking, assigned)
 
 
 def release(database: Database, session: Session, *assigned: Assigned) -> None:

@@ -9,7 +9,7 @@ ON CONFLICT (topic_id, name) DO NOTHING;
 
 -- name: group_find
 -- One group of a topic.
-SELECT g.group_id, g.topic_id, g.state, g.start, g.start_at, g.version, g.seek, g.ordered, g.balance,
+SELECT g.group_id, g.topic_id, g.state, g.start, g.start_at, t.strategy, g.version, g.seek, g.ordered, g.balance,
        g.settings_version, g.paused_at, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors,
        g.retried_errors, g.time_limit_s, g.time_cap_s
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
@@ -154,7 +154,7 @@ ORDER BY g.group_id;
 -- an old process must not learn the epochs of the one that took its id.
 SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_offset, 1) AS start_offset,
        a.target IS DISTINCT FROM a.member_id AS release, coalesce(e.cut, false) AS cut, g.seek, g.replay,
-       g.allocation, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors, g.retried_errors,
+       g.parking, g.allocation, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors, g.retried_errors,
        g.time_limit_s, g.time_cap_s
 FROM mqlayer.consumer_group g
 LEFT JOIN mqlayer.member m ON m.group_id = g.group_id AND m.member_id = %(member_id)s AND m.session = %(session)s

@@ -70,7 +70,7 @@ def test_a_member_that_brings_other_settings_is_refused_and_both_are_named(
 def test_each_rule_that_a_member_brings_is_held_against_the_groups(brought: Rules, both: str) -> None:
     """Case 63, of the rules for messages that fail."""
     there = settings_of(jitter=0.5, final_errors=(KeyError,), time_limit_s=5)
-    group = Group(1, 1, "orders", "g", "live", "earliest", 1, 0, True, "count", 1, None, there.rules())
+    group = Group(1, 1, "orders", "g", "live", "earliest", "strict", 1, 0, True, "count", 1, None, there.rules())
     refuse_others(group, there)
     refuse_others(group, settings_of())
     with pytest.raises(Conflict, match=both):
