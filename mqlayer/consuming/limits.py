@@ -74,13 +74,20 @@ class Timer:
         """How many seconds are left."""
         return max(0.0, self.until - clock())
 
-    def over(self) -> MessageTimeout:
-        """Return the error for a handler whose time is up."""
-        return MessageTimeout(round(self.until - self._began, 3))
+    @property
+    def whole_s(self) -> float:
+        """How many seconds it has in all."""
+        return round(self.until - self._began, 3)
 
 
 under_way: Final[ContextVar[Timer | None]] = ContextVar("mqlayer_timer", default=None)
 """The timer of the message that this thread or task handles; None where it has no limit."""
+
+
+def timed_out(end: TimeIsUp) -> MessageTimeout:
+    """Return what is reported of a plain handler that was ended, with the place where it was."""
+    timer = under_way.get()
+    return MessageTimeout(math.nan if timer is None else timer.whole_s).with_traceback(end.__traceback__)
 
 
 def limited(rules: RetryRules) -> bool:
@@ -137,7 +144,7 @@ class ThreadLimits:
             finally:
                 self._leave(timer)
         except TimeIsUp as end:
-            raise timer.over().with_traceback(end.__traceback__) from None
+            raise timed_out(end) from None
         finally:
             under_way.reset(token)
 
@@ -214,7 +221,7 @@ class LoopLimits:
             if not scope.expired():
                 raise
             place = error.__cause__ or error
-            raise timer.over().with_traceback(place.__traceback__) from None
+            raise MessageTimeout(timer.whole_s).with_traceback(place.__traceback__) from None
         finally:
             under_way.reset(token)
 
