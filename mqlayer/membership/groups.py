@@ -161,7 +161,9 @@ def settings_of(
         if said.get(name) is not None:
             if isinstance(said[name], str):
                 raise InvalidInput(f"{name} is a list of exceptions or their names, not the text {said[name]!r}")
-            said[name] = tuple(error if isinstance(error, str) else error_name(error) for error in said[name])
+            # Sorted: two programs that say the same in another order agree.
+            names = {error if isinstance(error, str) else error_name(error) for error in said[name]}
+            said[name] = tuple(sorted(names))
     settings = GroupSettings(start=start, ordered=ordered, balance=balance, **said)
     check_start(start)
     check_settings(settings)
