@@ -66,6 +66,10 @@ class Busy(OSError):
         (("OSError",), ("OSError",), OSError(), True),
         ((error_name(Busy),), (), Busy(), True),
         (("mqlayer.errors.MessageTimeout",), (), MessageTimeout(5.0), True),
+        (("Exception",), (), MessageTimeout(5.0), True),
+        ((), ("OSError",), MessageTimeout(5.0), False),
+        (("Exception",), ("OSError",), RetryLater(1), False),
+        ((), ("OSError",), PauseKey(1), False),
     ],
 )
 def test_an_error_is_final_by_its_class_or_its_nearest_base_that_is_named(
