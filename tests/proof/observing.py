@@ -14,13 +14,15 @@ import redis
 from mqlayer.changes import retiring
 from mqlayer.consuming import heart
 from mqlayer.errors import StoreUnavailable
+from mqlayer.domain.routing import PartitionId
 from mqlayer.membership.gates import drained
 from mqlayer.membership.members import Assigned, Beat, Session, beat, leave, release
+from mqlayer.parking import Burial, Ledger, Page, Written
 from mqlayer.postgres.database import Database
 from mqlayer.redis.nodes import Command, NodeConnection
 from mqlayer.redis.partitions import retire_command
 from mqlayer.topics import mending
-from tests.proof.history import Assignment, Drain, History
+from tests.proof.history import Assignment, Drain, History, SetAside
 from tests.proof.streams import read_records
 
 
@@ -110,6 +112,29 @@ def observe_retiring(history: History, topic: str) -> None:
 
     for module in (retiring, mending):
         _replace(module, retire_command=bury)
+
+
+def observe_burials(history: History, topic: str, group: str) -> None:
+    """From now on, note with which reason messages leave the group, before they do."""
+
+    def write(ledger: Ledger, partition: PartitionId, epoch: int, page: Page) -> Written:
+        burials = [*page.burials, *(turn.burial for turn in page.turns if turn.burial is not None)]
+        operations = [history.begin(_set_aside(burial, topic, group)) for burial in burials]
+        written = write_page(ledger, partition, epoch, page)
+        for operation in operations:
+            operation.ok()
+        return written
+
+    write_page = Ledger.write
+    _replace(Ledger, write=write)
+
+
+def _set_aside(burial: Burial, topic: str, group: str) -> SetAside:
+    source, lp, seq = burial.record.identity
+    key, how = burial.record.key.decode(), "dead" if burial.keep else "skip"
+    return SetAside(
+        topic=topic, group=group, key=key, source=source, lp=lp, seq=seq, how=how, reason=burial.reason
+    )  # fmt: skip
 
 
 def _replace(module: Any, **functions: Callable[..., Any]) -> None:
