@@ -13,8 +13,8 @@ import redis
 
 from mqlayer.changes import retiring
 from mqlayer.consuming import heart
-from mqlayer.errors import StoreUnavailable
 from mqlayer.domain.routing import PartitionId
+from mqlayer.errors import StoreUnavailable
 from mqlayer.membership.gates import drained
 from mqlayer.membership.members import Assigned, Beat, Session, beat, leave, release
 from mqlayer.parking import Burial, Ledger, Page, Written
