@@ -265,7 +265,7 @@ class Dispatcher:
                 if not held.finished and self.lease.holds():
                     work.due = [p for p in held.parked.ripe(clock()) if self._may_start(held, p)][: max(0, starts)]
                     held.parked.take_ripe(work.due)
-                    # Under way from here: what is drained while they are being started would be handled twice at a time.
+                    # Under way from here: whoever follows when this is drained would start them too.
                     held.busy += len(work.due)
                 while held.to_park and count > 0 and size > 0:
                     lane = held.to_park.popleft()

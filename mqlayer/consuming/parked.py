@@ -113,7 +113,7 @@ class Parkings:
                 self.settled(offset)
 
     def ripe(self, now: float) -> list[Parking]:
-        """Return the keys that are due, each once, the longest due first; ask again for those that can't be started yet."""
+        """Return the keys that are due, each once, the first one first; ask again for those that can't be started."""
         while self._due and self._due[0][0] <= now:
             due, _, parking = heapq.heappop(self._due)
             if parking.due == due and self.by_name.get(parking.ref.name) is parking:

@@ -40,7 +40,7 @@ from mqlayer.postgres.database import Connection, Database
 from mqlayer.relay import Relay
 from mqlayer.routes.cache import load_nodes, load_route
 from tests.proof.history import Deliver, Effect, History, Operation, Publish
-from tests.proof.observing import MemberWitness, observe_burials, observe_retiring
+from tests.proof.observing import MemberWitness, observe_parking, observe_retiring
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,8 @@ def sell(name: str, directory: Path, stopping: threading.Event) -> None:
     MQLAYER_TEST_ASYNC is there.
     """
     app, history, faults = mqlayer.App(), History(directory, f"{name}-{os.getpid()}"), Faults(directory)
-    observe_burials(history, TOPIC, GROUP)
+    MemberWitness(history, TOPIC).observe()
+    observe_parking(history, TOPIC, GROUP)
     rules: dict[str, Any] = json.loads(os.environ.get("MQLAYER_TEST_RULES", "{}"))
     options = mqlayer.MemberOptions(concurrency=6, member_id=os.environ.get("MQLAYER_TEST_MEMBER", ""))
     register = app.consumer(TOPIC, group=GROUP, start="earliest", options=options, **rules)

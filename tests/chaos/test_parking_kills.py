@@ -220,7 +220,7 @@ def test_a_message_that_kills_its_consumer_every_time_comes_to_its_end(scene: Sc
     shop.fail(deadly=["47"])
     scene.publish()
     deaths = restart_until(shop, lambda: shop.in_place(dead_message=1, sink=COUNT - 1))
-    [(seq, cause, attempts, reason)] = shop.rows("SELECT seq, cause, attempts, reason FROM mqlayer.dead_message")
+    [(cause, attempts, reason)] = shop.rows("SELECT cause, attempts, reason FROM mqlayer.dead_message")
     assert (cause, attempts, reason) == ("exhausted", limit, "nobody answered")
     assert deaths >= 3 + limit
     assert attempts_of(scene, "47") == {1}

@@ -205,7 +205,7 @@ def test_messages_that_stand_alone_are_parked_alone(stage: Stage) -> None:
 
 @pytest.mark.parametrize("error", [Reject("a\x00b"), Reject("\ud800"), Fault("a\x00b"), Fault("\ud800")])
 def test_whatever_an_error_says_can_be_kept(stage: Stage, error: Exception) -> None:
-    """Postgres takes neither NUL nor half of a pair: such a reason would be sent for ever, and nothing else be parked."""
+    """Postgres takes neither NUL nor half of a pair: it would be sent for ever, and nothing else be parked."""
     shop = Shop("k", error=error)
     stage.send([("k", b"1"), ("other", b"2")])
     stage.consume(shop.recorder, backoff_s=(0.01,), attempt_limit=2, policy="dead_letter")
