@@ -8,10 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
+from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.messages import MessageOption, ReasonOption, identity_given
 from mqlayer.cli.options import TopicArgument
 from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_age, shown_key
 from mqlayer.cli.standings import head_facts, partition_facts, waiting_words
+from mqlayer.failures import skip_head
 from mqlayer.inspecting import KeyStanding, Search, explain_key
 from mqlayer.postgres.database import Database
 
@@ -21,11 +24,6 @@ keys = typer.Typer(no_args_is_help=True, help="Keys: where they are, and what th
 def add_to(app: typer.Typer) -> None:
     """Put the commands into the application."""
     app.add_typer(keys, name="key")
-
-
-@keys.callback()
-def key() -> None:
-    """Keep `explain` a command of its own also while it is the only one."""
 
 
 @keys.command()
@@ -47,6 +45,37 @@ def explain(
     show_rows(map(_crossed, map(asdict, found.crossings)), as_json=False, nothing="")
     for line in _lines(found):
         typer.echo(line)
+
+
+@keys.command("skip-head")
+def skip_head_(
+    topic: TopicArgument,
+    group: Annotated[str, typer.Argument(help="The group's name.")],
+    key: Annotated[str, typer.Argument(help="The message key.")],
+    reason: ReasonOption,
+    message: MessageOption = None,
+) -> None:
+    """Let the message that a key waits for die, and the key go on; its body is kept, `dead redrive` takes it back.
+
+    With --message only if it is this one. An owner that has it in hand finds its ack refused.
+    """
+    settings = settings_here()
+    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        skipped = skip_head(
+            database,
+            topic,
+            group,
+            key,
+            reason=reason,
+            actor=actor(),
+            prefix=settings.key_prefix,
+            only=identity_given(message),
+            application=application,
+            unsafe=settings.allow_unsafe_redis,
+        )
+    typer.echo(f"message {skipped.identity} is passed over: dead message {skipped.dead_id}")
+    if not skipped.fenced:
+        typer.echo("if a handler has it in hand, its effect may still commit; its ack is refused", err=True)
 
 
 def _crossed(crossing: dict[str, Any]) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def cancel_redrive(database: Database, redrive_id: int, *, actor: str) -> Redriv
     _running(database, redrive_id)
 
     def work(connection: Connection) -> None:
-        facts = {"redrive_id": redrive_id, "state": "cancelled"}
+        facts = {"redrive_id": redrive_id, "state": "cancelled", "gone": 0}
         row = connection.execute(query("redrive_end"), facts).fetchone()
         if row is None:
             raise Conflict(f"redrive {redrive_id} is over", "see what it did: mqlayer dead results")
@@ -317,11 +317,13 @@ class _Work:
         return results
 
     def _end(self, connection: Connection, wanted: DeadFilter) -> None:
+        missing: list[tuple[int]] = []
         if wanted.dead_ids is not None:
             facts = {"redrive_id": self._redrive_id, "dead_ids": list(wanted.dead_ids)}
             missing = connection.execute(query("redrive_missing"), facts).fetchall()
             self._put_results(connection, {row[0]: "gone" for row in missing})
-        connection.execute(query("redrive_end"), {"redrive_id": self._redrive_id, "state": "done"})
+        facts = {"redrive_id": self._redrive_id, "state": "done", "gone": len(missing)}
+        connection.execute(query("redrive_end"), facts)
         log.info("redrive_done", extra={"redrive": self._redrive_id})
 
     def _put_results(self, connection: Connection, results: dict[int, Result]) -> None:

@@ -345,12 +345,13 @@ RETURNING d.dead_id, d.lp, d.source, d.seq;
 -- The keys of redriven messages are parked and due; those that are parked stay as they are, locked. A message that stands
 -- alone is parked under its own name (mqlayer/domain/parking.py).
 INSERT INTO mqlayer.parked_key AS k (group_id, lp, name, cause, due_at)
-SELECT DISTINCT d.group_id, d.lp,
-       CASE WHEN %(alone)s::boolean OR d.key = '\xff'::bytea
-            THEN '\xff'::bytea || convert_to(format('%%s:%%s:%%s', d.source, d.lp, d.seq), 'UTF8') ELSE d.key END AS name,
-       'redriven', clock_timestamp()
-FROM mqlayer.dead_message d WHERE d.dead_id = ANY(%(dead_ids)s::bigint[])
-ORDER BY 1, 2, 3
+SELECT f.group_id, f.lp, f.name, 'redriven', clock_timestamp()
+FROM (SELECT DISTINCT d.group_id, d.lp,
+             CASE WHEN %(alone)s::boolean OR d.key = '\xff'::bytea
+                  THEN '\xff'::bytea || convert_to(format('%%s:%%s:%%s', d.source, d.lp, d.seq), 'UTF8')
+                  ELSE d.key END AS name
+      FROM mqlayer.dead_message d WHERE d.dead_id = ANY(%(dead_ids)s::bigint[])) AS f
+ORDER BY f.group_id, f.lp, f.name
 ON CONFLICT (group_id, lp, name) DO UPDATE SET cause = k.cause;
 
 -- name: redrive_messages_put
@@ -396,7 +397,7 @@ WHERE redrive_id = %(redrive_id)s;
 
 -- name: redrive_end
 -- A redrive is over: done, or cancelled by an operator. Nothing where it was over before.
-UPDATE mqlayer.redrive SET state = %(state)s, ended_at = clock_timestamp(), worker = NULL, lease_until = NULL
+UPDATE mqlayer.redrive SET state = %(state)s, not_sent = not_sent + %(gone)s, ended_at = clock_timestamp(), worker = NULL, lease_until = NULL
 WHERE redrive_id = %(redrive_id)s AND state = 'running'
 RETURNING redrive_id, group_id, sent, not_sent;
 
