@@ -52,6 +52,7 @@ SCAN_LIMIT: Final = 10_000
 CALL_BYTES: Final = 16_000_000
 """How much of bodies one call may have its node look at, at most."""
 CALLS_AT_ONCE: Final = 32
+FENCE_PATIENCE: Final = {"lock_wait": "500ms", "idle": "5s"}
 AGAIN: Final = "look at the key, and say it again if it is still right: mqlayer key explain"
 
 
@@ -227,7 +228,9 @@ class _Act:
             "replay": head.way.replay,
         }
         try:
-            with application.connection() as connection:
+            with application.connection() as connection, connection.transaction():
+                # The first effect of an LP that has not ended holds up whoever raises it.
+                connection.execute(query("transaction_patience"), FENCE_PATIENCE)
                 connection.execute(query("fence_raise"), facts)
                 ((at, applied),) = connection.execute(query("fence_state"), facts).fetchall()
         except MqlayerError as error:

@@ -1,4 +1,4 @@
-"""Dead messages are given back to their group: in order, once, at a rate, over kills; one, a key's, or many. Case 68."""
+"""Dead messages are given back to their group: in order, once, at a rate, over kills; one, or many. Case 68."""
 
 from __future__ import annotations
 
