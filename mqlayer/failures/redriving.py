@@ -203,19 +203,19 @@ def work_on(
     worker: str,
     stop: threading.Event | None = None,
     batch: int = BATCH,
-    wait: bool = True,
+    longest_wait_s: float = float("inf"),
 ) -> Redrive:
     """Give back what a redrive is for until it is over, somebody else has it, or `stop` is set; return how it stands.
 
-    `worker` has its lease. Where it is stopped it leaves the lease, so that anybody goes on at once. Without `wait` it
-    also leaves as soon as the rate has it wait.
+    `worker` has its lease. Where it is stopped it leaves the lease, so that anybody goes on at once; also where the rate
+    has it wait for longer than `longest_wait_s`.
     """
     stop = stop or threading.Event()
     work = _Work(database, redrive_id, worker, batch)
     while not stop.is_set() and (pause_s := work.keep()) is not None:
         if pause_s == 0:
             work.send()
-        elif not wait:
+        elif pause_s > longest_wait_s:
             break
         else:
             stop.wait(min(pause_s, LOOK_S))

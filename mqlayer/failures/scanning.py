@@ -24,6 +24,8 @@ OVERDUE_S: Final = 5.0
 """How long a key may be due before its group is told again."""
 ATTEMPTS_HORIZON_S: Final = 7 * 86_400.0
 """How old the failed attempts of a message must be that is neither parked nor dead, before they are forgotten."""
+LONGEST_WAIT_S: Final = 1.0
+"""For how long a scan waits for a redrive's rate; a slower one is left until it may send again."""
 ROWS_AT_ONCE: Final = 5_000
 ROUNDS: Final = 200
 
@@ -68,7 +70,7 @@ def _tell_overdue(database: Database) -> int:
 def _work_on_left(database: Database, until: float) -> None:
     with database.connection() as connection:
         left = [row[0] for row in connection.execute(query("redrives_left")).fetchall()]
-    for redrive_id in left:
+    for number, redrive_id in enumerate(left):
         remaining = until - time.monotonic()
         worker = new_worker()
         if remaining <= 0:
@@ -77,11 +79,11 @@ def _work_on_left(database: Database, until: float) -> None:
             continue
         failpoint("scan.after_take")
         stop = threading.Event()
-        timer = threading.Timer(remaining, stop.set)
+        timer = threading.Timer(remaining / (len(left) - number), stop.set)
         timer.daemon = True
         timer.start()
         try:
-            work_on(database, redrive_id, worker=worker, stop=stop, wait=False)
+            work_on(database, redrive_id, worker=worker, stop=stop, longest_wait_s=LONGEST_WAIT_S)
         except MqlayerError as error:
             log.warning("redrive_waits", extra={"redrive": redrive_id, "reason": str(error)})
         finally:

@@ -226,14 +226,14 @@ def test_a_rate_is_kept_over_batches_and_workers(failing: Failing) -> None:
     failing.bury(*numbered(failing, "a", 1, 2, 3, 4))
     database = failing.stage.database
     redrive_id, worker = begin(failing, per_s=2.0)
-    first = work_on(database, redrive_id, worker=worker, wait=False)
+    first = work_on(database, redrive_id, worker=worker, longest_wait_s=0)
     assert (first.state, first.sent, first.worked_on) == ("running", 2, False)
     another = new_worker()
     resume_redrive(database, redrive_id, actor="a test", worker=another)
-    assert work_on(database, redrive_id, worker=another, wait=False).sent == 2, "the rate is not the worker's"
+    assert work_on(database, redrive_id, worker=another, longest_wait_s=0).sent == 2, "the rate is not the worker's"
     failing.sql("UPDATE mqlayer.redrive SET next_at = next_at - interval '1 second'")
     resume_redrive(database, redrive_id, actor="a test", worker=another)
-    assert work_on(database, redrive_id, worker=another, wait=False).sent == 4
+    assert work_on(database, redrive_id, worker=another, longest_wait_s=0).sent == 4
 
 
 def test_a_cancelled_redrive_ends_for_whoever_works_on_it_and_what_it_gave_back_stays(failing: Failing) -> None:
