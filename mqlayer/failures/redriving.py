@@ -207,8 +207,8 @@ def work_on(
 ) -> Redrive:
     """Give back what a redrive is for until it is over, somebody else has it, or `stop` is set; return how it stands.
 
-    `worker` has its lease. Where it is stopped it leaves the lease, so that anybody goes on at once; also where the rate
-    has it wait for longer than `longest_wait_s`.
+    `worker` has its lease. Where it is stopped it leaves the lease, so that anybody goes on at once; also where the
+    rate has it wait for longer than `longest_wait_s`.
     """
     stop = stop or threading.Event()
     work = _Work(database, redrive_id, worker, batch)
