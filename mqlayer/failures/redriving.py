@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 BATCH: Final = 100
 """How many messages one transaction gives back, at most; with a rate, what a second gives."""
+LOOK_AHEAD: Final = 500
+"""How far beyond a batch's end a message of its last key is looked for that is earlier by its source's numbers."""
 LEASE_S: Final = 10.0
 LOOK_S: Final = 1.0
 """How often whoever waits for the rate looks whether it was cancelled."""
@@ -226,15 +228,16 @@ def work_on(
 
 @dataclass(frozen=True, slots=True)
 class _Picked:
-    """A dead message that is next, and its place in the order of keys. `early`: its place is beyond the batch's end."""
+    """A dead message that is next, and its place in the order of keys."""
 
     dead_id: int
     lp: int
     key: bytes
     partition: int
     offset: int
+    source: int
+    seq: int
     bodiless: bool
-    early: bool
 
     @property
     def place(self) -> dict[str, Any]:
@@ -277,39 +280,45 @@ class _Work:
         wanted, per_s = DeadFilter.of(row[0]), row[2]
         cursor = dict(zip(("at_lp", "at_key", "at_partition", "at_offset", "at_dead_id"), row[3:], strict=True))
         limit = self._batch if per_s == 0 else max(1, min(self._batch, int(per_s)))
-        picked = self._pick(connection, wanted, {"upto": row[1], "limit": limit} | cursor)
-        if not picked:
+        found = self._find(connection, wanted, {"upto": row[1], "limit": limit + LOOK_AHEAD} | cursor)
+        if not found:
             self._end(connection, wanted)
             return
+        picked = self._without_known(connection, _batch(found, limit))
         results = self._give_back(connection, picked)
-        last = max((one for one in picked if not one.early), key=lambda one: tuple(one.place.values()))
         sent = sum(result == "sent" for result in results.values())
         self._put_results(connection, results)
         advance = {"sent": sent, "not_sent": len(picked) - sent, "pause_s": sent / per_s if per_s else 0.0,
                    "lease_s": LEASE_S}  # fmt: skip
-        connection.execute(query("redrive_advance"), facts | last.place | advance)
+        connection.execute(query("redrive_advance"), facts | found[:limit][-1].place | advance)
         failpoint("redrive.before_commit")
 
-    def _pick(self, connection: Connection, wanted: DeadFilter, facts: dict[str, Any]) -> list[_Picked]:
+    def _find(self, connection: Connection, wanted: DeadFilter, facts: dict[str, Any]) -> list[_Picked]:
         facts |= {"redrive_id": self._redrive_id, "group_id": self._group.group_id} | wanted.facts()
         name = "redrive_pick" if wanted.dead_ids is None else "redrive_pick_named"
-        rows = connection.execute(query(name), facts).fetchall()
+        rows = _run(connection, name, facts).fetchall()
         return [_Picked(dead_id, lp, bytes(key), *rest) for dead_id, lp, key, *rest in rows]
+
+    def _without_known(self, connection: Connection, picked: list[_Picked]) -> list[_Picked]:
+        """Leave out what an earlier batch took from further on, and that may have died again since."""
+        facts = {"redrive_id": self._redrive_id, "dead_ids": [one.dead_id for one in picked]}
+        known = {row[0] for row in _run(connection, "redrive_known", facts).fetchall()}
+        return [one for one in picked if one.dead_id not in known]
 
     def _give_back(self, connection: Connection, picked: Sequence[_Picked]) -> dict[int, Result]:
         """Let messages join their keys' lines in this order; return what became of each."""
         results: dict[int, Result] = {one.dead_id: "no_body" if one.bodiless else "already" for one in picked}
-        marked = connection.execute(query("redrive_mark"), {"dead_ids": list(results)}).fetchall()
+        marked = _run(connection, "redrive_mark", {"dead_ids": list(results)}).fetchall()
         dead = {row[0] for row in marked}
         facts = {"dead_ids": [dead_id for dead_id in results if dead_id in dead], "alone": self._alone}
         if not dead:
             return results
-        connection.execute(query("redrive_keys_put"), facts)
-        joined = connection.execute(query("redrive_messages_put"), facts).fetchall()
+        _run(connection, "redrive_keys_put", facts)
+        joined = _run(connection, "redrive_messages_put", facts).fetchall()
         identities = {(lp, source, seq) for lp, _, source, seq in joined}
         lps, names, sources, seqs = ([row[at] for row in joined] for at in range(4))
         heads = {"group_id": self._group.group_id, "lps": lps, "names": names, "sources": sources, "seqs": seqs}
-        connection.execute(query("redrive_heads_put"), heads)
+        _run(connection, "redrive_heads_put", heads)
         for dead_id, lp, source, seq in marked:
             if (lp, source, seq) in identities:
                 results[dead_id] = "sent"
@@ -329,6 +338,34 @@ class _Work:
     def _put_results(self, connection: Connection, results: dict[int, Result]) -> None:
         facts = {"redrive_id": self._redrive_id, "dead_ids": list(results), "results": list(results.values())}
         connection.execute(query("redrive_results_put"), facts)
+
+
+def _run(connection: Connection, name: str, facts: dict[str, Any]) -> Any:
+    """Run a statement planned for the tables as they are: they may have been empty when it was first prepared."""
+    return connection.execute(query(name), facts, prepare=False)
+
+
+def _batch(found: Sequence[_Picked], limit: int) -> list[_Picked]:
+    """Return the first messages of those found, in the order in which they are given back: that of the log.
+
+    But what a source numbered goes by its numbers: a node that fell back was sent later ones again, at lower offsets.
+    Of the last key, whose messages may not end here, such a one is taken from further on.
+    """
+    ahead = list(found[:limit])
+    last = ahead[-1]
+    tops: dict[int, int] = {}
+    for one in ahead:
+        if (one.lp, one.key) == (last.lp, last.key):
+            tops[one.source] = max(one.seq, tops.get(one.source, 0))
+    ahead += [
+        one for one in found[limit:] if (one.lp, one.key) == (last.lp, last.key) and one.seq < tops.get(one.source, 0)
+    ]
+    places = {one.dead_id: place for place, one in enumerate(ahead)}
+    highest: dict[tuple[int, bytes, int], int] = {}
+    for one in sorted(ahead, key=lambda one: one.seq):
+        line = (one.lp, one.key, one.source)
+        highest[line] = places[one.dead_id] = max(places[one.dead_id], highest.get(line, 0))
+    return sorted(ahead, key=lambda one: (one.lp, one.key, places[one.dead_id], one.seq))
 
 
 def _running(database: Database, redrive_id: int) -> None:

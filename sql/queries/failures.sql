@@ -281,51 +281,34 @@ FROM mqlayer.redrive
 WHERE redrive_id = %(redrive_id)s AND state = 'running' AND worker = %(worker)s FOR UPDATE;
 
 -- name: redrive_pick
--- The next dead messages of a redrive: key by key, each key's as they were published. Of the last key also what lies
--- further on in the log but is earlier by its source's numbers: its node fell back, and was sent the later ones again.
-WITH matching AS NOT MATERIALIZED (
-    SELECT d.dead_id, d.lp, d.key, d.source, d.seq, d.partition_id, d.log_offset, d.body IS NULL AS bodiless
-    FROM mqlayer.dead_message d
-    WHERE d.group_id = %(group_id)s AND d.redriven_at IS NULL AND d.dead_id <= %(upto)s
-      AND (%(key)s::bytea IS NULL OR d.key = %(key)s) AND (%(cause)s::text IS NULL OR d.cause = %(cause)s)
-      AND (%(since)s::timestamptz IS NULL OR d.died_at >= %(since)s)
-      AND (%(until)s::timestamptz IS NULL OR d.died_at < %(until)s)
-      AND (%(error)s::text IS NULL OR strpos(lower(d.reason), lower(%(error)s)) > 0 OR EXISTS (
-          SELECT FROM mqlayer.failed_attempt f
-          WHERE f.group_id = d.group_id AND f.lp = d.lp AND f.source = d.source AND f.seq = d.seq
-            AND strpos(lower(f.error), lower(%(error)s)) > 0))
-      AND NOT EXISTS (SELECT FROM mqlayer.redrive_result r
-                      WHERE r.redrive_id = %(redrive_id)s AND r.dead_id = d.dead_id)
-), ahead AS (
-    SELECT * FROM matching
-    WHERE (lp, key, partition_id, log_offset, dead_id)
-        > (%(at_lp)s::smallint, %(at_key)s::bytea, %(at_partition)s::int, %(at_offset)s::bigint, %(at_dead_id)s::bigint)
-    ORDER BY lp, key, partition_id, log_offset, dead_id LIMIT %(limit)s
-), last AS (
-    SELECT * FROM ahead ORDER BY lp DESC, key DESC, partition_id DESC, log_offset DESC, dead_id DESC LIMIT 1
-), earlier AS (
-    SELECT m.* FROM last l JOIN matching m ON m.lp = l.lp AND m.key = l.key
-    WHERE (m.partition_id, m.log_offset, m.dead_id) > (l.partition_id, l.log_offset, l.dead_id)
-      AND m.seq < (SELECT max(a.seq) FROM ahead a WHERE a.lp = l.lp AND a.key = l.key AND a.source = m.source)
-), numbered AS (
-    SELECT c.*, row_number() OVER (ORDER BY c.lp, c.key, c.partition_id, c.log_offset, c.dead_id) AS number
-    FROM (SELECT *, false AS early FROM ahead UNION ALL SELECT *, true FROM earlier) AS c
-)
-SELECT dead_id, lp, key, partition_id, log_offset, bodiless, early FROM numbered
-ORDER BY lp, key, max(number) OVER (PARTITION BY lp, key, source ORDER BY seq), seq;
+-- The next dead messages of a redrive, key by key, each key's as they lay in the partitions of their lineage.
+SELECT d.dead_id, d.lp, d.key, d.partition_id, d.log_offset, d.source, d.seq, d.body IS NULL
+FROM mqlayer.dead_message d
+WHERE d.group_id = %(group_id)s AND d.redriven_at IS NULL AND d.dead_id <= %(upto)s
+  AND (d.lp, d.key, d.partition_id, d.log_offset, d.dead_id)
+    > (%(at_lp)s::smallint, %(at_key)s::bytea, %(at_partition)s::int, %(at_offset)s::bigint, %(at_dead_id)s::bigint)
+  AND (%(key)s::bytea IS NULL OR d.key = %(key)s) AND (%(cause)s::text IS NULL OR d.cause = %(cause)s)
+  AND (%(since)s::timestamptz IS NULL OR d.died_at >= %(since)s)
+  AND (%(until)s::timestamptz IS NULL OR d.died_at < %(until)s)
+  AND (%(error)s::text IS NULL OR strpos(lower(d.reason), lower(%(error)s)) > 0 OR EXISTS (
+      SELECT FROM mqlayer.failed_attempt f
+      WHERE f.group_id = d.group_id AND f.lp = d.lp AND f.source = d.source AND f.seq = d.seq
+        AND strpos(lower(f.error), lower(%(error)s)) > 0))
+ORDER BY d.lp, d.key, d.partition_id, d.log_offset, d.dead_id LIMIT %(limit)s;
 
 -- name: redrive_pick_named
 -- The same of the messages that were named one by one, whether they are dead still or not.
-WITH numbered AS (
-    SELECT d.dead_id, d.lp, d.key, d.partition_id, d.log_offset, d.body IS NULL AS bodiless, d.source, d.seq,
-           row_number() OVER (ORDER BY d.lp, d.key, d.partition_id, d.log_offset, d.dead_id) AS number
-    FROM mqlayer.dead_message d
-    WHERE d.group_id = %(group_id)s AND d.dead_id = ANY(%(dead_ids)s::bigint[])
-      AND NOT EXISTS (SELECT FROM mqlayer.redrive_result r
-                      WHERE r.redrive_id = %(redrive_id)s AND r.dead_id = d.dead_id)
-)
-SELECT dead_id, lp, key, partition_id, log_offset, bodiless, false FROM numbered
-ORDER BY lp, key, max(number) OVER (PARTITION BY lp, key, source ORDER BY seq), seq LIMIT %(limit)s;
+SELECT d.dead_id, d.lp, d.key, d.partition_id, d.log_offset, d.source, d.seq, d.body IS NULL
+FROM mqlayer.dead_message d
+WHERE d.group_id = %(group_id)s AND d.dead_id = ANY(%(dead_ids)s::bigint[])
+  AND (d.lp, d.key, d.partition_id, d.log_offset, d.dead_id)
+    > (%(at_lp)s::smallint, %(at_key)s::bytea, %(at_partition)s::int, %(at_offset)s::bigint, %(at_dead_id)s::bigint)
+ORDER BY d.lp, d.key, d.partition_id, d.log_offset, d.dead_id LIMIT %(limit)s;
+
+-- name: redrive_known
+-- Of these messages those that a redrive has a result of.
+SELECT dead_id FROM mqlayer.redrive_result
+WHERE redrive_id = %(redrive_id)s AND dead_id = ANY(%(dead_ids)s::bigint[]);
 
 -- name: redrive_missing
 -- Of messages that were named one by one, those that a redrive did not find.
@@ -359,9 +342,10 @@ ON CONFLICT (group_id, lp, name) DO UPDATE SET cause = k.cause;
 INSERT INTO mqlayer.parked_message
     (group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body, redriven)
 SELECT d.group_id, d.lp, d.name, d.source, d.seq,
-       coalesce((SELECT min(p.place) FROM mqlayer.parked_message p
+       -- Places of a source's messages rise with their numbers, so that the next one has the least.
+       coalesce((SELECT p.place FROM mqlayer.parked_message p
                  WHERE p.group_id = d.group_id AND p.lp = d.lp AND p.name = d.name AND p.source = d.source
-                   AND p.seq > d.seq), nextval('mqlayer.parked_place')),
+                   AND p.seq > d.seq ORDER BY p.seq LIMIT 1), nextval('mqlayer.parked_place')),
        d.partition_id, d.log_offset, d.key, d.m, d.body, true
 FROM (SELECT m.*, CASE WHEN %(alone)s::boolean OR m.key = '\xff'::bytea
                        THEN '\xff'::bytea || convert_to(format('%%s:%%s:%%s', m.source, m.lp, m.seq), 'UTF8')

@@ -7,7 +7,9 @@ ALTER TABLE mqlayer.dead_message
 CREATE INDEX dead_message_stream ON mqlayer.dead_message (group_id, partition_id, log_offset);
 -- Key by key, as its messages were published: the order of a redrive.
 CREATE INDEX dead_message_line ON mqlayer.dead_message (group_id, lp, key, partition_id, log_offset, dead_id)
-    INCLUDE (source, seq) WHERE redriven_at IS NULL;
+    WHERE redriven_at IS NULL;
+-- Before which message of its source one that comes again takes its place.
+CREATE INDEX parked_message_numbers ON mqlayer.parked_message (group_id, lp, name, source, seq);
 
 CREATE TABLE mqlayer.redrive (
     redrive_id   bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
