@@ -151,17 +151,10 @@ SET partition_id = excluded.partition_id, log_offset = excluded.log_offset, body
     redriven_at = NULL, redriven_seek = NULL
 RETURNING dead_id;
 
--- name: parked_next
+-- name: parked_head_gone
 -- Another message is the head of a parked key: it is tried at once.
 UPDATE mqlayer.parked_key SET due_at = clock_timestamp(), attempts = 0, started = NULL
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
-
--- name: parked_end_of_key
--- A key in which nothing waits is not parked.
-DELETE FROM mqlayer.parked_key k
-WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s AND NOT EXISTS (
-    SELECT FROM mqlayer.parked_message m WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name)
-RETURNING k.lp;
 
 -- name: parking_raise
 -- Note that parked keys of groups changed, and let their members know.
@@ -208,7 +201,7 @@ SELECT EXISTS (
     WHERE group_id = %(group_id)s AND lp = %(lp)s AND source = %(source)s AND seq = %(seq)s
       AND (redriven_at IS NULL OR redriven_seek = %(seek)s));
 
--- name: dead_put
+-- name: skip_dead_put
 -- A message that an operator ruled dead; again, where it died before and was given back.
 INSERT INTO mqlayer.dead_message AS d
     (group_id, lp, source, seq, partition_id, log_offset, key, m, body, cause, reason, attempts, actor)
