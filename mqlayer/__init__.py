@@ -1,8 +1,8 @@
 """Strictly ordered, elastic messaging on the Redis and Postgres that teams already run."""
 
 from mqlayer import outbox
-from mqlayer.consuming import App, Context, MemberOptions
-from mqlayer.errors import MqlayerError
+from mqlayer.consuming import App, Context, Event, MemberOptions
+from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
 from mqlayer.producing import Message, Producer, Receipt
 from mqlayer.settings import Settings
 
@@ -11,12 +11,17 @@ __version__ = "0.1.0"
 __all__ = [
     "App",
     "Context",
+    "Event",
     "MemberOptions",
     "Message",
     "MqlayerError",
+    "PauseKey",
     "Producer",
     "Receipt",
+    "Reject",
+    "RetryLater",
     "Settings",
+    "Skip",
     "__version__",
     "outbox",
 ]

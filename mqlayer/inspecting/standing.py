@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
-from mqlayer.domain.backoff import backoff_s
 from mqlayer.domain.message import NO_KEY, Record
 from mqlayer.inspecting.facts import GroupFacts, PartitionFacts, group_facts, partition_facts
 from mqlayer.inspecting.parked import ParkedCounts, parked_counts
@@ -28,7 +27,8 @@ Reason = Literal["node_away", "partition_missing", "hidden", "paused", "no_owner
 class Waiting:
     """The first message that is not settled. `key`: None for a message without one.
 
-    `retry_at`: when its next attempt is due, by its last failure and the group's backoff; a new owner tries at once.
+    `retry_at`: when its next attempt is due at the latest, by its last failure and the group's backoff; a new owner
+    tries at once.
     """
 
     offset: int
@@ -170,7 +170,7 @@ def waiting(head: Head | None, now_ms: int, group: GroupFacts) -> Waiting | None
     failures = head.failures
     first_ms, last_ms = (failures.first_ms, failures.last_ms) if failures else (None, None)
     attempts = failures.attempts if failures else 0
-    retry_ms = None if last_ms is None else last_ms + round(1000 * backoff_s(group.backoff_s, attempts))
+    retry_ms = None if last_ms is None else last_ms + round(1000 * group.rules.wait_s(attempts, 0.0))
     return Waiting(
         head.offset,
         None if head.key == NO_KEY else head.key.decode(errors="replace"),

@@ -14,7 +14,7 @@ import pytest
 
 from mqlayer import Context
 from mqlayer.domain.message import Identity, Record
-from mqlayer.domain.parking import parse_identity
+from mqlayer.domain.names import parse_identity
 from mqlayer.errors import Conflict, InvalidInput, KeyTooLarge, NotFound, StoreUnavailable
 from mqlayer.failures import (
     DeadFilter,
