@@ -181,7 +181,7 @@ class Keeper:
                     self._owner.unparked(held, turn.ref)
             else:
                 wait_s = turn.entry.wait_s if turn.entry is not None else None
-                attempts = turn.entry.attempts if turn.entry is not None else turn.attempts
+                attempts = turn.entry.attempts if turn.entry is not None else 0
                 dispatcher.rest(held, parking, attempts, NEVER if wait_s is None else clock() + wait_s)
         if work.burials or work.lanes:
             # Settled now, as far as the group goes.
@@ -215,25 +215,24 @@ def _page_of(held: Held, work: ParkingWork) -> tuple[Page, list[tuple[Parking, T
         page.messages += [(parking.ref, record) for record in lane.batch]
     page.burials = [burial for _, burial in work.burials]
     turns = [(lane.parking, _turn_of(held, lane, lane.parking)) for lane in work.back if lane.parking is not None]
-    turns += [(p, Turn(p.ref, go_on=True, alone=p.alone, attempts=p.attempts)) for p in work.due]
+    turns += [(p, Turn(p.ref, go_on=True, alone=p.alone)) for p in work.due]
     page.turns = [turn for _, turn in turns]
     return page, turns
 
 
 def _turn_of(held: Held, lane: Lane, parking: Parking) -> Turn:
     """Return what is to be said of a parked key whose messages workers gave back."""
-    handled = list(lane.line)
     go_on = held.state is State.OPEN and not held.finished
-    # Its first message is another one now, unless none was handled.
-    turn = Turn(parking.ref, handled, attempts=0 if handled else parking.attempts)
+    turn = Turn(parking.ref, handled=list(lane.line), alone=parking.careful)
     match lane.verdict:
         case Bury(attempts, cause, reason, keep):
-            turn.burial = Burial(lane.records[0], cause, reason, attempts, keep)
-            turn.go_on, turn.alone, turn.attempts = go_on, parking.careful, 0
+            turn.burial, turn.go_on = Burial(lane.records[0], cause, reason, attempts, keep), go_on
         case Park(attempts, cause, seconds):
             turn.entry = KeyEntry(parking.ref, cause, seconds, attempts)
+            turn.failed = lane.records[0].identity
         case Wait(attempts, seconds):
             turn.entry = KeyEntry(parking.ref, "retry", seconds, attempts)
+            turn.failed = lane.records[0].identity
         case None:
-            turn.go_on, turn.alone = go_on, parking.careful or turn.attempts > 0
+            turn.go_on, turn.alone = go_on, turn.alone or (not turn.handled and parking.attempts > 0)
     return turn
