@@ -33,6 +33,7 @@ NOTES_KEPT: Final = 1_000
 """Failed attempts that wait to be written: they are for people, and must not fill the memory while Postgres is away."""
 PAGE_COUNT: Final = 500
 PAGE_BYTES: Final = 1_000_000
+UNKNOWN: Final = -1
 
 
 class KeepingOwner(Protocol):
@@ -134,18 +135,29 @@ class Keeper:
 
     def _pass(self) -> None:
         heard = self._heard
+        reload = heard != self._followed
+        self._followed = heard
         holdings = self._owner.all_holdings()
         started = sum(p.lane is not None for held in holdings for p in list(held.parked.by_name.values()))
+        failed: MqlayerError | None = None
         for held in holdings:
             work = self._owner.dispatcher.parking_work(held, (PAGE_COUNT, PAGE_BYTES, self._started_limit - started))
-            if work:
-                started += len(work.due)
-                self._keep(held, work)
-            if heard != self._followed and held.state is State.OPEN:
-                self._reload(held)
-        self._followed = heard
+            started += len(work.due)
+            try:
+                self._serve(held, work, reload=reload)
+            except MqlayerError as error:
+                # Somebody may hold what one holding needs; the others go on.
+                failed, self._followed = error, UNKNOWN
+        if failed is not None:
+            raise failed
         if self._notes and (clock() >= self._note_at or self._stopping.is_set()):
             self._write_notes()
+
+    def _serve(self, held: Held, work: ParkingWork, *, reload: bool) -> None:
+        if work:
+            self._keep(held, work)
+        if reload and held.state is State.OPEN:
+            self._reload(held)
 
     def _keep(self, held: Held, work: ParkingWork) -> None:
         """Write what there is of one holding, and go on from what the server says."""
@@ -159,6 +171,8 @@ class Keeper:
             self._owner.fenced(held, "parking")
             return
         self._follow(held, work, turns, written)
+        if written.changed:
+            self._followed = UNKNOWN
         burials = [*page.burials, *(turn.burial for turn in page.turns if turn.burial is not None)]
         if burials:
             self._owner.buried(held, burials)

@@ -120,10 +120,11 @@ class Page:
 class Written:
     """What came of a page: which keys are parked no more, though messages of them were on it; what is next of others.
 
-    No next messages means that the key is in line again.
+    No next messages means that the key is in line again. `changed`: an operator did something to a key meanwhile.
     """
 
     gone: set[KeyRef] = field(default_factory=set)
+    changed: bool = False
     next: dict[KeyRef, list[ParkedRecord]] = field(default_factory=dict)
 
 
@@ -241,6 +242,7 @@ class Ledger:
             written.next[turn.ref] = self._next(connection, turn, key, epoch)
         elif turn.entry is None or not self._put_off(connection, turn.entry, turn.failed, key):
             connection.execute(query("parked_key_rest"), key | {"ended": bool(ended)})
+            written.changed |= turn.entry is not None
 
     def _put_off(
         self, connection: Connection, entry: KeyEntry, failed: Identity | None, key: dict[str, object]
