@@ -103,7 +103,7 @@ def parked_memory(stage: Stage) -> Iterator[Line]:
     yield compared("parked_memory", figures[True], figures[False], unit="MB", target=1.0)
 
 
-def memory_mb(system: System, messages: int, *, parked: bool) -> float:
+def memory_mb(system: System, messages: int, *, parked: bool, stretch: int = STRETCH) -> float:
     """Return what the node takes in the end."""
     app, keys = mqlayer.App(system.settings), ["hot", *KEYS[: HOT_SHARE - 1]]
 
@@ -114,9 +114,9 @@ def memory_mb(system: System, messages: int, *, parked: bool) -> float:
 
     app.start()
     client = system.client()
-    for start in range(0, messages, STRETCH):
-        fill(system, min(STRETCH, messages - start), keys=keys, start=start)
-        end, until = min(messages, start + STRETCH), time.monotonic() + PATIENCE_S
+    for start in range(0, messages, stretch):
+        fill(system, min(stretch, messages - start), keys=keys, start=start)
+        end, until = min(messages, start + stretch), time.monotonic() + PATIENCE_S
         while app.members[0].stats.settled < end:
             if time.monotonic() > until:
                 raise RuntimeError(f"{app.members[0].stats} of {end} messages")
