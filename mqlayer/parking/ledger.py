@@ -175,6 +175,7 @@ class Ledger:
             if connection.execute(query("parking_hold"), facts).fetchone() is None:
                 raise NotOwner(f"epoch {epoch} of partition {partition} is not in force")
             written = Written()
+            self._hold_keys(connection, page)
             self._put_keys(connection, page.entries)
             self._put_messages(connection, facts, page.messages, written)
             self._bury(connection, facts, [*page.burials, *(t.burial for t in page.turns if t.burial is not None)])
@@ -193,6 +194,11 @@ class Ledger:
         columns = _columns(("lps", "sources", "seqs", "attempts", "errors"), rows)
         with self._database.connection() as connection:
             connection.execute(query("failed_attempts_put"), self._who | columns)
+
+    def _hold_keys(self, connection: Connection, page: Page) -> None:
+        refs = [*{ref for ref, _ in page.messages} | {turn.ref for turn in page.turns}]
+        if len(refs) > 1:
+            connection.execute(query("parked_keys_hold"), self._who | _columns(("lps", "names"), refs))
 
     def _put_keys(self, connection: Connection, entries: Sequence[KeyEntry]) -> None:
         if entries:

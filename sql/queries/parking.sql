@@ -30,6 +30,13 @@ FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(causes)s::text[], %(waits
             %(attempts)s::int[]) AS given (lp, name, cause, wait_s, attempts)
 ON CONFLICT (group_id, lp, name) DO NOTHING;
 
+-- name: parked_keys_hold
+-- Hold what a page changes of parked keys, in the order in which operators take several: in any other one the two would
+-- wait for each other.
+SELECT FROM mqlayer.parked_key k
+JOIN (SELECT DISTINCT lp, name FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS u (lp, name)) AS given USING (lp, name)
+WHERE k.group_id = %(group_id)s ORDER BY k.lp, k.name FOR NO KEY UPDATE OF k;
+
 -- name: parked_keys_there
 -- Which of these keys are parked; they stay so until this transaction ends.
 SELECT k.lp, k.name FROM mqlayer.parked_key k
