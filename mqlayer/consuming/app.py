@@ -108,7 +108,7 @@ class App:
         if any((c.topic, c.group) == (topic, group) for c in self.consumers):
             raise Conflict(f"group {group!r} of topic {topic!r} has a handler already", "use another group")
         waits = None if backoff_s is None else tuple(map(float, backoff_s))
-        group_settings = GroupSettings(start, waits, ordered, balance)
+        group_settings = GroupSettings(start, waits, ordered, balance, "exclusive")
         check_settings(group_settings)
 
         def register(handler: Handler) -> Handler:

@@ -253,8 +253,12 @@ def _next_step(
         return _of_parents(holds_up, topic, name)
     if search.head.attempts:
         at = f" at {search.head.retry_at:%H:%M:%S} UTC" if search.head.retry_at else ""
+        if group.facts.mode == "pop":
+            return f"{NOTHING}it is given out again; the receivers say why it was not settled"
         owner = waits_in.facts.owner if waits_in is not None else None
         return f"{NOTHING}it is tried again{at}; the log of member {owner} says why it fails"
+    if group.facts.mode == "pop":
+        return f"{NOTHING}a receiver has it, or the next one gets it"
     return f"{NOTHING}it is being handled"
 
 
@@ -265,6 +269,8 @@ def _of_servers(one: PartitionStanding, group: GroupStanding) -> str | None:
         return _of_node(one)
     if group.facts.paused_at is not None:
         return f"mqlayer group resume {group.facts.topic} {group.facts.name}  # it is paused"
+    if group.facts.mode == "pop":
+        return None
     if reason in ("no_owner", "lease_over") or not one.facts.alive:
         if not group.facts.alive:
             return "mqlayer consume MODULE:APP  # no member of the group lives"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import Final, Literal
 
 from mqlayer.domain.backoff import DEFAULT_BACKOFF_S
 from mqlayer.domain.names import check_name
@@ -26,6 +26,11 @@ from mqlayer.routes.cache import RouteCache
 log = logging.getLogger(__name__)
 
 Balance = Literal["count", "rate"]
+Mode = Literal["exclusive", "pop"]
+"""How a group is consumed: partitions assigned to members, or batches for whoever asks (ordered pop)."""
+Scope = Literal["partition", "key"]
+"""Ordered pop: what is withheld from all while a message is out: its whole partition, or its key."""
+CALLED: Final[Mapping[str, str]] = {"exclusive": "mqlayer.App, or `mqlayer consume`", "pop": "mqlayer.Receiver"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +40,16 @@ class GroupSettings:
     Settings live with the group on the server. `start` counts at its creation only; of the others a member may say
     what is in force, or nothing. `backoff_s`: waits in seconds between attempts, the last one for all further.
     `ordered`: one message of a key at a time (default), or each message by itself; said once. `balance`: whether
-    partitions are spread over members by their count (default) or by the rate of what is published to them.
+    partitions are spread over members by their count (default) or by the rate of what is published to them. `mode`: by members with partitions of their own (default), or
+    by receivers (ordered pop), with its `scope`, by key unless said otherwise; both said once.
     """
 
     start: Start = "earliest"
     backoff_s: tuple[float, ...] | None = None
     ordered: bool | None = None
     balance: Balance | None = None
+    mode: Mode | None = None
+    scope: Scope | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,8 @@ class Group:
     balance: Balance
     settings_version: int
     paused_at: datetime | None
+    mode: Mode
+    scope: Scope | None
 
 
 def find_group(database: Database, topic: str, name: str) -> Group:
@@ -97,6 +107,8 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
         "backoff_s": list(settings.backoff_s or DEFAULT_BACKOFF_S),
         "ordered": settings.ordered is not False,
         "balance": settings.balance or "count",
+        "mode": settings.mode or "exclusive",
+        "scope": settings.scope or ("key" if settings.mode == "pop" else None),
     }
     database.transaction(lambda connection: connection.execute(query("group_insert"), facts))
     group = find_group(database, topic, name)
@@ -119,14 +131,27 @@ def check_settings(settings: GroupSettings) -> None:
         raise InvalidInput("the backoff table needs at least one wait, each of 0 seconds or more")
     if settings.balance not in (None, "count", "rate"):
         raise InvalidInput(f"a group is balanced by count or by rate, not {settings.balance!r}")
+    if settings.mode not in (None, "exclusive", "pop"):
+        raise InvalidInput(f"a group is consumed in mode exclusive or pop, not {settings.mode!r}")
+    if settings.scope not in (None, "partition", "key"):
+        raise InvalidInput(f"the scope of ordered pop is partition or key, not {settings.scope!r}")
+    if settings.mode != "pop" and settings.scope is not None:
+        raise InvalidInput("only a group with ordered pop has a scope: say mode='pop'")
+    if settings.mode == "pop" and (settings.ordered is False or settings.balance is not None):
+        raise InvalidInput("ordered pop is ordered, and has no members to balance: leave ordered and balance out")
 
 
 def _refuse_others(group: Group, settings: GroupSettings) -> None:
     """Raise Conflict where a member says another setting than the server has: two of them must not take turns."""
-    for name in ("backoff_s", "ordered", "balance"):
+    if settings.mode not in (None, group.mode):
+        raise Conflict(
+            f"group {group.name!r} of topic {group.topic!r} is consumed in mode {group.mode}, not {settings.mode}",
+            f"consume it with {CALLED[group.mode]}, or use another group: the mode is said once",
+        )
+    for name in ("backoff_s", "ordered", "balance", "scope"):
         brought, there = getattr(settings, name), getattr(group, name)
         if brought is not None and brought != there:
-            change = "it is said once" if name == "ordered" else f"change it for all: mqlayer group set {group.topic}"
+            change = "it is said once" if name in ("ordered", "scope") else f"change it for all: mqlayer group set {group.topic}"
             raise Conflict(
                 f"group {group.name!r} of topic {group.topic!r} has {name} = {there} (settings version "
                 f"{group.settings_version}), this member brings {brought}",
