@@ -92,6 +92,7 @@ if committed == 0 or tonumber(lock[4] or '0') < seek then
 end
 if not in_force then redis.call('HSET', lock_key, 'owner', 'pop', 'epoch', format('%d', epoch)) end
 
+-- A lane may hold zero bytes, at which %s ends.
 local function prefix_of(lane) return format('%03d', #lane) .. lane end
 local function record_at(offset)
   local id = format('%d-0', offset)
@@ -116,7 +117,7 @@ if known then
       again[n + 3], again[n + 4], again[n + 5] = record[2], record[4], record[6]
       local later = math.max(tonumber(visible), until_ms)
       pops[#pops + 1] = offset
-      pops[#pops + 1] = format('%s:%d:%s', number, later, lane)
+      pops[#pops + 1] = format('%s:%d:', number, later) .. lane
       lanes[lane] = math.max(lanes[lane] or 0, later)
     end
   end
@@ -211,7 +212,7 @@ if #given > 0 then
     local offset, lane, record = offsets[i], one[2], one[3]
     local count, first = string.match(times[i] or '', '^(%d+):(%d+):')
     local told = tonumber(count or '0') + 1
-    pops[2 * i - 1], pops[2 * i] = offset, format('%d:%d:%s', batch, until_ms, lane)
+    pops[2 * i - 1], pops[2 * i] = offset, format('%d:%d:', batch, until_ms) .. lane
     counts[2 * i - 1], counts[2 * i] = offset, format('%d:%s:%d', told, first or format('%d', now), now)
     lines[#lines + 1] = '0'
     lines[#lines + 1] = prefix_of(lane) .. format('%016d', one[1])

@@ -131,7 +131,7 @@ elseif word == 'nack' then
     local offset, lane = one[1], one[2]
     if lanes[lane] == true then
       lanes[lane] = 'back'
-      redis.call('HSET', pops_key, format('%d', offset), format('0:%d:%s', now + ms, lane))
+      redis.call('HSET', pops_key, format('%d', offset), format('0:%d:', now + ms) .. lane)
       local behind = redis.call('ZRANGEBYLEX', lines_key, '[' .. place(lane, offset + 1),
         '(' .. format('%03d', #lane) .. lane .. ':', 'LIMIT', 0, WIDTH)
       local freed = {}
@@ -142,7 +142,7 @@ elseif word == 'nack' then
 elseif word == 'extend' then
   for i, one in ipairs(ours) do
     local of = string.match(redis.call('HGET', pops_key, changes[i]), '^%d+')
-    redis.call('HSET', pops_key, changes[i], format('%s:%d:%s', of, now + ms, one[2]))
+    redis.call('HSET', pops_key, changes[i], format('%s:%d:', of, now + ms) .. one[2])
   end
 end
 

@@ -3,6 +3,7 @@
 from mqlayer import outbox
 from mqlayer.consuming import App, Context, MemberOptions
 from mqlayer.errors import MqlayerError
+from mqlayer.popping import PopMessage, Receiver
 from mqlayer.producing import Message, Producer, Receipt
 from mqlayer.settings import Settings
 
@@ -14,8 +15,10 @@ __all__ = [
     "MemberOptions",
     "Message",
     "MqlayerError",
+    "PopMessage",
     "Producer",
     "Receipt",
+    "Receiver",
     "Settings",
     "__version__",
     "outbox",

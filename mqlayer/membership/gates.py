@@ -67,8 +67,8 @@ def drained_popped(
 ) -> bool:
     """Say for a group with ordered pop that everything before a command record is settled; return whether it was taken.
 
-    Any receiver may say so, more than once: what counts is the epoch in force and the very seal that is recorded. In one
-    transaction: the fact, the group's version raised, and its receivers told to look for the successors. Raises
+    Any receiver may say so, more than once: what counts is the epoch in force and the very seal that is recorded. In
+    one transaction: the fact, the group's version raised, and its receivers told to look for the successors. Raises
     TransactionConflict where the group's lock could not be had in time.
     """
     facts = {"group_id": group_id, "partition_id": partition, "epoch": epoch, "seal_id": seal_id}

@@ -40,8 +40,9 @@ class GroupSettings:
     Settings live with the group on the server. `start` counts at its creation only; of the others a member may say
     what is in force, or nothing. `backoff_s`: waits in seconds between attempts, the last one for all further.
     `ordered`: one message of a key at a time (default), or each message by itself; said once. `balance`: whether
-    partitions are spread over members by their count (default) or by the rate of what is published to them. `mode`: by members with partitions of their own (default), or
-    by receivers (ordered pop), with its `scope`, by key unless said otherwise; both said once.
+    partitions are spread over members by their count (default) or by the rate of what is published to them. `mode`: by
+    members with partitions of their own (default), or by receivers (ordered pop), with its `scope`, by key unless said
+    otherwise; both said once.
     """
 
     start: Start = "earliest"
@@ -151,7 +152,11 @@ def _refuse_others(group: Group, settings: GroupSettings) -> None:
     for name in ("backoff_s", "ordered", "balance", "scope"):
         brought, there = getattr(settings, name), getattr(group, name)
         if brought is not None and brought != there:
-            change = "it is said once" if name in ("ordered", "scope") else f"change it for all: mqlayer group set {group.topic}"
+            change = (
+                "it is said once"
+                if name in ("ordered", "scope")
+                else f"change it for all: mqlayer group set {group.topic}"
+            )
             raise Conflict(
                 f"group {group.name!r} of topic {group.topic!r} has {name} = {there} (settings version "
                 f"{group.settings_version}), this member brings {brought}",

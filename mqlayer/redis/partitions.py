@@ -139,10 +139,7 @@ def retire_command(line: NodeConnection, prefix: str, partition: int, groups: It
     """Return the command that leaves nothing of a partition but its tombstone."""
     keys = partition_keys(prefix, partition)
     of_groups = [
-        key
-        for group in groups
-        for keys_of in (group_keys, pop_keys)
-        for key in keys_of(prefix, partition, group)
+        key for group in groups for keys_of in (group_keys, pop_keys) for key in keys_of(prefix, partition, group)
     ]
     return line.script("partition_retire", (keys.meta, keys.log, keys.marks, *of_groups))
 
