@@ -23,7 +23,8 @@ ARGV
   5 ...           per message: batch, offset
 
 RETURNS
-  {"settled", committed, {offset, ...}}   done, but for those told: another batch has them, or none
+  {"settled", committed, {place, ...}}    done, but for those told by their place in the call, from 1: another batch has
+                                          them, or none
   {"fenced", epoch}                       another epoch is in force; nothing was changed
   {"unknown", next}                       an offset at or above next; nothing was changed
   {"absent"}                              no such partition on this node
@@ -76,7 +77,7 @@ for i = 1, count do
     taken[offset] = true
   else
     local settled = offset < committed or (bits_kept and redis.call('GETBIT', acks_key, offset - base) == 1)
-    if word ~= 'ack' or not settled then stale[#stale + 1] = offset end
+    if word ~= 'ack' or not settled then stale[#stale + 1] = i end
   end
 end
 table.sort(ours, function(a, b) return a[1] < b[1] end)

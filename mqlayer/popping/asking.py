@@ -34,6 +34,8 @@ from mqlayer.topics.nodes import rearm_node
 
 log = logging.getLogger(__name__)
 
+Answer = Given | Nothing | Drained | Fenced | Refused
+
 BLOCK_S: Final = 0.1
 """Longest wait in one read: what a notification changes is seen this late at most."""
 MORE_LIMIT: Final = 64
@@ -145,18 +147,22 @@ class Asker:
         before = spot.unanswered
         return wish._replace(attempt_id=before.attempt_id) if before and before.limit <= wish.limit else wish
 
-    def _ask(self, spot: Spot, wish: Wish) -> Given | Nothing | Drained | Fenced | Refused:
+    def _ask(self, spot: Spot, wish: Wish) -> Answer:
         line = self._lines.to(spot.one.node)
+        answer = self._ask_once(line, spot, wish)
         for _ in range(MORE_LIMIT):
-            self.asked += 1
-            spot.unanswered = wish
-            (reply,) = call_scripts(line, [receive_command(line, spot.place, wish)])
-            failpoint("pop.after_receive")
-            spot.unanswered = None
-            answer = receive_reply(reply, line.node.address)
             if not isinstance(answer, Nothing) or answer.word != "more":
-                return answer
+                break
+            answer = self._ask_once(line, spot, wish)
         return answer
+
+    def _ask_once(self, line: NodeConnection, spot: Spot, wish: Wish) -> Answer:
+        self.asked += 1
+        spot.unanswered = wish
+        (reply,) = call_scripts(line, [receive_command(line, spot.place, wish)])
+        failpoint("pop.after_receive")
+        spot.unanswered = None
+        return receive_reply(reply, line.node.address)
 
     def _follow(self, spot: Spot, wish: Wish) -> list[PopMessage]:
         """Ask a partition, and follow what it says; return what it gave."""

@@ -26,7 +26,7 @@ class PopMessage:
 
     `key`: None for a message without one; `identity`: the same at every delivery, an idempotency key for effects
     elsewhere; `attempt`: how often it was given out, this time included; `at_ms`: when it was published, ms of Unix
-    time by the publisher's clock; `replay`: the group's last seek, where fenced effects are applied again since, else 0.
+    time by the publisher's clock; `replay`: the last seek, where fenced effects are applied again since, else 0.
     """
 
     key: str | None

@@ -85,8 +85,7 @@ class Settler:
         for (_, tokens), reply in zip(calls, replies, strict=True):
             answer = pop_settle_reply(reply, line.node.address)
             if isinstance(answer, Settled):
-                left = set(answer.stale)
-                said.stale += [token for token in tokens if token.offset in left]
+                said.stale += [tokens[place - 1] for place in answer.stale]
             elif isinstance(answer, Refused) and answer.word == "unknown":
                 said.unknown += tokens
             else:
@@ -94,9 +93,7 @@ class Settler:
 
     def _ask(self, line: NodeConnection, said: _Word, calls: Calls) -> list[Any]:
         commands = [
-            pop_settle_command(
-                line, place, said.word, [(token.batch, token.offset) for token in tokens], ms=said.ms
-            )
+            pop_settle_command(line, place, said.word, [(token.batch, token.offset) for token in tokens], ms=said.ms)
             for place, tokens in calls
         ]
         return call_scripts(line, commands)

@@ -68,7 +68,9 @@ class Drained(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """What was said was taken, but for these offsets: another batch has them since, or none."""
+    """What was said was taken, but for the messages at these places of the call, from 1: another batch has them since,
+    or none.
+    """
 
     committed: int
     stale: Sequence[int]

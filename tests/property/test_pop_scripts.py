@@ -1,6 +1,6 @@
 """The scripts of ordered pop do what a plain model of one partition and one group does, on every Redis here.
 
-Cases 50 to 54, 56 to 58. The model knows no time: a message that is out is invisible for an hour, or not at all any more.
+Cases 50 to 54, 56 to 58. The model knows no time: a message that is out is invisible for an hour, or no more.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Model:
             return Refused("unknown", str(self.next))
         ours = {o for b, o in tokens if o in self.out and self.out[o].batch == b != 0}
         stale = [
-            o for b, o in tokens
+            place for place, (b, o) in enumerate(tokens, start=1)
             if (o not in self.out or self.out[o].batch != b or b == 0)
             and not (word == "ack" and (o in self.settled or o < self.start))
         ]  # fmt: skip
@@ -334,8 +334,7 @@ class PopScripts(RuleBasedStateMachine):
         if model.start == 0:
             return
         assert int(committed) == model.committed
-        there = {o for o in range(model.start, model.next) if o < int(committed) or is_settled(o, int(base), bits or b"")}
-        assert there == model.settled
+        assert {o for o in range(model.start, model.next) if is_settled_at(o, committed, base, bits)} == model.settled
         noted = {int(o): int(value.split(b":")[0]) for o, value in zip(times[::2], times[1::2], strict=True)}
         assert noted == model.times
         out = {int(o): int(value.split(b":")[0]) for o, value in zip(pops[::2], pops[1::2], strict=True)}
@@ -350,6 +349,11 @@ class PopScripts(RuleBasedStateMachine):
         assert look is not None
         assert look.position == model.committed
         assert look.unsettled == model.next - model.start - len(model.settled)
+
+
+def is_settled_at(offset: int, committed: bytes, base: bytes, bits: bytes | None) -> bool:
+    """Return whether a message is settled, as the server keeps it."""
+    return offset < int(committed) or is_settled(offset, int(base), bits or b"")
 
 
 def key_at(offset: int) -> bytes:
