@@ -6,7 +6,7 @@ Idempotent, and never lowers the count: a call whose answer was lost is made aga
 
 KEYS
   1 lock_key      hash    owner, epoch, last refresh, committed, base of the ack bitmap
-  2 attempts_key  hash    offset -> <failed attempts>:<ms of the first one noted>:<ms of the last>
+  2 attempts_key  hash    offset -> <failed attempts>:<ms of the first one noted>:<ms of the last>[:<how started>]
 
 ARGV
   1 member        string  who asks
@@ -33,6 +33,6 @@ local known = tonumber(string.match(noted, '^%d+'))
 if attempts <= known then return {'counted', known} end
 local time = redis.call('TIME')
 local now = string.format('%d', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))
-local since = string.match(noted, '^%d+:(%d+):') or now
+local since = known > 0 and string.match(noted, '^%d+:(%d+):') or now
 redis.call('HSET', attempts_key, offset, string.format('%d:%s:%s', attempts, since, now))
 return {'counted', attempts}

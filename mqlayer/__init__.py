@@ -2,7 +2,7 @@
 
 from mqlayer import outbox
 from mqlayer.consuming import App, Context, MemberOptions
-from mqlayer.errors import MqlayerError
+from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
 from mqlayer.popping import PopMessage, Receiver
 from mqlayer.producing import Message, Producer, Receipt
 from mqlayer.settings import Settings
@@ -15,11 +15,15 @@ __all__ = [
     "MemberOptions",
     "Message",
     "MqlayerError",
+    "PauseKey",
     "PopMessage",
     "Producer",
     "Receipt",
     "Receiver",
+    "Reject",
+    "RetryLater",
     "Settings",
+    "Skip",
     "__version__",
     "outbox",
 ]

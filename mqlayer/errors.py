@@ -29,8 +29,14 @@ MqlayerError
 │   ├── StaleOwner          a later owner acted: roll back and stop
 │   ├── StaleToken          ordered pop: others have these messages since, or may
 │   └── OutOfTurn           ordered pop: an earlier message of the key comes first
-└── HandlerFault            what a member reports of a handler
-    └── BodyMismatch        the body does not fit the handler's type
+├── HandlerFault            what a member reports of a handler
+│   ├── BodyMismatch        the body does not fit the handler's type
+│   └── MessageTimeout      the message took longer than its group allows
+└── HandlerControl          what a handler raises to say what is to become of its message
+    ├── RetryLater          try it again after so many seconds
+    ├── Reject              no attempt will help: the group's policy decides
+    ├── Skip                pass it over
+    └── PauseKey            its key rests for so many seconds
 ```
 
 Facts are positional arguments, so that an error survives pickling; the message says what to do next.
@@ -38,6 +44,7 @@ Facts are positional arguments, so that an error survives pickling; the message 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -398,3 +405,77 @@ class BodyMismatch(HandlerFault):
 
     def __str__(self) -> str:
         return f"body does not fit {self.type_name}: {self.reason}"
+
+
+class MessageTimeout(HandlerFault):
+    """The handler took longer for a message than its group allows: `limit_s` seconds, extensions included."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(limit_s)
+        self.limit_s = limit_s
+
+    def __str__(self) -> str:
+        return (
+            f"the handler had {self.limit_s:g} s for the message, and was still at it: let it do less, "
+            "let it call ctx.extend, or raise the group's time limit"
+        )
+
+
+class HandlerControl(MqlayerError):
+    """What a handler raises to say what is to become of its message. Nobody else catches it, so let it pass."""
+
+
+class RetryLater(HandlerControl):
+    """The message is tried again after `seconds`, whatever the group's backoff says; its key waits."""
+
+    def __init__(self, seconds: float, reason: str = "") -> None:
+        super().__init__(seconds, reason)
+        self.seconds, self.reason = _wait_s(seconds), reason
+
+    def __str__(self) -> str:
+        return f"try it again in {self.seconds:g} s" + _because(self.reason)
+
+
+class Reject(HandlerControl):
+    """No further attempt will help: the group's policy decides at once. `reason` is kept with the message."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        if not reason:
+            raise InvalidInput("say why the message is rejected: it is what people will read of it")
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"rejected{_because(self.reason)}"
+
+
+class Skip(HandlerControl):
+    """The message is passed over, its key goes on."""
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"passed over{_because(self.reason)}"
+
+
+class PauseKey(HandlerControl):
+    """The message and all of its key rest for `seconds`; it counts as no failed attempt."""
+
+    def __init__(self, seconds: float, reason: str = "") -> None:
+        super().__init__(seconds, reason)
+        self.seconds, self.reason = _wait_s(seconds), reason
+
+    def __str__(self) -> str:
+        return f"its key rests for {self.seconds:g} s" + _because(self.reason)
+
+
+def _wait_s(seconds: float) -> float:
+    if not 0 <= seconds < math.inf:
+        raise InvalidInput(f"a message waits for 0 seconds or more, not for {seconds}")
+    return seconds
+
+
+def _because(reason: str) -> str:
+    return f": {reason}" if reason else ""

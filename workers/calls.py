@@ -42,9 +42,10 @@ UNREADABLE: Final = (ArithmeticError, AttributeError, LookupError, RecursionErro
 SCHEDULE_IT: Final = "it runs when those before it are done: let an ordinary task with that delay make this call"
 ITS_TOPIC: Final = "it goes to the task's topic, not to a queue: give topic= to the decorator"
 LAST_ONLY: Final = "it can be the last one of a chain, not one that others wait for: make the next call in the body"
-NOT_CUT_OFF: Final = "the body runs on a thread, which can't be cut off: give its own calls a timeout"
-GROUPS_BACKOFF: Final = (
-    "a failed call is repeated, by the group's backoff, until it works: catch in the body what is not worth it"
+GROUPS_LIMIT: Final = "its group says how long a body has: give time_limit_s= to consume_tasks, or mqlayer group set"
+GROUPS_RULES: Final = (
+    "its group says how often a failed call is repeated, and after which waits: give attempt_limit= and backoff_s= to "
+    "consume_tasks, or mqlayer group set; a body may raise Reject or RetryLater"
 )
 
 REFUSED: Final[Mapping[str, str]] = {
@@ -59,19 +60,19 @@ REFUSED: Final[Mapping[str, str]] = {
     "link_error": LAST_ONLY,
     "chain": LAST_ONLY,
     "chord": LAST_ONLY,
-    "time_limit": NOT_CUT_OFF,
-    "soft_time_limit": NOT_CUT_OFF,
+    "time_limit": GROUPS_LIMIT,
+    "soft_time_limit": GROUPS_LIMIT,
 }
 """Options of a call."""
 
 REFUSED_OF_TASKS: Final[Mapping[str, str]] = {
     **{name: REFUSED[name] for name in ("expires", "priority", "queue", "exchange", "routing_key")},
-    "time_limit": NOT_CUT_OFF,
-    "soft_time_limit": NOT_CUT_OFF,
+    "time_limit": GROUPS_LIMIT,
+    "soft_time_limit": GROUPS_LIMIT,
     "rate_limit": "its group's concurrency bounds how many run at once",
-    "max_retries": GROUPS_BACKOFF,
-    "retry_backoff": GROUPS_BACKOFF,
-    "retry_kwargs": GROUPS_BACKOFF,
+    "max_retries": GROUPS_RULES,
+    "retry_backoff": GROUPS_RULES,
+    "retry_kwargs": GROUPS_RULES,
 }
 """Options of a task's decorator."""
 

@@ -44,7 +44,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Unpack
 
 from celery import Celery, Task, shared_task, uuid
 from celery.app.trace import build_tracer
@@ -53,9 +53,11 @@ from celery.result import denied_join_result
 
 from mqlayer.consuming import App, Context, MemberOptions
 from mqlayer.consuming.faults import where
+from mqlayer.consuming.limits import TimeIsUp
 from mqlayer.domain.names import check_name
 from mqlayer.errors import BodyMismatch, FenceError, HandlerFault, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
+from mqlayer.membership.groups import Rules
 from mqlayer.membership.starts import Start
 from mqlayer.outbox import publish
 from mqlayer.workers import stores
@@ -262,7 +264,7 @@ class OrderedTask(Task):
         except Retry as asked:
             run.error = asked.exc if isinstance(asked.exc, BaseException) else asked
             raise
-        except Exception as error:
+        except (Exception, TimeIsUp) as error:
             run.error = error
             raise _again(error) from error
         run.finished = True
@@ -305,19 +307,18 @@ def consume_tasks(
     topic: str = TOPIC,
     group: str = GROUP,
     start: Start = "earliest",
-    backoff_s: tuple[float, ...] | None = None,
     options: MemberOptions | None = None,
+    **rules: Unpack[Rules],
 ) -> None:
     """Run the calls of a Celery application's ordered tasks with these consumers, in order per key.
 
-    `start`, `backoff_s` and `options` are those of `App.consumer`; `options.concurrency` is how many bodies run at
-    once, on threads of the process that hosts them. A call of a task that the application does not have waits, and its
-    key with it, until a worker that has it takes over. An unordered group is refused with Conflict when they start.
+    `start`, `options` and the rules for calls that fail (`backoff_s`, `attempt_limit`, `policy`, `time_limit_s`, …) are
+    those of `App.consumer`; `options.concurrency` is how many bodies run at once, on threads of the process that hosts
+    them. A call of a task that the application does not have waits, and its key with it, until a worker that has it
+    takes over. An unordered group is refused with Conflict when they start.
     """
     # Said here, although it is a group's default: a group that somebody made unordered would run calls side by side.
-    register = consumers.consumer(
-        topic, group=group, body=bytes, start=start, backoff_s=backoff_s, ordered=True, options=options
-    )
+    register = consumers.consumer(topic, group=group, body=bytes, start=start, ordered=True, options=options, **rules)
     register(_Runner(app))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import closing
 from datetime import datetime
@@ -18,11 +19,13 @@ from mqlayer.cli.standings import (
     lag_row,
     partition_facts,
     partition_row,
+    rules_words,
     settings_row,
     stall_row,
     version_facts,
     version_row,
 )
+from mqlayer.domain.retrying import DEFAULT_BACKOFF_S, POLICIES, exponential
 from mqlayer.errors import InvalidInput
 from mqlayer.inspecting import GroupStanding, group_members, group_standings
 from mqlayer.membership import SeekPlan, Start, apply_seek, planned_seek
@@ -45,7 +48,30 @@ def set_(
     topic: TopicArgument,
     group: GroupArgument,
     backoff: Annotated[
-        str | None, typer.Option(metavar="S,S,…", help="Seconds between attempts, the last one for all further.")
+        str | None,
+        typer.Option(
+            metavar="S,S,…",
+            help="Seconds between attempts, the last for all further; or exponential:FIRST,FACTOR,LIMIT; or default.",
+        ),
+    ] = None,
+    jitter: Annotated[
+        float | None, typer.Option(metavar="PART", help="Which part of a wait may be left out by chance: 0 to 1.")
+    ] = None,
+    attempts: Annotated[int | None, typer.Option(help="Failed attempts after which the policy decides.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(metavar="|".join(POLICIES), help="What is done with a message that failed for good.")
+    ] = None,
+    final: Annotated[
+        str | None, typer.Option(metavar="E,E,…", help="Exceptions that are not worth another attempt; or none.")
+    ] = None,
+    retried: Annotated[
+        str | None, typer.Option(metavar="E,E,…", help="The only exceptions that are tried again; or all.")
+    ] = None,
+    time_limit: Annotated[
+        str | None, typer.Option(metavar="S", help="Seconds that a handler has for a message; or none.")
+    ] = None,
+    time_cap: Annotated[
+        str | None, typer.Option(metavar="S", help="Seconds up to which a handler may extend its time; or none.")
     ] = None,
     balance: Annotated[
         str | None, typer.Option(metavar="count|rate", help="Spread partitions by count, or by what is published.")
@@ -61,12 +87,19 @@ def set_(
             topic,
             group,
             actor=actor(),
-            backoff_s=None if backoff is None else _seconds(backoff),
             balance=balance,  # type: ignore[arg-type]  # judged there, for programs too
             if_version=if_version,
+            backoff_s=None if backoff is None else _backoff(backoff),
+            jitter=jitter,
+            attempt_limit=attempts,
+            policy=policy,  # type: ignore[arg-type]  # likewise
+            final_errors=None if final is None else _names(final, nothing="none"),
+            retried_errors=None if retried is None else _names(retried, nothing="all"),
+            time_limit_s=None if time_limit is None else _limit(time_limit),
+            time_cap_s=None if time_cap is None else _limit(time_cap),
         )
-    waits = ",".join(f"{wait:g}" for wait in changed.backoff_s)
-    typer.echo(f"settings version {changed.settings_version}: backoff {waits} s, balance by {changed.balance}")
+    words = f"{rules_words(changed.rules)}, balance by {changed.balance}"
+    typer.echo(f"settings version {changed.settings_version}: {words}")
 
 
 @groups.command()
@@ -201,7 +234,9 @@ def _say_away(standing: GroupStanding) -> None:
 
 
 def _words(value: Any) -> str:
-    return ", ".join(f"{one:g}" for one in value) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(_words, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @groups.command()
@@ -250,11 +285,34 @@ def seek(
         typer.echo(f"node {name} does not answer: what earlier owners do there is refused once it does", err=True)
 
 
+def _backoff(text: str) -> tuple[float, ...]:
+    if text == "default":
+        return DEFAULT_BACKOFF_S
+    kind, colon, rest = text.partition(":")
+    if not colon:
+        return _seconds(text)
+    numbers = _seconds(rest)
+    if kind != "exponential" or len(numbers) != 3:
+        raise InvalidInput(f"{text!r} is no backoff: say exponential:FIRST,FACTOR,LIMIT, as in exponential:1,2,600")
+    return exponential(*numbers)
+
+
 def _seconds(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise InvalidInput(f"{text!r} is no list of seconds: say for example 1,5,10") from None
+
+
+def _limit(text: str) -> float:
+    try:
+        return math.inf if text == "none" else float(text)
+    except ValueError:
+        raise InvalidInput(f"{text!r} is no limit of time: say seconds, or none") from None
+
+
+def _names(text: str, *, nothing: str) -> tuple[str, ...]:
+    return () if text == nothing else tuple(part.strip() for part in text.split(","))
 
 
 def _start(text: str) -> Start:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from mqlayer.cli.showing import shown_age, shown_key
+from mqlayer.domain.retrying import RetryRules
 from mqlayer.inspecting import GroupStanding, PartitionStanding, VersionLag, Waiting
 
 
@@ -34,7 +36,7 @@ def settings_row(group: GroupStanding) -> dict[str, Any]:
         "group": facts.name,
         "state": facts.state,
         "start": facts.start if facts.start_at is None else facts.start_at.isoformat(),
-        "backoff_s": list(facts.backoff_s),
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in asdict(facts.rules).items()},
         "mode": facts.mode,
         "scope": facts.scope,
         "ordered": facts.ordered,
@@ -49,6 +51,23 @@ def settings_row(group: GroupStanding) -> dict[str, Any]:
         "lag": group.lag if facts.state == "live" else None,
         "away": dict(group.away),
     }
+
+
+def rules_words(rules: RetryRules) -> str:
+    """Return a group's rules for messages that fail in one line."""
+    words = [f"backoff {','.join(f'{wait:g}' for wait in rules.backoff_s)} s"]
+    if rules.jitter:
+        words.append(f"jitter {rules.jitter:g}")
+    words.append(f"{rules.attempt_limit} attempts, then {rules.policy}")
+    if rules.final_errors:
+        words.append(f"final: {' '.join(rules.final_errors)}")
+    if rules.retried_errors:
+        words.append(f"retried only: {' '.join(rules.retried_errors)}")
+    if rules.time_limit_s is not None:
+        words.append(f"time limit {rules.time_limit_s:g} s")
+    if rules.time_cap_s is not None:
+        words.append(f"time cap {rules.time_cap_s:g} s")
+    return ", ".join(words)
 
 
 def partition_facts(one: PartitionStanding) -> dict[str, Any]:

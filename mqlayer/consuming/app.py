@@ -22,10 +22,10 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, Unpack, get_type_hints
 
 from mqlayer.consuming.bodies import decoder_for, type_name
 from mqlayer.consuming.context import Context
@@ -35,7 +35,7 @@ from mqlayer.domain.message import Record
 from mqlayer.domain.names import check_name
 from mqlayer.errors import Conflict, InvalidInput, SchemaMismatch
 from mqlayer.health import Health, health_endpoint
-from mqlayer.membership.groups import Balance, Group, GroupSettings, check_settings, check_start, ensure_group
+from mqlayer.membership.groups import Balance, Group, GroupSettings, Rules, ensure_group, settings_of
 from mqlayer.membership.starts import Start
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
@@ -85,31 +85,31 @@ class App:
         group: str,
         body: Any = None,
         start: Start = "earliest",
-        backoff_s: tuple[float, ...] | None = None,
         ordered: bool | None = None,
         balance: Balance | None = None,
         options: MemberOptions | None = None,
+        **rules: Unpack[Rules],
     ) -> Callable[[Handler], Handler]:
         """Register a handler, plain or `async def`, for a topic and a group.
 
         The handler takes the body and, if it has a second parameter, the Context. `body` is the type to decode to: a
         msgspec Struct, a pydantic model, a dataclass, bytes, str, or anything msgspec reads from JSON; the first
         parameter's annotation where it is not given. An exception of the handler is a failed attempt: the message is
-        tried again after the group's backoff, its key waits, others go on. A body that does not fit is one too.
+        tried again after the group's backoff, its key waits, others go on. A body that does not fit is one too. It may
+        raise RetryLater, Reject, Skip or PauseKey to say what is to become of the message.
         `start` serves when the group is created; an existing one keeps its own: "earliest" (all that is kept, along
         the lineage of partitions), "latest" (what is published from then on) or a datetime with a time zone: the first
-        message of that time or later, by the publishers' clocks. `backoff_s` (seconds), `ordered` and `balance` live
-        with the group too, see GroupSettings: what is said here must be what is in force there, else `start()` raises
-        Conflict; leave them out to take what is there. Raises InvalidInput for a start or setting that there is not.
+        message of that time or later, by the publishers' clocks. `ordered`, `balance` and the rules for messages that
+        fail (`backoff_s`, `jitter`, `attempt_limit`, `policy`, `final_errors`, `retried_errors`, `time_limit_s`,
+        `time_cap_s`) live with the group too, see GroupSettings and Rules: what is said here must be what is in force
+        there, else `start()` raises Conflict; leave them out to take what is there. Raises InvalidInput for a start or
+        setting that there is not.
         """
         check_name("topic", topic)
         check_name("group", group)
-        check_start(start)
         if any((c.topic, c.group) == (topic, group) for c in self.consumers):
             raise Conflict(f"group {group!r} of topic {topic!r} has a handler already", "use another group")
-        waits = None if backoff_s is None else tuple(map(float, backoff_s))
-        group_settings = GroupSettings(start, waits, ordered, balance, "exclusive")
-        check_settings(group_settings)
+        group_settings = replace(settings_of(start, ordered=ordered, balance=balance, **rules), mode="exclusive")
 
         def register(handler: Handler) -> Handler:
             body_type, with_context = _parameters(handler, body)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from mqlayer.consuming.holdings import Held
-from mqlayer.domain.message import NO_KEY, Identity, Record
+from mqlayer.consuming.limits import under_way
+from mqlayer.domain.message import NO_KEY, Identity, ParkedRecord, Record
 from mqlayer.errors import AlreadyApplied, HandlerFault, StaleOwner
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.queries import query
@@ -14,14 +16,15 @@ from mqlayer.postgres.sessions import caller_errors, run_one, run_one_async
 
 
 class Context:
-    """The message under way: where it comes from, which attempt this is, and `fence`."""
+    """The message under way: where it comes from, which attempt this is, how long it has, and `fence`."""
 
-    __slots__ = ("_fenced", "_group", "_group_id", "_held", "_record", "_topic")
+    __slots__ = ("_fenced", "_group", "_group_id", "_held", "_record", "_timer", "_topic")
 
     def __init__(self, topic: str, group: str, group_id: int, held: Held, record: Record) -> None:
         self._topic, self._group, self._group_id = topic, group, group_id
         self._held, self._record = held, record
         self._fenced = False
+        self._timer = under_way.get()
 
     @property
     def topic(self) -> str:
@@ -76,7 +79,23 @@ class Context:
     @property
     def attempt(self) -> int:
         """1 at the first delivery; one more after each failure."""
-        return self._held.attempts.get(self._record.offset, 0) + 1
+        record = self._record
+        before = record.attempts if isinstance(record, ParkedRecord) else self._held.attempts.get(record.offset, 0)
+        return before + 1
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the group's time limit ends this handler; without end where there is none."""
+        return math.inf if self._timer is None else self._timer.left_s
+
+    def extend(self, seconds: float | None = None) -> float:
+        """Have so many seconds from now, a whole time limit by default; return how many seconds are left.
+
+        It never goes beyond the group's cap, counted from the beginning of this attempt, nor makes the time shorter.
+        Where the group has no cap nothing is extended; where it has no limit there is nothing to extend. Works from any
+        thread. Raises InvalidInput for less than 0 seconds.
+        """
+        return math.inf if self._timer is None else self._timer.extend(seconds)
 
     def fence(self, connection: Any) -> None:
         """Check, in the effect's own transaction, that this process is still the owner and the message not applied.
@@ -109,12 +128,14 @@ class Context:
 
     def _fence_facts(self) -> Mapping[str, Any]:
         source, lp, seq = self._record.identity
+        # Of a message that was sent again, later ones of its key may have been applied.
+        alone = not self._held.ordered or (isinstance(self._record, ParkedRecord) and self._record.redriven)
         return {
             "group_id": self._group_id,
             "lp": lp,
             "source": source,
             # Out of order a lower seq may come after a higher one of its key: each message stands alone then.
-            "key": self.key if self._held.ordered else None,
+            "key": None if alone else self.key,
             "seq": seq,
             "epoch": self._held.epoch,
             "replay": self._held.assigned.replay,

@@ -11,13 +11,16 @@ import heapq
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
 from mqlayer.consuming.clock import Lease, clock
-from mqlayer.consuming.holdings import Held, Lane, State
-from mqlayer.domain.message import Record
+from mqlayer.consuming.holdings import Held, Lane, State, resumed_lane
+from mqlayer.consuming.parked import NEVER, Parking
+from mqlayer.domain.message import ParkedRecord, Record
 from mqlayer.domain.routing import PartitionId
+from mqlayer.parking import Burial, Loaded
 from mqlayer.redis.partitions import Taken
 
 QUICK_S: Final = 0.0002
@@ -29,6 +32,19 @@ LOOK_AGAIN_S: Final = 0.05
 """How soon a watching worker takes over what a busy one has beside a slow message."""
 
 Spot = tuple[PartitionId, bytes]
+
+
+@dataclass(slots=True)
+class ParkingWork:
+    """What a keeper takes of one holding at a time."""
+
+    lanes: list[Lane] = field(default_factory=list)
+    burials: list[tuple[Lane, Burial]] = field(default_factory=list)
+    back: list[Lane] = field(default_factory=list)
+    due: list[Parking] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.lanes or self.burials or self.back or self.due)
 
 
 class Dispatcher:
@@ -43,6 +59,10 @@ class Dispatcher:
         self.changed = threading.Condition(self.lock)
         self.stopping = False
         self.on_ready: Callable[[], None] | None = None
+        # Called when the keeper has something to do.
+        self.on_parking: Callable[[], None] = _nothing
+        # Resumed lanes that workers gave back, for the keeper.
+        self._back: deque[Lane] = deque()
         self._ready: deque[Lane] = deque()
         # Lanes handled to the end, appended without the lock, which would be the price of every message of its own key.
         self._done: deque[Lane] = deque()
@@ -72,6 +92,8 @@ class Dispatcher:
             self._take_back()
             if held.state is State.OPEN:
                 self._line_up(held.admit(records))
+                if held.to_park:
+                    self.on_parking()
 
     def take(self, hand: deque[Lane], timeout_s: float) -> bool:
         """Fill an empty hand, waiting up to the time; say whether there is anything in it."""
@@ -127,7 +149,7 @@ class Dispatcher:
             if lane.held.state is State.OPEN:
                 lane.held.refill(lane, records, asked)
                 if records:
-                    self._line_up([lane])
+                    self._line_up_or_park(lane)
 
     def not_refilled(self, held: Held, lanes: list[Lane]) -> None:
         """Take lanes back that could not be read again."""
@@ -161,7 +183,9 @@ class Dispatcher:
             if held.state is not State.GONE:
                 held.state = State.GONE
                 self._forget(held)
-                self._orphans.update((held.partition, lane.key) for lane in held.lanes.values() if lane.batch)
+                lanes = [*held.lanes.values(), *held.parked.lanes()]
+                self._orphans.update((held.partition, lane.key) for lane in lanes if lane.batch)
+                self._abandon(held)
 
     def runs_on(self, partition: PartitionId) -> bool:
         """Say whether a handler still runs under an earlier holding of a partition, which is gone."""
@@ -173,6 +197,209 @@ class Dispatcher:
         """Make room for what the server knows to be settled."""
         with self.lock:
             held.let_go(records)
+            if held.parked.by_offset and held.parked.all_settled(records):
+                self.on_parking()
+
+    # -- parked keys: failures of workers, and the keeper ------------------------------------------------------------
+
+    def park(self, lane: Lane, leftover: list[Record], parking: Parking) -> None:
+        """Take a lane back whose key is to be parked, the failed message first."""
+        with self.lock:
+            lane.records[:0] = leftover
+            if lane.held.state is State.OPEN and lane.parking is None:
+                lane.parking = parking
+                lane.held.parked.add(parking)
+            self._finish(lane, 0.0)
+
+    def bury(self, lane: Lane, leftover: list[Record], burial: Burial) -> None:
+        """Take a lane back whose first message is to leave the group; it is under way until that is written."""
+        with self.lock:
+            lane.records[:0] = leftover[1:]
+            if lane.held.state is not State.OPEN:
+                self._finish(lane, 0.0)
+            else:
+                lane.batch = leftover[:1]
+                lane.held.to_bury.append((lane, burial))
+                self.on_parking()
+
+    def load_parked(self, held: Held, loaded: Loaded, parkings: list[Parking], taken: Taken) -> None:
+        """Let a holding that is not open yet know what is parked and dead of it."""
+        with self.lock:
+            for parking in parkings:
+                held.parked.add(parking)
+            for ref, offset in loaded.unsettled:
+                known = held.parked.by_name.get(ref.name)
+                if known is not None and offset < taken.next_offset and not taken.has_settled(offset):
+                    held.parked.await_settling(known, offset)
+            held.dead = loaded.dead
+
+    def reload_parked(self, held: Held, parkings: list[Parking]) -> None:
+        """Follow what others did to parked keys: new ones, ended ones, other times. What is started goes on."""
+        with self.lock:
+            if held.state is not State.OPEN:
+                return
+            named = {parking.ref.name: parking for parking in parkings}
+            for known in list(held.parked.by_name.values()):
+                there = named.pop(known.ref.name, None)
+                if known.entry is not None or known.lane is not None:
+                    continue
+                if there is None:
+                    self._unpark(held, known)
+                else:
+                    known.attempts = there.attempts
+                    held.parked.schedule(known, there.due)
+            for parking in named.values():
+                self._adopt(held, parking)
+
+    def parking_work(self, held: Held, limits: tuple[int, int, int]) -> ParkingWork:
+        """Take what the keeper is to write of a holding: messages, bytes and newly started keys up to these limits."""
+        with self.lock:
+            self._take_back()
+            work = ParkingWork()
+            if held.state is State.GONE:
+                return work
+            work.back = [lane for lane in self._back if lane.held is held]
+            self._back = deque(lane for lane in self._back if lane.held is not held)
+            if held.state is State.OPEN:
+                count, size, starts = limits
+                if not held.finished and self.lease.holds():
+                    work.due = [p for p in held.parked.ripe(clock()) if self._may_start(held, p)][: max(0, starts)]
+                    held.parked.take_ripe(work.due)
+                while held.to_park and count > 0 and size > 0:
+                    lane = held.to_park.popleft()
+                    lane.batch, lane.records = lane.records[:count], lane.records[count:]
+                    held.busy += 1
+                    work.lanes.append(lane)
+                    count -= len(lane.batch)
+                    size -= sum(len(record.body) for record in lane.batch)
+            work.burials = list(held.to_bury)
+            held.to_bury.clear()
+            return work
+
+    def not_kept(self, held: Held, work: ParkingWork) -> None:
+        """Take work back that could not be written; it is asked for again, or comes to nothing with its holding."""
+        with self.lock:
+            self._back.extendleft(reversed(work.back))
+            held.to_bury.extendleft(reversed(work.burials))
+            for parking in work.due:
+                held.parked.schedule(parking, parking.due)
+            for lane in reversed(work.lanes):
+                lane.records[:0] = lane.batch
+                self._finish(lane, 0.0)
+            if held.state is State.GONE:
+                self._abandon(held)
+
+    def kept(self, held: Held, lane: Lane, *, parked: bool) -> None:
+        """Take back a lane whose messages are parked now, or not, where its key is in line again."""
+        with self.lock:
+            parking = lane.parking
+            if parked or parking is None:
+                if parking is not None:
+                    parking.entry = None
+                held.settled.extend(lane.batch)
+                self._finish(lane, 0.0)
+                return
+            lane.records[:0] = lane.batch
+            if parking.lane is None:
+                held.parked.remove(parking)
+                lane.parking = None
+                self._finish(lane, 0.0)
+            else:
+                # A handler has a message of the key, though an operator ended its being parked: this one waits for it.
+                lane.batch = ()
+                self._rest(held)
+
+    def buried(self, lane: Lane) -> None:
+        """Take back a lane whose first message has left the group."""
+        with self.lock:
+            lane.held.settled.extend(lane.batch)
+            self._finish(lane, 0.0)
+
+    def resume(self, held: Held, parking: Parking, records: list[ParkedRecord]) -> None:
+        """Give the first messages of a parked key to the workers; with none, put the key in line again."""
+        with self.lock:
+            if parking.lane is None:
+                held.busy += 1
+            parking.lane = None
+            if not records:
+                self._rest(held)
+                self._unpark(held, parking)
+                return
+            lane = resumed_lane(held, parking, records)
+            if held.state is State.OPEN:
+                self._line_up([lane])
+            elif held.state is State.DRAINING:
+                self._finish(lane, 0.0)
+
+    def rest(self, held: Held, parking: Parking, attempts: int, due: float) -> None:
+        """Let a parked key wait again: what came of its messages is written."""
+        with self.lock:
+            parking.lane, parking.attempts, parking.died = None, attempts, False
+            held.parked.schedule(parking, due)
+            self._rest(held)
+            lane = held.lanes.get(parking.ref.name)
+            if lane is not None and lane.records and not lane.batch and lane not in held.to_park:
+                held.to_park.append(lane)
+
+    def finish_holding(self, held: Held) -> bool:
+        """Start nothing more of a holding whose messages are all settled; say whether nothing is under way."""
+        with self.lock:
+            self._take_back()
+            held.finished = True
+            return held.busy == 0
+
+    def next_parking_s(self, holdings: list[Held]) -> float:
+        """Return how long until a parked key of some holdings is due; infinite where none is."""
+        with self.lock:
+            due = min((held.parked.next_due() for held in holdings), default=NEVER)
+        return max(0.0, due - clock())
+
+    def hurry(self) -> None:
+        """Let every lane that waits for its backoff be due now: another rule may be in force."""
+        with self.lock:
+            self._delayed = [(0.0, number, lane) for _, number, lane in self._delayed]
+            heapq.heapify(self._delayed)
+
+    def _may_start(self, held: Held, parking: Parking) -> bool:
+        """Say whether a due key may be started: the server knows it, nothing of it is under way or to be settled."""
+        if parking.entry is not None or parking.lane is not None or parking.unsettled:
+            return False
+        lane = held.lanes.get(parking.ref.name)
+        return lane is None or not lane.batch
+
+    def _rest(self, held: Held) -> None:
+        """A resumed lane is not under way any more."""
+        held.busy -= 1
+        if held.busy == 0:
+            self.changed.notify_all()
+
+    def _unpark(self, held: Held, parking: Parking) -> None:
+        """Put a key in line: what was read of it, and is not parked, goes to the workers."""
+        held.parked.remove(parking)
+        lane = held.lanes.get(parking.ref.name)
+        if lane is not None and lane.parking is parking:
+            lane.parking = None
+            if lane.records and not lane.batch:
+                if lane in held.to_park:
+                    held.to_park.remove(lane)
+                self._line_up([lane])
+
+    def _adopt(self, held: Held, parking: Parking) -> None:
+        """Park a key that somebody else has parked: what was read of it goes behind what is parked."""
+        held.parked.add(parking)
+        lane = held.lanes.get(parking.ref.name)
+        if lane is not None:
+            lane.parking = parking
+            if lane in self._ready:
+                self._ready.remove(lane)
+                held.to_park.append(lane)
+                self.on_parking()
+
+    def _abandon(self, held: Held) -> None:
+        """Let go of what waits for the keeper of a holding that is gone."""
+        self._back = deque(lane for lane in self._back if lane.held is not held)
+        while held.to_bury:
+            self._finish(held.to_bury.popleft()[0], 0.0)
 
     def stop(self) -> None:
         """Let workers end."""
@@ -190,6 +417,11 @@ class Dispatcher:
 
     def _finish(self, lane: Lane, delay_s: float) -> None:
         held = lane.held
+        if lane.resumed and held.state is not State.GONE:
+            lane.batch = ()
+            self._back.append(lane)
+            self.on_parking()
+            return
         held.busy -= 1
         lane.batch = ()
         if held.state is not State.OPEN:
@@ -199,6 +431,9 @@ class Dispatcher:
                 del held.lanes[lane.key]
             else:
                 held.unfold(lane)
+        elif lane.parking is not None:
+            held.to_park.append(lane)
+            self.on_parking()
         elif delay_s > 0:
             held.fold(lane)
             held.asleep += 1
@@ -225,7 +460,8 @@ class Dispatcher:
     def _end(self, lane: Lane) -> None:
         """A lane of a holding that is not open came back."""
         held = lane.held
-        held.lanes.pop(lane.key, None)
+        if not lane.resumed:
+            held.lanes.pop(lane.key, None)
         spot = (held.partition, lane.key)
         if held.state is State.GONE and spot in self._orphans:
             self._orphans[spot] -= 1
@@ -239,11 +475,17 @@ class Dispatcher:
 
     def _forget(self, held: Held) -> None:
         """Drop what waits of a holding."""
+        for lane in (*self._ready, *self._behind_orphans.values()):
+            if lane.held is held and lane.resumed:
+                # Handed out and not begun: the server says "started" of it.
+                self._back.append(lane)
+                self.on_parking()
         self._ready = deque(lane for lane in self._ready if lane.held is not held)
         self._delayed = [entry for entry in self._delayed if entry[2].held is not held]
         heapq.heapify(self._delayed)
         self._behind_orphans = {s: lane for s, lane in self._behind_orphans.items() if lane.held is not held}
         held.to_refill.clear()
+        held.to_park.clear()
         self.changed.notify_all()
 
     def _fill(self, hand: deque[Lane]) -> bool:
@@ -256,7 +498,8 @@ class Dispatcher:
             lane = ready.popleft()
             if lane.held.state is State.OPEN:
                 lane.batch, lane.records = lane.records, []
-                lane.held.busy += 1
+                # One from Postgres counts as under way until what came of it is written there.
+                lane.held.busy += not lane.resumed
                 hand.append(lane)
         return bool(hand)
 
@@ -278,6 +521,13 @@ class Dispatcher:
             lane.held.asleep -= 1
             lane.held.to_refill.append(lane)
 
+    def _line_up_or_park(self, lane: Lane) -> None:
+        if lane.parking is None:
+            self._line_up([lane])
+        else:
+            lane.held.to_park.append(lane)
+            self.on_parking()
+
     def _wake(self) -> None:
         """Wake as many idle workers as the ready line is worth."""
         if self._idle:
@@ -285,3 +535,7 @@ class Dispatcher:
             self.changed.notify(1 + int(len(self._ready) * min(1.0, self._message_s / WORTH_S)))
         if self.on_ready is not None:
             self.on_ready()
+
+
+def _nothing() -> None:
+    """What is called where nobody wants to know."""

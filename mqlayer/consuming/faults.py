@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import traceback
+from typing import Final
 
-from mqlayer.errors import BodyMismatch
+from mqlayer.errors import BodyMismatch, HandlerControl, HandlerFault, redact
+
+TEXT_LIMIT: Final = 1_000
+
+
+def described(error: BaseException) -> str:
+    """Return an exception as it is kept with its message, in Postgres: type, text and place. Not for logs."""
+    if isinstance(error, HandlerControl | HandlerFault):
+        return redact(str(error))[:TEXT_LIMIT]
+    text = redact(str(error)).replace("\x00", " ")[:TEXT_LIMIT]
+    return f"{where(error)}: {text}" if text else where(error)
 
 
 def where(error: BaseException) -> str:

@@ -4,7 +4,8 @@ States of a holding: *new* (assigned, pull lock not taken) -> *open* -> *drainin
 *gone* (released, fenced or lost). Only *open* starts messages. A lane is one key's line of unsettled messages:
 *waiting* (in the ready line), *running* (one worker has it), *delayed* (its head failed), *folded* (what waits behind
 the head is to be read again). At most one worker has a lane, so at most one message of a key is under way
-(invariant 11).
+(invariant 11). A lane of a parked key goes to the keeper instead of the workers, who have the key's first messages in
+a lane of their own, *resumed* from Postgres.
 """
 
 from __future__ import annotations
@@ -12,17 +13,24 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 
-from mqlayer.domain.message import NO_KEY, CommandRecord, Record
+from mqlayer.consuming.clock import clock
+from mqlayer.consuming.parked import NEVER, Parking, Parkings
+from mqlayer.consuming.verdicts import Park, Verdict
+from mqlayer.domain.message import NO_KEY, CommandRecord, Identity, ParkedRecord, Record
 from mqlayer.domain.offsets import first_unsettled, is_settled
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.membership.members import Assigned
+from mqlayer.parking import Burial, KeyEntry, KeyRef, name_of
 from mqlayer.redis.partitions import Holder, Taken
 
 BITMAP_REACH = 1_000_000
 """How far beyond committed a member reads: less than the window of offsets_settle (1,048,576 offsets)."""
+
+
+EVERY_OFFSET = 1 << 62
 
 
 class State(Enum):
@@ -34,6 +42,16 @@ class State(Enum):
     GONE = auto()
 
 
+class Start:
+    """A message that is to be started with care: its worker waits until the server knows."""
+
+    __slots__ = ("alone", "noted", "offset")
+
+    def __init__(self, offset: int, *, alone: bool) -> None:
+        self.offset, self.alone = offset, alone
+        self.noted = threading.Event()
+
+
 class Lane:
     """One key's messages that are not handled, in order. `batch` is what a worker has in hand.
 
@@ -41,13 +59,22 @@ class Lane:
     the bounds that all keys share. None: the lane is not folded.
     """
 
-    __slots__ = ("batch", "held", "key", "later", "records")
+    __slots__ = ("batch", "caution", "held", "key", "later", "line", "parking", "records", "resumed", "verdict")
 
     def __init__(self, held: Held, key: bytes, record: Record) -> None:
         self.held, self.key = held, key
         self.records = [record]
         self.batch: Sequence[Record] = ()
         self.later: array[int] | None = None
+        # Where workers put what they have handled.
+        self.line: deque[Record] = held.settled
+        # Offsets below are started with care: one of them may have killed the former owners.
+        self.caution = held.caution
+        # Set while its key is parked.
+        self.parking: Parking | None = None
+        self.resumed = False
+        # Why the first message that it has left failed, for the keeper.
+        self.verdict: Verdict | None = None
 
 
 class Held:
@@ -59,21 +86,31 @@ class Held:
         "attempts",
         "busy",
         "bytes_in_hand",
+        "caution",
         "command",
         "committed",
         "count_in_hand",
         "cut",
+        "dead",
+        "died",
         "drain_until",
         "failed",
+        "failing_since",
+        "finished",
         "folded",
         "holder",
         "lanes",
         "next_read",
         "ordered",
+        "parked",
         "record_bytes",
         "settled",
         "settled_before",
+        "starts",
         "state",
+        "suspects",
+        "to_bury",
+        "to_park",
         "to_refill",
     )
 
@@ -90,6 +127,16 @@ class Held:
         self.settled: deque[Record] = deque()  # handled; appended by workers, taken one by one by the settler
         self.failed: deque[tuple[int, int]] = deque()  # offset and its failed attempts, to be counted; likewise
         self.attempts: dict[int, int] = {}
+        self.failing_since: dict[int, float] = {}  # offset -> when it failed first, here
+        self.parked = Parkings()  # (lock)
+        self.to_park: deque[Lane] = deque()  # (lock) lanes of parked keys that hold messages
+        self.to_bury: deque[tuple[Lane, Burial]] = deque()  # (lock) lanes whose first message leaves the group
+        self.dead: set[Identity] = set()  # left the group, and may come once more
+        self.finished = False  # (lock) nothing is started here any more: its successors go on
+        self.caution = 0  # offsets below are started with care
+        self.starts: deque[Start] = deque()  # to be noted before a worker begins, by the settler
+        self.suspects: set[int] = set()  # of these, those that are started alone
+        self.died: set[int] = set()  # of these, those that were, and never ended
         self.settled_before: tuple[int, bytes] | None = None  # base and bits of the former owner's ack bitmap
         self.committed = self.next_read = 0
         self.record_bytes = 1024.0
@@ -113,18 +160,16 @@ class Held:
         self.settled_before = (taken.base, taken.bits) if taken.bits else None
         self.next_read = first_unsettled(taken.committed, taken.base, taken.bits)
         self.attempts = taken.attempts
+        self.caution, self.suspects, self.died = taken.caution, set(taken.suspects), set(taken.died)
         self.state = State.OPEN
 
     def admit(self, records: list[Record]) -> list[Lane]:
         """Put new records (one at the least) into their lanes; return those that got ready. Call under the lock."""
         ready: list[Lane] = []
         lanes, last = self.lanes, records[-1].offset
-        if self.settled_before is not None:
-            records = self._without_settled(records, last, *self.settled_before)
-        if self.cut:
-            records = self._without_cut_off(records)
+        records = self._handleable(records)
         size = kept = 0
-        ordered = self.ordered
+        ordered, parked = self.ordered, self.parked
         for record in records:
             offset, m, key, body = record
             # Messages without a key wait for nobody: each has a lane of its own.
@@ -132,7 +177,9 @@ class Held:
             lane = lanes.get(name)
             if lane is None:
                 lanes[name] = lane = Lane(self, name, record)
-                ready.append(lane)
+                if parked:
+                    lane.parking = parked.by_name.get(name_of(record, ordered=ordered))
+                (ready if lane.parking is None else self.to_park).append(lane)
             elif lane.later is None:
                 lane.records.append(record)
             else:
@@ -147,17 +194,38 @@ class Held:
             self.record_bytes = max(size / kept, 0.9 * self.record_bytes)
         return ready
 
-    def _without_cut_off(self, records: list[Record]) -> list[Record]:
-        """Take what lies beyond the recorded marks as settled: the successors have it, and handle it."""
-        beyond = [record for record in records if self._is_cut_off(record)]
-        self.count_in_hand += len(beyond)
-        self.bytes_in_hand += sum(map(size_of, beyond))
-        self.settled.extend(beyond)
-        return [record for record in records if not self._is_cut_off(record)] if beyond else records
+    def _handleable(self, records: list[Record]) -> list[Record]:
+        """Leave out what was settled before, or leaves without being handled."""
+        last = records[-1].offset
+        if self.settled_before is not None:
+            records = self._without_settled(records, last, *self.settled_before)
+        if self.cut:
+            records = self._without(records, self._is_cut_off)
+        if self.dead:
+            records = self._without(records, self._is_dead)
+        if self.parked.expected:
+            self.parked.read({record.offset: name_of(record, ordered=self.ordered) for record in records}, last)
+        return records
+
+    def _without(self, records: list[Record], passed_over: Callable[[Record], bool]) -> list[Record]:
+        """Take some of the records as settled."""
+        rest: list[Record] = []
+        passed: list[Record] = []
+        for record in records:
+            (passed if passed_over(record) else rest).append(record)
+        self.count_in_hand += len(passed)
+        self.bytes_in_hand += sum(map(size_of, passed))
+        self.settled.extend(passed)
+        return rest
 
     def _is_cut_off(self, record: Record) -> bool:
+        """Say whether a record lies beyond the recorded marks: the successors have it, and handle it."""
         source, lp, seq = record.identity
         return seq > self.cut.get(f"{source}:{lp}", seq)
+
+    def _is_dead(self, record: Record) -> bool:
+        """Say whether a record is listed as dead: whoever did that died before it was settled, or was an operator."""
+        return record.identity in self.dead
 
     def _without_settled(self, records: list[Record], last: int, base: int, bits: bytes) -> list[Record]:
         """Leave out what the former owner settled above committed, and read on behind it."""
@@ -284,3 +352,22 @@ def size_of(record: Record) -> int:
     """Return how much of the bound by bytes a record takes."""
     _, m, key, body = record
     return len(m) + len(key) + len(body)
+
+
+def parking_by(verdict: Park, lane: Lane, record: Record) -> Parking:
+    """Return the parking of a lane's key, whose message failed."""
+    ref = KeyRef(record.identity.lp, name_of(record, ordered=lane.held.ordered))
+    due = NEVER if verdict.seconds is None else clock() + verdict.seconds
+    entry = KeyEntry(ref, verdict.cause, verdict.seconds, verdict.attempts)
+    return Parking(ref, attempts=verdict.attempts, due=due, entry=entry)
+
+
+def resumed_lane(held: Held, parking: Parking, records: list[ParkedRecord]) -> Lane:
+    """Return a lane with messages of a parked key that are to be handled now."""
+    lane = Lane(held, parking.ref.name, records[0])
+    lane.records = [*records]
+    lane.line = deque()
+    lane.parking, lane.resumed = parking, True
+    lane.caution = EVERY_OFFSET if parking.died else 0
+    parking.lane = lane
+    return lane

@@ -23,21 +23,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from mqlayer.consuming.caution import Caution
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.dispatch import Dispatcher
-from mqlayer.consuming.faults import where
+from mqlayer.consuming.faults import described, where
 from mqlayer.consuming.heart import Heart
-from mqlayer.consuming.holdings import Held, Holdings, State
+from mqlayer.consuming.holdings import Held, Holdings, Lane, State
+from mqlayer.consuming.keeping import Keeper
 from mqlayer.consuming.links import Link, Links
+from mqlayer.consuming.verdicts import Bury, Park, Verdict, Wait, verdict_of
 from mqlayer.consuming.workers import LoopWorkers, ThreadWorkers
-from mqlayer.domain.backoff import backoff_s
-from mqlayer.domain.message import Record
+from mqlayer.domain.message import ParkedRecord, Record
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import MqlayerError, NotFound
 from mqlayer.health import Health, stuck_after_s
 from mqlayer.membership.gates import seal_marks
 from mqlayer.membership.groups import Group
 from mqlayer.membership.members import Assigned, Beat
+from mqlayer.parking import AttemptNote, Burial, KeyEntry, KeyRef, Ledger
 from mqlayer.postgres.database import Connection, Database, driver_errors
 from mqlayer.postgres.queries import query
 from mqlayer.redis.nodes import Node, NodeConnection
@@ -58,13 +61,15 @@ class MemberOptions:
 
     `concurrency`: handlers at once, each of another key. `prefetch_count` and `prefetch_bytes` bound what is read and
     not settled, over all partitions; bytes by the size of what was read lately, so a single read may go over.
-    `drain_limit_s`: how long a hand-over or stop waits for running handlers.
+    `drain_limit_s`: how long a hand-over or stop waits for running handlers. `parked_keys`: how many keys of a
+    partition may be parked; beyond it one that fails waits in place, and holds up the trimming of its partition.
     """
 
     concurrency: int = 8
     prefetch_count: int = 4_000
     prefetch_bytes: int = 32 * 1024 * 1024
     drain_limit_s: float = 30.0
+    parked_keys: int = 10_000
     member_id: str = ""
 
 
@@ -76,6 +81,10 @@ class MemberStats:
     settled: int = 0
     failed: int = 0
     fenced: int = 0
+    parked: int = 0
+    unparked: int = 0
+    dead: int = 0
+    skipped: int = 0
 
 
 class Member:
@@ -102,7 +111,7 @@ class Member:
         self.stats = MemberStats()
         self._name = f"mqlayer-{group.name}"
         self._database, self._routes, self._application = database, routes, application
-        self._backoff_s: tuple[float, ...] = group.backoff_s
+        self.rules = group.rules
         self._holdings = Holdings()
         self._links = Links()
         self._allocation = -1
@@ -117,6 +126,14 @@ class Member:
             self, database=database, group=group, member_id=self.member_id, settings=settings, name=self._name
         )
         self.dispatcher = Dispatcher(self._heart.lease)
+        self._keeper = Keeper(
+            self,
+            Ledger(database, group.group_id, self.member_id),
+            started_limit=2 * self.options.concurrency,
+            name=self._name,
+        )
+        self.dispatcher.on_parking = self._keeper.wake.set
+        self._caution = Caution()
         workers = LoopWorkers if is_async else ThreadWorkers
         self._workers = workers(self, handle, count=self.options.concurrency, name=self._name)
 
@@ -126,6 +143,7 @@ class Member:
         """Join the group and start consuming. Raises StoreUnavailable, SchemaMismatch; nothing runs then."""
         try:
             self._workers.start()
+            self._keeper.start()
             self._heart.start()
         except BaseException:
             self.stop(0.0)
@@ -150,6 +168,7 @@ class Member:
         self.dispatcher.stop()
         ended = self._workers.join(max(0.2, until - clock()))
         self._links.stop(5.0)
+        self._keeper.stop(5.0)
         self._heart.stop(10.0)
         return ended
 
@@ -175,7 +194,8 @@ class Member:
             () if self._workers.alive else ("a worker's thread ended",),
             (f"partitions {', '.join(map(str, missing))} are assigned, and not pulled",) if missing else (),
         )
-        return Health.of_all(self._heart.health(), self._links.health(stuck_after_s(self.settings)), own)
+        limit_s = stuck_after_s(self.settings)
+        return Health.of_all(self._heart.health(), self._links.health(limit_s), self._keeper.health(limit_s), own)
 
     def holdings(self) -> dict[int, tuple[int, str]]:
         """Return what is held: partition -> (epoch, state)."""
@@ -188,17 +208,52 @@ class Member:
         self.stats.handled += count
         self._links.send_some()
 
-    def failed(self, held: Held, record: Record, error: BaseException) -> float:
-        """Count a failed attempt; return how many seconds the key waits."""
-        attempts = held.attempts.get(record.offset, 0) + 1
-        held.attempts[record.offset] = attempts
-        held.failed.append((record.offset, attempts))
+    def failed(self, lane: Lane, record: Record, error: BaseException) -> Verdict:
+        """Count a failed attempt, unless its handler says that it was none; return what becomes of the message."""
+        held, resumed = lane.held, isinstance(record, ParkedRecord)
+        before = record.attempts if isinstance(record, ParkedRecord) else held.attempts.get(record.offset, 0)
+        text = described(error)
+        verdict = verdict_of(
+            error,
+            self.rules,
+            before=before,
+            failing_s=0.0 if resumed else clock() - held.failing_since.setdefault(record.offset, clock()),
+            share=random.random(),
+            parked=resumed,
+            text=text,
+        )
+        if isinstance(verdict, Park) and not resumed and len(held.parked.by_name) >= self.options.parked_keys:
+            log.error("parking_full", extra=self._facts(held) | {"parked_keys": self.options.parked_keys})
+            verdict = Wait(verdict.attempts, self.rules.wait_s(verdict.attempts, 0.0))
+        if verdict.attempts > before:
+            self._count(held, record, verdict.attempts, text, resumed=resumed)
+        self._say_failed(held, record, error, verdict)
+        return verdict
+
+    def _count(self, held: Held, record: Record, attempts: int, text: str, *, resumed: bool) -> None:
         self.stats.failed += 1
-        wait_s = backoff_s(self._backoff_s, attempts)
+        if not resumed:
+            held.attempts[record.offset] = attempts
+            held.failed.append((record.offset, attempts))
+        self._keeper.note(AttemptNote(record.identity, attempts, text))
+
+    def _say_failed(self, held: Held, record: Record, error: BaseException, verdict: Verdict) -> None:
         identity = record.identity
         facts = self._facts(held) | {"offset": record.offset, "lp": identity.lp, "seq": identity.seq}
-        log.warning("handler_failed", extra=facts | {"attempt": attempts, "wait_s": wait_s, "error": where(error)})
-        return wait_s
+        facts |= {"attempt": verdict.attempts, "error": where(error), "verdict": type(verdict).__name__.lower()}
+        if not isinstance(verdict, Bury):
+            facts["wait_s"] = verdict.seconds
+        blocked = isinstance(verdict, Wait) and verdict.blocked
+        log.log(logging.ERROR if blocked else logging.WARNING, "handler_failed", extra=facts)
+
+    def begin(self, lane: Lane, record: Record) -> bool:
+        """Start a message with care: former owners died; False where its holding is gone. Raises NoAnswer."""
+        link = self._links.get(lane.held.assigned.node)
+        return link is not None and self._caution.begin(lane, record, link.settler.wake)
+
+    def end(self, lane: Lane, record: Record) -> None:
+        """Let others start."""
+        self._caution.end(lane, record)
 
     def fenced(self, held: Held, reason: str) -> None:
         """Drop a holding whose epoch is not in force any more."""
@@ -227,6 +282,7 @@ class Member:
         """Start holdings whose pull locks are ours: refuse earlier owners' effects, then go on where they stopped."""
         self._raise_fences([held for held, _ in pairs])
         for held, taken in pairs:
+            self._keeper.load(held, taken)
             self.dispatcher.open(held, taken)
             log.info("partition_taken", extra=self._facts(held) | {"committed": taken.committed})
 
@@ -298,6 +354,34 @@ class Member:
         self._routes.refresh_nodes()
         link.expect(armed)
 
+    # -- what the keeper asks ----------------------------------------------------------------------------------------
+
+    def all_holdings(self) -> list[Held]:
+        """Return the holdings that are not gone."""
+        return self._holdings.all()
+
+    def parked(self, held: Held, *, keys: list[KeyEntry], messages: int) -> None:
+        """Count what is parked, and have the settlers send it."""
+        self.stats.parked += messages
+        for entry in keys:
+            facts = self._facts(held) | {"lp": entry.ref.lp, "cause": entry.cause, "wait_s": entry.wait_s}
+            log.warning("key_parked", extra=facts | {"attempts": entry.attempts})
+        self._links.send_some()
+
+    def unparked(self, held: Held, ref: KeyRef) -> None:
+        """Note that a key is in line again."""
+        self.stats.unparked += 1
+        log.info("key_unparked", extra=self._facts(held) | {"lp": ref.lp})
+
+    def buried(self, held: Held, burials: list[Burial]) -> None:
+        """Count what left the group."""
+        for burial in burials:
+            self.stats.dead += burial.keep
+            self.stats.skipped += not burial.keep
+            identity = burial.record.identity
+            facts = self._facts(held) | {"lp": identity.lp, "seq": identity.seq, "cause": burial.cause}
+            log.warning("message_buried", extra=facts | {"attempts": burial.attempts, "kept": burial.keep})
+
     # -- what the heart asks -----------------------------------------------------------------------------------------
 
     def follow(self, answer: Beat) -> None:
@@ -305,7 +389,11 @@ class Member:
         if answer.allocation < self._allocation:
             return
         self._allocation = answer.allocation
-        self._backoff_s = answer.backoff_s or self._backoff_s
+        self._keeper.hear(answer.parking)
+        if answer.rules is not None and answer.rules != self.rules:
+            self.rules = answer.rules
+            # What waits in place may have another end now.
+            self.dispatcher.hurry()
         wanted = {assigned.partition: assigned for assigned in answer.assignments}
         self._assigned = frozenset(partition for partition, assigned in wanted.items() if not assigned.release)
         for held in self._holdings.all():
@@ -362,7 +450,8 @@ class Member:
         link = self._links.get(assigned.node) or self._open_link(assigned.node)
         cut = seal_marks(self._database, assigned.partition) if assigned.cut else {}
         holder = Holder(prefix, assigned.partition, group_id, self.member_id, assigned.epoch)
-        held = Held(assigned, holder, ordered=self.group.ordered)
+        # On a best-effort topic a message that fails waits by itself, and the rest goes on.
+        held = Held(assigned, holder, ordered=self.group.ordered and self.group.strategy == "strict")
         held.cut = cut
         if self._holdings.add(held):
             link.reader.wake.set()

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.dispatch import Dispatcher
-from mqlayer.consuming.holdings import Held, State
+from mqlayer.consuming.holdings import Held, Start, State
 from mqlayer.consuming.node_thread import NodeThread
 from mqlayer.domain.message import Record
 from mqlayer.domain.offsets import as_ranges
@@ -29,6 +29,8 @@ from mqlayer.redis.partitions import (
     release_command,
     settle_command,
     settle_reply,
+    start_command,
+    start_reply,
 )
 
 log = logging.getLogger(__name__)
@@ -86,46 +88,52 @@ class Settler(NodeThread):
         holdings = self._owner.holdings_on(self._line.node.node_id)
         # Once each: what comes in meanwhile waits for the next pass, or a busy partition would starve the others.
         for held in holdings:
-            if held.settled or held.failed:
+            if held.settled or held.failed or held.starts:
                 self._send(held)
         for held in holdings:
             if held.state is State.DRAINING and self._idle(held):
                 self._release(held)
-            elif held.state is State.OPEN and held.is_settled:
+            elif held.state is State.OPEN and held.is_settled and self._owner.dispatcher.finish_holding(held):
                 self._owner.drained(held)
 
     def _send(self, held: Held) -> None:
         """Send what one holding has."""
-        records, failed = _all_of(held.settled), _all_of(held.failed)
+        records, failed, starts = _all_of(held.settled), _all_of(held.failed), _all_of(held.starts)
         try:
-            answers = self._ask(held, records, failed)
+            answers = self._ask(held, records, failed, starts)
         except BaseException:
             held.settled.extendleft(reversed(records))
             held.failed.extendleft(reversed(failed))
+            held.starts.extendleft(reversed(starts))
             raise
         for answer in answers:
             if isinstance(answer, Fenced | Refused):
                 self._lost(held, answer)
                 return
+        for start in starts:
+            start.noted.set()
         if held.attempts:
             for record in records:
                 held.attempts.pop(record.offset, None)
+                held.failing_since.pop(record.offset, None)
         committed = max((answer.committed for answer in answers if isinstance(answer, Kept)), default=0)
         self._owner.acknowledged(held, records, committed)
 
     def _ask(
-        self, held: Held, records: list[Record], failed: list[tuple[int, int]]
-    ) -> list[int | Kept | Fenced | Refused]:
-        """Send failed attempts, then settled offsets; return what the node says of each call."""
+        self, held: Held, records: list[Record], failed: list[tuple[int, int]], starts: list[Start]
+    ) -> list[int | Kept | Fenced | Refused | None]:
+        """Send failed attempts, what is to be started, then settled offsets; return what the node says of each call."""
         counts = [attempt_command(self._line, held.holder, offset, attempts) for offset, attempts in failed]
-        commands = [*counts, *self._settle_commands(held, records)]
+        begun = [start_command(self._line, held.holder, start.offset, alone=start.alone) for start in starts]
+        commands = [*counts, *begun, *self._settle_commands(held, records)]
         failpoint("ack.before_send")
         replies = self._call(commands)
         failpoint("ack.after_send")
         address = self._line.node.address
         return [
             *(attempt_reply(reply, address) for reply in replies[: len(counts)]),
-            *(settle_reply(reply, address) for reply in replies[len(counts) :]),
+            *(start_reply(reply, address) for reply in replies[len(counts) : len(counts) + len(begun)]),
+            *(settle_reply(reply, address) for reply in replies[len(counts) + len(begun) :]),
         ]
 
     def _settle_commands(self, held: Held, records: list[Record]) -> list[Command]:

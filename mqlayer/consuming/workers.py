@@ -14,10 +14,14 @@ from typing import Any, Final, Protocol
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.faults import where
-from mqlayer.consuming.holdings import Held, Lane, State
+from mqlayer.consuming.holdings import Held, Lane, State, parking_by
+from mqlayer.consuming.limits import LoopLimits, ThreadLimits
+from mqlayer.consuming.verdicts import Park, Verdict, Wait
 from mqlayer.domain.message import Record
+from mqlayer.domain.retrying import RetryRules
 from mqlayer.errors import AlreadyApplied, HandlerFault, StaleOwner
 from mqlayer.failpoints import failpoint
+from mqlayer.parking import Burial
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +36,19 @@ class Owner(Protocol):
     """What workers ask of the member they work for."""
 
     dispatcher: Dispatcher
+    rules: RetryRules
 
     def handled(self, count: int) -> None:
         """Count what was handled, and let it be sent."""
 
-    def failed(self, held: Held, record: Record, error: BaseException) -> float:
-        """Note a failed attempt; return how many seconds its key waits."""
+    def failed(self, lane: Lane, record: Record, error: BaseException) -> Verdict:
+        """Note that a message failed; return what becomes of it."""
+
+    def begin(self, lane: Lane, record: Record) -> bool:
+        """Note that a message is started which may have killed former owners; False where its holding is gone."""
+
+    def end(self, lane: Lane, record: Record) -> None:
+        """Note that it ended, in whatever way."""
 
     def fenced(self, held: Held, reason: str) -> None:
         """Drop a holding that a later owner has."""
@@ -48,6 +59,7 @@ class ThreadWorkers:
 
     def __init__(self, owner: Owner, handle: Callable[[Held, Record], Any], *, count: int, name: str) -> None:
         self._owner, self._handle = owner, handle
+        self._limits = ThreadLimits(name)
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-worker-{i}", daemon=True) for i in range(count)
         ]
@@ -60,11 +72,12 @@ class ThreadWorkers:
     @property
     def alive(self) -> bool:
         """Whether no thread has ended."""
-        return all(thread.is_alive() for thread in self._threads)
+        return self._limits.alive and all(thread.is_alive() for thread in self._threads)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads to end; say whether all have."""
         until = clock() + timeout_s
+        self._limits.stop()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, until - clock()))
@@ -90,13 +103,19 @@ class ThreadWorkers:
 
     def _run(self, lane: Lane, now: float) -> tuple[int, float]:
         """Handle what a lane has, for one turn at most; return how many messages that were, and the time then."""
-        handle, lease, held, batch = self._handle, self._owner.dispatcher.lease, lane.held, lane.batch
-        settled, until, done = held.settled.append, now + TURN_S, 0
+        lease, held, batch = self._owner.dispatcher.lease, lane.held, lane.batch
+        handle = self._limits.around(self._handle, self._owner.rules)
+        settled, until, done, caution = lane.line.append, now + TURN_S, 0, lane.caution
         try:
             for record in batch:
                 if now >= until or held.state is not State.OPEN or now >= lease.until:
                     break
-                answer = handle(held, record)
+                if record.offset < caution:
+                    if not self._handle_with_care(handle, lane, record):
+                        break
+                    answer = None
+                else:
+                    answer = handle(held, record)
                 if answer is not None and isawaitable(answer):
                     raise _not_awaited(answer)
                 failpoint("handler.after_success")
@@ -108,6 +127,18 @@ class ThreadWorkers:
         give_back(self._owner, lane, done)
         return done, now
 
+    def _handle_with_care(self, handle: Callable[[Held, Record], Any], lane: Lane, record: Record) -> bool:
+        """Handle a message that may have killed former owners; False where its holding is gone."""
+        if not self._owner.begin(lane, record):
+            return False
+        try:
+            answer = handle(lane.held, record)
+            if answer is not None and isawaitable(answer):
+                raise _not_awaited(answer)
+        finally:
+            self._owner.end(lane, record)
+        return True
+
 
 class LoopWorkers:
     """A bounded number of coroutines, on an event loop in a thread of its own, that run async handlers."""
@@ -116,6 +147,7 @@ class LoopWorkers:
         self, owner: Owner, handle: Callable[[Held, Record], Awaitable[Any]], *, count: int, name: str
     ) -> None:
         self._owner, self._handle, self._count = owner, handle, count
+        self._limits = LoopLimits()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Event | None = None
         self._thread = threading.Thread(target=self._run_loop, name=f"{name}-loop", daemon=True)
@@ -164,14 +196,18 @@ class LoopWorkers:
 
     async def _run(self, lane: Lane) -> int:
         """Handle what a lane has, for one turn at most; return how many messages that were."""
-        handle, lease, held, batch = self._handle, self._owner.dispatcher.lease, lane.held, lane.batch
-        settled, now, done = held.settled.append, clock(), 0
+        lease, held, batch = self._owner.dispatcher.lease, lane.held, lane.batch
+        handle = self._limits.around(self._handle, self._owner.rules)
+        settled, now, done, caution = lane.line.append, clock(), 0, lane.caution
         until = now + TURN_S
         try:
             for record in batch:
                 if now >= until or held.state is not State.OPEN or now >= lease.until:
                     break
-                await handle(held, record)
+                if record.offset >= caution:
+                    await handle(held, record)
+                elif not await self._handle_with_care(handle, lane, record):
+                    break
                 failpoint("handler.after_success")
                 settled(record)
                 done += 1
@@ -180,6 +216,19 @@ class LoopWorkers:
             return judge(self._owner, lane, done, error)
         give_back(self._owner, lane, done)
         return done
+
+    async def _handle_with_care(
+        self, handle: Callable[[Held, Record], Awaitable[Any]], lane: Lane, record: Record
+    ) -> bool:
+        """Handle a message that may have killed former owners; False where its holding is gone."""
+        # Others wait for their turn in there, and the loop must not.
+        if not await asyncio.to_thread(self._owner.begin, lane, record):
+            return False
+        try:
+            await handle(lane.held, record)
+        finally:
+            self._owner.end(lane, record)
+        return True
 
 
 def give_back(owner: Owner, lane: Lane, done: int, *, delay_s: float = 0.0) -> None:
@@ -192,21 +241,37 @@ def give_back(owner: Owner, lane: Lane, done: int, *, delay_s: float = 0.0) -> N
 
 def judge(owner: Owner, lane: Lane, done: int, error: BaseException) -> int:
     """Decide what an exception of a handler means for its message and its lane; return how many are handled now."""
-    held, record, delay_s = lane.held, lane.batch[done], 0.0
+    held, record = lane.held, lane.batch[done]
+    verdict: Verdict | None = None
     try:
         if isinstance(error, AlreadyApplied):
-            held.settled.append(record)
+            lane.line.append(record)
             done += 1
         elif isinstance(error, StaleOwner):
             owner.fenced(held, "fence")
         else:
             failpoint("handler.after_failure")
-            delay_s = owner.failed(held, record, error)
+            verdict = owner.failed(lane, record, error)
     except Exception as fault:  # noqa: BLE001 - a worker that died would leave a member that handles less and less
-        delay_s = AGAIN_S
+        verdict = Wait(held.attempts.get(record.offset, 0), AGAIN_S)
         log.error("judging_failed", extra={"partition": held.partition, "error": where(fault)})
-    give_back(owner, lane, done, delay_s=delay_s)
+    _give_back(owner, lane, done, verdict)
     return done
+
+
+def _give_back(owner: Owner, lane: Lane, done: int, verdict: Verdict | None) -> None:
+    """Return a lane whose next message failed, with what becomes of that."""
+    leftover = list(lane.batch[done:])
+    if lane.resumed or verdict is None:
+        lane.verdict = verdict
+        give_back(owner, lane, done)
+    elif isinstance(verdict, Wait):
+        give_back(owner, lane, done, delay_s=verdict.seconds)
+    elif isinstance(verdict, Park):
+        owner.dispatcher.park(lane, leftover, parking_by(verdict, lane, leftover[0]))
+    else:
+        burial = Burial(leftover[0], verdict.cause, verdict.reason, verdict.attempts, verdict.keep)
+        owner.dispatcher.bury(lane, leftover, burial)
 
 
 def _not_awaited(answer: Any) -> HandlerFault:

@@ -79,6 +79,23 @@ class Record(NamedTuple):
         return _decode_headers(parts[4]) if len(parts) > 4 else _NO_HEADERS
 
 
+class ParkedRecord(Record):
+    """A message of a parked key. `attempts`: the failed ones before this.
+
+    `redriven`: an operator sent it again, so later ones of its key may have had their effects.
+    """
+
+    attempts: int = 0
+    redriven: bool = False
+
+    @classmethod
+    def of(cls, record: tuple[int, bytes, bytes, bytes], *, attempts: int, redriven: bool) -> ParkedRecord:
+        """Return a record with what is known of it besides."""
+        parked = cls(*record)
+        parked.attempts, parked.redriven = attempts, redriven
+        return parked
+
+
 class CommandRecord(NamedTuple):
     """The last record of a sealed partition: which seal it stands for, and the offset behind the last message."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 from mqlayer.domain.names import check_name
+from mqlayer.domain.retrying import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import NotFound
 from mqlayer.postgres.database import Database
@@ -30,7 +31,6 @@ class GroupFacts:
     topic_version: int | None
     start: str
     start_at: datetime | None
-    backoff_s: Sequence[float]
     seek: int
     created_at: datetime
     ordered: bool
@@ -40,6 +40,7 @@ class GroupFacts:
     mode: Literal["exclusive", "pop"]
     scope: Literal["partition", "key"] | None
     alive: int
+    rules: RetryRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,12 @@ def group_facts(database: Database, topic: str | None = None, name: str | None =
         if name is not None:
             hint = f"it is created when its first member starts; those there are: mqlayer group list {topic}"
             raise NotFound("group", f"{topic}/{name}", hint)
-    return [GroupFacts(*row) for row in rows]
+    return [_group_facts(row) for row in rows]
+
+
+def _group_facts(row: Sequence[Any]) -> GroupFacts:
+    values: list[Any] = [*row[:-RULES_COUNT], RetryRules.of(row[-RULES_COUNT:])]
+    return GroupFacts(*values)
 
 
 def partition_facts(database: Database, groups: Iterable[GroupFacts]) -> list[PartitionFacts]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
-from mqlayer.domain.backoff import backoff_s
 from mqlayer.domain.message import NO_KEY, Record
 from mqlayer.inspecting.facts import GroupFacts, PartitionFacts, group_facts, partition_facts
 from mqlayer.membership.positions import Spot, look_at
@@ -27,7 +26,8 @@ Reason = Literal["node_away", "partition_missing", "hidden", "paused", "no_owner
 class Waiting:
     """The first message that is not settled. `key`: None for a message without one.
 
-    `retry_at`: when its next attempt is due, by its last failure and the group's backoff; a new owner tries at once.
+    `retry_at`: when its next attempt is due at the latest, by its last failure and the group's backoff; a new owner
+    tries at once.
     """
 
     offset: int
@@ -162,7 +162,7 @@ def waiting(head: Head | None, now_ms: int, group: GroupFacts) -> Waiting | None
     if group.mode == "pop":
         # Counted when it is given out: the last time may be under way, and when it comes again, its receiver says.
         attempts, last_ms = max(0, attempts - 1), None
-    retry_ms = None if last_ms is None else last_ms + round(1000 * backoff_s(group.backoff_s, attempts))
+    retry_ms = None if last_ms is None else last_ms + round(1000 * group.rules.wait_s(attempts, 0.0))
     return Waiting(
         head.offset,
         None if head.key == NO_KEY else head.key.decode(errors="replace"),

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
-from typing import Final, Literal
+from typing import Any, Final, Literal, TypedDict, Unpack
 
-from mqlayer.domain.backoff import DEFAULT_BACKOFF_S
 from mqlayer.domain.names import check_name
+from mqlayer.domain.retrying import POLICIES, RULES_COUNT, Policy, RetryRules, check_error_name, error_name
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.starts import Beginning, Beginnings, Start, kept_partitions, still_hold
@@ -38,19 +38,57 @@ class GroupSettings:
     """What a group is created with; what is None is not said, and has a default then.
 
     Settings live with the group on the server. `start` counts at its creation only; of the others a member may say
-    what is in force, or nothing. `backoff_s`: waits in seconds between attempts, the last one for all further.
-    `ordered`: one message of a key at a time (default), or each message by itself; said once. `balance`: whether
-    partitions are spread over members by their count (default) or by the rate of what is published to them. `mode`: by
-    members with partitions of their own (default), or by receivers (ordered pop), with its `scope`, by key unless said
-    otherwise; both said once.
+    what is in force, or nothing. `ordered`: one message of a key at a time (default), or each message by itself; said
+    once. `balance`: whether partitions are spread over members by their count (default) or by the rate of what is
+    published to them. `mode`: by members with partitions of their own (default), or by receivers (ordered pop), with
+    its `scope`, by key unless said otherwise; both said once. The others are those of RetryRules; a time without end,
+    `math.inf`, says that there is no limit. The policy of ordered pop is "block".
     """
 
     start: Start = "earliest"
     backoff_s: tuple[float, ...] | None = None
     ordered: bool | None = None
     balance: Balance | None = None
+    jitter: float | None = None
+    attempt_limit: int | None = None
+    policy: Policy | None = None
+    final_errors: tuple[str, ...] | None = None
+    retried_errors: tuple[str, ...] | None = None
+    time_limit_s: float | None = None
+    time_cap_s: float | None = None
     mode: Mode | None = None
     scope: Scope | None = None
+
+    def rules(self) -> RetryRules:
+        """Return the rules of a group that is created with these."""
+        said: dict[str, Any] = {}
+        for name in RULES:
+            value = getattr(self, name)
+            if value is not None:
+                said[name] = None if value == math.inf else value
+        if self.mode == "pop":
+            said["policy"] = "block"
+        return RetryRules(**said)
+
+
+class Rules(TypedDict, total=False):
+    """The settings that are rules for messages that fail, as a program says them; what is None is not said.
+
+    See RetryRules. Errors are classes, or their names; a time without end, `math.inf`, says that there is no limit.
+    """
+
+    backoff_s: Sequence[float] | None
+    jitter: float | None
+    attempt_limit: int | None
+    policy: Policy | None
+    final_errors: Sequence[str | type[BaseException]] | None
+    retried_errors: Sequence[str | type[BaseException]] | None
+    time_limit_s: float | None
+    time_cap_s: float | None
+
+
+RULES: Final = tuple(field.name for field in fields(RetryRules))
+"""The settings that are rules for messages that fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +101,16 @@ class Group:
     name: str
     state: str
     start: Start
-    backoff_s: tuple[float, ...]
+    strategy: str
     version: int
     seek: int
     ordered: bool
     balance: Balance
     settings_version: int
     paused_at: datetime | None
-    mode: Mode
-    scope: Scope | None
+    rules: RetryRules
+    mode: Mode = "exclusive"
+    scope: Scope | None = None
 
 
 def find_group(database: Database, topic: str, name: str) -> Group:
@@ -80,8 +119,9 @@ def find_group(database: Database, topic: str, name: str) -> Group:
         row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
     if row is None:
         raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
-    group_id, topic_id, state, start, start_at, backoff, *rest = row
-    return Group(group_id, topic_id, topic, name, state, start_at or start, tuple(backoff), *rest)
+    group_id, topic_id, state, start, start_at, *rest, mode, scope = row[:-RULES_COUNT]
+    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), mode, scope]
+    return Group(group_id, topic_id, topic, name, state, start_at or start, *values)
 
 
 def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: str, prefix: str,
@@ -105,11 +145,11 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
         "name": name,
         "start": start,
         "start_at": at,
-        "backoff_s": list(settings.backoff_s or DEFAULT_BACKOFF_S),
         "ordered": settings.ordered is not False,
         "balance": settings.balance or "count",
         "mode": settings.mode or "exclusive",
         "scope": settings.scope or ("key" if settings.mode == "pop" else None),
+        **as_columns(asdict(settings.rules())),
     }
     database.transaction(lambda connection: connection.execute(query("group_insert"), facts))
     group = find_group(database, topic, name)
@@ -117,12 +157,30 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
         raise Conflict(
             f"group {name!r} of topic {topic!r} is retired", "trimming does not wait for it: use another group"
         )
-    _refuse_others(group, settings)
+    refuse_others(group, settings)
     if group.state == "creating":
         failpoint("group.after_insert")
         while not _store_starts(database, routes, group, prefix=prefix, unsafe=unsafe):
             log.info("group_starts_again", extra={"topic": topic, "group": name})
     return find_group(database, topic, name)
+
+
+def settings_of(
+    start: Start = "earliest", *, ordered: bool | None = None, balance: Balance | None = None, **rules: Unpack[Rules]
+) -> GroupSettings:
+    """Return settings as a program says them. Raises InvalidInput for those that no group can have."""
+    said: dict[str, Any] = {**rules}
+    if said.get("backoff_s") is not None:
+        said["backoff_s"] = tuple(map(float, said["backoff_s"]))
+    for name in ("final_errors", "retried_errors"):
+        if said.get(name) is not None:
+            if isinstance(said[name], str):
+                raise InvalidInput(f"{name} is a list of exceptions or their names, not the text {said[name]!r}")
+            said[name] = tuple(error if isinstance(error, str) else error_name(error) for error in said[name])
+    settings = GroupSettings(start=start, ordered=ordered, balance=balance, **said)
+    check_start(start)
+    check_settings(settings)
+    return settings
 
 
 def check_settings(settings: GroupSettings) -> None:
@@ -132,6 +190,23 @@ def check_settings(settings: GroupSettings) -> None:
         raise InvalidInput("the backoff table needs at least one wait, each of 0 seconds or more")
     if settings.balance not in (None, "count", "rate"):
         raise InvalidInput(f"a group is balanced by count or by rate, not {settings.balance!r}")
+    if settings.jitter is not None and not 0 <= settings.jitter <= 1:
+        raise InvalidInput(f"the jitter is the part of a wait that may be left out: from 0 to 1, not {settings.jitter}")
+    attempts = settings.attempt_limit
+    if attempts is not None and not (1 <= attempts < 2**31 and attempts == int(attempts)):
+        raise InvalidInput(f"the attempts of a message are a whole number from 1 on, not {attempts}")
+    if settings.policy not in (None, *POLICIES):
+        raise InvalidInput(f"the policy is one of {', '.join(POLICIES)}, not {settings.policy!r}")
+    for name in (*(settings.final_errors or ()), *(settings.retried_errors or ())):
+        check_error_name(name)
+    for limit_s in (settings.time_limit_s, settings.time_cap_s):
+        if limit_s is not None and not limit_s > 0:
+            raise InvalidInput(f"a limit of time is over 0 seconds, not {limit_s}: leave it out, or inf for none")
+    check_times(settings.time_limit_s, settings.time_cap_s)
+    _check_mode(settings)
+
+
+def _check_mode(settings: GroupSettings) -> None:
     if settings.mode not in (None, "exclusive", "pop"):
         raise InvalidInput(f"a group is consumed in mode exclusive or pop, not {settings.mode!r}")
     if settings.scope not in (None, "partition", "key"):
@@ -140,17 +215,41 @@ def check_settings(settings: GroupSettings) -> None:
         raise InvalidInput("only a group with ordered pop has a scope: say mode='pop'")
     if settings.mode == "pop" and (settings.ordered is False or settings.balance is not None):
         raise InvalidInput("ordered pop is ordered, and has no members to balance: leave ordered and balance out")
+    if settings.mode == "pop":
+        refuse_policy(settings.policy)
 
 
-def _refuse_others(group: Group, settings: GroupSettings) -> None:
+def refuse_policy(policy: Policy | None) -> None:
+    """Raise InvalidInput for a policy that a group with ordered pop can't have."""
+    if policy not in (None, "block"):
+        raise InvalidInput(
+            f"policy {policy} needs a member that owns the partition: ordered pop gives a message out until it is "
+            "acknowledged (block); see its attempt, and decide in the receiver"
+        )
+
+
+def check_times(limit_s: float | None, cap_s: float | None) -> None:
+    """Raise InvalidInput for a cap below the time limit that it shall extend."""
+    if limit_s is not None and cap_s is not None and cap_s < limit_s:
+        raise InvalidInput(f"the time limit of {limit_s:g} s is over the cap of {cap_s:g} s: extend goes up to the cap")
+
+
+def as_columns(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings as a statement takes them."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def refuse_others(group: Group, settings: GroupSettings) -> None:
     """Raise Conflict where a member says another setting than the server has: two of them must not take turns."""
     if settings.mode not in (None, group.mode):
         raise Conflict(
             f"group {group.name!r} of topic {group.topic!r} is consumed in mode {group.mode}, not {settings.mode}",
             f"consume it with {CALLED[group.mode]}, or use another group: the mode is said once",
         )
-    for name in ("backoff_s", "ordered", "balance", "scope"):
-        brought, there = getattr(settings, name), getattr(group, name)
+    for name in (*RULES, "ordered", "balance", "scope"):
+        brought, there = getattr(settings, name), getattr(group.rules if name in RULES else group, name)
+        if there is None:
+            there = math.inf
         if brought is not None and brought != there:
             change = (
                 "it is said once"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mqlayer.domain.names import check_name
+from mqlayer.domain.retrying import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import Conflict, TransactionConflict
 from mqlayer.failpoints import failpoint
@@ -49,12 +50,17 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The answer to a heartbeat. `known` is False when the lease had run out or another process took the id."""
+    """The answer to a heartbeat. `known` is False when the lease had run out or another process took the id.
+
+    `rules`: the group's settings for messages that fail. `parking`: how often operators and scans acted on its parked
+    keys.
+    """
 
     known: bool
     replaced: bool
     allocation: int = 0
-    backoff_s: tuple[float, ...] = ()
+    rules: RetryRules | None = None
+    parking: int = 0
     assignments: tuple[Assigned, ...] = ()
 
 
@@ -126,9 +132,9 @@ def beat(database: Database, session: Session, *, lease_s: float, own: Collectio
         _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
     with database.connection() as connection:
         rows = connection.execute(query("member_assignments"), facts).fetchall()
-    allocation, backoff_s = (rows[0][-2], tuple(rows[0][-1])) if rows else (0, ())
-    assigned = tuple(Assigned(*row[:-2]) for row in rows if row[0] is not None)
-    return Beat(True, False, allocation, backoff_s, assigned)
+    assigned = tuple(Assigned(*row[: -2 - RULES_COUNT]) for row in rows if row[0] is not None)
+    parking, allocation, *columns = rows[0][-2 - RULES_COUNT :] if rows else (0, 0)
+    return Beat(True, False, allocation, RetryRules.of(columns) if columns else None, parking, assigned)
 
 
 def release(database: Database, session: Session, *assigned: Assigned) -> None:

@@ -52,7 +52,7 @@ def rebalance(connection: Connection, group_id: int) -> bool:
     """Bring the group's assignments up to its live members, in the caller's transaction; say whether any changed."""
     group: dict[str, object] = {"group_id": group_id}
     locked = connection.execute(query("group_lock"), group).fetchone()
-    if locked is not None and locked[5] == "pop":
+    if locked is not None and locked[4] == "pop":
         # It has no members: its partitions are free, each under an epoch.
         return False
     connection.execute(query("member_expire"), group)
@@ -62,7 +62,7 @@ def rebalance(connection: Connection, group_id: int) -> bool:
     partitions = [PartitionId(row[0]) for row in rows]
     staying = [member for member, leaving in live.items() if not leaving]
     current = {PartitionId(p): target or owner for p, owner, _, target, _ in rows if target or owner}
-    if locked is not None and locked[4] == "rate":
+    if locked is not None and locked[3] == "rate":
         desired = assign_by_rate(partitions, staying, current, {PartitionId(row[0]): row[4] for row in rows})
     else:
         desired = assign(partitions, staying, current)

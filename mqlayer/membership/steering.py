@@ -8,11 +8,24 @@ meanwhile gets nothing, and a crash at any line leaves the state before or the s
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import replace
+from typing import Any, Unpack
 
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
-from mqlayer.membership.groups import Balance, Group, GroupSettings, check_settings, find_group
+from mqlayer.membership.groups import (
+    RULES,
+    Balance,
+    Group,
+    GroupSettings,
+    Rules,
+    as_columns,
+    check_settings,
+    check_times,
+    find_group,
+    settings_of,
+)
 from mqlayer.membership.rebalance import change_group, rebalance
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
@@ -25,27 +38,32 @@ def set_group(
     name: str,
     *,
     actor: str,
-    backoff_s: tuple[float, ...] | None = None,
     balance: Balance | None = None,
     if_version: int | None = None,
+    **rules: Unpack[Rules],
 ) -> Group:
-    """Change settings of a group for all of its members, at once; return it as it is then.
+    """Change settings of a group for all of its members, at once; return it as it is then. See GroupSettings and Rules.
 
     Raises InvalidInput, NotFound, and Conflict where its settings are not of the version named any more.
     """
-    check_settings(GroupSettings(backoff_s=backoff_s, balance=balance))
-    if backoff_s is None and balance is None:
+    settings = settings_of(balance=balance, **rules)
+    if settings == GroupSettings():
         raise InvalidInput("nothing to set: name a setting")
     facts = {
-        "backoff_s": None if backoff_s is None else list(backoff_s),
+        **as_columns({name: getattr(settings, name) for name in RULES}),
         "balance": balance,
         "if_version": if_version,
     }
 
     def work(connection: Connection, group: Group) -> None:
-        if connection.execute(query("group_settings_put"), facts | {"group_id": group.group_id}).fetchone() is None:
+        if group.mode == "pop":
+            check_settings(replace(settings, mode="pop"))
+        times = connection.execute(query("group_settings_put"), facts | {"group_id": group.group_id}).fetchone()
+        if times is None:
             raise Conflict(f"the settings of {_called(group)} are at version {group.settings_version}", "look at them")
-        said = {key: value for key, value in facts.items() if value is not None}
+        check_times(*times)
+        # JSON has no number without end.
+        said = {key: "none" if value == math.inf else value for key, value in facts.items() if value is not None}
         note(connection, actor, "group set", _target(group), said)
 
     _steer(database, topic, name, work)

@@ -160,9 +160,11 @@ class Asker:
         self.asked += 1
         spot.unanswered = wish
         (reply,) = call_scripts(line, [receive_command(line, spot.place, wish)])
-        failpoint("pop.after_receive")
+        answer = receive_reply(reply, line.node.address)
+        if isinstance(answer, Given):
+            failpoint("pop.after_receive")
         spot.unanswered = None
-        return receive_reply(reply, line.node.address)
+        return answer
 
     def _follow(self, spot: Spot, wish: Wish) -> list[PopMessage]:
         """Ask a partition, and follow what it says; return what it gave."""

@@ -79,4 +79,5 @@ def find_reply(reply: Any, key: bytes, address: str) -> Found:
 
 
 def _head(offset: int, m: bytes, key: bytes, noted: bytes) -> Head:
-    return Head(offset, m, key, failures_of(noted) if noted else None)
+    failures = failures_of(noted) if noted else None
+    return Head(offset, m, key, failures if failures and failures.attempts else None)

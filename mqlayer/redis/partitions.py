@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from mqlayer.domain.offsets import is_settled
 from mqlayer.redis.keys import group_keys, partition_keys, pop_keys
 from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 
@@ -158,28 +159,43 @@ class Holder:
 class Failures(NamedTuple):
     """How many attempts of a message failed, and when the first and the last of them were noted, by the node's clock.
 
-    The times are None where nobody noted them.
+    The times are None where nobody noted them. `started`: it was started with care and has not ended since, "a" alone,
+    "s" beside others, else "".
     """
 
     attempts: int
     first_ms: int | None
     last_ms: int | None
+    started: str = ""
 
 
 def failures_of(noted: bytes) -> Failures:
     """Return what the value of an offset says in the hash of attempts."""
-    count, *times = noted.split(b":")
-    return Failures(int(count), int(times[0]), int(times[1])) if times else Failures(int(count), None, None)
+    count, *rest = noted.split(b":")
+    if int(count) == 0 or not rest:
+        return Failures(int(count), None, None, rest[2].decode() if len(rest) > 2 else "")
+    return Failures(int(count), int(rest[0]), int(rest[1]), rest[2].decode() if len(rest) > 2 else "")
 
 
 class Taken(NamedTuple):
-    """The pull lock is newly ours; what the former owner left."""
+    """The pull lock is newly ours; what the former owner left.
+
+    `caution`: start what lies below this offset with care, former owners died; `suspects`: offsets that one of them had
+    started then, and `died`: those of them that were started alone.
+    """
 
     committed: int
     next_offset: int
     base: int
     bits: bytes
     attempts: dict[int, int]
+    caution: int = 0
+    suspects: frozenset[int] = frozenset()
+    died: frozenset[int] = frozenset()
+
+    def has_settled(self, offset: int) -> bool:
+        """Say whether an offset is settled."""
+        return offset < self.committed or is_settled(offset, self.base, self.bits)
 
 
 class Kept(NamedTuple):
@@ -218,8 +234,11 @@ def take_reply(reply: Any, address: str) -> Taken | Kept | Fenced | Refused:
         return Kept(reply[1])
     if reply[0] == b"taken":
         pairs = zip(reply[5][::2], reply[5][1::2], strict=True)
-        attempts = {int(offset): failures_of(noted).attempts for offset, noted in pairs}
-        return Taken(reply[1], reply[2], reply[3], reply[4], attempts)
+        noted = {int(offset): failures_of(value) for offset, value in pairs}
+        attempts = {offset: failures.attempts for offset, failures in noted.items()}
+        suspects = frozenset(offset for offset, failures in noted.items() if failures.started)
+        died = frozenset(offset for offset in suspects if noted[offset].started == "a")
+        return Taken(reply[1], reply[2], reply[3], reply[4], attempts, reply[6], suspects, died)
     return _fenced_or_refused(reply)
 
 
@@ -253,6 +272,18 @@ def attempt_command(line: NodeConnection, holder: Holder, offset: int, attempts:
     """Return the command that notes how many attempts of a message have failed."""
     group = _group(holder)
     return line.script("attempt_count", (group.lock, group.attempts), holder.member, holder.epoch, offset, attempts)
+
+
+def start_command(line: NodeConnection, holder: Holder, offset: int, *, alone: bool) -> Command:
+    """Return the command that notes that a message is about to be handled."""
+    group, how = _group(holder), "a" if alone else "s"
+    return line.script("attempt_start", (group.lock, group.attempts), holder.member, holder.epoch, offset, how)
+
+
+def start_reply(reply: Any, address: str) -> Fenced | None:
+    """Return what attempt_start says: nothing, or that another epoch is in force."""
+    reply = raise_for_reply(reply, address)
+    return None if reply[0] == b"started" else Fenced(reply[1])
 
 
 def attempt_reply(reply: Any, address: str) -> int | Fenced:

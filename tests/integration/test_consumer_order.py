@@ -123,7 +123,7 @@ def test_attempts_are_numbered_and_survive_a_hand_over(every_stage: Stage) -> No
 
     first, second = Recorder(act), Recorder(act)
     every_stage.send([("k", b"bad"), ("k", b"good")])
-    app = every_stage.consume(first, backoff_s=(0.01, 0.01, 0.01, 60.0, 0.01))
+    app = every_stage.consume(first, backoff_s=(0.01, 0.01, 0.01, 9.0, 0.01))
     wait_until(lambda: len(first.attempts(b"bad")) == 4, timeout_s=20, what="four attempts")
     assert app.stop()
     [partition] = {handled.partition for handled in first.begun}

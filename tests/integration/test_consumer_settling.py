@@ -444,7 +444,7 @@ def test_locks_offsets_and_attempts_survive_a_restart_of_their_node(
             raise ValueError
 
     stage.send([(key_of_head, b"1"), (other, b"2"), (other, b"3")])
-    app = stage.consume(Recorder(act), backoff_s=(0.01, 60.0))
+    app = stage.consume(Recorder(act), backoff_s=(0.01, 9.0))
     wait_until(lambda: member_of(app).stats.settled == 2, what="the others settled")
     wait_until(lambda: member_of(app).stats.failed == 2, what="two attempts")
     assert app.stop()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 
 from mqlayer import App, Context, failpoints
+from mqlayer.domain.retrying import RetryRules
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.inspecting import explain_key, group_standings
 from mqlayer.membership import find_group, join
+from mqlayer.membership.groups import Group, Rules, refuse_others, settings_of
 from mqlayer.membership.rates import balance_by_rate
 from mqlayer.membership.steering import evict_member, pause_group, resume_group, set_group
 from tests.fixtures.commands import Commands
@@ -50,6 +55,28 @@ def test_a_member_that_brings_other_settings_is_refused_and_both_are_named(
     stage.consume(Recorder(), backoff_s=None)
 
 
+@pytest.mark.parametrize(
+    ("brought", "both"),
+    [
+        ({"jitter": 0.0}, r"jitter = 0\.5.*brings 0\.0"),
+        ({"attempt_limit": 3}, "attempt_limit = 17.*brings 3"),
+        ({"policy": "skip"}, "policy = park.*brings skip"),
+        ({"final_errors": ()}, r"final_errors = \('KeyError',\).*brings \(\)"),
+        ({"retried_errors": (Conflict,)}, r"retried_errors = \(\).*brings \('mqlayer\.errors\.Conflict',\)"),
+        ({"time_limit_s": math.inf}, "time_limit_s = 5 .*brings inf"),
+        ({"time_cap_s": 50.0}, r"time_cap_s = inf .*brings 50\.0"),
+    ],
+)
+def test_each_rule_that_a_member_brings_is_held_against_the_groups(brought: Rules, both: str) -> None:
+    """Case 63, of the rules for messages that fail."""
+    there = settings_of(jitter=0.5, final_errors=(KeyError,), time_limit_s=5)
+    group = Group(1, 1, "orders", "g", "live", "earliest", "strict", 1, 0, True, "count", 1, None, there.rules())
+    refuse_others(group, there)
+    refuse_others(group, settings_of())
+    with pytest.raises(Conflict, match=both):
+        refuse_others(group, settings_of(**brought))
+
+
 def test_changed_settings_are_in_force_in_running_members_at_once(stage: Stage) -> None:
     """Case 66's table, changed while a key waits by it: what fails from then on waits by the new one."""
     may_pass = threading.Event()
@@ -61,8 +88,8 @@ def test_changed_settings_are_in_force_in_running_members_at_once(stage: Stage) 
     recorder = Recorder(act)
     app = stage.consume(recorder, backoff_s=(0.05,))
     changed = set_group(stage.database, "orders", "g", backoff_s=(600.0,), actor="a test", if_version=1)
-    assert (changed.settings_version, changed.backoff_s) == (2, (600.0,))
-    wait_until(lambda: member_of(app)._backoff_s == (600.0,), what="the member to know")
+    assert (changed.settings_version, changed.rules.backoff_s) == (2, (600.0,))
+    wait_until(lambda: member_of(app).rules.backoff_s == (600.0,), what="the member to know")
     stage.send([("k", b"1")])
     wait_until(lambda: len(recorder.attempts(b"1")) == 1, what="the first attempt")
     with pytest.raises(Conflict, match="at version 2"):
@@ -74,11 +101,44 @@ def test_changed_settings_are_in_force_in_running_members_at_once(stage: Stage) 
     assert audit(stage) == [("group set", "orders/g", {"backoff_s": [600.0], "if_version": 1})]
 
 
+def test_each_setting_can_be_changed_alone_and_taken_back(stage: Stage) -> None:
+    """What is set reaches the running member by its heartbeat; what is not named stays."""
+    app = stage.consume(Recorder(), backoff_s=None)
+    changed = RetryRules()
+    steps: list[dict[str, Any]] = [
+        {"attempt_limit": 3},
+        {"policy": "dead_letter", "jitter": 0.25},
+        {"final_errors": ("KeyError",), "retried_errors": ("shop.errors.Busy",)},
+        {"time_limit_s": 5.0, "time_cap_s": 60.0},
+        {"backoff_s": (1.0, 2.0)},
+    ]
+    for step in steps:
+        changed = replace(changed, **step)
+        assert set_group(stage.database, "orders", "g", actor="a test", **step).rules == changed
+        wait_until(lambda: member_of(app).rules == changed, what="the member to know")  # noqa: B023  # asked here only
+    set_group(stage.database, "orders", "g", actor="a test", final_errors=(), retried_errors=(),
+              time_limit_s=math.inf, time_cap_s=math.inf)  # fmt: skip
+    taken_back = replace(changed, final_errors=(), retried_errors=(), time_limit_s=None, time_cap_s=None)
+    wait_until(lambda: member_of(app).rules == taken_back, what="the member to know")
+    facts = audit(stage)[-1][2]
+    assert facts == {"final_errors": [], "retried_errors": [], "time_limit_s": "none", "time_cap_s": "none"}
+
+
+def test_a_limit_that_does_not_fit_the_cap_in_force_is_refused(stage: Stage) -> None:
+    stage.consume(Recorder(), time_limit_s=5.0, time_cap_s=10.0)
+    with pytest.raises(InvalidInput, match="of 20 s is over the cap of 10 s"):
+        set_group(stage.database, "orders", "g", actor="a test", time_limit_s=20.0)
+    assert find_group(stage.database, "orders", "g").settings_version == 1
+    changed = set_group(stage.database, "orders", "g", actor="a test", time_limit_s=20.0, time_cap_s=30.0)
+    assert changed.settings_version == 2
+
+
 @pytest.mark.parametrize("bad", [{"backoff_s": ()}, {"backoff_s": (-1.0,)}, {"backoff_s": (float("nan"),)},
-                                 {"backoff_s": (float("inf"),)}, {"balance": "luck"}, {}])  # fmt: skip
+                                 {"backoff_s": (float("inf"),)},
+                                 {"balance": "luck"}, {}, {"policy": "hope"}])  # fmt: skip
 def test_settings_that_no_group_can_have_are_refused(stage: Stage, bad: dict[str, object]) -> None:
     stage.consume(Recorder())
-    with pytest.raises(InvalidInput, match=r"backoff table|balanced by|nothing to set"):
+    with pytest.raises(InvalidInput, match=r"backoff table|balanced by|nothing to set|policy is one of"):
         set_group(stage.database, "orders", "g", actor="a test", **bad)  # type: ignore[arg-type]
     if bad:
         with pytest.raises(InvalidInput):
@@ -301,19 +361,37 @@ def test_the_commands_say_what_they_did(stage: Stage, monkeypatch: pytest.Monkey
 
     app = stage.consume(Recorder())
     said = run.text("group", "set", "orders", "g", "--backoff", "1,5,10", "--balance", "rate", "--if-version", "1")
-    assert said == "settings version 2: backoff 1,5,10 s, balance by rate\n"
+    assert said == "settings version 2: backoff 1,5,10 s, 17 attempts, then park, balance by rate\n"
+    said = run.text("group", "set", "orders", "g", "--backoff", "exponential:1,10,500", "--jitter", "0.5",
+                    "--attempts", "4", "--policy", "skip", "--final", "KeyError, shop.Bad", "--retried", "OSError",
+                    "--time-limit", "2.5", "--time-cap", "60")  # fmt: skip
+    assert said == (
+        "settings version 3: backoff 1,10,100,500 s, jitter 0.5, 4 attempts, then skip, final: KeyError shop.Bad, "
+        "retried only: OSError, time limit 2.5 s, time cap 60 s, balance by rate\n"
+    )
+    shown = run.text("group", "show", "orders", "g")
+    assert "\njitter: 0.5\nattempt limit: 4\npolicy: skip\nfinal errors: KeyError, shop.Bad\n" in shown
+    assert "\nretried errors: OSError\ntime limit s: 2.5\ntime cap s: 60\n" in shown
+    said = run.text("group", "set", "orders", "g", "--backoff", "default", "--jitter", "0", "--final", "none",
+                    "--retried", "all", "--time-limit", "none", "--time-cap", "none")  # fmt: skip
+    assert said.startswith("settings version 4: backoff 1,5,10,30,60,")
+    assert said.endswith(",7200 s, 4 attempts, then skip, balance by rate\n")
     assert run.text("group", "pause", "orders", "g") == "group g of topic orders is paused\n"
     assert run.text("group", "pause", "orders", "g") == "group g of topic orders is paused already\n"
     assert run.text("group", "resume", "orders", "g") == "group g of topic orders goes on\n"
     assert run.text("group", "resume", "orders", "g") == "group g of topic orders was not paused\n"
     member = member_of(app).member_id
     assert run.text("group", "evict", "orders", "g", member) == f"member {member} of group g of topic orders is out\n"
+    assert_fails("exponential:FIRST", "group", "set", "orders", "g", "--backoff", "linear:1,2,3")
+    assert_fails("a factor over 1", "group", "set", "orders", "g", "--backoff", "exponential:1,1,3")
+    assert_fails("no limit of time", "group", "set", "orders", "g", "--time-limit", "long")
+    assert_fails("the policy is one of", "group", "set", "orders", "g", "--policy", "hope")
     assert_fails("no list of seconds", "group", "set", "orders", "g", "--backoff", "soon")
     assert_fails("balanced by count or by rate", "group", "set", "orders", "g", "--balance", "luck")
     assert_fails("nothing to set", "group", "set", "orders", "g")
-    assert_fails("at version 2", "group", "set", "orders", "g", "--backoff", "1", "--if-version", "1")
+    assert_fails("at version 4", "group", "set", "orders", "g", "--backoff", "1", "--if-version", "1")
     assert_fails("orders/h", "group", "pause", "orders", "h")
-    assert len(audit(stage)) == 4
+    assert len(audit(stage)) == 6
 
 
 @pytest.mark.parametrize("words", [("pause",), ("evict", "m1"), ("set", "--backoff", "9")])

@@ -125,7 +125,7 @@ def test_the_first_member_gets_everything_at_once(crew: Crew) -> None:
     assert [a.partition for a in answer.assignments] == crew.stage.partitions
     assert len({a.epoch for a in answer.assignments}) == 5
     assert not any(a.release for a in answer.assignments)
-    assert answer.backoff_s == crew.group.backoff_s
+    assert answer.rules == crew.group.rules
 
 
 def test_a_second_member_gets_its_share_when_the_owner_has_released_it(crew: Crew) -> None:

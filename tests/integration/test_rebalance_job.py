@@ -15,8 +15,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from mqlayer.domain.backoff import DEFAULT_BACKOFF_S
 from mqlayer.domain.jobs import JOBS, REBALANCE, TRIM, Job
+from mqlayer.domain.retrying import DEFAULT_BACKOFF_S
 from mqlayer.membership import GroupSettings, Session, ensure_group, join, late_jobs, leave, rebalance_groups
 from mqlayer.membership.members import beat, release, start_leaving
 from mqlayer.membership.rebalance import change_group

@@ -10,7 +10,7 @@ from mqlayer.redis.scripts import script_digests, script_text
 from mqlayer.resources import lua_names, lua_source
 
 SETTLING = {
-    "lock_take", "lock_release", "lock_raise", "offsets_settle", "attempt_count", "log_trim",
+    "lock_take", "lock_release", "lock_raise", "offsets_settle", "attempt_count", "attempt_start", "log_trim",
     "partition_retire", "partition_seal", "partition_open", "mark_pass",
     "pop_receive", "pop_settle",
 }  # fmt: skip

@@ -19,6 +19,8 @@ CREATE TABLE mqlayer.parked_key (
     attempts  int NOT NULL DEFAULT 0,
     -- Under which epoch its head was started, while nobody has said how that ended.
     started   bigint,
+    -- Whether it was started alone, so that it is to blame if nobody ever says.
+    started_alone boolean NOT NULL DEFAULT false,
     parked_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     CONSTRAINT parked_key_key PRIMARY KEY (group_id, lp, name),
     CONSTRAINT parked_key_cause CHECK (cause IN ('retry', 'exhausted', 'rejected', 'paused', 'redriven'))
@@ -48,6 +50,7 @@ CREATE TABLE mqlayer.parked_message (
     CONSTRAINT parked_message_of_key FOREIGN KEY (group_id, lp, name) REFERENCES mqlayer.parked_key
 );
 CREATE INDEX parked_message_line ON mqlayer.parked_message (group_id, lp, name, place, seq);
+CREATE INDEX parked_message_place ON mqlayer.parked_message (group_id, partition_id, log_offset);
 
 -- A message that left a group without its effect, and why: dead letters, and what was passed over.
 CREATE TABLE mqlayer.dead_message (

@@ -1,0 +1,79 @@
+"""Start messages with care where owners died: so that one which kills its consumer is found, and no other pays for it.
+
+The first death is taken as chance. After the second one in a row, each message that the former owners may have had in
+hand is noted on the server before it is started. What was noted when the next one dies is then started alone, and is to
+blame if its owner dies once more: a failed attempt, as if its handler had said so.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from mqlayer.consuming.holdings import Held, Lane, Start, State
+from mqlayer.domain.message import Record
+from mqlayer.errors import HandlerFault
+
+LOOK_AGAIN_S = 0.1
+
+
+class NoAnswer(HandlerFault):
+    """The process that handled the message ended before its handler did."""
+
+
+class Caution:
+    """Who of a member's workers is at a message that has to be alone, or beside others."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._beside = 0
+        self._alone = False
+
+    def begin(self, lane: Lane, record: Record, wake: threading.Event) -> bool:
+        """Wait until a message may be started, and have that noted; False where its holding is gone meanwhile.
+
+        `wake` has the settler of its node note it. Raises NoAnswer where it was started alone before, and never ended.
+        """
+        held, offset = lane.held, record.offset
+        if lane.resumed:
+            raise NoAnswer("nobody answered")
+        if offset in held.died:
+            held.died.discard(offset)
+            held.suspects.add(offset)
+            raise NoAnswer("nobody answered")
+        alone = offset in held.suspects
+        if not self._enter(held, alone=alone):
+            return False
+        if self._noted(held, Start(offset, alone=alone), wake):
+            held.attempts.setdefault(offset, 0)
+            return True
+        self.end(lane, record)
+        return False
+
+    def end(self, lane: Lane, record: Record) -> None:
+        """Let others start."""
+        with self._changed:
+            if record.offset in lane.held.suspects:
+                self._alone = False
+            else:
+                self._beside -= 1
+            self._changed.notify_all()
+
+    def _enter(self, held: Held, *, alone: bool) -> bool:
+        with self._changed:
+            while self._alone or (alone and self._beside):
+                if held.state is not State.OPEN:
+                    return False
+                self._changed.wait(LOOK_AGAIN_S)
+            if alone:
+                self._alone = True
+            else:
+                self._beside += 1
+            return True
+
+    def _noted(self, held: Held, start: Start, wake: threading.Event) -> bool:
+        held.starts.append(start)
+        wake.set()
+        while not start.noted.wait(LOOK_AGAIN_S):
+            if held.state is not State.OPEN:
+                return False
+        return held.state is State.OPEN

@@ -1,0 +1,237 @@
+"""Keep what fails in Postgres: park keys and what follows them, bury messages, hand out what is due again.
+
+One thread per member. What it writes of a partition is one transaction, under the epoch; what could not be written is
+kept and tried again, and comes to nothing where its holding is gone. See `mqlayer.parking.ledger` for the states and
+who repairs what.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from typing import Final, Protocol
+
+from mqlayer.consuming.clock import clock
+from mqlayer.consuming.dispatch import Dispatcher, ParkingWork
+from mqlayer.consuming.faults import where
+from mqlayer.consuming.holdings import Held, Lane, State
+from mqlayer.consuming.parked import NEVER, Parking, parking_of
+from mqlayer.consuming.verdicts import Bury, Park, Wait
+from mqlayer.errors import MqlayerError
+from mqlayer.health import Health, Turns
+from mqlayer.parking import AttemptNote, Burial, KeyEntry, KeyRef, Ledger, NotOwner, Page, Turn, Written
+from mqlayer.redis.partitions import Taken
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S: Final = 0.25
+AGAIN_S: Final = 0.5
+NOTES_EVERY_S: Final = 0.2
+NOTES_KEPT: Final = 1_000
+"""Failed attempts that wait to be written: they are for people, and must not fill the memory while Postgres is away."""
+PAGE_COUNT: Final = 500
+PAGE_BYTES: Final = 1_000_000
+
+
+class KeepingOwner(Protocol):
+    """What a keeper asks of its member."""
+
+    dispatcher: Dispatcher
+
+    def all_holdings(self) -> list[Held]:
+        """Return the holdings that are not gone."""
+
+    def parked(self, held: Held, *, keys: list[KeyEntry], messages: int) -> None:
+        """Note that keys and messages are parked, and have the settlers send that."""
+
+    def unparked(self, held: Held, ref: KeyRef) -> None:
+        """Note that a key is in line again."""
+
+    def buried(self, held: Held, burials: list[Burial]) -> None:
+        """Note that messages left the group."""
+
+    def fenced(self, held: Held, reason: str) -> None:
+        """Drop a holding that a later owner has."""
+
+
+class Keeper:
+    """The thread that keeps a member's parked keys."""
+
+    def __init__(self, owner: KeepingOwner, ledger: Ledger, *, started_limit: int, name: str) -> None:
+        self._owner, self._ledger, self._started_limit = owner, ledger, started_limit
+        self.wake = threading.Event()
+        self._stopping = threading.Event()
+        self._turns, self._trouble = Turns(), ""
+        self._notes: deque[AttemptNote] = deque(maxlen=NOTES_KEPT)
+        self._note_at = 0.0
+        # What was last heard of others' acts on parked keys, and what of it is followed.
+        self._heard = self._followed = 0
+        self._thread = threading.Thread(target=self._run, name=f"{name}-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Write what there is, and end."""
+        self._stopping.set()
+        self.wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def health(self, limit_s: float) -> Health:
+        """Say whether it turns, and what keeps it from writing."""
+        if not self._thread.is_alive():
+            return Health(stuck=("the keeper ended",))
+        waits = (f"parking: {self._trouble}",) if self._trouble else ()
+        return Health(self._turns.stuck("the keeper", limit_s), waits)
+
+    def note(self, attempt: AttemptNote) -> None:
+        """Have a failed attempt written, for people."""
+        self._notes.append(attempt)
+
+    def hear(self, parking: int) -> None:
+        """Note how often others have acted on parked keys of the group: if more often than known, look at them."""
+        if parking != self._heard:
+            self._heard = parking
+            self.wake.set()
+
+    def load(self, held: Held, taken: Taken) -> None:
+        """Learn what is parked and dead of a partition whose pull lock is ours now. Raises StoreUnavailable."""
+        assigned = held.assigned
+        loaded = self._ledger.load(held.partition, assigned.lp_from, assigned.lp_to, taken.committed)
+        now = clock()
+        self._owner.dispatcher.load_parked(held, loaded, [parking_of(state, now) for state in loaded.keys], taken)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self.wake.wait(max(0.0, min(IDLE_WAIT_S, self._next_due_s())))
+            self.wake.clear()
+            if not self._try_pass():
+                self._stopping.wait(AGAIN_S)
+        self._try_pass()
+
+    def _next_due_s(self) -> float:
+        return self._owner.dispatcher.next_parking_s(self._owner.all_holdings())
+
+    def _try_pass(self) -> bool:
+        """Make a pass; say whether it went well. Whatever went wrong is said, and tried again."""
+        self._turns.note()
+        try:
+            self._pass()
+        except MqlayerError as error:
+            self._trouble = str(error)
+            log.warning("parking_waits", extra={"reason": str(error)})
+        except Exception as error:  # noqa: BLE001 - a thread that died would leave a member that parks no more
+            self._trouble = where(error)
+            log.error("parking_failed", extra={"error": where(error)})
+        else:
+            self._trouble = ""
+            return True
+        return False
+
+    def _pass(self) -> None:
+        heard = self._heard
+        holdings = self._owner.all_holdings()
+        started = sum(p.lane is not None for held in holdings for p in list(held.parked.by_name.values()))
+        for held in holdings:
+            work = self._owner.dispatcher.parking_work(held, (PAGE_COUNT, PAGE_BYTES, self._started_limit - started))
+            if work:
+                started += len(work.due)
+                self._keep(held, work)
+            if heard != self._followed and held.state is State.OPEN:
+                self._reload(held)
+        self._followed = heard
+        if self._notes and (clock() >= self._note_at or self._stopping.is_set()):
+            self._write_notes()
+
+    def _keep(self, held: Held, work: ParkingWork) -> None:
+        """Write what there is of one holding, and go on from what the server says."""
+        page, turns = _page_of(held, work)
+        try:
+            written = self._ledger.write(held.partition, held.epoch, page)
+        except BaseException as error:
+            self._owner.dispatcher.not_kept(held, work)
+            if not isinstance(error, NotOwner):
+                raise
+            self._owner.fenced(held, "parking")
+            return
+        self._follow(held, work, turns, written)
+        burials = [*page.burials, *(turn.burial for turn in page.turns if turn.burial is not None)]
+        if burials:
+            self._owner.buried(held, burials)
+        if page.messages:
+            self._owner.parked(held, keys=page.entries, messages=len(page.messages))
+
+    def _follow(self, held: Held, work: ParkingWork, turns: list[tuple[Parking, Turn]], written: Written) -> None:
+        dispatcher = self._owner.dispatcher
+        for lane in work.lanes:
+            parking = lane.parking
+            dispatcher.kept(held, lane, parked=parking is None or parking.ref not in written.gone)
+        for lane, _ in work.burials:
+            dispatcher.buried(lane)
+        for parking, turn in turns:
+            if turn.go_on:
+                records = written.next[turn.ref]
+                dispatcher.resume(held, parking, records)
+                if not records:
+                    self._owner.unparked(held, turn.ref)
+            else:
+                wait_s = turn.entry.wait_s if turn.entry is not None else None
+                attempts = turn.entry.attempts if turn.entry is not None else turn.attempts
+                dispatcher.rest(held, parking, attempts, NEVER if wait_s is None else clock() + wait_s)
+        if work.burials or work.lanes:
+            # Settled now, as far as the group goes.
+            self._owner.parked(held, keys=[], messages=0)
+
+    def _reload(self, held: Held) -> None:
+        assigned, now = held.assigned, clock()
+        states = self._ledger.keys(assigned.lp_from, assigned.lp_to)
+        parkings = [parking_of(state, now, own_epoch=held.epoch) for state in states]
+        self._owner.dispatcher.reload_parked(held, parkings)
+
+    def _write_notes(self) -> None:
+        notes = [self._notes.popleft() for _ in range(len(self._notes))]
+        self._note_at = clock() + NOTES_EVERY_S
+        try:
+            self._ledger.note(notes)
+        except BaseException:
+            self._notes.extendleft(reversed(notes))
+            raise
+
+
+def _page_of(held: Held, work: ParkingWork) -> tuple[Page, list[tuple[Parking, Turn]]]:
+    """Return what is to be written for some work, and the parkings whose turn it is."""
+    page = Page()
+    for lane in work.lanes:
+        parking = lane.parking
+        if parking is None:
+            continue
+        if parking.entry is not None:
+            page.entries.append(parking.entry)
+        page.messages += [(parking.ref, record) for record in lane.batch]
+    page.burials = [burial for _, burial in work.burials]
+    turns = [(lane.parking, _turn_of(held, lane, lane.parking)) for lane in work.back if lane.parking is not None]
+    turns += [(p, Turn(p.ref, go_on=True, alone=p.alone, attempts=p.attempts)) for p in work.due]
+    page.turns = [turn for _, turn in turns]
+    return page, turns
+
+
+def _turn_of(held: Held, lane: Lane, parking: Parking) -> Turn:
+    """Return what is to be said of a parked key whose messages workers gave back."""
+    handled = list(lane.line)
+    go_on = held.state is State.OPEN and not held.finished
+    # Its first message is another one now, unless none was handled.
+    turn = Turn(parking.ref, handled, attempts=0 if handled else parking.attempts)
+    match lane.verdict:
+        case Bury(attempts, cause, reason, keep):
+            turn.burial = Burial(lane.records[0], cause, reason, attempts, keep)
+            turn.go_on, turn.alone, turn.attempts = go_on, parking.careful, 0
+        case Park(attempts, cause, seconds):
+            turn.entry = KeyEntry(parking.ref, cause, seconds, attempts)
+        case Wait(attempts, seconds):
+            turn.entry = KeyEntry(parking.ref, "retry", seconds, attempts)
+        case None:
+            turn.go_on, turn.alone = go_on, parking.careful or turn.attempts > 0
+    return turn

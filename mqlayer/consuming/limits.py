@@ -1,0 +1,239 @@
+"""How long a handler has for a message, and what ends it when that is over.
+
+A timer is *running* from before the handler is called until it is taken out of the running ones, once: by its worker,
+when the handler has ended, or by the watcher, when the time is up. So who takes it out is who decides, and nothing else
+has to be locked: a plain handler may be interrupted anywhere, also where it would hold a lock of ours.
+
+- Plain handlers: the watcher, one thread for all workers of a member, raises TimeIsUp in the handler's thread. A worker
+  whose timer the watcher took waits until that has come, so it never comes after: not in the worker, not in the next
+  message. It comes when the thread runs Python code again: a blocking call into C ends first.
+- Async handlers: the event loop cancels them, at their next await.
+
+No thread runs and nothing is called where the group has no limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import math
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Final
+
+from mqlayer.consuming.clock import clock
+from mqlayer.consuming.holdings import Held
+from mqlayer.domain.message import Record
+from mqlayer.domain.retrying import RetryRules
+from mqlayer.errors import InvalidInput, MessageTimeout
+
+LONGEST_SLEEP_S: Final = 600.0
+
+_raise_in_thread: Final = ctypes.pythonapi.PyThreadState_SetAsyncExc
+_raise_in_thread.argtypes = (ctypes.c_ulong, ctypes.py_object)
+_raise_in_thread.restype = ctypes.c_int
+
+
+class TimeIsUp(BaseException):
+    """Ends a plain handler from outside, past its `except Exception`; what is reported is MessageTimeout."""
+
+
+class Timer:
+    """Until when a handler has for its message, by this machine's clock."""
+
+    __slots__ = ("_began", "_last", "_moved", "_step_s", "raised", "thread", "until")
+
+    def __init__(self, rules: RetryRules, moved: Callable[[float], None] | None = None) -> None:
+        limit_s, cap_s = rules.time_limit_s, rules.time_cap_s
+        self._began = clock()
+        self._step_s = min(math.inf if limit_s is None else limit_s, math.inf if cap_s is None else cap_s)
+        self.until = self._began + self._step_s
+        self._last = self.until if cap_s is None else self._began + cap_s
+        self._moved = moved
+        self.thread = threading.get_ident()
+        # By the watcher, when TimeIsUp is on its way.
+        self.raised = False
+
+    def extend(self, seconds: float | None) -> float:
+        """Have it end so many seconds from now, a whole time limit by default, but not beyond the cap; never sooner."""
+        step_s = self._step_s if seconds is None else seconds
+        if not step_s >= 0:
+            raise InvalidInput(f"a handler can be given 0 seconds or more, not {seconds}")
+        self.until = max(self.until, min(clock() + step_s, self._last))
+        if self._moved is not None:
+            self._moved(self.until)
+        return self.left_s
+
+    @property
+    def left_s(self) -> float:
+        """How many seconds are left."""
+        return max(0.0, self.until - clock())
+
+    def over(self) -> MessageTimeout:
+        """Return the error for a handler whose time is up."""
+        return MessageTimeout(round(self.until - self._began, 3))
+
+
+under_way: Final[ContextVar[Timer | None]] = ContextVar("mqlayer_timer", default=None)
+"""The timer of the message that this thread or task handles; None where it has no limit."""
+
+
+def limited(rules: RetryRules) -> bool:
+    """Say whether handlers have a limit of time."""
+    return rules.time_limit_s is not None or rules.time_cap_s is not None
+
+
+class ThreadLimits:
+    """Ends plain handlers of a member when their time is up. For any number of threads."""
+
+    def __init__(self, name: str) -> None:
+        self._running: dict[Timer, Timer] = {}
+        # A lock that is held while TimeIsUp comes would stay held; what this queue does is one step in C.
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        # Whoever begins with less time than this wakes the watcher.
+        self._looks_at = math.inf
+        self._usual_s = math.inf
+        self._used = self._stopping = False
+        self._thread = threading.Thread(target=self._watch, name=f"{name}-limits", daemon=True)
+        self._starting = threading.Lock()
+
+    def around(self, handle: Callable[[Held, Record], Any], rules: RetryRules) -> Callable[[Held, Record], Any]:
+        """Return what to call for a handler's messages: the handler itself where there is no limit."""
+        if not limited(rules):
+            return handle
+        if self._thread.ident is None:
+            self._start()
+        return partial(self._handle, handle, rules)
+
+    @property
+    def alive(self) -> bool:
+        """Whether limits are kept."""
+        return self._thread.ident is None or self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End the watcher when no handler runs any more."""
+        self._stopping = True
+        self._woken.put(None)
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread.ident is None:
+                self._thread.start()
+
+    # -- in the workers' threads ---------------------------------------------------------------------------------------
+
+    def _handle(self, handle: Callable[[Held, Record], Any], rules: RetryRules, held: Held, record: Record) -> Any:
+        timer = Timer(rules)
+        token = under_way.set(timer)
+        try:
+            try:
+                self._enter(timer)
+                return handle(held, record)
+            finally:
+                self._leave(timer)
+        except TimeIsUp as end:
+            raise timer.over().with_traceback(end.__traceback__) from None
+        finally:
+            under_way.reset(token)
+
+    def _enter(self, timer: Timer) -> None:
+        self._usual_s = timer.until - clock()
+        self._used = True
+        self._running[timer] = timer
+        if timer.until < self._looks_at:
+            self._woken.put(None)
+
+    def _leave(self, timer: Timer) -> None:
+        """Return when nothing can interrupt any more. Raises TimeIsUp where that comes meanwhile."""
+        if self._running.pop(timer, None) is not None:
+            return
+        while not timer.raised:
+            time.sleep(0.0001)
+        # It may have come, in the handler, or not. To clear it would leave the interpreter looking for it, so it is
+        # raised for another time, which takes the place of one that has not come, and received here.
+        with contextlib.suppress(TimeIsUp):
+            _raise_in_thread(timer.thread, TimeIsUp)
+            while True:
+                time.sleep(0)
+
+    # -- in the watcher's thread ---------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not (self._stopping and not self._running):
+            # Whoever begins while it looks has it look again.
+            self._looks_at = math.inf
+            now = clock()
+            # Whoever begins after this has the usual time; with nobody about there is nothing to look at.
+            at = now + self._usual_s if self._used else math.inf
+            self._used = False
+            for timer in list(self._running):
+                if timer.until <= now:
+                    self._end(timer)
+                else:
+                    at = min(at, timer.until)
+            self._looks_at = at
+            self._sleep(at)
+
+    def _end(self, timer: Timer) -> None:
+        if self._running.pop(timer, None) is not None:
+            _raise_in_thread(timer.thread, TimeIsUp)
+            timer.raised = True
+
+    def _sleep(self, at: float) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._woken.get(timeout=min(LONGEST_SLEEP_S, max(0.0, at - clock())))
+            while True:
+                self._woken.get_nowait()
+
+
+class LoopLimits:
+    """Ends async handlers of a member when their time is up."""
+
+    def around(
+        self, handle: Callable[[Held, Record], Awaitable[Any]], rules: RetryRules
+    ) -> Callable[[Held, Record], Awaitable[Any]]:
+        """Return what to call for a handler's messages: the handler itself where there is no limit."""
+        return partial(self._handle, handle, rules) if limited(rules) else handle
+
+    async def _handle(
+        self, handle: Callable[[Held, Record], Awaitable[Any]], rules: RetryRules, held: Held, record: Record
+    ) -> Any:
+        scope = asyncio.timeout(None)
+        timer = Timer(rules, partial(_move, asyncio.get_running_loop(), scope))
+        token = under_way.set(timer)
+        try:
+            async with scope:
+                _move_here(scope, timer.until)
+                return await handle(held, record)
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            place = error.__cause__ or error
+            raise timer.over().with_traceback(place.__traceback__) from None
+        finally:
+            under_way.reset(token)
+
+
+def _move(loop: asyncio.AbstractEventLoop, scope: asyncio.Timeout, until: float) -> None:
+    """Have a scope end at another time, from any thread."""
+    try:
+        here = asyncio.get_running_loop() is loop
+    except RuntimeError:
+        here = False
+    if here:
+        _move_here(scope, until)
+    else:
+        # The loop is closed when nothing runs there any more.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_move_here, scope, until)
+
+
+def _move_here(scope: asyncio.Timeout, until: float) -> None:
+    # What has expired, or ended, can't be moved any more.
+    with contextlib.suppress(RuntimeError):
+        scope.reschedule(asyncio.get_running_loop().time() + (until - clock()))

@@ -1,0 +1,37 @@
+"""What of a group waits or ended outside of Redis: parked keys, dead messages, failed attempts, as owners write it."""
+
+from mqlayer.parking.ledger import (
+    AttemptNote,
+    Burial,
+    DeathCause,
+    KeyEntry,
+    KeyRef,
+    KeyState,
+    Ledger,
+    Loaded,
+    NotOwner,
+    Page,
+    ParkCause,
+    Turn,
+    Written,
+    alone_name,
+    name_of,
+)
+
+__all__ = [
+    "AttemptNote",
+    "Burial",
+    "DeathCause",
+    "KeyEntry",
+    "KeyRef",
+    "KeyState",
+    "Ledger",
+    "Loaded",
+    "NotOwner",
+    "Page",
+    "ParkCause",
+    "Turn",
+    "Written",
+    "alone_name",
+    "name_of",
+]

@@ -1,0 +1,275 @@
+"""What an owner writes of the failing messages of its partition: one transaction per partition, under its epoch.
+
+States of a key: *in line* (its messages come from the stream) -> *waiting* (parked, due at a time or never) ->
+*started* (its first messages are being handled, from here) -> *waiting* or, with nothing left, *in line*. Its owner
+alone takes it through them, an operator may change a waiting or started one under its owner's feet: what the owner then
+writes of it finds nothing. Crash points, and who repairs each:
+
+- before the transaction: nothing happened; the message is delivered again.
+- after it, before its offset is settled: it is delivered again, found to be parked or dead, and settled.
+- parked messages handled, not yet noted: the key is *started*; the next owner handles them again, one by one.
+- the key's last message noted, the key not in line yet in the owner's memory: the next owner finds it in line.
+
+A message is settled in its partition only after the transaction that parked or buried it, and a parked message is
+handled only after its offset is settled; so it is in one place, whoever dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
+
+from mqlayer.domain.message import NO_KEY, Identity, ParkedRecord, Record
+from mqlayer.domain.routing import PartitionId
+from mqlayer.errors import MqlayerError
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+
+ParkCause = Literal["retry", "exhausted", "rejected", "paused"]
+DeathCause = Literal["exhausted", "rejected", "skipped"]
+
+BATCH: Final = 100
+BATCH_BYTES: Final = 1_000_000
+"""How much of a parked key is handed out at a time."""
+PATIENCE: Final = {"lock_wait": "2s", "idle": "5s"}
+
+
+class NotOwner(MqlayerError):
+    """The epoch is not in force any more: nothing was written."""
+
+
+class KeyRef(NamedTuple):
+    """A key that is parked, or a message that stands alone: its LP and name."""
+
+    lp: int
+    name: bytes
+
+
+class KeyEntry(NamedTuple):
+    """A key that is to be parked: why, for how many seconds (None: until an operator says), failed attempts so far."""
+
+    ref: KeyRef
+    cause: ParkCause
+    wait_s: float | None
+    attempts: int
+
+
+class KeyState(NamedTuple):
+    """A parked key as the server has it. `started`: somebody began with it and never said how that ended."""
+
+    ref: KeyRef
+    cause: str
+    attempts: int
+    started: int | None
+    started_alone: bool
+    due_in_s: float | None
+
+
+class Burial(NamedTuple):
+    """A message that leaves the group without its effect. `keep`: with its body, so that it can be sent again."""
+
+    record: Record
+    cause: DeathCause
+    reason: str
+    attempts: int
+    keep: bool
+
+
+class AttemptNote(NamedTuple):
+    """A failed attempt, for people."""
+
+    identity: Identity
+    attempt: int
+    error: str
+
+
+@dataclass(slots=True)
+class Turn:
+    """What its owner has to say of a started or due key, and what is to come next.
+
+    `handled`: of its messages; `burial`: its first message that is not handled. Then `go_on` hands out the next ones:
+    `alone`, one only, or as many as go at a time; else it waits as `entry` says, or just rests, for the next owner.
+    """
+
+    ref: KeyRef
+    handled: Sequence[Record] = ()
+    burial: Burial | None = None
+    go_on: bool = False
+    alone: bool = False
+    attempts: int = 0
+    entry: KeyEntry | None = None
+
+
+@dataclass(slots=True)
+class Page:
+    """All that an owner has to write of one partition at a time."""
+
+    entries: list[KeyEntry] = field(default_factory=list)
+    messages: list[tuple[KeyRef, Record]] = field(default_factory=list)
+    burials: list[Burial] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.entries or self.messages or self.burials or self.turns)
+
+
+@dataclass(slots=True)
+class Written:
+    """What came of a page: which keys are parked no more, though messages of them were on it; what is next of others.
+
+    No next messages means that the key is in line again.
+    """
+
+    gone: set[KeyRef] = field(default_factory=set)
+    next: dict[KeyRef, list[ParkedRecord]] = field(default_factory=dict)
+
+
+class Loaded(NamedTuple):
+    """What a new owner has to know: parked keys; which offsets above committed are parked, as far as known; what of
+    them is dead."""
+
+    keys: list[KeyState]
+    unsettled: list[tuple[KeyRef, int]]
+    dead: set[Identity]
+
+
+class Ledger:
+    """What one member writes, for all partitions of its group.
+
+    Raises NotOwner, StoreUnavailable, TransactionConflict.
+    """
+
+    def __init__(self, database: Database, group_id: int, member_id: str) -> None:
+        self._database = database
+        self._who: dict[str, object] = {"group_id": group_id, "member_id": member_id}
+
+    def load(self, partition: PartitionId, lp_from: int, lp_to: int, committed: int) -> Loaded:
+        """Return what is parked and dead of a partition. Call it with the pull lock taken: then nobody adds to it."""
+        facts = self._who | {"partition_id": partition, "committed": committed}
+        with self._database.connection() as connection:
+            unsettled = connection.execute(query("parked_unsettled"), facts).fetchall()
+            dead = connection.execute(query("dead_unsettled"), facts).fetchall()
+        return Loaded(
+            self.keys(lp_from, lp_to),
+            [(KeyRef(lp, name), offset) for lp, name, offset in unsettled],
+            {Identity(*row) for row in dead},
+        )
+
+    def keys(self, lp_from: int, lp_to: int) -> list[KeyState]:
+        """Return the parked keys of a range of LPs."""
+        facts = self._who | {"lp_from": lp_from, "lp_to": lp_to}
+        with self._database.connection() as connection:
+            rows = connection.execute(query("parked_keys"), facts).fetchall()
+        return [KeyState(KeyRef(lp, name), *rest) for lp, name, *rest in rows]
+
+    def write(self, partition: PartitionId, epoch: int, page: Page) -> Written:
+        """Write a page in one transaction, and return what comes next. Raises NotOwner; nothing is written then."""
+        facts = self._who | {"partition_id": partition, "epoch": epoch}
+
+        def work(connection: Connection) -> Written:
+            connection.execute(query("transaction_patience"), PATIENCE)
+            if connection.execute(query("parking_hold"), facts).fetchone() is None:
+                raise NotOwner(f"epoch {epoch} of partition {partition} is not in force")
+            written = Written()
+            self._put_keys(connection, page.entries)
+            self._put_messages(connection, facts, page.messages, written)
+            self._bury(connection, facts, [*page.burials, *(t.burial for t in page.turns if t.burial is not None)])
+            for turn in page.turns:
+                self._take(connection, turn, epoch, written)
+            failpoint("parking.before_commit")
+            return written
+
+        written = self._database.transaction(work)
+        failpoint("parking.after_commit")
+        return written
+
+    def note(self, notes: Iterable[AttemptNote]) -> None:
+        """Note failed attempts, for people: under no epoch, since an attempt was one whoever made it."""
+        rows = [(n.identity.lp, n.identity.source, n.identity.seq, n.attempt, n.error) for n in notes]
+        columns = _columns(("lps", "sources", "seqs", "attempts", "errors"), rows)
+        with self._database.connection() as connection:
+            connection.execute(query("failed_attempts_put"), self._who | columns)
+
+    def _put_keys(self, connection: Connection, entries: Sequence[KeyEntry]) -> None:
+        if entries:
+            rows = [(*entry.ref, entry.cause, entry.wait_s, entry.attempts) for entry in entries]
+            columns = _columns(("lps", "names", "causes", "waits_s", "attempts"), rows)
+            connection.execute(query("parked_keys_put"), self._who | columns)
+
+    def _put_messages(
+        self,
+        connection: Connection,
+        facts: dict[str, object],
+        messages: Sequence[tuple[KeyRef, Record]],
+        written: Written,
+    ) -> None:
+        if not messages:
+            return
+        refs = list({ref for ref, _ in messages})
+        there = connection.execute(query("parked_keys_there"), self._who | _columns(("lps", "names"), refs)).fetchall()
+        parked = {KeyRef(*row) for row in there}
+        written.gone = set(refs) - parked
+        rows = [
+            (*ref, record.identity.source, record.identity.seq, record.offset, record.key, record.m, record.body)
+            for ref, record in messages
+            if ref in parked
+        ]
+        columns = _columns(("lps", "names", "sources", "seqs", "offsets", "keys", "ms", "bodies"), rows)
+        connection.execute(query("parked_messages_put"), facts | columns)
+
+    def _bury(self, connection: Connection, facts: dict[str, object], burials: Sequence[Burial]) -> None:
+        if not burials:
+            return
+        rows = [
+            (lp, source, seq, record.offset, record.key, record.m, record.body if keep else None, cause, reason, count)
+            for (record, cause, reason, count, keep) in burials
+            for source, lp, seq in [record.identity]
+        ]
+        names = ("lps", "sources", "seqs", "offsets", "keys", "ms", "bodies", "causes", "reasons", "attempts")
+        connection.execute(query("dead_put"), facts | _columns(names, rows))
+
+    def _take(self, connection: Connection, turn: Turn, epoch: int, written: Written) -> None:
+        key = self._who | turn.ref._asdict()
+        ended = [*turn.handled, *([turn.burial.record] if turn.burial else [])]
+        if ended:
+            rows = [(lp, source, seq) for source, lp, seq in (record.identity for record in ended)]
+            connection.execute(query("parked_messages_end"), key | _columns(("lps", "sources", "seqs"), rows))
+        if turn.go_on:
+            written.next[turn.ref] = self._next(connection, turn, key, epoch)
+        elif turn.entry is not None:
+            _, cause, wait_s, attempts = turn.entry
+            connection.execute(query("parked_key_put"), key | {"cause": cause, "wait_s": wait_s, "attempts": attempts})
+        else:
+            connection.execute(query("parked_key_rest"), key | {"attempts": turn.attempts})
+
+    def _next(self, connection: Connection, turn: Turn, key: dict[str, object], epoch: int) -> list[ParkedRecord]:
+        """Hand out what is first of a key; with nothing left, end its being parked."""
+        bounds = {"count": 1 if turn.alone else BATCH, "bytes": BATCH_BYTES}
+        rows = connection.execute(query("parked_next"), key | bounds).fetchall()
+        if not rows:
+            connection.execute(query("parked_key_end"), key)
+            return []
+        connection.execute(
+            query("parked_key_start"), key | {"epoch": epoch, "alone": len(rows) == 1, "attempts": turn.attempts}
+        )
+        return [
+            ParkedRecord.of((offset, m, name, body), attempts=0 if at else turn.attempts, redriven=redriven)
+            for at, (offset, m, name, body, redriven) in enumerate(rows)
+        ]
+
+
+def alone_name(identity: Identity) -> bytes:
+    """Return the name under which a message that stands alone is parked."""
+    return NO_KEY + str(identity).encode()
+
+
+def name_of(record: Record, *, ordered: bool) -> bytes:
+    """Return the name under which a message is parked: its key, or its identity where it stands alone."""
+    return record.key if ordered and record.key != NO_KEY else alone_name(record.identity)
+
+
+def _columns(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:
+    """Return rows as one array per column."""
+    return {name: [row[at] for row in rows] for at, name in enumerate(names)}

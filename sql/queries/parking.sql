@@ -1,0 +1,111 @@
+-- name: parking_hold
+-- The owner's epoch is in force, and no other comes before this transaction ends.
+SELECT epoch FROM mqlayer.assignment
+WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND member_id = %(member_id)s AND epoch = %(epoch)s
+FOR SHARE;
+
+-- name: parked_keys
+-- The keys of a group that are parked in a range of LPs, and in how many seconds each is tried again.
+SELECT lp, name, cause, attempts, started, started_alone, date_part('epoch', due_at - clock_timestamp())
+FROM mqlayer.parked_key
+WHERE group_id = %(group_id)s AND lp >= %(lp_from)s AND lp < %(lp_to)s ORDER BY lp, name;
+
+-- name: parked_unsettled
+-- What is parked of a partition from an offset on: its owner may have died before that was settled.
+SELECT lp, name, log_offset FROM mqlayer.parked_message
+WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND log_offset >= %(committed)s;
+
+-- name: dead_unsettled
+-- What is dead of a partition from an offset on: it is passed over.
+SELECT source, lp, seq FROM mqlayer.dead_message
+WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND log_offset >= %(committed)s AND redriven_at IS NULL;
+
+-- name: parked_keys_put
+-- Park keys; those that are parked stay as they are.
+INSERT INTO mqlayer.parked_key (group_id, lp, name, cause, due_at, attempts)
+SELECT %(group_id)s, lp, name, cause, clock_timestamp() + make_interval(secs => wait_s), attempts
+FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(causes)s::text[], %(waits_s)s::double precision[],
+            %(attempts)s::int[]) AS given (lp, name, cause, wait_s, attempts)
+ON CONFLICT (group_id, lp, name) DO NOTHING;
+
+-- name: parked_keys_there
+-- Which of these keys are parked; they stay so until this transaction ends.
+SELECT k.lp, k.name FROM mqlayer.parked_key k
+JOIN (SELECT DISTINCT lp, name FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS u (lp, name)) AS given USING (lp, name)
+WHERE k.group_id = %(group_id)s FOR KEY SHARE OF k;
+
+-- name: parked_messages_put
+-- Park messages of parked keys, in order. One whose source's next message of the key is there takes its place, in front
+-- of it; what is there itself stays.
+INSERT INTO mqlayer.parked_message (group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body)
+SELECT %(group_id)s, lp, name, source, seq,
+       coalesce((SELECT o.place FROM mqlayer.parked_message o
+                 WHERE o.group_id = %(group_id)s AND o.lp = given.lp AND o.source = given.source
+                   AND o.seq > given.seq AND o.name = given.name ORDER BY o.seq LIMIT 1),
+                nextval('mqlayer.parked_place')),
+       %(partition_id)s, log_offset, key, m, body
+FROM (SELECT * FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[],
+                           %(offsets)s::bigint[], %(keys)s::bytea[], %(ms)s::bytea[], %(bodies)s::bytea[])
+          WITH ORDINALITY AS u (lp, name, source, seq, log_offset, key, m, body, n) ORDER BY n) AS given
+ON CONFLICT (group_id, lp, source, seq) DO NOTHING;
+
+-- name: parked_messages_end
+-- Messages of parked keys that are handled, or dead.
+DELETE FROM mqlayer.parked_message m
+USING unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[]) AS given (lp, source, seq)
+WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.source = given.source AND m.seq = given.seq;
+
+-- name: parked_key_put
+-- How it goes on with a parked key: why it waits, for how long, and how often its head failed.
+UPDATE mqlayer.parked_key
+SET cause = %(cause)s, due_at = clock_timestamp() + make_interval(secs => %(wait_s)s), attempts = %(attempts)s,
+    started = NULL, started_alone = false
+WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
+
+-- name: parked_key_start
+-- Messages of a parked key are started under an epoch: its first one alone, or several.
+UPDATE mqlayer.parked_key SET started = %(epoch)s, started_alone = %(alone)s, attempts = %(attempts)s
+WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
+
+-- name: parked_key_rest
+-- Nothing of a parked key is started: its owner gives it on.
+UPDATE mqlayer.parked_key SET started = NULL, started_alone = false, attempts = %(attempts)s
+WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
+
+-- name: parked_key_end
+-- A key is not parked any more, if nothing of it waits.
+DELETE FROM mqlayer.parked_key k
+WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s
+  AND NOT EXISTS (SELECT FROM mqlayer.parked_message m
+                  WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name)
+RETURNING k.lp;
+
+-- name: parked_next
+-- The first messages of a parked key, up to so many and so many bytes of bodies; one at the least.
+SELECT log_offset, m, key, body, redriven
+FROM (SELECT *, sum(octet_length(body)) OVER (ORDER BY place, seq) - octet_length(body) AS before
+      FROM (SELECT place, seq, log_offset, m, key, body, redriven FROM mqlayer.parked_message
+            WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s
+            ORDER BY place, seq LIMIT %(count)s) AS head) AS line
+WHERE before < %(bytes)s OR before = 0 ORDER BY place, seq;
+
+-- name: dead_put
+-- Messages that leave the group without their effect, and why.
+INSERT INTO mqlayer.dead_message AS d
+    (group_id, lp, source, seq, partition_id, log_offset, key, m, body, cause, reason, attempts, actor)
+SELECT %(group_id)s, lp, source, seq, %(partition_id)s, log_offset, key, m, body, cause, reason, attempts, %(member_id)s
+FROM unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[], %(offsets)s::bigint[], %(keys)s::bytea[],
+            %(ms)s::bytea[], %(bodies)s::bytea[], %(causes)s::text[], %(reasons)s::text[], %(attempts)s::int[])
+     AS given (lp, source, seq, log_offset, key, m, body, cause, reason, attempts)
+ON CONFLICT (group_id, lp, source, seq) DO UPDATE
+SET partition_id = excluded.partition_id, log_offset = excluded.log_offset, body = excluded.body, cause = excluded.cause,
+    reason = excluded.reason, attempts = excluded.attempts, actor = excluded.actor, died_at = excluded.died_at,
+    redriven_at = NULL
+WHERE d.redriven_at IS NOT NULL;
+
+-- name: failed_attempts_put
+-- Failed attempts, for people.
+INSERT INTO mqlayer.failed_attempt (group_id, lp, source, seq, attempt, member_id, error)
+SELECT %(group_id)s, lp, source, seq, attempt, %(member_id)s, error
+FROM unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[], %(attempts)s::int[], %(errors)s::text[])
+     AS given (lp, source, seq, attempt, error);

@@ -1,0 +1,203 @@
+"""A key that fails for long waits in Postgres with all that follows it, and nothing else waits for it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from mqlayer import Context
+from mqlayer.errors import PauseKey, Reject, RetryLater, Skip
+from mqlayer.membership.steering import set_group
+from tests.fixtures.consuming import Recorder, Stage, member_of
+from tests.fixtures.waiting import wait_until
+
+LATER_S = 3600.0
+
+
+class Fault(Exception):
+    """What a handler fails with."""
+
+
+class Shop:
+    """A handler that fails for some keys until it is mended."""
+
+    def __init__(self, *broken: str, error: Exception | None = None) -> None:
+        self.broken, self.error = set(broken), error or Fault("no stock")
+        self.recorder = Recorder(self.act)
+
+    def act(self, body: bytes, ctx: Context) -> None:
+        if ctx.key in self.broken:
+            raise self.error
+
+
+def rows(stage: Stage, sql: str, *arguments: Any) -> list[tuple[Any, ...]]:
+    """Return what the control database says."""
+    with stage.database.connection() as connection:
+        return connection.execute(sql.encode(), arguments).fetchall()
+
+
+def parked(stage: Stage) -> dict[str, list[int]]:
+    """Return the seqs that are parked of each key, in their order."""
+    found = rows(stage, "SELECT convert_from(key, 'UTF8'), seq FROM mqlayer.parked_message ORDER BY place, seq")
+    return {key: [seq for name, seq in found if name == key] for key, _ in found}
+
+
+def release(stage: Stage, group: str = "g") -> None:
+    """Have every parked key of a group tried now, as an operator does."""
+    with stage.database.connection() as connection, connection.transaction():
+        group_id = stage.group_id(group)
+        connection.execute("UPDATE mqlayer.parked_key SET due_at = now(), attempts = 0 WHERE group_id = %s", [group_id])
+        connection.execute("UPDATE mqlayer.consumer_group SET parking = parking + 1 WHERE group_id = %s", [group_id])
+        connection.execute("SELECT pg_notify('mqlayer_group', %s::text)", [group_id])
+
+
+def test_a_key_that_waits_long_is_parked_and_the_others_go_on(stage: Stage) -> None:
+    """Case 64."""
+    shop = Shop("key-1")
+    stage.send_numbers(4, 10)
+    app = stage.consume(shop.recorder, backoff_s=(LATER_S,))
+    stage.wait_settled()
+    stage.send_numbers(4, 10, first=11)
+    stage.wait_settled()
+    assert {key: len(shop.recorder.bodies(key)) for key in ("key-0", "key-1", "key-2", "key-3")} == {
+        "key-0": 20, "key-1": 0, "key-2": 20, "key-3": 20,
+    }  # fmt: skip
+    assert len(parked(stage)["key-1"]) == 20
+    assert member_of(app).stats.parked == 20
+    shop.broken.clear()
+    release(stage)
+    wait_until(lambda: len(shop.recorder.bodies("key-1")) == 20, what="the parked key handled")
+    wait_until(lambda: not rows(stage, "SELECT FROM mqlayer.parked_key"), what="nothing parked")
+    stage.send_numbers(4, 5, first=21)
+    stage.wait_settled()
+    shop.recorder.assert_in_order()
+    assert len(shop.recorder.bodies("key-1")) == len(set(shop.recorder.bodies("key-1"))) == 25
+
+
+def test_a_parked_key_is_tried_again_when_it_is_due(stage: Stage) -> None:
+    """Attempts go on where they were, each after its wait; what follows the failing message comes after it."""
+    waits: list[int] = []
+
+    def act(body: bytes, ctx: Context) -> None:
+        if body == b"1" and ctx.attempt < 5:
+            waits.append(ctx.attempt)
+            raise RetryLater(0.05) if ctx.attempt == 1 else PauseOnce()
+
+    class PauseOnce(Fault):
+        pass
+
+    recorder = Recorder(act)
+    stage.send([("k", b"1"), ("k", b"2")])
+    stage.consume(recorder, backoff_s=(0.1,), policy="park")
+    wait_until(lambda: recorder.bodies() == [b"1", b"2"], what="both handled")
+    assert recorder.attempts(b"1") == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("error", [Fault("no stock"), Reject("not for us")])
+def test_attempts_that_run_out_leave_the_key_parked(stage: Stage, error: Exception) -> None:
+    """Case 65, the policy park: until somebody releases it, however long that takes."""
+    shop = Shop("key-1", error=error)
+    stage.send_numbers(3, 5)
+    stage.consume(shop.recorder, backoff_s=(0.01,), attempt_limit=2, policy="park")
+    stage.wait_settled()
+    tries = 1 if isinstance(error, Reject) else 2
+    assert shop.recorder.attempts(b"1")[: tries + 2].count(2) == tries - 1
+    cause = "rejected" if tries == 1 else "exhausted"
+    wait_until(
+        lambda: rows(stage, "SELECT cause, due_at, attempts FROM mqlayer.parked_key") == [(cause, None, tries)],
+        what="parked for good",
+    )
+    notes = rows(stage, "SELECT attempt, error FROM mqlayer.failed_attempt ORDER BY 1")
+    assert [attempt for attempt, _ in notes] == list(range(1, tries + 1))
+    assert all(str(error) in text for _, text in notes)
+    assert parked(stage) == {"key-1": [1, 2, 3, 4, 5]}
+    shop.broken.clear()
+    release(stage)
+    wait_until(lambda: len(shop.recorder.bodies("key-1")) == 5, what="the parked key handled")
+    shop.recorder.assert_in_order()
+
+
+def test_a_dead_letter_leaves_and_its_key_goes_on(stage: Stage) -> None:
+    """Case 65, the policy dead_letter."""
+
+    def act(body: bytes, _ctx: Context) -> None:
+        if body == b"3":
+            raise Fault("never")
+
+    recorder = Recorder(act)
+    stage.send([("k", b"%d" % number) for number in range(1, 6)])
+    app = stage.consume(recorder, backoff_s=(0.01,), attempt_limit=3, policy="dead_letter")
+    stage.wait_settled()
+    wait_until(lambda: recorder.bodies() == [b"1", b"2", b"4", b"5"], what="the others handled")
+    assert recorder.attempts(b"3") == [1, 2, 3]
+    [(cause, reason, attempts, body)] = rows(stage, "SELECT cause, reason, attempts, body FROM mqlayer.dead_message")
+    assert (cause, attempts, body) == ("exhausted", 3, b"3")
+    assert "never" in reason
+    assert member_of(app).stats.dead == 1
+
+
+@pytest.mark.parametrize(("policy", "error"), [("skip", Fault("never")), ("park", Skip("not ours"))])
+def test_what_is_skipped_leaves_a_written_reason(stage: Stage, policy: str, error: Exception) -> None:
+    def act(body: bytes, _ctx: Context) -> None:
+        if body == b"1":
+            raise error
+
+    recorder = Recorder(act)
+    stage.send([("k", b"1"), ("k", b"2")])
+    stage.consume(recorder, backoff_s=(0.01,), attempt_limit=2, policy=policy)
+    stage.wait_settled()
+    [(cause, reason, body)] = rows(stage, "SELECT cause, reason, body FROM mqlayer.dead_message")
+    assert (cause, body) == ("skipped", None)
+    assert str(error) in reason or "not ours" in reason
+    assert recorder.bodies() == [b"2"]
+
+
+def test_a_group_that_blocks_waits_for_ever_until_it_is_told_otherwise(stage: Stage) -> None:
+    """Case 65, the policy block, and switching the policy while it blocks."""
+    shop = Shop("k")
+    stage.send([("k", b"1"), ("k", b"2")])
+    stage.consume(shop.recorder, backoff_s=(0.01, LATER_S), attempt_limit=2, policy="block")
+    wait_until(lambda: shop.recorder.attempts(b"1") == [1, 2], what="attempts run out")
+    assert not rows(stage, "SELECT FROM mqlayer.parked_key")
+    assert not stage.all_settled()
+    set_group(stage.database, stage.topic, "g", actor="test", policy="dead_letter")
+    wait_until(lambda: len(rows(stage, "SELECT FROM mqlayer.dead_message")) == 2, what="both dead", timeout_s=20)
+    stage.wait_settled()
+    assert shop.recorder.attempts(b"1") == [1, 2, 3]
+
+
+def test_a_key_rests_when_its_handler_says_so(stage: Stage) -> None:
+    """PauseKey costs no attempt."""
+    paused = threading.Event()
+
+    def act(body: bytes, ctx: Context) -> None:
+        if body == b"1" and not paused.is_set():
+            paused.set()
+            raise PauseKey(30.0)
+        assert ctx.attempt == 1
+
+    recorder = Recorder(act)
+    stage.send([("k", b"1"), ("k", b"2"), ("other", b"3")])
+    stage.consume(recorder)
+    stage.wait_settled()
+    [(cause, attempts)] = rows(stage, "SELECT cause, attempts FROM mqlayer.parked_key")
+    assert (cause, attempts) == ("paused", 0)
+    assert recorder.bodies() == [b"3"]
+    release(stage)
+    wait_until(lambda: recorder.bodies() == [b"3", b"1", b"2"], what="the key handled")
+
+
+def test_messages_that_stand_alone_are_parked_alone(stage: Stage) -> None:
+    """Without a key, or in a group that does not order: nothing waits for the one that fails."""
+    shop = Shop("k")
+    stage.send([("k", b"1"), ("k", b"2"), (None, b"3"), ("other", b"4")])
+    stage.consume(shop.recorder, backoff_s=(LATER_S,), ordered=False)
+    stage.wait_settled()
+    assert sorted(shop.recorder.bodies()) == [b"3", b"4"]
+    assert len(rows(stage, "SELECT FROM mqlayer.parked_key")) == 2
+    shop.broken.clear()
+    release(stage)
+    wait_until(lambda: sorted(shop.recorder.bodies()) == [b"1", b"2", b"3", b"4"], what="all handled")
+    wait_until(lambda: not rows(stage, "SELECT FROM mqlayer.parked_key"), what="nothing parked")
