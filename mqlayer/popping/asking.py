@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import suppress
 from typing import Any, Final
 
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import MqlayerError, NodeNotArmed
+from mqlayer.errors import MqlayerError, NodeNotArmed, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.gates import drained_popped, seal_marks
 from mqlayer.membership.groups import Group
@@ -120,16 +119,19 @@ class Asker:
         wait_s = min([wait_s, BLOCK_S, *(spot.due_in(now) for spot in spots)])
         asked: list[tuple[NodeConnection, dict[bytes, Spot]]] = []
         for node_id, streams in self._watched(now).items():
-            # Whatever breaks here shows when the partitions are asked.
-            with suppress(MqlayerError):
+            try:
                 line = self._lines.to(node_id)
                 block = ("BLOCK", max(1, round(wait_s * 1000))) if wait_s else ()
                 after = (entry for _, entry in streams.values())
                 line.send([("XREAD", "COUNT", 1, *block, "STREAMS", *streams, *after)])
                 asked.append((line, {key: spot for key, (spot, _) in streams.items()}))
+            except MqlayerError as error:
+                self._away(node_id, error)
         for line, of_key in asked:
-            with suppress(MqlayerError):
+            try:
                 _wake(raise_for_reply(line.receive(1)[0], line.node.address), of_key)
+            except MqlayerError as error:
+                self._away(line.node.node_id, error)
         if not asked and wait_s:
             self._news.wait(wait_s)
         self._news.clear()
@@ -226,10 +228,19 @@ class Asker:
 
     def _stumbled(self, spot: Spot, error: MqlayerError) -> None:
         log.warning("receive_waits", extra={"partition": spot.one.partition, "reason": str(error)})
-        spot.trouble = error
-        spot.rest(time.monotonic())
+        if isinstance(error, StoreUnavailable):
+            self._away(spot.one.node, error)
+        else:
+            spot.rest(time.monotonic(), error)
         if isinstance(error, NodeNotArmed):
             self._mend(spot.one.node)
+
+    def _away(self, node_id: NodeId, error: MqlayerError) -> None:
+        """Leave all partitions of a node alone for a while: each of them would wait for it as long."""
+        now = time.monotonic()
+        for spot in self._listing.spots:
+            if spot.one.node == node_id:
+                spot.rest(now, error)
 
     def _mend(self, node_id: NodeId) -> None:
         """Arm a node that restarted or lost something, unless somebody did. Raises nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -29,6 +30,7 @@ class Listing:
         # Also those that are not readable now: what is out of them can be settled.
         self._nodes: dict[int, NodeId] = {}
         self._read_at = -LIST_AGE_S
+        self._reading: threading.Thread | None = None
         self._read()
 
     @property
@@ -41,9 +43,21 @@ class Listing:
         self._read_at = -LIST_AGE_S
 
     def refresh(self) -> None:
-        """Read it again if it is old. While Postgres is away, what is known serves on: nodes refuse what is void."""
-        if time.monotonic() - self._read_at < LIST_AGE_S:
-            return
+        """Have it read again if it is old, beside what the caller does: a Postgres that is away must not hold it up.
+
+        What is known serves on meanwhile: nodes refuse what is void. For one thread at a time.
+        """
+        reading = self._reading is not None and self._reading.is_alive()
+        if not reading and time.monotonic() - self._read_at >= LIST_AGE_S:
+            self._reading = threading.Thread(target=self._try_read, name="mqlayer-lists-partitions", daemon=True)
+            self._reading.start()
+
+    def close(self) -> None:
+        """Wait for a reading that is under way."""
+        if self._reading is not None:
+            self._reading.join(timeout=1)
+
+    def _try_read(self) -> None:
         try:
             self._read()
         except MqlayerError as error:

@@ -209,6 +209,7 @@ class Receiver:
             unsafe=settings.allow_unsafe_redis,
         )
         listing = Listing(database, group, prefix=prefix)
+        cleanup.callback(listing.close)
         asking, telling = Lines(routes, settings), Lines(routes, settings)
         cleanup.callback(asking.close)
         cleanup.callback(telling.close)

@@ -48,9 +48,9 @@ class Spot:
         free_at = now + answer.left_ms / 1000 + 0.001 if answer.left_ms >= 0 else math.inf
         self.quiet, self.due_at, self.woken = answer, min(free_at, now + LOOK_AGAIN_S), False
 
-    def rest(self, now: float) -> None:
-        """Leave it alone for a while: it could not be asked."""
-        self.rest_until = now + AFTER_TROUBLE_S
+    def rest(self, now: float, trouble: MqlayerError | None = None) -> None:
+        """Leave it alone for a while, then ask it: it could not be asked, or somebody else has to act first."""
+        self.rest_until, self.quiet, self.trouble = now + AFTER_TROUBLE_S, None, trouble
 
     def is_due(self, now: float) -> bool:
         """Say whether to ask it now."""

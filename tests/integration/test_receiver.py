@@ -11,7 +11,7 @@ import pytest
 
 from mqlayer import PopMessage, Receiver
 from mqlayer.changes import apply_change, plan_split, retire_partitions
-from mqlayer.errors import Conflict, InvalidInput, NodeNotArmed, StaleToken
+from mqlayer.errors import Conflict, InvalidInput, NodeNotArmed, StaleToken, StoreUnavailable
 from mqlayer.failpoints import FailpointHit, arm, disarm_all
 from mqlayer.inspecting import explain_key, group_standings
 from mqlayer.membership import apply_seek, find_group, planned_seek, rebalance_groups
@@ -19,7 +19,7 @@ from mqlayer.membership.steering import pause_group, resume_group
 from mqlayer.redis.keys import group_keys, partition_keys, pop_keys
 from mqlayer.routes.cache import RouteCache, load_route
 from mqlayer.topics.nodes import rearm_node
-from tests.fixtures.consuming import Stage, StartStage
+from tests.fixtures.consuming import Stage, StartStage, migrated
 from tests.fixtures.waiting import wait_until
 
 WAIT_S: Final = 5.0
@@ -464,6 +464,41 @@ def test_a_receiver_arms_a_node_that_restarted_with_all_that_is_out(
     with pytest.raises((StaleToken, NodeNotArmed)):
         receiver.ack(old)
     receiver.ack(again)
+
+
+def test_receivers_go_on_while_postgres_is_away(
+    start_stage: StartStage, redis_url: str, start_postgres: Any, receiver_of: OpenReceiver
+) -> None:
+    """Case 43: what is known serves on, and nothing waits for the database."""
+    server = start_postgres()
+    stage = start_stage(redis_url, partitions=1, dsn=migrated(server))
+    receiver = receiver_of(stage)
+    send(stage, "k", 1)
+    receiver.ack(receiver.receive())
+    server.kill()
+    began = time.monotonic()
+    for number in range(2, 6):
+        send(stage, "k", number)
+        batch = receiver.receive(wait_s=WAIT_S)
+        assert bodies(batch) == [b"%d" % number]
+        receiver.ack(batch)
+        assert receiver.receive(wait_s=0.3) == []
+    assert time.monotonic() - began < 5
+
+
+def test_a_node_that_is_away_is_said_so_when_no_other_can_be_asked(
+    start_stage: StartStage, start_redis: Any, receiver_of: OpenReceiver
+) -> None:
+    server = start_redis()
+    stage = start_stage(server.url, partitions=3)
+    receiver = receiver_of(stage)
+    assert nothing(receiver)
+    server.kill()
+    with pytest.raises(StoreUnavailable):
+        receiver.receive(wait_s=0.3)
+    server.start()
+    stage.send_numbers(6, 1)
+    wait_until(lambda: receiver.receive(wait_s=1), what="it goes on")
 
 
 def test_an_epoch_that_a_node_refuses_is_renewed(one: Stage, receiver_of: OpenReceiver) -> None:
