@@ -176,7 +176,9 @@ def settings_of(
         if said.get(name) is not None:
             if isinstance(said[name], str):
                 raise InvalidInput(f"{name} is a list of exceptions or their names, not the text {said[name]!r}")
-            said[name] = tuple(error if isinstance(error, str) else error_name(error) for error in said[name])
+            # Sorted: two programs that say the same in another order agree.
+            names = {error if isinstance(error, str) else error_name(error) for error in said[name]}
+            said[name] = tuple(sorted(names))
     settings = GroupSettings(start=start, ordered=ordered, balance=balance, **said)
     check_start(start)
     check_settings(settings)
@@ -230,7 +232,7 @@ def refuse_policy(policy: Policy | None) -> None:
 
 def check_times(limit_s: float | None, cap_s: float | None) -> None:
     """Raise InvalidInput for a cap below the time limit that it shall extend."""
-    if limit_s is not None and cap_s is not None and cap_s < limit_s:
+    if limit_s is not None and cap_s is not None and cap_s < limit_s < math.inf:
         raise InvalidInput(f"the time limit of {limit_s:g} s is over the cap of {cap_s:g} s: extend goes up to the cap")
 
 
