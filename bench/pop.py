@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from functools import partial
 
 import mqlayer
-from bench.consume import MESSAGES, new_group
+from bench.consume import new_group
 from bench.consume import ours as exclusive
 from bench.filling import fill
 from bench.registry import Line, bench, compared, in_turn
 from bench.stage import Stage, System
 from mqlayer.membership.groups import Scope
 
+MESSAGES = 40_000
 ROUNDS = 3
 BATCHES = (32, 500)
 SCOPES: tuple[Scope, ...] = ("partition", "key")
@@ -26,7 +27,7 @@ def pop(stage: Stage) -> Iterator[Line]:
     system = stage.system(fsync="always")
     fill(system, MESSAGES)
     contestants = {f"{scope}, {size}": partial(ours, system, scope, size) for scope in SCOPES for size in BATCHES}
-    figures = in_turn(ROUNDS, {"owner": partial(exclusive, system), **contestants})
+    figures = in_turn(ROUNDS, {"owner": partial(exclusive, system, MESSAGES), **contestants})
     for name in contestants:
         yield compared(f"pop[{name}]", figures[name], figures["owner"], unit="msg/s", target=None)
 
