@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -46,6 +47,8 @@ GROUP = 7
 HOUR_MS = 3_600_000
 BRIEF_MS = 1
 """Over before the next call: each call is followed by a look at the server's clock until it has moved on."""
+
+WORDS: Final[tuple[SettleWord, ...]] = ("ack", "nack", "extend")
 
 Token = tuple[int, int, int]
 """Epoch, batch, offset."""
@@ -272,8 +275,35 @@ class PopScripts(RuleBasedStateMachine):
         pairs = [(batch + wrong, offset) for of, batch, offset in chosen if of == epoch]
         self.settle(word, epoch, pairs, brief=brief)
 
+    @precondition(lambda self: self.model.next > 2)
+    @rule(more=st.sampled_from([2, 3, 40]), less=st.sampled_from([1, 2]), word=st.sampled_from(WORDS))
+    def receive_less_than_before(self, more: int, less: int, word: SettleWord) -> None:
+        """Case 53: what comes again may be fewer; the tokens of the others are void too, and wait in their lanes."""
+        before = len(self.tokens)
+        self.receive(more, brief=True, step=0)
+        old = self.tokens[before:]
+        self.receive(less, brief=False, step=0)
+        if old:
+            self.settle(word, old[0][0], [(batch, offset) for _, batch, offset in old], brief=True)
+
+    @precondition(lambda self: self.late())
+    @rule(data=st.data(), word=st.sampled_from(WORDS), brief=st.booleans())
+    def settle_what_others_have(self, data: st.DataObject, word: SettleWord, brief: bool) -> None:
+        """Case 53: tokens of an earlier batch, of messages that are out with a later one."""
+        chosen = data.draw(st.lists(st.sampled_from(self.late()), min_size=1, max_size=5))
+        self.settle(word, self.model.epoch, chosen, brief=brief)
+
+    def late(self) -> list[tuple[int, int]]:
+        """Return the tokens of the epoch in force whose messages are out with another batch."""
+        out = self.model.out
+        return [
+            (batch, offset)
+            for epoch, batch, offset in self.tokens
+            if epoch == self.model.epoch and offset in out and out[offset].batch != batch
+        ]
+
     @precondition(lambda self: self.model.out)
-    @rule(word=st.sampled_from(["ack", "nack", "extend"]), brief=st.booleans(), first=st.booleans())
+    @rule(word=st.sampled_from(WORDS), brief=st.booleans(), first=st.booleans())
     def settle_what_is_out(self, word: SettleWord, brief: bool, first: bool) -> None:
         pairs = [(out.batch, offset) for offset, out in sorted(self.model.out.items()) if out.batch]
         if pairs:
