@@ -15,7 +15,7 @@ from mqlayer.errors import Conflict, InvalidInput, NodeNotArmed, StaleToken, Sto
 from mqlayer.failpoints import FailpointHit, arm, disarm_all
 from mqlayer.inspecting import explain_key, group_standings
 from mqlayer.membership import apply_seek, find_group, planned_seek, rebalance_groups
-from mqlayer.membership.steering import pause_group, resume_group
+from mqlayer.membership.steering import pause_group, resume_group, set_group
 from mqlayer.redis.keys import group_keys, partition_keys, pop_keys
 from mqlayer.routes.cache import RouteCache, load_route
 from mqlayer.topics.nodes import rearm_node
@@ -378,6 +378,17 @@ def test_a_group_is_consumed_in_one_mode(one: Stage, receiver_of: OpenReceiver) 
         receiver_of(one, group="owned")
     with pytest.raises(Conflict, match="scope = key"):
         receiver_of(one, group="popped", scope="partition")
+
+
+def test_settings_that_need_an_owner_are_refused_for_ordered_pop(one: Stage, receiver_of: OpenReceiver) -> None:
+    receiver = receiver_of(one)
+    assert receiver.group.rules.policy == "block"
+    with pytest.raises(InvalidInput, match="policy park needs a member"):
+        set_group(one.database, one.topic, "g", policy="park", actor="test")
+    with pytest.raises(InvalidInput, match="no members to balance"):
+        set_group(one.database, one.topic, "g", balance="rate", actor="test")
+    with pytest.raises(InvalidInput, match="scope of ordered pop is partition or key"):
+        receiver_of(one, group="other", scope="queue")
 
 
 def test_nobody_rebalances_a_group_without_members(stage: Stage, receiver_of: OpenReceiver) -> None:
