@@ -215,7 +215,7 @@ def _page_of(held: Held, work: ParkingWork) -> tuple[Page, list[tuple[Parking, T
         page.messages += [(parking.ref, record) for record in lane.batch]
     page.burials = [burial for _, burial in work.burials]
     turns = [(lane.parking, _turn_of(held, lane, lane.parking)) for lane in work.back if lane.parking is not None]
-    turns += [(p, Turn(p.ref, go_on=True, alone=p.alone, attempts=p.attempts)) for p in work.due]
+    turns += [(p, Turn(p.ref, go_on=True, alone=p.alone, careful=p.careful > 0, attempts=p.attempts)) for p in work.due]
     page.turns = [turn for _, turn in turns]
     return page, turns
 
@@ -225,15 +225,16 @@ def _turn_of(held: Held, lane: Lane, parking: Parking) -> Turn:
     handled = list(lane.line)
     go_on = held.state is State.OPEN and not held.finished
     # Its first message is another one now, unless none was handled.
-    turn = Turn(parking.ref, handled, attempts=0 if handled else parking.attempts)
+    careful = parking.careful > 0
+    turn = Turn(parking.ref, handled, careful=careful, attempts=0 if handled else parking.attempts)
     match lane.verdict:
         case Bury(attempts, cause, reason, keep):
             turn.burial = Burial(lane.records[0], cause, reason, attempts, keep)
-            turn.go_on, turn.alone, turn.attempts = go_on, parking.careful, 0
+            turn.go_on, turn.alone, turn.attempts = go_on, careful, 0
         case Park(attempts, cause, seconds):
             turn.entry = KeyEntry(parking.ref, cause, seconds, attempts)
         case Wait(attempts, seconds):
             turn.entry = KeyEntry(parking.ref, "retry", seconds, attempts)
         case None:
-            turn.go_on, turn.alone = go_on, parking.careful or turn.attempts > 0
+            turn.go_on, turn.alone = go_on, careful or turn.attempts > 0
     return turn

@@ -71,7 +71,7 @@ SET cause = %(cause)s, due_at = clock_timestamp() + make_interval(secs => %(wait
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 
 -- name: parked_key_start
--- Messages of a parked key are started under an epoch: its first one alone, or several.
+-- Messages of a parked key are started under an epoch: several, or its first one alone and to blame if nobody answers.
 UPDATE mqlayer.parked_key SET started = %(epoch)s, started_alone = %(alone)s, attempts = %(attempts)s
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 
