@@ -91,7 +91,7 @@ class Turn:
 
     `handled`: of its messages; `burial`: its first message that is not handled. Then `go_on` hands out the next ones:
     `alone`, one only, or as many as go at a time; `careful`: to blame if nobody ever says how that ended. Else it waits
-    as `entry` says, or just rests, for the next owner.
+    as `entry` says, for its message that `failed`, or just rests.
     """
 
     ref: KeyRef
@@ -100,8 +100,8 @@ class Turn:
     go_on: bool = False
     alone: bool = False
     careful: bool = False
-    attempts: int = 0
     entry: KeyEntry | None = None
+    failed: Identity | None = None
 
 
 @dataclass(slots=True)
@@ -121,10 +121,11 @@ class Page:
 class Written:
     """What came of a page: which keys are parked no more, though messages of them were on it; what is next of others.
 
-    No next messages means that the key is in line again.
+    No next messages means that the key is in line again. `changed`: an operator did something to a key meanwhile.
     """
 
     gone: set[KeyRef] = field(default_factory=set)
+    changed: bool = False
     next: dict[KeyRef, list[ParkedRecord]] = field(default_factory=dict)
 
 
@@ -246,24 +247,37 @@ class Ledger:
             connection.execute(query("parked_messages_end"), key | _columns(("lps", "sources", "seqs"), rows))
         if turn.go_on:
             written.next[turn.ref] = self._next(connection, turn, key, epoch)
-        elif turn.entry is not None:
-            _, cause, wait_s, attempts = turn.entry
-            connection.execute(query("parked_key_put"), key | {"cause": cause, "wait_s": wait_s, "attempts": attempts})
-        else:
-            connection.execute(query("parked_key_rest"), key | {"attempts": turn.attempts})
+        elif turn.entry is None or not self._put_off(connection, turn.entry, turn.failed, key):
+            connection.execute(query("parked_key_rest"), key | {"ended": bool(ended)})
+            written.changed |= turn.entry is not None
+
+    def _put_off(
+        self, connection: Connection, entry: KeyEntry, failed: Identity | None, key: dict[str, object]
+    ) -> bool:
+        """Let a parked key wait for its head, which failed; False where that is not its head any more."""
+        if failed is None:
+            return False
+        facts = {"cause": entry.cause, "wait_s": entry.wait_s, "attempts": entry.attempts}
+        put = connection.execute(query("parked_key_put"), key | facts | {"source": failed.source, "seq": failed.seq})
+        return put.fetchone() is not None
 
     def _next(self, connection: Connection, turn: Turn, key: dict[str, object], epoch: int) -> list[ParkedRecord]:
         """Hand out what is first of a key; with nothing left, end its being parked."""
+        # Locked, so that nobody adds to its line between the look at it and its end.
+        held = connection.execute(query("parked_hold"), key).fetchone()
+        if held is None:
+            return []
+        attempts = 0 if turn.handled or turn.burial else int(held[2])
         bounds = {"count": 1 if turn.alone else BATCH, "bytes": BATCH_BYTES}
         rows = connection.execute(query("parked_next"), key | bounds).fetchall()
         if not rows:
             connection.execute(query("parked_key_end"), key)
             return []
         connection.execute(
-            query("parked_key_start"), key | {"epoch": epoch, "alone": turn.careful, "attempts": turn.attempts}
+            query("parked_key_start"), key | {"epoch": epoch, "alone": turn.careful, "attempts": attempts}
         )
         return [
-            ParkedRecord.of((offset, m, name, body), attempts=0 if at else turn.attempts, redriven=redriven)
+            ParkedRecord.of((offset, m, name, body), attempts=0 if at else attempts, redriven=redriven)
             for at, (offset, m, name, body, redriven) in enumerate(rows)
         ]
 
