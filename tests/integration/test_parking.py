@@ -113,9 +113,9 @@ def test_attempts_that_run_out_leave_the_key_parked(stage: Stage, error: Excepti
         lambda: rows(stage, "SELECT cause, due_at, attempts FROM mqlayer.parked_key") == [(cause, None, tries)],
         what="parked for good",
     )
-    notes = rows(stage, "SELECT attempt, error FROM mqlayer.failed_attempt ORDER BY 1")
-    assert [attempt for attempt, _ in notes] == list(range(1, tries + 1))
-    assert all(str(error) in text for _, text in notes)
+    noted = "SELECT attempt, error FROM mqlayer.failed_attempt ORDER BY 1"
+    wait_until(lambda: [row[0] for row in rows(stage, noted)] == list(range(1, tries + 1)), what="attempts noted")
+    assert all(str(error) in text for _, text in rows(stage, noted))
     assert parked(stage) == {"key-1": [1, 2, 3, 4, 5]}
     shop.broken.clear()
     release(stage)
