@@ -319,7 +319,11 @@ class Member:
         self._heart.say_drained(held)
 
     def forgotten(self, held: Held) -> None:
-        """Begin a holding anew, under the same epoch: the node does not know its pull lock any more."""
+        """Begin a holding anew, under another epoch: the node does not know its pull lock any more.
+
+        Under this one, what is being parked of it could be committed after the new holding looked at what is parked.
+        """
+        self._refused[held.partition] = held.epoch
         self._drop(held)
         self._heart.nudge()
 
@@ -335,8 +339,10 @@ class Member:
     def partition_refused(self, held: Held) -> None:
         """Drop a holding that its node does not have, and have the node mended. Raises nothing.
 
-        The others on the node go on: if it has lost them too, they say so themselves.
+        The others on the node go on: if it has lost them too, they say so themselves. It begins anew under another
+        epoch, see `forgotten`.
         """
+        self._refused[held.partition] = held.epoch
         self._drop(held)
         self._mend(held.assigned.node)
 
