@@ -2,6 +2,7 @@
 
 from mqlayer import outbox
 from mqlayer.consuming import App, Context, MemberOptions
+from mqlayer.domain.tags import all_of, any_of
 from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
 from mqlayer.producing import Message, Producer, Receipt
 from mqlayer.settings import Settings
@@ -22,5 +23,7 @@ __all__ = [
     "Settings",
     "Skip",
     "__version__",
+    "all_of",
+    "any_of",
     "outbox",
 ]

@@ -76,6 +76,10 @@ def set_(
     balance: Annotated[
         str | None, typer.Option(metavar="count|rate", help="Spread partitions by count, or by what is published.")
     ] = None,
+    tag_filter: Annotated[
+        str | None,
+        typer.Option(metavar="any:T,T|all:T,T|none", help="Only messages with any, or all, of these tags; or none."),
+    ] = None,
     if_version: Annotated[
         int | None, typer.Option(min=1, help="Refuse unless the settings are at this version.")
     ] = None,
@@ -88,6 +92,7 @@ def set_(
             group,
             actor=actor(),
             balance=balance,  # type: ignore[arg-type]  # judged there, for programs too
+            tag_filter=tag_filter,
             if_version=if_version,
             backoff_s=None if backoff is None else _backoff(backoff),
             jitter=jitter,
@@ -98,7 +103,7 @@ def set_(
             time_limit_s=None if time_limit is None else _limit(time_limit),
             time_cap_s=None if time_cap is None else _limit(time_cap),
         )
-    words = f"{rules_words(changed.rules)}, balance by {changed.balance}"
+    words = f"{rules_words(changed.rules)}, balance by {changed.balance}, tag filter {changed.tag_filter}"
     typer.echo(f"settings version {changed.settings_version}: {words}")
 
 

@@ -38,6 +38,7 @@ class GroupFacts:
     settings_version: int
     paused_at: datetime | None
     alive: int
+    tag_filter: str
     rules: RetryRules
 
 

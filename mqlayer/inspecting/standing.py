@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from mqlayer.domain.message import NO_KEY, Record
+from mqlayer.domain.tags import TagFilter
 from mqlayer.inspecting.facts import GroupFacts, PartitionFacts, group_facts, partition_facts
 from mqlayer.membership.positions import Spot, look_at
 from mqlayer.postgres.database import Database
@@ -27,7 +28,7 @@ class Waiting:
     """The first message that is not settled. `key`: None for a message without one.
 
     `retry_at`: when its next attempt is due at the latest, by its last failure and the group's backoff; a new owner
-    tries at once.
+    tries at once. `unmatched`: the group's filter leaves it out, it is settled once it is read.
     """
 
     offset: int
@@ -38,6 +39,7 @@ class Waiting:
     failing_since: datetime | None
     retry_at: datetime | None
     retry_in_s: float | None
+    unmatched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,7 @@ def waiting(head: Head | None, now_ms: int, group: GroupFacts) -> Waiting | None
     failures = head.failures
     first_ms, last_ms = (failures.first_ms, failures.last_ms) if failures else (None, None)
     attempts = failures.attempts if failures else 0
+    wanted = TagFilter.of(group.tag_filter)
     retry_ms = None if last_ms is None else last_ms + round(1000 * group.rules.wait_s(attempts, 0.0))
     return Waiting(
         head.offset,
@@ -169,6 +172,7 @@ def waiting(head: Head | None, now_ms: int, group: GroupFacts) -> Waiting | None
         _time(first_ms),
         _time(retry_ms),
         None if retry_ms is None else max(0, retry_ms - now_ms) / 1000,
+        wanted is not None and not wanted.takes(record.tags),
     )
 
 

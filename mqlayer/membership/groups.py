@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack
 
 from mqlayer.domain.names import check_name
 from mqlayer.domain.retrying import POLICIES, RULES_COUNT, Policy, RetryRules, check_error_name, error_name
+from mqlayer.domain.tags import NO_FILTER, TagFilter
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.starts import Beginning, Beginnings, Start, kept_partitions, still_hold
@@ -35,13 +36,15 @@ class GroupSettings:
     Settings live with the group on the server. `start` counts at its creation only; of the others a member may say
     what is in force, or nothing. `ordered`: one message of a key at a time (default), or each message by itself; said
     once. `balance`: whether partitions are spread over members by their count (default) or by the rate of what is
-    published to them. The others are those of RetryRules; a time without end, `math.inf`, says that there is no limit.
+    published to them. `tag_filter`: which messages it wants by their tags, as `any_of` and `all_of` say; "none"
+    (default) for all. The others are those of RetryRules; a time without end, `math.inf`, says that there is no limit.
     """
 
     start: Start = "earliest"
     backoff_s: tuple[float, ...] | None = None
     ordered: bool | None = None
     balance: Balance | None = None
+    tag_filter: str | None = None
     jitter: float | None = None
     attempt_limit: int | None = None
     policy: Policy | None = None
@@ -98,6 +101,7 @@ class Group:
     settings_version: int
     paused_at: datetime | None
     rules: RetryRules
+    tag_filter: str = NO_FILTER
 
 
 def find_group(database: Database, topic: str, name: str) -> Group:
@@ -107,7 +111,9 @@ def find_group(database: Database, topic: str, name: str) -> Group:
     if row is None:
         raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
     group_id, topic_id, state, start, start_at, *rest = row[:-RULES_COUNT]
+    # In the order of the fields: the rules, and the filter.
     rest.append(RetryRules.of(row[-RULES_COUNT:]))
+    rest.append(rest.pop(-2))
     return Group(group_id, topic_id, topic, name, state, start_at or start, *rest)
 
 
@@ -134,6 +140,7 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
         "start_at": at,
         "ordered": settings.ordered is not False,
         "balance": settings.balance or "count",
+        "tag_filter": settings.tag_filter or NO_FILTER,
         **as_columns(asdict(settings.rules())),
     }
     database.transaction(lambda connection: connection.execute(query("group_insert"), facts))
@@ -151,7 +158,12 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
 
 
 def settings_of(
-    start: Start = "earliest", *, ordered: bool | None = None, balance: Balance | None = None, **rules: Unpack[Rules]
+    start: Start = "earliest",
+    *,
+    ordered: bool | None = None,
+    balance: Balance | None = None,
+    tag_filter: str | None = None,
+    **rules: Unpack[Rules],
 ) -> GroupSettings:
     """Return settings as a program says them. Raises InvalidInput for those that no group can have."""
     said: dict[str, Any] = {**rules}
@@ -162,7 +174,10 @@ def settings_of(
             if isinstance(said[name], str):
                 raise InvalidInput(f"{name} is a list of exceptions or their names, not the text {said[name]!r}")
             said[name] = tuple(error if isinstance(error, str) else error_name(error) for error in said[name])
-    settings = GroupSettings(start=start, ordered=ordered, balance=balance, **said)
+    if tag_filter is not None:
+        # As the server has it: tags sorted, once each.
+        tag_filter = str(TagFilter.of(tag_filter) or NO_FILTER)
+    settings = GroupSettings(start=start, ordered=ordered, balance=balance, tag_filter=tag_filter, **said)
     check_start(start)
     check_settings(settings)
     return settings
@@ -203,7 +218,7 @@ def as_columns(values: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_others(group: Group, settings: GroupSettings) -> None:
     """Raise Conflict where a member says another setting than the server has: two of them must not take turns."""
-    for name in (*RULES, "ordered", "balance"):
+    for name in (*RULES, "ordered", "balance", "tag_filter"):
         brought, there = getattr(settings, name), getattr(group.rules if name in RULES else group, name)
         if there is None:
             there = math.inf
