@@ -27,7 +27,7 @@ local last = tonumber(ARGV[1])
 local looks = tonumber(ARGV[2])
 local room = tonumber(ARGV[3])
 local bytes = tonumber(ARGV[4])
-local all = ARGV[5] == 'all'
+local match = ARGV[5]
 local call, format, argv, find = redis.call, string.format, ARGV, string.find
 
 if looks < 1 or looks > 1000 or room < 1 then return redis.error_reply('ERR log_select: 1 to 1000 looks, some room') end
@@ -40,7 +40,7 @@ local function matches(m)
     for i = 6, #argv do
       if find(hashes, argv[i], 1, true) then found = found + 1 end
     end
-    if found == #argv - 5 or (found > 0 and not all) then return true end
+    if found == #argv - 5 or (found > 0 and match == 'any') then return true end
   end
   return false
 end

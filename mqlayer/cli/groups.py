@@ -26,6 +26,7 @@ from mqlayer.cli.standings import (
     version_row,
 )
 from mqlayer.domain.retrying import DEFAULT_BACKOFF_S, POLICIES, exponential
+from mqlayer.domain.tags import NO_FILTER
 from mqlayer.errors import InvalidInput
 from mqlayer.inspecting import GroupStanding, group_members, group_standings
 from mqlayer.membership import SeekPlan, Start, apply_seek, planned_seek
@@ -103,7 +104,9 @@ def set_(
             time_limit_s=None if time_limit is None else _limit(time_limit),
             time_cap_s=None if time_cap is None else _limit(time_cap),
         )
-    words = f"{rules_words(changed.rules)}, balance by {changed.balance}, tag filter {changed.tag_filter}"
+    words = f"{rules_words(changed.rules)}, balance by {changed.balance}"
+    if changed.tag_filter != NO_FILTER:
+        words += f", only messages with {changed.tag_filter.replace(':', ' of ')}"
     typer.echo(f"settings version {changed.settings_version}: {words}")
 
 

@@ -154,6 +154,9 @@ class Reader(NodeThread):
         raise_for_reply(streams, self._line.node.address)
         by_key: dict[bytes, Any] = dict(streams) if streams else {}
         failpoint("read.after_reply")
+        if self._owner.tag_filter is not None:
+            # Since this was asked for: the next pass goes by it.
+            return
         for held, key, lock in zip(readable, keys, locks, strict=True):
             if self._ours(held, lock) and key in by_key:
                 self._put(held, by_key[key])
@@ -170,6 +173,9 @@ class Reader(NodeThread):
             return
         failpoint("select.after_reply")
         self._more = False
+        if self._owner.tag_filter != wanted:
+            # Another one counts since this was asked for: the next pass goes by it.
+            return
         for held, reply, lock in zip(readable, replies, replies[len(readable) :], strict=False):
             selected = select_reply(reply, self._line.node.address)
             if self._ours(held, lock):
