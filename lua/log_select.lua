@@ -23,7 +23,7 @@ RETURNS
       behind it; ranges of offsets that do not match; then matching entries in order, the command record as the last
 ]]
 local log_key = KEYS[1]
-local last = tonumber(ARGV[1])
+local after = tonumber(ARGV[1])
 local looks = tonumber(ARGV[2])
 local room = tonumber(ARGV[3])
 local bytes = tonumber(ARGV[4])
@@ -45,7 +45,7 @@ local function matches(m)
   return false
 end
 
-local ranges, entries = {}, {}
+local last, ranges, entries = after, {}, {}
 local looked, seen, size, piece = 0, 0, 0, 16
 while looked < looks do
   local wanted = math.min(piece, looks - looked)
