@@ -1,7 +1,7 @@
 """Strictly ordered, elastic messaging on the Redis and Postgres that teams already run."""
 
 from mqlayer import outbox
-from mqlayer.consuming import App, Context, MemberOptions
+from mqlayer.consuming import App, Context, Event, MemberOptions
 from mqlayer.domain.tags import all_of, any_of
 from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
 from mqlayer.producing import Message, Producer, Receipt
@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 __all__ = [
     "App",
     "Context",
+    "Event",
     "MemberOptions",
     "Message",
     "MqlayerError",

@@ -23,6 +23,8 @@ from mqlayer.consuming import App
 from mqlayer.consuming.loading import load_app
 from mqlayer.errors import MqlayerError, redact
 from mqlayer.health import Health, HealthEndpoint
+from mqlayer.settings import Settings
+from mqlayer.workers.health import BareWorker
 
 log = logging.getLogger(__name__)
 
@@ -98,24 +100,27 @@ class ConsumerHost:
 
 
 class HostConsumers(bootsteps.StartStopStep):
-    """Hosts the consumers named by `--mqlayer-app module:app` or MQLAYER_CONSUMERS; without either, nothing."""
+    """Hosts the consumers named by `--mqlayer-app module:app` or MQLAYER_CONSUMERS; without either, only answers."""
 
     label = "mqlayer consumers"
     requires = ("celery.worker.components:Pool", "celery.worker.components:Beat")
 
     def __init__(self, worker: Any, mqlayer_app: str | None = None, **options: Any) -> None:
         self._path = mqlayer_app or os.environ.get(VARIABLE, "")
-        self.enabled = bool(self._path)
+        self.enabled = bool(self._path or Settings().health_port)
         super().__init__(worker, **options)
 
-    def create(self, worker: Any) -> ConsumerHost:
+    def create(self, worker: Any) -> ConsumerHost | BareWorker:
         """Return the host. A wrong path or a port in use stops the worker's start with a clear error."""
+        try:
+            return self._host(worker) if self._path else BareWorker(worker, Settings())
+        except MqlayerError as error:
+            raise ImproperlyConfigured(f"mqlayer {'consumers' if self._path else 'health'}: {error}") from error
+
+    def _host(self, worker: Any) -> ConsumerHost:
         if worker.pool_cls.__module__ in GREEN_POOLS:
             raise ImproperlyConfigured("mqlayer consumers need the prefork, threads or solo pool")
-        try:
-            return ConsumerHost(load_app(self._path))
-        except MqlayerError as error:
-            raise ImproperlyConfigured(f"mqlayer consumers: {error}") from error
+        return ConsumerHost(load_app(self._path))
 
 
 def host_consumers(app: Celery) -> None:

@@ -53,7 +53,7 @@ from celery.result import denied_join_result
 
 from mqlayer.consuming import App, Context, MemberOptions
 from mqlayer.consuming.faults import where
-from mqlayer.consuming.limits import TimeIsUp
+from mqlayer.consuming.limits import TimeIsUp, timed_out
 from mqlayer.domain.names import check_name
 from mqlayer.errors import BodyMismatch, FenceError, HandlerFault, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
@@ -264,7 +264,11 @@ class OrderedTask(Task):
         except Retry as asked:
             run.error = asked.exc if isinstance(asked.exc, BaseException) else asked
             raise
-        except (Exception, TimeIsUp) as error:
+        except TimeIsUp as end:
+            # For Celery an error like others.
+            run.error = timed_out(end)
+            raise _again(run.error) from end
+        except Exception as error:
             run.error = error
             raise _again(error) from error
         run.finished = True

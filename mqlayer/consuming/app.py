@@ -22,15 +22,16 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar, Unpack, get_type_hints
 
 from mqlayer.consuming.bodies import decoder_for, type_name
 from mqlayer.consuming.context import Context
+from mqlayer.consuming.events import Hook
 from mqlayer.consuming.holdings import Held
-from mqlayer.consuming.member import Member, MemberOptions
+from mqlayer.consuming.member import Member, MemberOptions, MemberStats
 from mqlayer.domain.message import Record
 from mqlayer.domain.names import check_name
 from mqlayer.errors import Conflict, InvalidInput, SchemaMismatch
@@ -46,6 +47,7 @@ from mqlayer.settings import Settings
 log = logging.getLogger(__name__)
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
+HookType = TypeVar("HookType", bound=Hook)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class App:
         self._settings = settings
         self.consumers: list[Consumer] = []
         self.members: list[Member] = []
+        self.hooks: list[Hook] = []
         self._open: list[Any] = []
 
     @property
@@ -124,6 +127,18 @@ class App:
             return handler
 
         return register
+
+    def on_event(self, hook: HookType) -> HookType:
+        """Have a function called with each Event of messages that fail, are parked, go on, or leave a group.
+
+        Called at once, in the thread that does it: keep it short. What it raises is logged, and changes nothing.
+        """
+        self.hooks.append(hook)
+        return hook
+
+    def counts(self) -> dict[tuple[str, str], MemberStats]:
+        """Return what each group's member in this process has counted since its start, by topic and group."""
+        return {(member.group.topic, member.group.name): replace(member.stats) for member in self.members}
 
     def start(self) -> None:
         """Join all groups and start consuming; returns at once. Raises what a store answers that is not ready."""
@@ -260,6 +275,7 @@ class App:
             is_async=consumer.is_async,
             options=consumer.options,
             application=application,
+            hooks=self.hooks,
         )
 
 

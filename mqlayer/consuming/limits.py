@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import math
 import queue
 import threading
@@ -27,12 +28,16 @@ from functools import partial
 from typing import Any, Final
 
 from mqlayer.consuming.clock import clock
+from mqlayer.consuming.faults import where
 from mqlayer.consuming.holdings import Held
 from mqlayer.domain.message import Record
 from mqlayer.domain.retrying import RetryRules
 from mqlayer.errors import InvalidInput, MessageTimeout
 
+log = logging.getLogger(__name__)
+
 LONGEST_SLEEP_S: Final = 600.0
+AGAIN_S: Final = 0.1
 
 _raise_in_thread: Final = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _raise_in_thread.argtypes = (ctypes.c_ulong, ctypes.py_object)
@@ -74,13 +79,20 @@ class Timer:
         """How many seconds are left."""
         return max(0.0, self.until - clock())
 
-    def over(self) -> MessageTimeout:
-        """Return the error for a handler whose time is up."""
-        return MessageTimeout(round(self.until - self._began, 3))
+    @property
+    def whole_s(self) -> float:
+        """How many seconds it has in all."""
+        return round(self.until - self._began, 3)
 
 
 under_way: Final[ContextVar[Timer | None]] = ContextVar("mqlayer_timer", default=None)
 """The timer of the message that this thread or task handles; None where it has no limit."""
+
+
+def timed_out(end: TimeIsUp) -> MessageTimeout:
+    """Return what is reported of a plain handler that was ended, with the place where it was."""
+    timer = under_way.get()
+    return MessageTimeout(math.nan if timer is None else timer.whole_s).with_traceback(end.__traceback__)
 
 
 def limited(rules: RetryRules) -> bool:
@@ -137,7 +149,7 @@ class ThreadLimits:
             finally:
                 self._leave(timer)
         except TimeIsUp as end:
-            raise timer.over().with_traceback(end.__traceback__) from None
+            raise timed_out(end) from None
         finally:
             under_way.reset(token)
 
@@ -165,19 +177,27 @@ class ThreadLimits:
 
     def _watch(self) -> None:
         while not (self._stopping and not self._running):
-            # Whoever begins while it looks has it look again.
-            self._looks_at = math.inf
-            now = clock()
-            # Whoever begins after this has the usual time; with nobody about there is nothing to look at.
-            at = now + self._usual_s if self._used else math.inf
-            self._used = False
-            for timer in list(self._running):
-                if timer.until <= now:
-                    self._end(timer)
-                else:
-                    at = min(at, timer.until)
-            self._looks_at = at
-            self._sleep(at)
+            try:
+                self._sleep(self._look())
+            except Exception as error:  # noqa: BLE001 - without it handlers had no limit any more
+                log.error("limits_failed", extra={"error": where(error)})
+                time.sleep(AGAIN_S)
+
+    def _look(self) -> float:
+        """End whose time is up; return when to look again."""
+        # Whoever begins while it looks has it look again.
+        self._looks_at = math.inf
+        now = clock()
+        # Whoever begins after this has the usual time; with nobody about there is nothing to look at.
+        at = now + self._usual_s if self._used else math.inf
+        self._used = False
+        for timer in list(self._running):
+            if timer.until <= now:
+                self._end(timer)
+            else:
+                at = min(at, timer.until)
+        self._looks_at = at
+        return at
 
     def _end(self, timer: Timer) -> None:
         if self._running.pop(timer, None) is not None:
@@ -214,7 +234,7 @@ class LoopLimits:
             if not scope.expired():
                 raise
             place = error.__cause__ or error
-            raise timer.over().with_traceback(place.__traceback__) from None
+            raise MessageTimeout(timer.whole_s).with_traceback(place.__traceback__) from None
         finally:
             under_way.reset(token)
 

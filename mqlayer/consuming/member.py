@@ -26,6 +26,7 @@ from typing import Any, Final
 from mqlayer.consuming.caution import Caution
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.dispatch import Dispatcher
+from mqlayer.consuming.events import Event, EventKind, Hook, tell
 from mqlayer.consuming.faults import described, where
 from mqlayer.consuming.heart import Heart
 from mqlayer.consuming.holdings import Held, Holdings, Lane, State
@@ -106,6 +107,7 @@ class Member:
         is_async: bool = False,
         options: MemberOptions | None = None,
         application: Database | None = None,
+        hooks: Sequence[Hook] = (),
     ) -> None:
         self.settings, self.group = settings, group
         self.options = options or MemberOptions()
@@ -137,6 +139,7 @@ class Member:
         )
         self.dispatcher.on_parking = self._keeper.wake.set
         self._caution = Caution()
+        self._hooks = hooks
         workers = LoopWorkers if is_async else ThreadWorkers
         self._workers = workers(self, handle, count=self.options.concurrency, name=self._name)
 
@@ -227,6 +230,7 @@ class Member:
         )
         if isinstance(verdict, Park) and not resumed and len(held.parked.by_name) >= self.options.parked_keys:
             log.error("parking_full", extra=self._facts(held) | {"parked_keys": self.options.parked_keys})
+            self._tell("parking_full", held, record.identity.lp, seq=record.identity.seq)
             verdict = Wait(verdict.attempts, self.rules.wait_s(verdict.attempts, 0.0))
         if verdict.attempts > before:
             self._count(held, record, verdict.attempts, text, resumed=resumed)
@@ -248,6 +252,10 @@ class Member:
             facts["wait_s"] = verdict.seconds
         blocked = isinstance(verdict, Wait) and verdict.blocked
         log.log(logging.ERROR if blocked else logging.WARNING, "handler_failed", extra=facts)
+        if isinstance(verdict, Bury):
+            return
+        self._tell("blocked" if blocked else "failed", held, identity.lp, seq=identity.seq, attempts=verdict.attempts,
+                   wait_s=verdict.seconds, error=where(error))  # fmt: skip
 
     def begin(self, lane: Lane, record: Record) -> bool:
         """Start a message with care: former owners died; False where its holding is gone. Raises NoAnswer."""
@@ -374,12 +382,14 @@ class Member:
         for entry in keys:
             facts = self._facts(held) | {"lp": entry.ref.lp, "cause": entry.cause, "wait_s": entry.wait_s}
             log.warning("key_parked", extra=facts | {"attempts": entry.attempts})
+            self._tell("parked", held, entry.ref.lp, attempts=entry.attempts, cause=entry.cause, wait_s=entry.wait_s)
         self._links.send_some()
 
     def unparked(self, held: Held, ref: KeyRef) -> None:
         """Note that a key is in line again."""
         self.stats.unparked += 1
         log.info("key_unparked", extra=self._facts(held) | {"lp": ref.lp})
+        self._tell("unparked", held, ref.lp)
 
     def buried(self, held: Held, burials: list[Burial]) -> None:
         """Count what left the group."""
@@ -389,6 +399,11 @@ class Member:
             identity = burial.record.identity
             facts = self._facts(held) | {"lp": identity.lp, "seq": identity.seq, "cause": burial.cause}
             log.warning("message_buried", extra=facts | {"attempts": burial.attempts, "kept": burial.keep})
+            self._tell("dead" if burial.keep else "skipped", held, identity.lp, seq=identity.seq,
+                       attempts=burial.attempts, cause=burial.cause)  # fmt: skip
+
+    def _tell(self, kind: EventKind, held: Held, lp: int, **facts: Any) -> None:
+        tell(self._hooks, Event(kind, self.group.topic, self.group.name, held.partition, lp, **facts))
 
     # -- what the heart asks -----------------------------------------------------------------------------------------
 

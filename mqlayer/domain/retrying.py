@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
-from mqlayer.errors import InvalidInput
+from mqlayer.errors import HandlerControl, HandlerFault, InvalidInput
 
 Policy = Literal["park", "block", "dead_letter", "skip"]
 """What is done with a message whose attempts ran out, that failed for good, or that its handler rejected."""
@@ -61,15 +61,18 @@ class RetryRules:
         """Say whether an error is not worth another attempt.
 
         The nearest of its class and that class's bases decides that is named as final or as retried; one that is named
-        as both is final. Where none is: it is final if only those that are named are retried.
+        as both is final. Where none is: it is final if only those that are named are retried, unless mqlayer reports it
+        itself (HandlerFault). What a handler asks for (HandlerControl) is no error, and never final by a name.
         """
+        if isinstance(error, HandlerControl):
+            return False
         for kind in type(error).__mro__:
             name = error_name(kind)
             if name in self.final_errors:
                 return True
             if name in self.retried_errors:
                 return False
-        return bool(self.retried_errors)
+        return bool(self.retried_errors) and not isinstance(error, HandlerFault)
 
 
 RULES_COUNT: Final = len(RetryRules.__slots__)

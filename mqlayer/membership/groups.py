@@ -173,7 +173,9 @@ def settings_of(
         if said.get(name) is not None:
             if isinstance(said[name], str):
                 raise InvalidInput(f"{name} is a list of exceptions or their names, not the text {said[name]!r}")
-            said[name] = tuple(error if isinstance(error, str) else error_name(error) for error in said[name])
+            # Sorted: two programs that say the same in another order agree.
+            names = {error if isinstance(error, str) else error_name(error) for error in said[name]}
+            said[name] = tuple(sorted(names))
     if tag_filter is not None:
         # As the server has it: tags sorted, once each.
         tag_filter = str(TagFilter.of(tag_filter) or NO_FILTER)
@@ -207,7 +209,7 @@ def check_settings(settings: GroupSettings) -> None:
 
 def check_times(limit_s: float | None, cap_s: float | None) -> None:
     """Raise InvalidInput for a cap below the time limit that it shall extend."""
-    if limit_s is not None and cap_s is not None and cap_s < limit_s:
+    if limit_s is not None and cap_s is not None and cap_s < limit_s < math.inf:
         raise InvalidInput(f"the time limit of {limit_s:g} s is over the cap of {cap_s:g} s: extend goes up to the cap")
 
 

@@ -33,6 +33,15 @@ app = mqlayer.App()
 def handle(body: bytes) -> None:
     pass
 """
+CELERY = """
+import sys
+from celery.__main__ import main
+from mqlayer.workers import health
+health.UNSENT_S = 3.0
+sys.argv = ["celery", "-A", "mqlayer.workers.app", *sys.argv[1:]]
+main()
+"""
+"""Celery's command, with less patience for a broker."""
 START_S = 30.0
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -68,7 +77,7 @@ def start(proxied_dsn: str, key_prefix: str, tmp_path: Path) -> Iterator[Start]:
 
         def run(*words: str, **variables: str) -> subprocess.Popen[str]:
             process = subprocess.Popen(
-                [sys.executable, "-m", *words],
+                [sys.executable, *(() if words[0] == "-c" else ("-m",)), *words],
                 cwd=tmp_path,
                 env=environment | variables,
                 stderr=subprocess.PIPE,
@@ -136,8 +145,10 @@ def test_each_process_of_a_supervisor_answers_on_a_port_of_its_own(
         ["mqlayer", "consume", "orders_program:app"],
         ["mqlayer", "relay"],
         ["celery", "-A", "mqlayer.workers.app", "worker", "--mqlayer-app", "orders_program:app"],
+        ["celery", "-A", "mqlayer.workers.app", "worker"],
+        ["celery", "-A", "mqlayer.workers.app", "beat"],
     ],
-    ids=["consume", "relay", "worker"],
+    ids=["consume", "relay", "worker", "bare_worker", "beat"],
 )
 def test_a_port_in_use_ends_the_start_with_the_name_of_the_setting(
     start: Start, orders: Appender, proxy: TcpProxy, words: list[str]
@@ -188,6 +199,26 @@ def test_a_celery_worker_that_hosts_consumers_answers_for_them(
     ask_until(port, "/ready", 503, "is not available", timeout_s=START_S)
     assert ask(port, "/live").status == 200
     proxy.heal()
+    ask_until(port, "/ready", 200, timeout_s=START_S)
+    process.terminate()
+    assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    "words", [["worker", "--concurrency", "1", "--without-gossip", "--without-mingle"], ["beat", "--max-interval", "1"]]
+)
+def test_a_worker_without_consumers_and_a_beat_answer_for_their_broker(
+    start: Start, start_redis: StartRedis, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """Away, it makes them unready; they live, and go on by themselves."""
+    broker = start_redis()
+    port = free_ports()
+    process = start("-c", CELERY, *words, MQLAYER_HEALTH_PORT=str(port), MQLAYER_BROKER_URL=broker.url)
+    ask_until(port, "/ready", 200, timeout_s=START_S)
+    broker.kill()
+    ask_until(port, "/ready", 503, "broker", timeout_s=START_S)
+    assert ask(port, "/live").status == 200
+    broker.start()
     ask_until(port, "/ready", 200, timeout_s=START_S)
     process.terminate()
     assert process.wait(20) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +22,8 @@ from celery import Celery, chain, chord, current_app, signals
 from celery.exceptions import Ignore, Reject, Retry
 from celery.result import AsyncResult
 
-from mqlayer import outbox
-from mqlayer.errors import BodyTooLarge, Conflict, InvalidInput, NotFound
+from mqlayer import RetryLater, outbox
+from mqlayer.errors import BodyTooLarge, Conflict, InvalidInput, MessageTimeout, NotFound
 from mqlayer.relay import relay_once
 from mqlayer.workers import stores
 from mqlayer.workers.ordered import OrderedTask, consume_tasks, ordered_task
@@ -166,6 +167,42 @@ def test_a_failing_call_is_tried_again_in_its_place_and_other_keys_go_on(
     assert {str(said["reason"].exc) for said in retried} == {"not yet"}
     assert "not yet" not in str(retried[0]["reason"]), "what is logged has no text of the error's"
     assert failed == [], "a call that will run again has not failed"
+
+
+def test_a_body_that_takes_longer_than_its_group_allows_is_ended_and_runs_again(
+    stage: Stage, celery: Celery, bodies: Bodies
+) -> None:
+    @ordered(celery, topic=stage.topic, key="key", bind=True)
+    def step(self: OrderedTask, key: str, number: int) -> None:
+        until = time.monotonic() + (30 if self.request.retries == 0 and number == 0 else 0)
+        while time.monotonic() < until:
+            time.sleep(0.005)
+        bodies.ended.append((key, number))
+
+    for number in range(2):
+        step.delay("a", number)
+    consumers = stage.app()
+    consume_tasks(consumers, celery, topic=stage.topic, group="g", backoff_s=QUICK_BACKOFF_S, time_limit_s=0.3)
+    with heard(signals.task_retry) as retried:
+        consumers.start()
+        stage.wait_settled()
+    assert bodies.of("a") == [0, 1]
+    (said,) = retried
+    assert isinstance(said["reason"].exc, MessageTimeout)
+    assert said["reason"].exc.limit_s == 0.3
+
+
+def test_a_body_may_say_when_it_is_tried_again(stage: Stage, celery: Celery, bodies: Bodies, run: Run) -> None:
+    @ordered(celery, topic=stage.topic, key="key")
+    def step(key: str) -> None:
+        bodies.ended.append((key, len(bodies.ended)))
+        if len(bodies.ended) == 1:
+            raise RetryLater(0.05, "not yet")
+
+    step.delay("a")
+    run()
+    stage.wait_settled()
+    assert bodies.of("a") == [0, 1]
 
 
 def test_whoever_waits_for_a_failing_call_sees_a_retry(stage: Stage, celery: Celery, run: Run) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mqlayer import Context
+from mqlayer import Context, Event
 from mqlayer.errors import PauseKey, Reject, RetryLater, Skip
 from mqlayer.membership.steering import set_group
 from tests.fixtures.consuming import Recorder, Stage, member_of
@@ -201,3 +201,31 @@ def test_messages_that_stand_alone_are_parked_alone(stage: Stage) -> None:
     release(stage)
     wait_until(lambda: sorted(shop.recorder.bodies()) == [b"1", b"2", b"3", b"4"], what="all handled")
     wait_until(lambda: not rows(stage, "SELECT FROM mqlayer.parked_key"), what="nothing parked")
+
+
+def test_an_application_hears_and_counts_what_fails(stage: Stage) -> None:
+    """Each event names what it is about, and never a key or a body; a hook that raises changes nothing."""
+
+    def act(body: bytes, _ctx: Context) -> None:
+        if body in fate:
+            raise fate[body]
+
+    fate: dict[bytes, Exception] = {b"1": Reject("no"), b"2": Skip("no"), b"3": RetryLater(0.01)}
+    events: list[Event] = []
+    app = stage.app()
+    app.consumer(stage.topic, group="g", policy="dead_letter", attempt_limit=2)(Recorder(act))
+
+    @app.on_event
+    def note(event: Event) -> None:
+        events.append(event)
+        raise Fault("a hook's own")
+
+    stage.send([("a", b"1"), ("b", b"2"), ("c", b"3")])
+    app.start()
+    wait_until(lambda: len(events) == 4, what="four events")
+    stage.wait_settled()
+    told = {(event.kind, event.cause, event.attempts) for event in events}
+    assert told == {("dead", "rejected", 1), ("skipped", "skipped", 0), ("failed", "", 1), ("dead", "exhausted", 2)}
+    assert all(event.seq == 1 and (event.topic, event.group) == ("orders", "g") for event in events)
+    counts = app.counts()["orders", "g"]
+    assert (counts.failed, counts.dead, counts.skipped) == (3, 2, 1)

@@ -66,6 +66,10 @@ class Busy(OSError):
         (("OSError",), ("OSError",), OSError(), True),
         ((error_name(Busy),), (), Busy(), True),
         (("mqlayer.errors.MessageTimeout",), (), MessageTimeout(5.0), True),
+        (("Exception",), (), MessageTimeout(5.0), True),
+        ((), ("OSError",), MessageTimeout(5.0), False),
+        (("Exception",), ("OSError",), RetryLater(1), False),
+        ((), ("OSError",), PauseKey(1), False),
     ],
 )
 def test_an_error_is_final_by_its_class_or_its_nearest_base_that_is_named(
@@ -74,8 +78,10 @@ def test_an_error_is_final_by_its_class_or_its_nearest_base_that_is_named(
     assert RetryRules(final_errors=final, retried_errors=retried).is_final(error) is is_final
 
 
-def test_errors_may_be_said_as_classes() -> None:
-    settings = settings_of(final_errors=[KeyError, "shop.errors.Gone"], retried_errors=[sqlite3.OperationalError, Busy])
+def test_errors_may_be_said_as_classes_and_in_any_order() -> None:
+    settings = settings_of(
+        final_errors=["shop.errors.Gone", KeyError, "KeyError"], retried_errors=[sqlite3.OperationalError, Busy]
+    )
     assert settings.final_errors == ("KeyError", "shop.errors.Gone")
     assert settings.retried_errors == ("sqlite3.OperationalError", f"{Busy.__module__}.Busy")
 
