@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mqlayer.changes import bring_back_nodes, finish_changes, retire_partitions
 from mqlayer.domain import jobs
+from mqlayer.failures import clean_attempts, retry_scan
 from mqlayer.membership import balance_by_rate, rebalance_groups
 from mqlayer.outbox import rotate
 from mqlayer.relay import relay_once
@@ -71,3 +72,17 @@ def balance_groups_by_rate() -> None:
     """Measure how fast partitions grow, and spread them anew over the members of groups that go by it."""
     if claimed(control(), jobs.BALANCE_BY_RATE):
         balance_by_rate(control(), prefix=settings().key_prefix, unsafe=settings().allow_unsafe_redis)
+
+
+@app.task(name=task_name(jobs.RETRY_SCAN))
+def scan_parked() -> None:
+    """Tell groups again whose parked keys nobody takes up, and go on with redrives that nobody works on."""
+    if claimed(control(), jobs.RETRY_SCAN):
+        retry_scan(control(), at_most_s=jobs.RETRY_SCAN.every_s)
+
+
+@app.task(name=task_name(jobs.CLEAN_ATTEMPTS))
+def clean_failed_attempts() -> None:
+    """Forget old failed attempts of messages that are neither parked nor dead."""
+    if claimed(control(), jobs.CLEAN_ATTEMPTS):
+        clean_attempts(control())

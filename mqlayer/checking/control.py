@@ -66,8 +66,27 @@ def check_groups(asked: AskedDatabase, _: Limits) -> list[Finding]:
     return found or [Finding("groups", asked.subject, Verdict.OK, seen)]
 
 
+def check_parked(asked: AskedDatabase, limits: Limits) -> list[Finding]:
+    """Keys that wait for an operator wait for ever; those that are due are tried within seconds."""
+    found, keys = [], 0
+    for topic, group, parked, messages, waiting, waits_s, due_s in asked.rows("check_parked"):
+        keys += parked
+        of = f"group {group} of topic {topic}"
+        if due_s is not None and due_s > limits.waiting_s:
+            seen = f"a parked key of {of} has been due for {shown_s(due_s)}, and nobody tries it"
+            fix = f"see whether its consumers are well: mqlayer group lag {topic} {group}"
+            found.append(Finding("parked", asked.subject, Verdict.BROKEN, seen, fix))
+        if waiting:
+            seen = f"{waiting} of {parked} parked keys of {of} wait for an operator, the oldest for {shown_s(waits_s)}"
+            fix = f"mqlayer parked list {topic} {group} --waiting, then release or discard; {messages} messages wait"
+            found.append(Finding("parked", asked.subject, Verdict.WARNING, seen, fix))
+    seen = f"none of {keys} parked keys waits for an operator" if keys else "no key is parked"
+    return found or [Finding("parked", asked.subject, Verdict.OK, seen)]
+
+
 CHECKS: Final[dict[str, Check[AskedDatabase]]] = {
     "beat": check_beat,
     "routes": check_changes,
     "groups": check_groups,
+    "parked": check_parked,
 }

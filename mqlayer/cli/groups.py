@@ -17,6 +17,7 @@ from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_age
 from mqlayer.cli.standings import (
     group_row,
     lag_row,
+    parked_facts,
     partition_facts,
     partition_row,
     rules_words,
@@ -217,6 +218,7 @@ def _lag_told(standing: GroupStanding) -> dict[str, Any]:
         "versions": [version_facts(one) for one in standing.versions()],
         "partitions": [partition_facts(one) for one in standing.undrained],
         "away": dict(standing.away),
+        "parked": parked_facts(standing),
     }
 
 
@@ -224,6 +226,12 @@ def _show_lag(standing: GroupStanding) -> None:
     behind = [one for one in standing.undrained if one.lag != 0]
     oldest = f", the oldest {shown_age(standing.age_s)} old" if standing.age_s is not None else ""
     typer.echo(f"group {standing.facts.name}: {counted(standing.lag, 'message')} not settled{oldest}")
+    if (parked := standing.parked).keys:
+        named = f"{standing.facts.topic} {standing.facts.name}"
+        typer.echo(
+            f"parked: {counted(parked.messages, 'message')} of {counted(parked.keys, 'key')}, {parked.waiting} of them "
+            f"wait for an operator: mqlayer parked list {named}"
+        )
     settled = len(standing.undrained) - len(behind)
     show_rows(map(version_row, standing.versions()), as_json=False, nothing="it has no partitions yet")
     if behind:

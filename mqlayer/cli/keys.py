@@ -8,11 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
+from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.messages import MessageOption, ReasonOption, identity_given
 from mqlayer.cli.options import TopicArgument
 from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_age, shown_key
 from mqlayer.cli.standings import head_facts, partition_facts, waiting_words
-from mqlayer.inspecting import KeyStanding, Search, explain_key
+from mqlayer.failures import skip_head
+from mqlayer.inspecting import KeyStanding, ParkedKeyStanding, Search, explain_key
 from mqlayer.postgres.database import Database
 
 keys = typer.Typer(no_args_is_help=True, help="Keys: where they are, and what they wait for.")
@@ -21,11 +24,6 @@ keys = typer.Typer(no_args_is_help=True, help="Keys: where they are, and what th
 def add_to(app: typer.Typer) -> None:
     """Put the commands into the application."""
     app.add_typer(keys, name="key")
-
-
-@keys.callback()
-def key() -> None:
-    """Keep `explain` a command of its own also while it is the only one."""
 
 
 @keys.command()
@@ -49,6 +47,37 @@ def explain(
         typer.echo(line)
 
 
+@keys.command("skip-head")
+def skip_head_(
+    topic: TopicArgument,
+    group: Annotated[str, typer.Argument(help="The group's name.")],
+    key: Annotated[str, typer.Argument(help="The message key.")],
+    reason: ReasonOption,
+    message: MessageOption = None,
+) -> None:
+    """Let the message that a key waits for die, and the key go on; its body is kept, `dead redrive` takes it back.
+
+    With --message only if it is this one. An owner that has it in hand finds its ack refused.
+    """
+    settings = settings_here()
+    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        skipped = skip_head(
+            database,
+            topic,
+            group,
+            key,
+            reason=reason,
+            actor=actor(),
+            prefix=settings.key_prefix,
+            only=identity_given(message),
+            application=application,
+            unsafe=settings.allow_unsafe_redis,
+        )
+    typer.echo(f"message {skipped.identity} is passed over: dead message {skipped.dead_id}")
+    if not skipped.fenced:
+        typer.echo("if a handler has it in hand, its effect may still commit; its ack is refused", err=True)
+
+
 def _crossed(crossing: dict[str, Any]) -> dict[str, Any]:
     first, last = crossing["first_version"], crossing["last_version"]
     return {
@@ -69,6 +98,7 @@ def _lines(found: KeyStanding) -> Iterable[str]:
     elif current is not None:
         where += ": nobody owns it"
     yield f"group {group.name} {where}; it is at route version {group.version} of {group.topic_version}"
+    yield from _parked_lines(found.parked)
     yield from _search_lines(found.search)
     for one in found.holds_up:
         left = "its node does not answer" if one.lag is None else f"{counted(one.lag, 'message')} left"
@@ -76,6 +106,16 @@ def _lines(found: KeyStanding) -> Iterable[str]:
     if not found.holds_up and current is not None and current.stall is not None:
         yield f"partition {current.facts.partition}: {waiting_words(current)}"
     yield f"run next: {found.run_next}"
+
+
+def _parked_lines(parked: ParkedKeyStanding | None) -> Iterable[str]:
+    if parked is None:
+        return
+    again = "when an operator says so" if parked.due_in_s is None else f"in {shown_age(max(0.0, parked.due_in_s))}"
+    yield (
+        f"parked since {_second(parked.since)}, cause {parked.cause}: {counted(parked.messages, 'message')}, the first "
+        f"is {parked.head}, {counted(parked.attempts, 'failed attempt')}, next attempt {again}"
+    )
 
 
 def _search_lines(search: Search) -> Iterable[str]:
@@ -114,6 +154,7 @@ def _told(found: KeyStanding) -> dict[str, Any]:
         "crossed": [asdict(one) for one in found.crossings],
         "publishes_to": found.publishes_to.partition,
         "current": None if found.current is None else partition_facts(found.current),
+        "parked": None if found.parked is None else _parked_told(found.parked),
         "head": None if search.head is None else {"partition": search.partition, **head_facts(search.head)},
         "behind_it": search.following,
         "looked_at": search.looked_at,
@@ -121,4 +162,16 @@ def _told(found: KeyStanding) -> dict[str, Any]:
         "not_searched": list(search.blind),
         "hidden_behind": [partition_facts(one) for one in found.holds_up],
         "run_next": found.run_next,
+    }
+
+
+def _parked_told(parked: ParkedKeyStanding) -> dict[str, Any]:
+    return {
+        "cause": parked.cause,
+        "since": parked.since.isoformat(),
+        "due_at": parked.due_at and parked.due_at.isoformat(),
+        "due_in_s": parked.due_in_s,
+        "attempts": parked.attempts,
+        "messages": parked.messages,
+        "head": parked.head and str(parked.head),
     }

@@ -11,7 +11,22 @@ from typing import Annotated
 import typer
 
 import mqlayer
-from mqlayer.cli import consume, doctor, groups, keys, migrate, nodes, outbox, relay, routes, stack, topics, trim
+from mqlayer.cli import (
+    consume,
+    dead,
+    doctor,
+    groups,
+    keys,
+    migrate,
+    nodes,
+    outbox,
+    parked,
+    relay,
+    routes,
+    stack,
+    topics,
+    trim,
+)
 from mqlayer.cli.failures import FailureShowingGroup
 from mqlayer.cli.logs import configure_logging
 
@@ -54,6 +69,8 @@ topics.add_to(app)
 routes.add_to(app)
 groups.add_to(app)
 keys.add_to(app)
+parked.add_to(app)
+dead.add_to(app)
 relay.add_to(app)
 outbox.add_to(app)
 trim.add_to(app)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -17,3 +18,13 @@ def check_wish(*, plan: bool, apply: bool) -> None:
     """Raise InvalidInput for both at once."""
     if plan and apply:
         raise InvalidInput("choose one: --plan changes nothing, --apply does it")
+
+
+def time_given(text: str | None) -> datetime | None:
+    """Return the time that an option names, None where it is not given. Raises InvalidInput."""
+    if text is None:
+        return None
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise InvalidInput(f"{text!r} is no time: say it with its zone, such as 2026-11-21T09:30:00+00:00") from None

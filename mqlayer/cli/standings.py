@@ -93,6 +93,13 @@ def partition_facts(one: PartitionStanding) -> dict[str, Any]:
     }
 
 
+def parked_facts(group: GroupStanding) -> dict[str, Any]:
+    """Return what a group has parked, for programs."""
+    parked = group.parked
+    since = parked.since and parked.since.isoformat()
+    return {"keys": parked.keys, "messages": parked.messages, "waiting": parked.waiting, "since": since}
+
+
 def head_facts(head: Waiting) -> dict[str, Any]:
     """Return all about the first message that waits, for programs."""
     return {

@@ -279,6 +279,8 @@ class Dispatcher:
                 if not held.finished and self.lease.holds():
                     work.due = [p for p in held.parked.ripe(clock()) if self._may_start(held, p)][: max(0, starts)]
                     held.parked.take_ripe(work.due)
+                    # Under way from here: whoever follows when this is drained would start them too.
+                    held.busy += len(work.due)
                 while held.to_park and count > 0 and size > 0:
                     lane = held.to_park.popleft()
                     lane.batch, lane.records = lane.records[:count], lane.records[count:]
@@ -297,6 +299,7 @@ class Dispatcher:
             held.to_bury.extendleft(reversed(work.burials))
             for parking in work.due:
                 held.parked.schedule(parking, parking.due)
+                self._rest(held)
             for lane in reversed(work.lanes):
                 lane.records[:0] = lane.batch
                 self._finish(lane, 0.0)
@@ -332,8 +335,6 @@ class Dispatcher:
     def resume(self, held: Held, parking: Parking, records: list[ParkedRecord]) -> None:
         """Give the first messages of a parked key to the workers; with none, put the key in line again."""
         with self.lock:
-            if parking.lane is None:
-                held.busy += 1
             parking.lane = None
             if not records:
                 self._rest(held)

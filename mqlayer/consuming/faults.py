@@ -12,9 +12,9 @@ TEXT_LIMIT: Final = 1_000
 
 def described(error: BaseException) -> str:
     """Return an exception as it is kept with its message, in Postgres: type, text and place. Not for logs."""
+    text = _storable(redact(str(error)))[:TEXT_LIMIT]
     if isinstance(error, HandlerControl | HandlerFault):
-        return redact(str(error))[:TEXT_LIMIT]
-    text = redact(str(error)).replace("\x00", " ")[:TEXT_LIMIT]
+        return text
     return f"{where(error)}: {text}" if text else where(error)
 
 
@@ -25,3 +25,8 @@ def where(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{place}"
+
+
+def _storable(text: str) -> str:
+    """Return a text that Postgres takes: one that it refuses would be sent for ever, and nothing else be parked."""
+    return text.replace("\x00", " ").encode("utf-8", "replace").decode()

@@ -21,9 +21,10 @@ from mqlayer.consuming.parked import NEVER, Parking, Parkings
 from mqlayer.consuming.verdicts import Park, Verdict
 from mqlayer.domain.message import NO_KEY, CommandRecord, Identity, ParkedRecord, Record
 from mqlayer.domain.offsets import Range, first_unsettled, is_settled
+from mqlayer.domain.parking import parked_name
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.membership.members import Assigned
-from mqlayer.parking import Burial, KeyEntry, KeyRef, name_of
+from mqlayer.parking import Burial, KeyEntry, KeyRef
 from mqlayer.redis.partitions import Holder, Taken
 
 BITMAP_REACH = 1_000_000
@@ -181,7 +182,7 @@ class Held:
             if lane is None:
                 lanes[name] = lane = Lane(self, name, record)
                 if parked:
-                    lane.parking = parked.by_name.get(name_of(record, ordered=ordered))
+                    lane.parking = parked.by_name.get(self.parked_name(record))
                 (ready if lane.parking is None else self.to_park).append(lane)
             elif lane.later is None:
                 lane.records.append(record)
@@ -203,6 +204,10 @@ class Held:
         if self.parked.expected:
             self.parked.leave_out(unmatched)
 
+    def parked_name(self, record: Record) -> bytes:
+        """Return the name under which a message would be parked."""
+        return parked_name(record.key, record.identity, alone=not self.ordered)
+
     def _handleable(self, records: list[Record], last: int) -> list[Record]:
         """Leave out what was settled before, or leaves without being handled."""
         if self.settled_before is not None:
@@ -212,7 +217,7 @@ class Held:
         if self.dead:
             records = self._without(records, self._is_dead)
         if self.parked.expected:
-            self.parked.read({record.offset: name_of(record, ordered=self.ordered) for record in records}, last)
+            self.parked.read({record.offset: self.parked_name(record) for record in records}, last)
         return records
 
     def _without(self, records: list[Record], passed_over: Callable[[Record], bool]) -> list[Record]:
@@ -364,7 +369,7 @@ def size_of(record: Record) -> int:
 
 def parking_by(verdict: Park, lane: Lane, record: Record) -> Parking:
     """Return the parking of a lane's key, whose message failed."""
-    ref = KeyRef(record.identity.lp, name_of(record, ordered=lane.held.ordered))
+    ref = KeyRef(record.identity.lp, lane.held.parked_name(record))
     due = NEVER if verdict.seconds is None else clock() + verdict.seconds
     entry = KeyEntry(ref, verdict.cause, verdict.seconds, verdict.attempts)
     return Parking(ref, attempts=verdict.attempts, due=due, entry=entry)

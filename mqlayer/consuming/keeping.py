@@ -19,6 +19,7 @@ from mqlayer.consuming.holdings import Held, Lane, State
 from mqlayer.consuming.parked import NEVER, Parking, parking_of
 from mqlayer.consuming.verdicts import Bury, Park, Wait
 from mqlayer.errors import MqlayerError
+from mqlayer.failpoints import failpoint
 from mqlayer.health import Health, Turns
 from mqlayer.parking import AttemptNote, Burial, KeyEntry, KeyRef, Ledger, NotOwner, Page, Turn, Written
 from mqlayer.redis.partitions import Taken
@@ -174,6 +175,7 @@ class Keeper:
         for parking, turn in turns:
             if turn.go_on:
                 records = written.next[turn.ref]
+                failpoint("parking.before_resume")
                 dispatcher.resume(held, parking, records)
                 if not records:
                     self._owner.unparked(held, turn.ref)

@@ -57,7 +57,7 @@ class Parkings:
         self.by_offset: dict[int, Parking] = {}
         self.expected: set[int] = set()
         self._due: list[tuple[float, int, Parking]] = []
-        self._ripe: list[Parking] = []
+        self._ripe: dict[Parking, None] = {}
         self._order = count()
 
     def __bool__(self) -> bool:
@@ -122,19 +122,19 @@ class Parkings:
                 self.settled(offset)
 
     def ripe(self, now: float) -> list[Parking]:
-        """Return the keys that are due, the longest due first; ask again for those that can't be started yet."""
+        """Return the keys that are due, each once, the first one first; ask again for those that can't be started."""
         while self._due and self._due[0][0] <= now:
             due, _, parking = heapq.heappop(self._due)
             if parking.due == due and self.by_name.get(parking.ref.name) is parking:
-                self._ripe.append(parking)
+                self._ripe[parking] = None
         # Rescheduled or gone meanwhile.
-        self._ripe = [p for p in self._ripe if p.due <= now and self.by_name.get(p.ref.name) is p]
-        return self._ripe
+        self._ripe = {p: None for p in self._ripe if p.due <= now and self.by_name.get(p.ref.name) is p}
+        return list(self._ripe)
 
     def take_ripe(self, parkings: list[Parking]) -> None:
         """Take keys off those that are due."""
-        taken = set(map(id, parkings))
-        self._ripe = [p for p in self._ripe if id(p) not in taken]
+        for parking in parkings:
+            del self._ripe[parking]
 
     def next_due(self) -> float:
         """Return when the next key is due, as far as is known; NEVER where none is."""

@@ -117,7 +117,7 @@ class Settler(NodeThread):
                 return
         for start in starts:
             start.noted.set()
-        if held.attempts:
+        if held.attempts or held.failing_since:
             for record in records:
                 held.attempts.pop(record.offset, None)
                 held.failing_since.pop(record.offset, None)

@@ -31,5 +31,18 @@ CLEAN_MARKS: Final = Job("clean_marks", 300)
 REPAIR_ROUTES: Final = Job("repair_routes", 2)
 REBALANCE: Final = Job("rebalance", 2)
 BALANCE_BY_RATE: Final = Job("balance_by_rate", 10)
+RETRY_SCAN: Final = Job("retry_scan", 5)
+CLEAN_ATTEMPTS: Final = Job("clean_attempts", 300)
 
-JOBS: Final = (RELAY, TRIM, ROTATE_OUTBOX, CLEAN_FENCE, CLEAN_MARKS, REPAIR_ROUTES, REBALANCE, BALANCE_BY_RATE)
+JOBS: Final = (
+    RELAY,
+    TRIM,
+    ROTATE_OUTBOX,
+    CLEAN_FENCE,
+    CLEAN_MARKS,
+    REPAIR_ROUTES,
+    REBALANCE,
+    BALANCE_BY_RATE,
+    RETRY_SCAN,
+    CLEAN_ATTEMPTS,
+)

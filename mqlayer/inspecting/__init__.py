@@ -2,6 +2,7 @@
 
 from mqlayer.inspecting.facts import GroupFacts, MemberFacts, PartitionFacts, group_facts, group_members
 from mqlayer.inspecting.keys import SCAN_LIMIT, Crossing, KeyStanding, Search, explain_key
+from mqlayer.inspecting.parked import ParkedCounts, ParkedKeyStanding
 from mqlayer.inspecting.standing import (
     GroupStanding,
     PartitionStanding,
@@ -18,6 +19,8 @@ __all__ = [
     "GroupStanding",
     "KeyStanding",
     "MemberFacts",
+    "ParkedCounts",
+    "ParkedKeyStanding",
     "PartitionFacts",
     "PartitionStanding",
     "Search",

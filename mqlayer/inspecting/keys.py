@@ -14,6 +14,7 @@ from typing import Final
 from mqlayer.domain.names import check_name, encode_key
 from mqlayer.domain.routing import Lp, NodeId, Route, lp_of
 from mqlayer.errors import MqlayerError
+from mqlayer.inspecting.parked import ParkedKeyStanding, parked_key
 from mqlayer.inspecting.standing import GroupStanding, PartitionStanding, Waiting, group_standings, waiting
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
@@ -65,7 +66,8 @@ class KeyStanding:
     """Everything about a key for a group.
 
     `publishes_to`: the partition in force; `current`: the first one that the group has not drained; `holds_up`: what
-    has to be drained before the group gets the partition that the key's messages wait in, empty where nothing has to.
+    has to be drained before the group gets the partition that the key's messages wait in, empty where nothing has to;
+    `parked`: what of it waits outside of the stream, before all that the search found.
     """
 
     key: str
@@ -77,6 +79,7 @@ class KeyStanding:
     search: Search
     holds_up: Sequence[PartitionStanding]
     run_next: str
+    parked: ParkedKeyStanding | None = None
 
 
 def explain_key(
@@ -99,7 +102,8 @@ def explain_key(
     # Where nothing waits, what is published next will.
     waits_in = by_id.get(search.partition or crossings[-1].partition)
     holds_up = [] if waits_in is None else _holding_up(waits_in, by_id)
-    next_step = _next_step(standing, undrained, search, waits_in, holds_up)
+    parked = parked_key(database, standing.facts.group_id, lp, name)
+    next_step = _next_of_parked(standing, key, parked) or _next_step(standing, undrained, search, waits_in, holds_up)
     return KeyStanding(
         key,
         lp,
@@ -110,6 +114,7 @@ def explain_key(
         search,
         holds_up,
         next_step,
+        parked,
     )
 
 
@@ -225,6 +230,20 @@ def _holding_up(one: PartitionStanding, by_id: Mapping[int, PartitionStanding]) 
         else:
             found[parent.facts.partition] = parent
     return [found[partition] for partition in sorted(found)]
+
+
+def _next_of_parked(group: GroupStanding, key: str, parked: ParkedKeyStanding | None) -> str | None:
+    """Return what brings a parked key on; None where that is no other thing than for any key."""
+    if parked is None or group.facts.state != "live" or group.facts.paused_at is not None or not group.facts.alive:
+        return None
+    # A key that can't be typed is named by the message that it waits for.
+    named = shlex.quote(key) if key.isprintable() else f"--message {parked.head}"
+    release = f"mqlayer parked release {group.facts.topic} {group.facts.name} {named}"
+    if parked.due_in_s is None:
+        return f"{release}  # or discard it, or key skip-head; it waits for an operator ({parked.cause})"
+    if parked.due_in_s > 0:
+        return f"{NOTHING}it is tried again at {parked.due_at:%H:%M:%S} UTC; at once: {release}"
+    return f"{NOTHING}it is due, its owner tries it"
 
 
 def _next_step(

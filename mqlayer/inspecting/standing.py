@@ -7,13 +7,14 @@ are by the clock of the partition's node, and an age counts from the time that t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
 from mqlayer.domain.message import NO_KEY, Record
 from mqlayer.domain.tags import TagFilter
 from mqlayer.inspecting.facts import GroupFacts, PartitionFacts, group_facts, partition_facts
+from mqlayer.inspecting.parked import ParkedCounts, parked_counts
 from mqlayer.membership.positions import Spot, look_at
 from mqlayer.postgres.database import Database
 from mqlayer.redis.looking import Head, Look
@@ -87,11 +88,15 @@ class VersionLag:
 
 @dataclass(frozen=True, slots=True)
 class GroupStanding:
-    """Where a group stands. `away`: nodes that did not answer, with the reason; only a live group has partitions."""
+    """Where a group stands. `away`: nodes that did not answer, with the reason; only a live group has partitions.
+
+    What is `parked` is settled in its partitions, so it is no part of the lag.
+    """
 
     facts: GroupFacts
     partitions: Sequence[PartitionStanding]
     away: Mapping[str, str]
+    parked: ParkedCounts = field(default_factory=ParkedCounts)
 
     @property
     def undrained(self) -> list[PartitionStanding]:
@@ -130,7 +135,7 @@ def group_standings(
 ) -> list[GroupStanding]:
     """Return where groups stand: of all topics, of one, or one of one topic.
 
-    Three queries, and one write to each node, however many partitions there are. Raises NotFound for a topic or group
+    Four queries, and one write to each node, however many partitions there are. Raises NotFound for a topic or group
     that is not there; a node that does not answer is part of the answer.
     """
     groups = group_facts(database, topic, name)
@@ -150,7 +155,13 @@ def group_standings(
         partitions[one.group_id].append(PartitionStanding(one, names[one.node], look, head, stall))
         if reason is not None:
             away[one.group_id][names[one.node]] = reason
-    return [GroupStanding(group, partitions[group.group_id], away[group.group_id]) for group in groups]
+    parked = parked_counts(database, by_id)
+    return [
+        GroupStanding(
+            group, partitions[group.group_id], away[group.group_id], parked.get(group.group_id, ParkedCounts())
+        )
+        for group in groups
+    ]
 
 
 def waiting(head: Head | None, now_ms: int, group: GroupFacts) -> Waiting | None:

@@ -14,8 +14,6 @@ from mqlayer.parking.ledger import (
     ParkCause,
     Turn,
     Written,
-    alone_name,
-    name_of,
 )
 
 __all__ = [
@@ -32,6 +30,4 @@ __all__ = [
     "ParkCause",
     "Turn",
     "Written",
-    "alone_name",
-    "name_of",
 ]

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
-from mqlayer.domain.message import NO_KEY, Identity, ParkedRecord, Record
+from mqlayer.domain.message import Identity, ParkedRecord, Record
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
@@ -258,16 +258,6 @@ class Ledger:
             ParkedRecord.of((offset, m, name, body), attempts=0 if at else turn.attempts, redriven=redriven)
             for at, (offset, m, name, body, redriven) in enumerate(rows)
         ]
-
-
-def alone_name(identity: Identity) -> bytes:
-    """Return the name under which a message that stands alone is parked."""
-    return NO_KEY + str(identity).encode()
-
-
-def name_of(record: Record, *, ordered: bool) -> bytes:
-    """Return the name under which a message is parked: its key, or its identity where it stands alone."""
-    return record.key if ordered and record.key != NO_KEY else alone_name(record.identity)
 
 
 def _columns(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:

@@ -79,6 +79,17 @@ SELECT t.name, g.name, (SELECT count(*) FROM mqlayer.member m
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE g.state = 'live' ORDER BY t.name, g.name;
 
+-- name: check_parked
+-- What groups have parked: keys, messages, keys that wait for an operator and since when, and for how long the one that
+-- is due for longest has been so.
+SELECT t.name, g.name, count(k.name)::int,
+       (SELECT count(*) FROM mqlayer.parked_message m WHERE m.group_id = g.group_id)::int,
+       count(k.name) FILTER (WHERE k.due_at IS NULL)::int,
+       extract(epoch FROM clock_timestamp() - min(k.parked_at) FILTER (WHERE k.due_at IS NULL))::float8,
+       extract(epoch FROM clock_timestamp() - min(k.due_at))::float8
+FROM mqlayer.parked_key k JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+GROUP BY t.name, g.name, g.group_id ORDER BY t.name, g.name;
+
 -- name: check_relays
 -- How many relays live, and how many LP sets no living one holds.
 SELECT (SELECT count(*) FROM mqlayer_app.relay WHERE lease_until >= now())::int,

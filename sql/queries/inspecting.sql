@@ -51,3 +51,21 @@ LEFT JOIN mqlayer.route_change b ON b.change_id = p.born_in
 LEFT JOIN mqlayer.route_change e ON e.change_id = p.ended_in
 WHERE t.name = %(topic)s AND p.state <> 'importing' AND (b.change_id IS NULL OR b.state = 'done')
 ORDER BY p.partition_id;
+
+-- name: inspected_parked
+-- What groups have parked: keys, messages, keys that wait for an operator, and since when the oldest is parked.
+SELECT k.group_id, count(*),
+       (SELECT count(*) FROM mqlayer.parked_message m WHERE m.group_id = k.group_id),
+       count(*) FILTER (WHERE k.due_at IS NULL), min(k.parked_at)
+FROM mqlayer.parked_key k WHERE k.group_id = ANY(%(group_ids)s::int[]) GROUP BY k.group_id;
+
+-- name: inspected_parked_key
+-- How a key of a group is parked, and what is at its head.
+SELECT k.cause, k.parked_at, k.due_at, extract(epoch FROM k.due_at - clock_timestamp())::float8, k.attempts,
+       (SELECT count(*) FROM mqlayer.parked_message m
+        WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name), h.source, h.seq
+FROM mqlayer.parked_key k
+LEFT JOIN LATERAL (
+    SELECT m.source, m.seq FROM mqlayer.parked_message m
+    WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name ORDER BY m.place, m.seq LIMIT 1) AS h ON true
+WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s;

@@ -16,9 +16,10 @@ SELECT lp, name, log_offset FROM mqlayer.parked_message
 WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND log_offset >= %(committed)s;
 
 -- name: dead_unsettled
--- What is dead of a partition from an offset on: it is passed over.
-SELECT source, lp, seq FROM mqlayer.dead_message
-WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND log_offset >= %(committed)s AND redriven_at IS NULL;
+-- What of a partition stands for nothing from an offset on: it is dead, or was given back since the group's last seek.
+SELECT d.source, d.lp, d.seq FROM mqlayer.dead_message d JOIN mqlayer.consumer_group g USING (group_id)
+WHERE d.group_id = %(group_id)s AND d.partition_id = %(partition_id)s AND d.log_offset >= %(committed)s
+  AND (d.redriven_at IS NULL OR d.redriven_seek = g.seek);
 
 -- name: parked_keys_put
 -- Park keys; those that are parked stay as they are.
@@ -100,7 +101,7 @@ FROM unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[], %(offse
 ON CONFLICT (group_id, lp, source, seq) DO UPDATE
 SET partition_id = excluded.partition_id, log_offset = excluded.log_offset, body = excluded.body, cause = excluded.cause,
     reason = excluded.reason, attempts = excluded.attempts, actor = excluded.actor, died_at = excluded.died_at,
-    redriven_at = NULL
+    redriven_at = NULL, redriven_seek = NULL
 WHERE d.redriven_at IS NOT NULL;
 
 -- name: failed_attempts_put

@@ -8,13 +8,14 @@ at SIGTERM, or are ended without warning.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -39,7 +40,7 @@ from mqlayer.postgres.database import Connection, Database
 from mqlayer.relay import Relay
 from mqlayer.routes.cache import load_nodes, load_route
 from tests.proof.history import Deliver, Effect, History, Operation, Publish
-from tests.proof.observing import MemberWitness, observe_retiring
+from tests.proof.observing import MemberWitness, observe_parking, observe_retiring
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,13 @@ CREATE TABLE sink (
     place bigserial PRIMARY KEY, key text, source int, lp int, seq bigint, epoch bigint, partition int, value text
 )
 """
+INTO_SINK: Final = """
+INSERT INTO sink (key, source, lp, seq, epoch, partition, value)
+VALUES (%(key)s, %(source)s, %(lp)s, %(seq)s, %(epoch)s, %(partition)s, %(value)s)
+"""
+FAULTS: Final = "faults.json"
+DEADLY: Final = 9
+"""With what a process ends whose handler was given a deadly message."""
 
 
 def write(name: str, directory: Path, stopping: threading.Event) -> None:
@@ -142,27 +150,96 @@ def _book_into_sink(app: mqlayer.App, history: History) -> None:
     )
     def book(body: bytes, ctx: mqlayer.Context) -> None:
         facts = _facts(body, ctx)
-        operation = history.begin(Deliver(topic=TOPIC, group=GROUP, attempt=ctx.attempt, **facts))
-        try:
+        with _delivery(history, facts, ctx), pool.connection() as connection:
+            if FAILING and ctx.attempt == 1 and facts["seq"] % FAILING == 0:
+                raise RuntimeError("planted")
+            ctx.fence(connection)
+            connection.execute(INTO_SINK, facts)
+
+
+def sell(name: str, directory: Path, stopping: threading.Event) -> None:
+    """Write what comes into the sink, by the rules that MQLAYER_TEST_RULES gives, unless a fault of the run forbids it.
+
+    A consumer of the name that MQLAYER_TEST_MEMBER says, a new one without it; its handler is a coroutine if
+    MQLAYER_TEST_ASYNC is there.
+    """
+    app, history, faults = mqlayer.App(), History(directory, f"{name}-{os.getpid()}"), Faults(directory)
+    MemberWitness(history, TOPIC).observe()
+    observe_parking(history, TOPIC, GROUP)
+    rules: dict[str, Any] = json.loads(os.environ.get("MQLAYER_TEST_RULES", "{}"))
+    options = mqlayer.MemberOptions(concurrency=6, member_id=os.environ.get("MQLAYER_TEST_MEMBER", ""))
+    register = app.consumer(TOPIC, group=GROUP, start="earliest", options=options, **rules)
+    pool = ConnectionPool(os.environ["MQLAYER_DSN"], min_size=1, max_size=6, timeout=5, open=True)
+
+    def handle(body: bytes, ctx: mqlayer.Context) -> None:
+        facts = _facts(body, ctx)
+        with _delivery(history, facts, ctx):
+            faults.strike(facts)
             with pool.connection() as connection:
-                if FAILING and ctx.attempt == 1 and facts["seq"] % FAILING == 0:
-                    raise RuntimeError("planted")
                 ctx.fence(connection)
-                connection.execute(
-                    "INSERT INTO sink (key, source, lp, seq, epoch, partition, value) VALUES "
-                    "(%(key)s, %(source)s, %(lp)s, %(seq)s, %(epoch)s, %(partition)s, %(value)s)",
-                    facts,
-                )
-        except AlreadyApplied:
-            operation.ok()
-            raise
-        except StaleOwner:
-            operation.fail()
-            raise
-        except Exception:
-            operation.info()
-            raise
+                connection.execute(INTO_SINK, facts)
+
+    async def handle_in_loop(body: bytes, ctx: mqlayer.Context) -> None:
+        facts = _facts(body, ctx)
+        with _delivery(history, facts, ctx):
+            faults.strike(facts)
+            async with await psycopg.AsyncConnection.connect(os.environ["MQLAYER_DSN"]) as connection:
+                await ctx.afence(connection)
+                await connection.execute(INTO_SINK, facts)
+
+    register(handle_in_loop if "MQLAYER_TEST_ASYNC" in os.environ else handle)
+    _run(app, stopping)
+
+
+class Faults:
+    """What goes wrong at present: a file that the test replaces, `put_faults`.
+
+    Messages of keys in `always` fail, of keys in `half` every other time; those whose body is in `deadly` end the
+    process.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._file, self._read_at, self._rng = directory / FAULTS, 0, random.Random()
+        self._always, self._half, self._deadly = set[str](), set[str](), set[str]()
+
+    def strike(self, facts: Mapping[str, Any]) -> None:
+        """Raise, or end the process, if a fault hits this message."""
+        changed_at = self._file.stat().st_mtime_ns
+        if changed_at != self._read_at:
+            faults = json.loads(self._file.read_text("utf-8"))
+            self._always, self._half, self._deadly = (
+                set(faults.get(kind, ())) for kind in ("always", "half", "deadly")
+            )
+            self._read_at = changed_at
+        if facts["value"] in self._deadly:
+            os._exit(DEADLY)
+        if facts["key"] in self._always or (facts["key"] in self._half and self._rng.random() < 0.5):
+            raise RuntimeError("planted")
+
+
+def put_faults(directory: Path, **faults: Iterable[str]) -> None:
+    """Have these faults from now on: `always`, `half`, `deadly`."""
+    new = directory / f"{FAULTS}.new"
+    new.write_text(json.dumps({kind: list(names) for kind, names in faults.items()}), "utf-8")
+    new.replace(directory / FAULTS)
+
+
+@contextlib.contextmanager
+def _delivery(history: History, facts: dict[str, Any], ctx: mqlayer.Context) -> Iterator[None]:
+    """Note a run of the handler, and how it ended."""
+    operation = history.begin(Deliver(topic=TOPIC, group=GROUP, attempt=ctx.attempt, **facts))
+    try:
+        yield
+    except AlreadyApplied:
         operation.ok()
+        raise
+    except StaleOwner:
+        operation.fail()
+        raise
+    except Exception:
+        operation.info()
+        raise
+    operation.ok()
 
 
 def _facts(body: bytes, ctx: mqlayer.Context) -> dict[str, Any]:
@@ -277,6 +354,7 @@ ROLES: Final[dict[str, Callable[[str, Path, threading.Event], None]]] = {
     "publisher": publish_batches,
     "pair": consume_twice,
     "driver": drive,
+    "seller": sell,
 }
 
 

@@ -60,21 +60,26 @@ class Scene:
             **environment,
         }
         self.running: list[subprocess.Popen[bytes]] = []
+        self.published = 0
 
-    def start(self, name: str, failpoints: str = "") -> subprocess.Popen[bytes]:
+    def start(self, name: str, failpoints: str = "", *, role: str = "consumer") -> subprocess.Popen[bytes]:
         """Start a consumer, to be killed at a place."""
         with (self.directory / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.actors", "consumer", name, str(self.directory)],
+                [sys.executable, "-m", "tests.chaos.actors", role, name, str(self.directory)],
                 cwd=ROOT, env=self._environment | {"MQLAYER_FAILPOINTS": failpoints}, stdout=log, stderr=log,
             )  # fmt: skip
         self.running.append(process)
         return process
 
     def publish(self) -> None:
-        """Commit messages and bring them to the partitions."""
-        with psycopg.connect(self.settings.control_dsn()) as connection, History(self.directory, "writer") as history:
-            for number in range(COUNT):
+        """Commit messages, numbered on, and bring them to the partitions."""
+        first = self.published
+        with (
+            psycopg.connect(self.settings.control_dsn()) as connection,
+            History(self.directory, f"writer-{first}") as history,
+        ):
+            for number in range(first, first + COUNT):
                 key, value = f"key-{number % KEYS}", str(number)
                 operation = history.begin(Publish(topic=TOPIC, key=key, value=value))
                 row = connection.execute(
@@ -83,6 +88,7 @@ class Scene:
                 connection.commit()
                 operation.ok(source=1, lp=lp_of(key.encode()), seq=row[0] if row else 0)
         assert relay_once(self.settings) == COUNT
+        self.published += COUNT
 
     def wait_until_drained(self) -> None:
         """Wait until every message has its effect."""
@@ -111,7 +117,7 @@ def judge(scene: Scene) -> None:
         note_sink(history, scene.settings.control_dsn())
     verdict = check(read_histories(scene.directory), flows=[(GROUP, TOPIC)])
     assert verdict.clean, verdict
-    assert verdict.messages == COUNT
+    assert verdict.messages == scene.published
 
 
 @pytest.mark.parametrize("place", AT_WORK)

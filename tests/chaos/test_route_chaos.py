@@ -136,6 +136,8 @@ class RouteNemesis(Nemesis):
 class Scene:
     """Two nodes, a topic of four partitions, two groups; what the stores say of them."""
 
+    groups: tuple[str, ...] = GROUPS
+
     def __init__(self, database: Database, nodes: list[RedisServer], settings: Settings, directory: Path) -> None:
         self.database, self.nodes, self.settings, self.directory = database, nodes, settings, directory
         self.prefix = settings.key_prefix
@@ -176,7 +178,7 @@ class Scene:
         for progress in drain_progress(self.database, TOPIC, prefix=self.prefix):
             yield f"{progress}"
         version = load_route(self.database, TOPIC).version
-        for name in GROUPS:
+        for name in self.groups:
             group = find_group(self.database, TOPIC, name)
             if group.version != version:
                 yield f"group {name} is at version {group.version} of {version}"
@@ -222,7 +224,7 @@ class Scene:
 
     def judge(self) -> Verdict:
         """Have the histories judged for both groups."""
-        return check(read_histories(self.directory), flows=[(group, TOPIC) for group in GROUPS])
+        return check(read_histories(self.directory), flows=[(group, TOPIC) for group in self.groups])
 
     def _hget(self, key: bytes, name: str) -> int:
         for node in self.nodes:

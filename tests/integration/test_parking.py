@@ -203,6 +203,17 @@ def test_messages_that_stand_alone_are_parked_alone(stage: Stage) -> None:
     wait_until(lambda: not rows(stage, "SELECT FROM mqlayer.parked_key"), what="nothing parked")
 
 
+@pytest.mark.parametrize("error", [Reject("a\x00b"), Reject("\ud800"), Fault("a\x00b"), Fault("\ud800")])
+def test_whatever_an_error_says_can_be_kept(stage: Stage, error: Exception) -> None:
+    """Postgres takes neither NUL nor half of a pair: it would be sent for ever, and nothing else be parked."""
+    shop = Shop("k", error=error)
+    stage.send([("k", b"1"), ("other", b"2")])
+    stage.consume(shop.recorder, backoff_s=(0.01,), attempt_limit=2, policy="dead_letter")
+    stage.wait_settled()
+    assert rows(stage, "SELECT body FROM mqlayer.dead_message") == [(b"1",)]
+    wait_until(lambda: rows(stage, "SELECT FROM mqlayer.failed_attempt"), what="noted")
+
+
 def test_an_application_hears_and_counts_what_fails(stage: Stage) -> None:
     """Each event names what it is about, and never a key or a body; a hook that raises changes nothing."""
 

@@ -193,7 +193,9 @@ def test_a_failing_head_on_the_parent_holds_the_child_and_nobody_else(world: Out
 
     recorder = Recorder(act)
     app = App(world.settings(lease_s=2.0))
-    app.consumer("orders", group="ledger", backoff_s=(0.05,), options=MemberOptions(concurrency=4))(recorder)
+    app.consumer("orders", group="ledger", backoff_s=(0.05,), policy="block", options=MemberOptions(concurrency=4))(
+        recorder
+    )
     app.start()
     try:
         scene.publish(5)

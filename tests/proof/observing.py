@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import redis
 
 from mqlayer.changes import retiring
 from mqlayer.consuming import heart
+from mqlayer.domain.message import Record
+from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import StoreUnavailable
 from mqlayer.membership.gates import drained
 from mqlayer.membership.members import Assigned, Beat, Session, beat, leave, release
+from mqlayer.parking import Ledger, Page, Written
 from mqlayer.postgres.database import Database
 from mqlayer.redis.nodes import Command, NodeConnection
 from mqlayer.redis.partitions import retire_command
 from mqlayer.topics import mending
-from tests.proof.history import Assignment, Drain, History
+from tests.proof.history import Assignment, Drain, History, SetAside
 from tests.proof.streams import read_records
 
 
@@ -110,6 +113,31 @@ def observe_retiring(history: History, topic: str) -> None:
 
     for module in (retiring, mending):
         _replace(module, retire_command=bury)
+
+
+def observe_parking(history: History, topic: str, group: str) -> None:
+    """From now on, note which messages the members of this process park or bury, before they do."""
+
+    def write(ledger: Ledger, partition: PartitionId, epoch: int, page: Page) -> Written:
+        burials = [*page.burials, *(turn.burial for turn in page.turns if turn.burial is not None)]
+        events = [_set_aside(b.record, topic, group, "dead" if b.keep else "skip", b.reason) for b in burials]
+        events += [_set_aside(record, topic, group, "park") for _, record in page.messages]
+        operations = [history.begin(event) for event in events]
+        written = write_page(ledger, partition, epoch, page)
+        for operation in operations:
+            operation.ok()
+        return written
+
+    write_page = Ledger.write
+    _replace(Ledger, write=write)
+
+
+def _set_aside(
+    record: Record, topic: str, group: str, how: Literal["skip", "park", "dead"], reason: str = ""
+) -> SetAside:
+    source, lp, seq = record.identity
+    key = record.key.decode()
+    return SetAside(topic=topic, group=group, key=key, source=source, lp=lp, seq=seq, how=how, reason=reason)
 
 
 def _replace(module: Any, **functions: Callable[..., Any]) -> None:

@@ -80,7 +80,6 @@ CREATE TABLE mqlayer.dead_message (
     CONSTRAINT dead_message_cause CHECK (cause IN ('exhausted', 'rejected', 'skipped', 'discarded'))
 );
 CREATE INDEX dead_message_listed ON mqlayer.dead_message (group_id, died_at) WHERE redriven_at IS NULL;
-CREATE INDEX dead_message_place ON mqlayer.dead_message (group_id, partition_id, log_offset) WHERE redriven_at IS NULL;
 
 -- Failed attempts, for people: kept while the message waits or is dead, else for a week.
 CREATE TABLE mqlayer.failed_attempt (

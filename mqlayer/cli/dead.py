@@ -1,0 +1,265 @@
+"""`dead`: messages that left a group without an effect; why, and how they are given back."""
+
+from __future__ import annotations
+
+import threading
+from typing import Annotated, Any
+
+import typer
+
+from mqlayer.cli.actor import actor
+from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.messages import LimitOption, RawOption, ReasonOption, show_message
+from mqlayer.cli.options import time_given
+from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_key
+from mqlayer.errors import InvalidInput
+from mqlayer.failures import (
+    DeadFilter,
+    DeadMessage,
+    Redrive,
+    cancel_redrive,
+    count_dead,
+    dead_messages,
+    discard_dead,
+    find_dead,
+    new_worker,
+    redrive_results,
+    redrives,
+    resume_redrive,
+    show_dead,
+    start_redrive,
+    work_on,
+)
+from mqlayer.postgres.database import Database
+
+OnlyTopic = Annotated[str | None, typer.Argument(help="Only of this topic.")]
+OnlyGroup = Annotated[str | None, typer.Argument(help="Only of this group.")]
+KeyOption = Annotated[str | None, typer.Option(help="Only of this message key.")]
+CauseOption = Annotated[str | None, typer.Option(help="exhausted, rejected, skipped or discarded.")]
+ErrorOption = Annotated[str | None, typer.Option(help="A part of why they died, or of what an attempt said.")]
+SinceOption = Annotated[str | None, typer.Option(help="Died then or later: a time with its zone.")]
+UntilOption = Annotated[str | None, typer.Option(help="Died before: a time with its zone.")]
+NamedArgument = Annotated[str, typer.Argument(metavar="MESSAGE", help="Its dead id, or its identity source:lp:seq.")]
+OfTopic = Annotated[str | None, typer.Option("--topic", help="Of which topic, where an identity is dead in several.")]
+OfGroup = Annotated[str | None, typer.Option("--group", help="Of which group, where an identity is dead in several.")]
+
+dead = typer.Typer(no_args_is_help=True, help="Dead messages: why they died, and redrive.")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Put the commands into the application."""
+    app.add_typer(dead, name="dead")
+
+
+@dead.command("list")
+def list_(
+    topic: OnlyTopic = None,
+    group: OnlyGroup = None,
+    key: KeyOption = None,
+    cause: CauseOption = None,
+    error: ErrorOption = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    redriven: Annotated[bool, typer.Option("--redriven", help="Those too that were given back.")] = False,
+    limit: LimitOption = 50,
+    after: Annotated[int | None, typer.Option(help="Go on behind this dead id, the last of the page before.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List dead messages, those that died last first."""
+    wanted = DeadFilter(key, cause, error, time_given(since), time_given(until))
+    with Database(settings_here().control_dsn()) as database:
+        found = dead_messages(database, wanted, topic=topic, group=group, redriven=redriven, after=after, limit=limit)
+    show_rows(map(_facts if as_json else _row, found), as_json=as_json, nothing="no message is dead")
+    if len(found) == limit and not as_json:
+        typer.echo(f"there may be more: --after {found[-1].dead_id}")
+
+
+@dead.command()
+def show(
+    message: NamedArgument,
+    topic: OfTopic = None,
+    group: OfGroup = None,
+    raw: RawOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a dead message: where it comes from, its headers, every attempt, its body."""
+    with Database(settings_here().control_dsn()) as database:
+        found = show_dead(database, find_dead(database, message, topic=topic, group=group))
+    show_message(found, as_json=as_json, raw=raw)
+
+
+@dead.command()
+def redrive(
+    topic: Annotated[str | None, typer.Argument(help="The topic's name.")] = None,
+    group: Annotated[str | None, typer.Argument(help="The group's name.")] = None,
+    message: Annotated[
+        list[str] | None, typer.Option("--message", metavar="MESSAGE", help="One message; may be said again.")
+    ] = None,
+    key: KeyOption = None,
+    cause: CauseOption = None,
+    error: ErrorOption = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    every: Annotated[bool, typer.Option("--all", help="All dead messages of the group.")] = False,
+    rate: Annotated[float, typer.Option(min=0, help="Messages a second, at most; 0: no limit.")] = 0.0,
+    plan: Annotated[bool, typer.Option("--plan", help="Say how many there are; give none back.")] = False,
+    background: Annotated[bool, typer.Option("--background", help="Let the worker do it.")] = False,
+    resume: Annotated[int | None, typer.Option(metavar="ID", help="Go on with a redrive that was cut off.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Give dead messages back to their group, in order, each key's behind what waits in it: one, a key's, or many."""
+    with Database(settings_here().control_dsn()) as database:
+        worker = new_worker()
+        if resume is not None:
+            if topic is not None or group is not None:
+                raise InvalidInput("--resume needs no more than the redrive's id")
+            resume_redrive(database, resume, actor=actor(), worker=worker)
+            _finish(database, resume, worker, as_json=as_json)
+            return
+        if topic is None or group is None:
+            raise InvalidInput("name a topic and a group, or a redrive: --resume ID")
+        named = tuple(find_dead(database, one, topic=topic, group=group) for one in message or ()) or None
+        wanted = DeadFilter(key, cause, error, time_given(since), time_given(until), named)
+        if (wanted == DeadFilter()) != every:
+            raise InvalidInput("say which: --message, --key, --cause, --error, --since, --until; or --all of them")
+        if plan:
+            found, bodiless = count_dead(database, topic, group, wanted)
+            typer.echo(f"{counted(found, 'dead message')}, {bodiless} of them without a body to send; nothing was done")
+            return
+        started = start_redrive(
+            database, topic, group, wanted, per_s=rate, actor=actor(), worker=None if background else worker
+        )
+        if background:
+            typer.echo(f"redrive {started} is left to the worker: see mqlayer dead redrives")
+            return
+        typer.echo(f"redrive {started}; if it is cut off: mqlayer dead redrive --resume {started}", err=True)
+        _finish(database, started, worker, as_json=as_json)
+
+
+@dead.command("redrives")
+def redrives_(
+    topic: OnlyTopic = None,
+    group: OnlyGroup = None,
+    limit: LimitOption = 50,
+    after: Annotated[int | None, typer.Option(help="Go on behind this redrive, the last of the page before.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List redrives, newest first: what they are for, how far they came, whether somebody works on them."""
+    with Database(settings_here().control_dsn()) as database:
+        found = redrives(database, topic=topic, group=group, after=after, limit=limit)
+    show_rows(map(_redrive_row, found), as_json=as_json, nothing="no redrive was ever started")
+
+
+@dead.command()
+def results(
+    redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The redrive's id.")],
+    limit: LimitOption = 50,
+    after: Annotated[int, typer.Option(help="Go on behind this dead id, the last of the page before.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a redrive did with each message: sent, already (it lives), no_body, gone."""
+    with Database(settings_here().control_dsn()) as database:
+        found = redrive_results(database, redrive_id, after=after, limit=limit)
+    rows = (
+        {
+            "dead_id": one.dead_id,
+            "message": one.identity and str(one.identity),
+            "key": one.key if as_json else shown_key(one.key),
+            "result": one.result,
+            "at": one.at.isoformat(timespec="milliseconds"),
+        }
+        for one in found
+    )
+    show_rows(rows, as_json=as_json, nothing="no message behind that")
+    if len(found) == limit and not as_json:
+        typer.echo(f"there may be more: --after {found[-1].dead_id}")
+
+
+@dead.command()
+def cancel(redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The redrive's id.")]) -> None:
+    """End a redrive, whoever works on it; what it gave back stays so."""
+    with Database(settings_here().control_dsn()) as database:
+        found = cancel_redrive(database, redrive_id, actor=actor())
+    typer.echo(f"redrive {redrive_id} is cancelled: {_counts(found)}")
+
+
+@dead.command()
+def discard(message: NamedArgument, reason: ReasonOption, topic: OfTopic = None, group: OfGroup = None) -> None:
+    """Say of a dead message that it shall stay so, and why; its body is kept."""
+    with Database(settings_here().control_dsn()) as database:
+        dead_id = find_dead(database, message, topic=topic, group=group)
+        discard_dead(database, dead_id, reason=reason, actor=actor())
+    typer.echo(f"dead message {dead_id} is discarded")
+
+
+def _finish(database: Database, redrive_id: int, worker: str, *, as_json: bool) -> None:
+    stop = threading.Event()
+    try:
+        done = work_on(database, redrive_id, worker=worker, stop=stop)
+    except KeyboardInterrupt:
+        # Without a lease the worker's scan goes on with it: whoever breaks it off here wants it to rest or to end.
+        typer.echo(f"cut off; the worker goes on with it, or: mqlayer dead cancel {redrive_id}", err=True)
+        raise
+    if as_json:
+        show_rows([_redrive_row(done)], as_json=True, nothing="")
+        return
+    over = "somebody else works on it" if done.state == "running" else done.state
+    typer.echo(f"redrive {redrive_id} is {over}: {_counts(done)}; mqlayer dead results {redrive_id}")
+
+
+def _counts(found: Redrive) -> str:
+    return f"{counted(found.sent, 'message')} given back, {found.not_sent} not"
+
+
+def _redrive_row(one: Redrive) -> dict[str, Any]:
+    return {
+        "redrive": one.redrive_id,
+        "topic": one.topic,
+        "group": one.group,
+        "state": one.state,
+        "sent": one.sent,
+        "not_sent": one.not_sent,
+        "per_s": one.per_s,
+        "filter": one.filter.told(),
+        "actor": one.actor,
+        "started_at": one.started_at.isoformat(timespec="seconds"),
+        "ended_at": one.ended_at and one.ended_at.isoformat(timespec="seconds"),
+        "worked_on": one.worked_on,
+    }
+
+
+def _row(one: DeadMessage) -> dict[str, Any]:
+    reason = one.reason.splitlines()[0] if one.reason else ""
+    row = {
+        "dead_id": one.dead_id,
+        "topic": one.topic,
+        "group": one.group,
+        "message": str(one.identity),
+        "key": shown_key(one.key),
+        "bytes": one.bytes,
+        "cause": one.cause,
+        "reason": "".join(c if c.isprintable() else "?" for c in reason[:100]),
+        "attempts": one.attempts,
+        "died_at": one.died_at.isoformat(timespec="seconds"),
+        "by": one.actor,
+    }
+    return row | {"redriven_at": one.redriven_at and one.redriven_at.isoformat(timespec="seconds")}
+
+
+def _facts(one: DeadMessage) -> dict[str, Any]:
+    return {
+        "dead_id": one.dead_id,
+        "topic": one.topic,
+        "group": one.group,
+        "message": str(one.identity),
+        "partition": one.partition,
+        "offset": one.offset,
+        "key": one.key,
+        "bytes": one.bytes,
+        "cause": one.cause,
+        "reason": one.reason,
+        "attempts": one.attempts,
+        "actor": one.actor,
+        "died_at": one.died_at.isoformat(),
+        "redriven_at": one.redriven_at and one.redriven_at.isoformat(),
+    }

@@ -1,0 +1,186 @@
+"""`parked`: keys that wait outside of the stream; what waits in each, and what an operator says to it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from mqlayer.cli.actor import actor
+from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.messages import LimitOption, MessageOption, RawOption, ReasonOption, identity_given, show_message
+from mqlayer.cli.options import TopicArgument, time_given
+from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_age, shown_key
+from mqlayer.errors import InvalidInput, NotFound
+from mqlayer.failures import (
+    ParkedFilter,
+    ParkedKey,
+    discard_parked,
+    parked_keys,
+    parked_line,
+    release_all,
+    release_parked,
+    show_parked,
+)
+from mqlayer.postgres.database import Database
+
+GroupArgument = Annotated[str, typer.Argument(help="The group's name.")]
+KeyArgument = Annotated[str | None, typer.Argument(help="The message key; or name a message.")]
+
+parked = typer.Typer(no_args_is_help=True, help="Parked keys: what waits outside of the stream, and why.")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Put the commands into the application."""
+    app.add_typer(parked, name="parked")
+
+
+@parked.command("list")
+def list_(
+    topic: Annotated[str | None, typer.Argument(help="Only of this topic.")] = None,
+    group: Annotated[str | None, typer.Argument(help="Only of this group.")] = None,
+    key: Annotated[str | None, typer.Option(help="Only this message key.")] = None,
+    cause: Annotated[str | None, typer.Option(help="retry, exhausted, rejected, paused or redriven.")] = None,
+    error: Annotated[str | None, typer.Option(help="A part of what a failed attempt said.")] = None,
+    since: Annotated[str | None, typer.Option(help="Parked then or later: a time with its zone.")] = None,
+    until: Annotated[str | None, typer.Option(help="Parked before: a time with its zone.")] = None,
+    waiting: Annotated[bool, typer.Option("--waiting", help="Only those that wait for an operator.")] = False,
+    limit: LimitOption = 50,
+    after: Annotated[str | None, typer.Option(help="Go on behind this place, which the page before named.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List parked keys: how many messages wait in each, why, since when, and when its head is tried next."""
+    wanted = ParkedFilter(topic, group, key, cause, error, time_given(since), time_given(until), waiting)
+    with Database(settings_here().control_dsn()) as database:
+        found = parked_keys(database, wanted, after=after, limit=limit)
+    show_rows(map(_facts if as_json else _row, found), as_json=as_json, nothing="nothing is parked")
+    if len(found) == limit and not as_json:
+        typer.echo(f"there may be more: --after {found[-1].place}")
+
+
+@parked.command()
+def show(
+    topic: TopicArgument,
+    group: GroupArgument,
+    key: KeyArgument = None,
+    message: MessageOption = None,
+    limit: LimitOption = 50,
+    raw: RawOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what waits in a parked key, in its order; or one message of it, with its body and every attempt."""
+    with Database(settings_here().control_dsn()) as database:
+        if message is not None:
+            found = show_parked(database, topic, group, identity_given(message))
+            show_message(found, as_json=as_json, raw=raw)
+            return
+        if key is None:
+            raise InvalidInput("name a key, or a message: --message SOURCE:LP:SEQ")
+        keys = parked_keys(database, ParkedFilter(topic, group, key), limit=1)
+        if not keys:
+            raise NotFound("parked key", f"{topic}/{group}/{key}", f"see those that are: mqlayer parked list {topic}")
+        line = parked_line(database, keys[0], limit=limit)
+    rows = [
+        {
+            "message": str(one.identity),
+            "partition": one.partition,
+            "offset": one.offset,
+            "at_ms": one.at_ms,
+            "bytes": one.bytes,
+            "attempts": one.attempts,
+            "redriven": one.redriven,
+        }
+        for one in line
+    ]
+    if as_json:
+        show_rows([_facts(keys[0]) | {"line": rows}], as_json=True, nothing="")
+        return
+    for name, value in _row(keys[0]).items():
+        typer.echo(f"{name.replace('_', ' ')}: {value}")
+    show_rows(rows, as_json=False, nothing="nothing waits in it: its owner ends that by itself")
+    if keys[0].messages > len(rows):
+        typer.echo(f"and {counted(keys[0].messages - len(rows), 'message')} more")
+
+
+@parked.command()
+def release(
+    topic: TopicArgument,
+    group: GroupArgument,
+    key: KeyArgument = None,
+    message: MessageOption = None,
+    every: Annotated[bool, typer.Option("--all", help="All parked keys of the group.")] = False,
+    cause: Annotated[str | None, typer.Option(help="With --all: only those of this cause.")] = None,
+) -> None:
+    """Have a parked key tried at once, with all of its attempts before it."""
+    with Database(settings_here().control_dsn()) as database:
+        if every and (key, message) == (None, None):
+            count = release_all(database, topic, group, cause=cause, actor=actor())
+            typer.echo(f"{counted(count, 'parked key')} of group {group} of topic {topic} will be tried now")
+            return
+        if every or cause is not None:
+            raise InvalidInput("choose one: a key, a message, or --all")
+        release_parked(database, topic, group, key=key, message=identity_given(message), actor=actor())
+    typer.echo(f"{_named(key, message)} will be tried now")
+
+
+@parked.command()
+def discard(
+    topic: TopicArgument,
+    group: GroupArgument,
+    reason: ReasonOption,
+    key: KeyArgument = None,
+    message: MessageOption = None,
+    head: Annotated[bool, typer.Option("--head", help="Only the message that the key waits for.")] = False,
+) -> None:
+    """Let what waits in a parked key die; bodies are kept, `dead redrive` takes it back."""
+    with Database(settings_here().control_dsn()) as database:
+        count = discard_parked(
+            database, topic, group, key=key, message=identity_given(message), head=head, reason=reason, actor=actor()
+        )
+    typer.echo(
+        f"{counted(count, 'message')} of {_named(key, message)} discarded: see mqlayer dead list {topic} {group}"
+    )
+
+
+def _named(key: str | None, message: str | None) -> str:
+    return f"the key of message {message}" if key is None else f"key {shown_key(key)}"
+
+
+def _row(one: ParkedKey) -> dict[str, Any]:
+    return {
+        "topic": one.topic,
+        "group": one.group,
+        "key": shown_key(one.key),
+        "messages": one.messages,
+        "bytes": one.bytes,
+        "head": one.head and str(one.head),
+        "cause": one.cause,
+        "attempts": one.attempts,
+        "since": one.parked_at.isoformat(timespec="seconds"),
+        "next_attempt": _due(one),
+    }
+
+
+def _due(one: ParkedKey) -> str:
+    if one.due_in_s is None:
+        return "when released"
+    return f"in {shown_age(one.due_in_s)}" if one.due_in_s > 0 else "now"
+
+
+def _facts(one: ParkedKey) -> dict[str, Any]:
+    return {
+        "topic": one.topic,
+        "group": one.group,
+        "lp": one.lp,
+        "key": one.key,
+        "alone": one.alone,
+        "messages": one.messages,
+        "bytes": one.bytes,
+        "head": one.head and str(one.head),
+        "cause": one.cause,
+        "attempts": one.attempts,
+        "parked_at": one.parked_at.isoformat(),
+        "due_at": one.due_at and one.due_at.isoformat(),
+        "due_in_s": one.due_in_s,
+        "place": one.place,
+    }

@@ -1,0 +1,63 @@
+"""What operators do with parked keys and dead messages: list, show, release, discard, pass over, give back."""
+
+from mqlayer.failures.filters import DeadFilter, ParkedFilter
+from mqlayer.failures.listing import (
+    PAGE_LIMIT,
+    DeadMessage,
+    ParkedKey,
+    ParkedMessage,
+    dead_messages,
+    parked_keys,
+    parked_line,
+)
+from mqlayer.failures.redriving import (
+    Redrive,
+    RedriveResult,
+    cancel_redrive,
+    count_dead,
+    new_worker,
+    redrive_results,
+    redrives,
+    resume_redrive,
+    start_redrive,
+    work_on,
+)
+from mqlayer.failures.ruling import discard_dead, discard_parked, release_all, release_parked
+from mqlayer.failures.scanning import clean_attempts, retry_scan
+from mqlayer.failures.showing import Attempt, Shown, find_dead, show_dead, show_parked
+from mqlayer.failures.skipping import Skipped, skip_head
+
+__all__ = [
+    "PAGE_LIMIT",
+    "Attempt",
+    "DeadFilter",
+    "DeadMessage",
+    "ParkedFilter",
+    "ParkedKey",
+    "ParkedMessage",
+    "Redrive",
+    "RedriveResult",
+    "Shown",
+    "Skipped",
+    "cancel_redrive",
+    "clean_attempts",
+    "count_dead",
+    "dead_messages",
+    "discard_dead",
+    "discard_parked",
+    "find_dead",
+    "new_worker",
+    "parked_keys",
+    "parked_line",
+    "redrive_results",
+    "redrives",
+    "release_all",
+    "release_parked",
+    "resume_redrive",
+    "retry_scan",
+    "show_dead",
+    "show_parked",
+    "skip_head",
+    "start_redrive",
+    "work_on",
+]

@@ -1,0 +1,383 @@
+"""Give dead messages back to their group: a job that may be stopped, killed, cancelled and gone on with.
+
+A redrive is a row. Whoever works on it has a lease on it and sends batch by batch, each in one transaction that holds
+the group's lock and the row: dead rows are marked, the messages join their keys' lines, each gets a result, and the
+place that was come to is noted. So a message is given back once, however many work on it and wherever they die: what
+was committed is behind the place, what was not is before it. The members of the group handle it from there.
+
+Messages go key by key, each key's as they were published: by their source's numbers, and between sources by where they
+lay in the partitions of their lineage. In a line that is there a message comes before the later ones of its source.
+
+States: *running* -> *done* or *cancelled*, both for good. A running redrive whose worker died is gone on with by
+`resume_redrive` at once, or by the retry scan once the lease ran out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final, Literal
+
+from psycopg.types.json import Jsonb
+
+from mqlayer.domain.message import Identity
+from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.failpoints import failpoint
+from mqlayer.failures.filters import NAMED_LIMIT, DeadFilter
+from mqlayer.failures.listing import page, shown
+from mqlayer.membership.groups import find_group
+from mqlayer.membership.rebalance import change_group
+from mqlayer.postgres.audit import note
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+
+log = logging.getLogger(__name__)
+
+BATCH: Final = 100
+"""How many messages one transaction gives back, at most; with a rate, what a second gives."""
+LOOK_AHEAD: Final = 500
+"""How far beyond a batch's end a message of its last key is looked for that is earlier by its source's numbers."""
+LEASE_S: Final = 10.0
+LOOK_S: Final = 1.0
+"""How often whoever waits for the rate looks whether it was cancelled."""
+
+State = Literal["running", "done", "cancelled"]
+Result = Literal["sent", "already", "no_body", "gone"]
+"""sent: given back; already: it lives in the group; no_body: it died without its body; gone: no row is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Redrive:
+    """A redrive as it stands. `per_s`: messages a second, 0 for no limit; `worked_on`: somebody has its lease."""
+
+    redrive_id: int
+    topic: str
+    group: str
+    filter: DeadFilter
+    per_s: float
+    actor: str
+    state: State
+    sent: int
+    not_sent: int
+    started_at: datetime
+    ended_at: datetime | None
+    worker: str | None
+    worked_on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RedriveResult:
+    """What a redrive did with one message; `identity` is None where no row of it is left."""
+
+    dead_id: int
+    identity: Identity | None
+    key: str | None
+    result: Result
+    at: datetime
+
+
+def count_dead(database: Database, topic: str, group: str, wanted: DeadFilter) -> tuple[int, int]:
+    """Return how many dead messages of a group a redrive would find, and how many of these have no body to send."""
+    facts = {"group_id": find_group(database, topic, group).group_id} | wanted.facts()
+    with database.connection() as connection:
+        ((found, bodiless),) = connection.execute(query("dead_count"), facts).fetchall()
+    return found, bodiless
+
+
+def start_redrive(
+    database: Database,
+    topic: str,
+    group: str,
+    wanted: DeadFilter,
+    *,
+    per_s: float = 0.0,
+    actor: str,
+    worker: str | None = None,
+) -> int:
+    """Begin to give back the dead messages of a group that there are now; return the redrive's id.
+
+    This sends nothing: `work_on` does, by this `worker`; without one, the retry scan. Raises NotFound, InvalidInput,
+    and Conflict for a retired group.
+    """
+    found = find_group(database, topic, group)
+    if found.state == "retired":
+        raise Conflict(f"group {group!r} of topic {topic!r} is retired", "nobody would handle what is given back")
+    if not 0 <= per_s < float("inf"):
+        raise InvalidInput(f"{per_s} messages a second is no rate: 0 for no limit, or more")
+    if wanted.dead_ids is not None and not 0 < len(wanted.dead_ids) <= NAMED_LIMIT:
+        raise InvalidInput(f"name 1 to {NAMED_LIMIT} messages, or say what they have in common")
+    wanted.facts()
+    facts = {"group_id": found.group_id, "filter": Jsonb(wanted.told()), "per_s": per_s, "actor": actor,
+             "worker": worker, "lease_s": LEASE_S}  # fmt: skip
+
+    def work(connection: Connection) -> int:
+        ((redrive_id,),) = connection.execute(query("redrive_insert"), facts).fetchall()
+        said = {"redrive": redrive_id, "filter": wanted.told(), "per_s": per_s}
+        note(connection, actor, "dead redrive", f"{topic}/{group}", said)
+        return int(redrive_id)
+
+    redrive_id = database.transaction(work)
+    failpoint("redrive.after_start")
+    log.info("redrive_started", extra={"redrive": redrive_id, "topic": topic, "group": group})
+    return redrive_id
+
+
+def resume_redrive(database: Database, redrive_id: int, *, actor: str, worker: str) -> None:
+    """Take a running redrive over, whoever works on it. Raises NotFound, Conflict where it is over."""
+    _running(database, redrive_id)
+
+    def work(connection: Connection) -> None:
+        facts = {"redrive_id": redrive_id, "worker": worker, "lease_s": LEASE_S, "instead": True}
+        if connection.execute(query("redrive_take"), facts).fetchone() is None:
+            raise Conflict(f"redrive {redrive_id} is over", "see what it did: mqlayer dead results")
+        note(connection, actor, "dead redrive resume", str(redrive_id), {})
+
+    database.transaction(work)
+
+
+def cancel_redrive(database: Database, redrive_id: int, *, actor: str) -> Redrive:
+    """End a running redrive; what it gave back stays so. At most the batch that is being sent still counts.
+
+    Raises NotFound, Conflict where it is over.
+    """
+    _running(database, redrive_id)
+
+    def work(connection: Connection) -> None:
+        facts = {"redrive_id": redrive_id, "state": "cancelled", "gone": 0}
+        row = connection.execute(query("redrive_end"), facts).fetchone()
+        if row is None:
+            raise Conflict(f"redrive {redrive_id} is over", "see what it did: mqlayer dead results")
+        note(connection, actor, "dead redrive cancel", str(redrive_id), {"sent": row[2], "not_sent": row[3]})
+
+    database.transaction(work)
+    return redrive_of(database, redrive_id)
+
+
+def redrives(
+    database: Database, *, topic: str | None = None, group: str | None = None, after: int | None = None, limit: int = 50
+) -> list[Redrive]:
+    """Return a page of redrives, newest first; `after`: the id of one of them."""
+    return _listed(database, topic=topic, group=group, after=after, limit=page(limit))
+
+
+def redrive_of(database: Database, redrive_id: int) -> Redrive:
+    """Return one redrive. Raises NotFound."""
+    found = _listed(database, redrive_id=redrive_id)
+    if not found:
+        raise NotFound("redrive", str(redrive_id), "see those that are: mqlayer dead redrives")
+    return found[0]
+
+
+def redrive_results(database: Database, redrive_id: int, *, after: int = 0, limit: int = 50) -> list[RedriveResult]:
+    """Return a page of what a redrive did, by dead_id; `after`: the dead_id of one of them. Raises NotFound."""
+    redrive_of(database, redrive_id)
+    facts = {"redrive_id": redrive_id, "after": after, "limit": page(limit)}
+    with database.connection() as connection:
+        rows = connection.execute(query("redrive_results"), facts).fetchall()
+    return [
+        RedriveResult(
+            dead_id, None if lp is None else Identity(source, lp, seq), None if key is None else shown(key), result, at
+        )
+        for dead_id, lp, source, seq, key, result, at in rows
+    ]
+
+
+def new_worker() -> str:
+    """Return a name for whoever is to work on a redrive, which nobody else has."""
+    return uuid.uuid4().hex
+
+
+def take_left(database: Database, redrive_id: int, worker: str) -> bool:
+    """Begin to work on a redrive that nobody works on; False where somebody does, or it is over."""
+    facts = {"redrive_id": redrive_id, "worker": worker, "lease_s": LEASE_S, "instead": False}
+    row = database.transaction(lambda connection: connection.execute(query("redrive_take"), facts).fetchone())
+    return row is not None
+
+
+def work_on(
+    database: Database,
+    redrive_id: int,
+    *,
+    worker: str,
+    stop: threading.Event | None = None,
+    batch: int = BATCH,
+    longest_wait_s: float = float("inf"),
+) -> Redrive:
+    """Give back what a redrive is for until it is over, somebody else has it, or `stop` is set; return how it stands.
+
+    `worker` has its lease. Where it is stopped it leaves the lease, so that anybody goes on at once; also where the
+    rate has it wait for longer than `longest_wait_s`.
+    """
+    stop = stop or threading.Event()
+    work = _Work(database, redrive_id, worker, batch)
+    while not stop.is_set() and (pause_s := work.keep()) is not None:
+        if pause_s == 0:
+            work.send()
+        elif pause_s > longest_wait_s:
+            break
+        else:
+            stop.wait(min(pause_s, LOOK_S))
+    facts = {"redrive_id": redrive_id, "worker": worker}
+    database.transaction(lambda connection: connection.execute(query("redrive_leave"), facts))
+    return redrive_of(database, redrive_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """A dead message that is next, and its place in the order of keys."""
+
+    dead_id: int
+    lp: int
+    key: bytes
+    partition: int
+    offset: int
+    source: int
+    seq: int
+    bodiless: bool
+
+    @property
+    def place(self) -> dict[str, Any]:
+        return {
+            "at_lp": self.lp,
+            "at_key": self.key,
+            "at_partition": self.partition,
+            "at_offset": self.offset,
+            "at_dead_id": self.dead_id,
+        }
+
+
+class _Work:
+    """One worker at one redrive."""
+
+    def __init__(self, database: Database, redrive_id: int, worker: str, batch: int) -> None:
+        self._database, self._redrive_id, self._worker, self._batch = database, redrive_id, worker, batch
+        found = redrive_of(database, redrive_id)
+        self._group = find_group(database, found.topic, found.group)
+        with database.connection() as connection:
+            row = connection.execute(query("topic_strategy"), {"topic_id": self._group.topic_id}).fetchone()
+        self._alone = not self._group.ordered or row == ("best_effort",)
+
+    def keep(self) -> float | None:
+        """Extend the lease; return for how many seconds the rate has it wait. None: over, or another worker's."""
+        facts = {"redrive_id": self._redrive_id, "worker": self._worker, "lease_s": LEASE_S}
+        row = self._database.transaction(lambda connection: connection.execute(query("redrive_keep"), facts).fetchone())
+        return None if row is None else float(row[0])
+
+    def send(self) -> None:
+        """Give the next batch back, and end the redrive where there is nothing more."""
+        change_group(self._database, self._group.group_id, self._send)
+        failpoint("redrive.after_commit")
+
+    def _send(self, connection: Connection) -> None:
+        facts = {"redrive_id": self._redrive_id, "worker": self._worker}
+        row = connection.execute(query("redrive_hold"), facts).fetchone()
+        if row is None:
+            return
+        wanted, per_s = DeadFilter.of(row[0]), row[2]
+        cursor = dict(zip(("at_lp", "at_key", "at_partition", "at_offset", "at_dead_id"), row[3:], strict=True))
+        limit = self._batch if per_s == 0 else max(1, min(self._batch, int(per_s)))
+        found = self._find(connection, wanted, {"upto": row[1], "limit": limit + LOOK_AHEAD} | cursor)
+        if not found:
+            self._end(connection, wanted)
+            return
+        picked = self._without_known(connection, _batch(found, limit))
+        results = self._give_back(connection, picked)
+        sent = sum(result == "sent" for result in results.values())
+        self._put_results(connection, results)
+        advance = {"sent": sent, "not_sent": len(picked) - sent, "pause_s": sent / per_s if per_s else 0.0,
+                   "lease_s": LEASE_S}  # fmt: skip
+        connection.execute(query("redrive_advance"), facts | found[:limit][-1].place | advance)
+        failpoint("redrive.before_commit")
+
+    def _find(self, connection: Connection, wanted: DeadFilter, facts: dict[str, Any]) -> list[_Picked]:
+        facts |= {"redrive_id": self._redrive_id, "group_id": self._group.group_id} | wanted.facts()
+        name = "redrive_pick" if wanted.dead_ids is None else "redrive_pick_named"
+        rows = _run(connection, name, facts).fetchall()
+        return [_Picked(dead_id, lp, bytes(key), *rest) for dead_id, lp, key, *rest in rows]
+
+    def _without_known(self, connection: Connection, picked: list[_Picked]) -> list[_Picked]:
+        """Leave out what an earlier batch took from further on, and that may have died again since."""
+        facts = {"redrive_id": self._redrive_id, "dead_ids": [one.dead_id for one in picked]}
+        known = {row[0] for row in _run(connection, "redrive_known", facts).fetchall()}
+        return [one for one in picked if one.dead_id not in known]
+
+    def _give_back(self, connection: Connection, picked: Sequence[_Picked]) -> dict[int, Result]:
+        """Let messages join their keys' lines in this order; return what became of each."""
+        results: dict[int, Result] = {one.dead_id: "no_body" if one.bodiless else "already" for one in picked}
+        marked = _run(connection, "redrive_mark", {"dead_ids": list(results)}).fetchall()
+        dead = {row[0] for row in marked}
+        facts = {"dead_ids": [dead_id for dead_id in results if dead_id in dead], "alone": self._alone}
+        if not dead:
+            return results
+        _run(connection, "redrive_keys_put", facts)
+        joined = _run(connection, "redrive_messages_put", facts).fetchall()
+        identities = {(lp, source, seq) for lp, _, source, seq in joined}
+        lps, names, sources, seqs = ([row[at] for row in joined] for at in range(4))
+        heads = {"group_id": self._group.group_id, "lps": lps, "names": names, "sources": sources, "seqs": seqs}
+        _run(connection, "redrive_heads_put", heads)
+        for dead_id, lp, source, seq in marked:
+            if (lp, source, seq) in identities:
+                results[dead_id] = "sent"
+        connection.execute(query("parking_raise"), {"group_ids": [self._group.group_id]})
+        return results
+
+    def _end(self, connection: Connection, wanted: DeadFilter) -> None:
+        missing: list[tuple[int]] = []
+        if wanted.dead_ids is not None:
+            facts = {"redrive_id": self._redrive_id, "dead_ids": list(wanted.dead_ids)}
+            missing = connection.execute(query("redrive_missing"), facts).fetchall()
+            self._put_results(connection, {row[0]: "gone" for row in missing})
+        facts = {"redrive_id": self._redrive_id, "state": "done", "gone": len(missing)}
+        connection.execute(query("redrive_end"), facts)
+        log.info("redrive_done", extra={"redrive": self._redrive_id})
+
+    def _put_results(self, connection: Connection, results: dict[int, Result]) -> None:
+        facts = {"redrive_id": self._redrive_id, "dead_ids": list(results), "results": list(results.values())}
+        connection.execute(query("redrive_results_put"), facts)
+
+
+def _run(connection: Connection, name: str, facts: dict[str, Any]) -> Any:
+    """Run a statement planned for the tables as they are: they may have been empty when it was first prepared."""
+    return connection.execute(query(name), facts, prepare=False)
+
+
+def _batch(found: Sequence[_Picked], limit: int) -> list[_Picked]:
+    """Return the first messages of those found, in the order in which they are given back: that of the log.
+
+    But what a source numbered goes by its numbers: a node that fell back was sent later ones again, at lower offsets.
+    Of the last key, whose messages may not end here, such a one is taken from further on.
+    """
+    ahead = list(found[:limit])
+    last = ahead[-1]
+    tops: dict[int, int] = {}
+    for one in ahead:
+        if (one.lp, one.key) == (last.lp, last.key):
+            tops[one.source] = max(one.seq, tops.get(one.source, 0))
+    ahead += [
+        one for one in found[limit:] if (one.lp, one.key) == (last.lp, last.key) and one.seq < tops.get(one.source, 0)
+    ]
+    places = {one.dead_id: place for place, one in enumerate(ahead)}
+    highest: dict[tuple[int, bytes, int], int] = {}
+    for one in sorted(ahead, key=lambda one: one.seq):
+        line = (one.lp, one.key, one.source)
+        highest[line] = places[one.dead_id] = max(places[one.dead_id], highest.get(line, 0))
+    return sorted(ahead, key=lambda one: (one.lp, one.key, places[one.dead_id], one.seq))
+
+
+def _running(database: Database, redrive_id: int) -> None:
+    found = redrive_of(database, redrive_id)
+    if found.state != "running":
+        raise Conflict(f"redrive {redrive_id} is {found.state}", f"see what it did: mqlayer dead results {redrive_id}")
+
+
+def _listed(database: Database, **facts: Any) -> list[Redrive]:
+    wanted = {"redrive_id": None, "topic": None, "group": None, "after": None, "limit": 1} | facts
+    with database.connection() as connection:
+        rows = connection.execute(query("redrive_list"), wanted).fetchall()
+    return [
+        Redrive(redrive_id, topic, group, DeadFilter.of(told), *rest) for redrive_id, topic, group, told, *rest in rows
+    ]

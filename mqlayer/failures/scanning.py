@@ -1,0 +1,90 @@
+"""What the worker does for parked keys: keys that nobody takes up, redrives that nobody works on, old attempts.
+
+Idempotent, safe to run twice at once: a notice says only that a look pays, a redrive has a lease and its row, and rows
+go by age.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from datetime import UTC, datetime
+from typing import Final
+
+from mqlayer.errors import MqlayerError
+from mqlayer.failpoints import failpoint
+from mqlayer.failures.redriving import new_worker, take_left, work_on
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.queries import query
+
+log = logging.getLogger(__name__)
+
+OVERDUE_S: Final = 5.0
+"""How long a key may be due before its group is told again."""
+ATTEMPTS_HORIZON_S: Final = 7 * 86_400.0
+"""How old the failed attempts of a message must be that is neither parked nor dead, before they are forgotten."""
+LONGEST_WAIT_S: Final = 1.0
+"""For how long a scan waits for a redrive's rate; a slower one is left until it may send again."""
+ROWS_AT_ONCE: Final = 5_000
+ROUNDS: Final = 200
+
+
+def retry_scan(database: Database, *, at_most_s: float = 5.0) -> int:
+    """Tell groups again whose keys have been due for a while, and work on redrives that stand still.
+
+    Returns how many groups were told. Within `at_most_s`, but for the batch that is being sent then.
+    """
+    until = time.monotonic() + at_most_s
+    told = _tell_overdue(database)
+    _work_on_left(database, until)
+    return told
+
+
+def clean_attempts(database: Database, *, horizon_s: float = ATTEMPTS_HORIZON_S) -> int:
+    """Forget old failed attempts, in bounded steps; return how many went."""
+    gone = 0
+    begin = datetime(1970, 1, 1, tzinfo=UTC)
+    for _ in range(ROUNDS):
+        facts = {"horizon_s": horizon_s, "from": begin, "limit": ROWS_AT_ONCE}
+        with database.connection() as connection:
+            ((last, looked_at, deleted),) = connection.execute(query("attempts_clean"), facts).fetchall()
+        gone += deleted
+        if looked_at < ROWS_AT_ONCE or (last == begin and not deleted):
+            break
+        begin = last
+    if gone:
+        log.info("attempts_cleaned", extra={"rows": gone})
+    return gone
+
+
+def _tell_overdue(database: Database) -> int:
+    with database.connection() as connection:
+        found = [row[0] for row in connection.execute(query("parked_overdue"), {"for_s": OVERDUE_S}).fetchall()]
+        if found:
+            connection.execute(query("parking_raise"), {"group_ids": found})
+            log.info("parked_keys_overdue", extra={"groups": found})
+    return len(found)
+
+
+def _work_on_left(database: Database, until: float) -> None:
+    with database.connection() as connection:
+        left = [row[0] for row in connection.execute(query("redrives_left")).fetchall()]
+    for number, redrive_id in enumerate(left):
+        remaining = until - time.monotonic()
+        worker = new_worker()
+        if remaining <= 0:
+            return
+        if not take_left(database, redrive_id, worker):
+            continue
+        failpoint("scan.after_take")
+        stop = threading.Event()
+        timer = threading.Timer(remaining / (len(left) - number), stop.set)
+        timer.daemon = True
+        timer.start()
+        try:
+            work_on(database, redrive_id, worker=worker, stop=stop, longest_wait_s=LONGEST_WAIT_S)
+        except MqlayerError as error:
+            log.warning("redrive_waits", extra={"redrive": redrive_id, "reason": str(error)})
+        finally:
+            timer.cancel()

@@ -1,0 +1,209 @@
+"""Cases 34, 35, 59, 64, 65: some keys fail for ever, others half of the time, and nobody else notices.
+
+10 of 1,000 keys always fail, 10 fail half of the time, consumers are killed and stopped at random and at the places
+between two writes of parking, an operator releases keys now and then, and two route changes happen. Then everything is
+let go while the fault is still there: all that waits are messages of failing keys, parked, and the streams are settled.
+Then the fault is mended and the keys are released: every message has its effect, and the histories, the streams and the
+sink are judged.
+
+The short form runs with the suite; `--long` (or MQLAYER_CHAOS_SECONDS) makes it last. MQLAYER_CHAOS_SEED repeats a
+choice of faults, MQLAYER_CHAOS_REPORT names a file for the verdict as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import psycopg
+import pytest
+from pydantic import SecretStr
+
+from mqlayer.changes import finish_changes, merge, split
+from mqlayer.postgres.database import Database
+from mqlayer.routes.cache import load_route
+from mqlayer.settings import Settings
+from mqlayer.stack import RedisServer
+from tests.chaos.actors import GROUP, SINK, TOPIC, put_faults
+from tests.chaos.test_route_chaos import Scene
+from tests.chaos.test_whole_path import Nemesis, Play
+from tests.fixtures.servers import StartRedis
+from tests.fixtures.waiting import wait_until
+from tests.proof.checker import Verdict
+
+CAST: Final = {"publisher": 2, "relay": 1, "seller": 3}
+KEYS: Final = 1_000
+ALWAYS: Final = tuple(f"key-{number}" for number in range(10))
+HALF: Final = tuple(f"key-{number}" for number in range(10, 20))
+RULES: Final = {"policy": "park", "attempt_limit": 6, "backoff_s": [0.05, 0.05, 12.0], "jitter": 0.2}
+"""Parked from the third failure on, for 12 s; held from the sixth one on."""
+SETTLING_S: Final = 300.0
+PLACES: Final = (
+    "parking.before_commit", "parking.after_commit", "parking.before_resume", "ack.after_send", "handler.after_failure",
+)  # fmt: skip
+
+
+class FailingScene(Scene):
+    """What the stores say of one group whose keys fail."""
+
+    groups = (GROUP,)
+
+    def waiting(self) -> Counter[str]:
+        """Return how many messages of each key are parked."""
+        return Counter(
+            dict(self.rows("SELECT convert_from(key, 'UTF8'), count(*) FROM mqlayer.parked_message GROUP BY 1"))
+        )
+
+    def release(self) -> None:
+        """Have every parked key tried now, as an operator does."""
+        with psycopg.connect(self.settings.control_dsn()) as connection:
+            connection.execute("UPDATE mqlayer.parked_key SET due_at = now(), attempts = 0")
+            connection.execute("UPDATE mqlayer.consumer_group SET parking = parking + 1")
+            connection.execute("SELECT pg_notify('mqlayer_group', group_id::text) FROM mqlayer.consumer_group")
+
+    def only_failing_keys_wait(self) -> bool:
+        """Say whether the streams are settled, and all that has no effect is parked, of keys that fail."""
+        finish_changes(self.database, prefix=self.prefix, topic=TOPIC, application=self.database)
+        assert set(self.waiting()) <= {*ALWAYS, *HALF}
+        unsettled = list(self.unsettled())
+        assert not unsettled, unsettled
+        twice = "SELECT count(*) FROM mqlayer.parked_message JOIN sink USING (source, lp, seq)"
+        [(twice_there,)] = self.rows(twice)
+        [(handled,)] = self.rows("SELECT count(*) FROM sink")
+        assert handled + self.waiting().total() - twice_there == self.committed()
+        return True
+
+    def is_over(self) -> bool:
+        """Say whether every message has its effect, and nothing is parked."""
+        [(handled,)] = self.rows("SELECT count(*) FROM sink")
+        assert (handled, self.waiting()) == (self.committed(), Counter())
+        return not self.rows("SELECT FROM mqlayer.parked_key")
+
+
+class SellerNemesis(Nemesis):
+    """Kills and stops consumers, half of the killed ones once more at a place, and cuts their connections."""
+
+    mortal = ("seller",)
+    stoppable = ("seller",)
+
+    def __init__(self, play: Play, scene: FailingScene, seed: int) -> None:
+        super().__init__(play, scene.nodes, scene.settings.control_dsn(), seed)
+        self._scene = scene
+
+    def strike(self) -> None:
+        """Break something, or release keys."""
+        for name in self._play.ended():
+            self._play.start(name)
+        faults = [self.kill] * 4 + [self.pause] * 2 + [self.release] * 2 + [self.cut_backends, self.flush_scripts]
+        fault = self._rng.choice(faults)
+        fault()
+        self.faults[fault.__name__] += 1
+
+    def kill(self) -> None:
+        """Kill a consumer; perhaps the next one of its name ends at a place."""
+        name = self._rng.choice(self._play.names("seller"))
+        self.killed["seller"] += 1
+        armed = f"{self._rng.choice(PLACES)}=kill@{self._rng.randint(1, 4)}" if self._rng.random() < 0.5 else ""
+        self._play.kill(name, armed)
+
+    def release(self) -> None:
+        """Do what an operator does, at a bad moment."""
+        self._scene.release()
+
+    def rest(self) -> None:
+        """Let go: whoever may still be broken at a place is replaced."""
+        for name in self._play.names("seller"):
+            self._play.kill(name)
+
+
+@pytest.fixture
+def scene(database_dsn: str, key_prefix: str, start_redis: StartRedis, tmp_path: Path) -> Iterator[FailingScene]:
+    settings = Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix)
+    with psycopg.connect(database_dsn, autocommit=True) as connection:
+        connection.execute(SINK)
+    nodes: list[RedisServer] = [start_redis() for _ in range(2)]
+    with Database(database_dsn) as database:
+        yield FailingScene(database, nodes, settings, tmp_path)
+
+
+def chaos_seconds(config: pytest.Config) -> float:
+    """Return how long the faults go on."""
+    long = config.getoption("--long", default=False)
+    return float(os.environ.get("MQLAYER_CHAOS_SECONDS", "240" if long else "12"))
+
+
+@pytest.mark.timeout(0)
+def test_keys_that_fail_hold_up_nobody_and_are_whole_in_the_end(
+    request: pytest.FixtureRequest, scene: FailingScene
+) -> None:
+    """All other keys are handled while the fault lasts; after it, every key's history is complete and in order."""
+    seed = int(os.environ.get("MQLAYER_CHAOS_SEED", "0")) or random.randrange(1, 10**6)
+    print(f"MQLAYER_CHAOS_SEED={seed}")  # noqa: T201
+    seconds = chaos_seconds(request.config)
+    put_faults(scene.directory, always=ALWAYS, half=HALF)
+    play = Play(
+        scene.settings, scene.directory,
+        MQLAYER_TEST_KEYS=str(KEYS), MQLAYER_TEST_RULES=json.dumps(RULES), MQLAYER_TEST_PAUSE_S="0.004",
+    )  # fmt: skip
+    nemesis = SellerNemesis(play, scene, seed)
+    began = time.monotonic()
+    try:
+        for role, count in CAST.items():
+            for number in range(count):
+                play.start(f"{role}-{number}")
+        wait_until(lambda: scene.rows("SELECT 1 FROM mqlayer.parked_key LIMIT 1"), timeout_s=40, what="a parked key")
+        for change in (scene_split, scene_merge, None):
+            strike_for(nemesis, seconds / 3, random.Random(seed))
+            if change is not None:
+                change(scene)
+        nemesis.rest()
+        play.end("publisher")
+        wait_until(scene.only_failing_keys_wait, timeout_s=SETTLING_S, what=f"only failing keys wait, {seed=}")
+        waiting, settled_s = scene.waiting(), time.monotonic() - began
+        put_faults(scene.directory)
+        scene.release()
+        wait_until(scene.is_over, timeout_s=SETTLING_S, what=f"every message has its effect, {seed=}")
+        whole_s = time.monotonic() - began
+        play.end("seller")
+        play.end("relay")
+    finally:
+        play.kill_all()
+    scene.witness()
+    verdict = scene.judge()
+    report(nemesis, verdict, seed=seed, settled_s=settled_s, whole_s=whole_s, waiting=waiting.total())
+    assert verdict.clean, f"{seed=} {verdict}"
+    assert set(ALWAYS) <= set(waiting), "not every failing key was parked: too little was published"
+    assert sum(scene.changes().values()) == 2
+
+
+def scene_split(scene: FailingScene) -> None:
+    """Split the first partition, which holds some of the keys."""
+    split(scene.database, TOPIC, load_route(scene.database, TOPIC).ranges[0].partition, prefix=scene.prefix)
+
+
+def scene_merge(scene: FailingScene) -> None:
+    """Merge the last two partitions."""
+    parents = [line.partition for line in load_route(scene.database, TOPIC).ranges[-2:]]
+    merge(scene.database, TOPIC, parents, prefix=scene.prefix)
+
+
+def strike_for(nemesis: Nemesis, seconds: float, rng: random.Random) -> None:
+    """Break one thing after the other for a while."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        # The pace of faults is part of the experiment, not a wait for anything.
+        time.sleep(rng.uniform(0.3, 1.0))
+        nemesis.strike()
+
+
+def report(nemesis: Nemesis, verdict: Verdict, **facts: float) -> None:
+    """Write down what was done and what was found, where that is asked for."""
+    if path := os.environ.get("MQLAYER_CHAOS_REPORT"):
+        found = facts | {"faults": nemesis.faults, "killed": nemesis.killed, "verdict": json.loads(verdict.as_json())}
+        Path(path).write_text(json.dumps(found), "utf-8")

@@ -1,0 +1,250 @@
+"""Cases 59, 64, 65, 67: consumers killed at each step of parking, resuming and burying, and by a message itself.
+
+Whatever step it was: each message is in exactly one place afterwards (unsettled in its stream, parked, dead, or
+handled), no key is reversed, each fenced effect is there once, and each message that left has its reason.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from typing import Any, Final
+
+import psycopg
+import pytest
+import redis
+
+from mqlayer.membership.groups import find_group
+from mqlayer.postgres.database import Database
+from mqlayer.redis.keys import group_keys, partition_keys
+from mqlayer.topics import list_nodes
+from tests.chaos.actors import DEADLY, GROUP, TOPIC, put_faults
+from tests.chaos.test_consumer_kills import COUNT, KEYS, Scene, judge, scene
+from tests.fixtures.waiting import wait_until
+from tests.proof.history import Deliver, read_histories
+
+__all__ = ["scene"]
+
+BROKEN: Final = tuple(f"key-{number}" for number in range(1, 7))
+OF_BROKEN: Final = len(BROKEN) * COUNT // KEYS
+PARTITIONS: Final = (1, 2, 3, 4)
+LATER_S: Final = 3600.0
+DEATHS: Final = 12
+"""More than it takes to find out which message it is."""
+PLACES: Final = ("parked_message", "dead_message", "sink")
+
+
+class Shop:
+    """What a test does to consumers of a scene, and sees of what they leave."""
+
+    def __init__(self, scene: Scene, **rules: Any) -> None:
+        self.scene = scene
+        scene._environment |= {"MQLAYER_TEST_RULES": json.dumps(rules), "MQLAYER_TEST_MEMBER": "seller"}
+
+    def start(self, name: str, failpoints: str = "") -> subprocess.Popen[bytes]:
+        """Start a consumer; it has the id of the one before, so that nobody waits for a lease."""
+        return self.scene.start(name, failpoints, role="seller")
+
+    def killed(self, failpoint: str) -> None:
+        """Start a consumer, and see it killed at its place."""
+        assert self.start(f"killed-{failpoint}", failpoint).wait(40) == -9, "the place was not reached"
+
+    def fail(self, **faults: Any) -> None:
+        """Have these faults from now on."""
+        put_faults(self.scene.directory, **faults)
+
+    def rows(self, statement: str, *arguments: Any) -> list[tuple[Any, ...]]:
+        """Return what Postgres answers."""
+        with psycopg.connect(self.scene.settings.control_dsn(), autocommit=True) as connection:
+            cursor = connection.execute(statement.encode(), arguments)
+            return cursor.fetchall() if cursor.description else []
+
+    def try_now(self, *, attempts: str = "0") -> None:
+        """Have all parked keys tried now: as an operator releases them, or earlier than they are due."""
+        self.rows(f"UPDATE mqlayer.parked_key SET due_at = now(), attempts = {attempts}")
+        self.rows("UPDATE mqlayer.consumer_group SET parking = parking + 1")
+        self.rows("SELECT pg_notify('mqlayer_group', group_id::text) FROM mqlayer.consumer_group")
+
+    def settled(self) -> bool:
+        """Say whether everything in the streams is settled."""
+        prefix = self.scene.settings.key_prefix
+        with Database(self.scene.settings.control_dsn()) as database:
+            group_id = find_group(database, TOPIC, GROUP).group_id
+            [node] = list_nodes(database)
+        with redis.Redis.from_url(node.url) as client:
+            return all(
+                client.hget(group_keys(prefix, partition, group_id).lock.decode(), "committed")
+                == client.hget(partition_keys(prefix, partition).meta.decode(), "next")
+                for partition in PARTITIONS
+            )
+
+    def places(self) -> dict[str, int]:
+        """Return how many messages are parked, dead and handled; fails if one is in two places."""
+        # One statement: a message may go from one place to another between two.
+        found = self.rows(
+            "SELECT 'parked_message', source, lp, seq FROM mqlayer.parked_message"
+            " UNION ALL SELECT 'dead_message', source, lp, seq FROM mqlayer.dead_message"
+            " UNION ALL SELECT 'sink', source, lp, seq FROM sink"
+        )
+        assert len(found) == len({row[1:] for row in found})
+        return {place: sum(row[0] == place for row in found) for place in PLACES}
+
+    def in_place(self, **counts: int) -> bool:
+        """Say whether all is settled, and so many messages are in each place."""
+        expected = dict.fromkeys(PLACES, 0) | counts
+        assert sum(expected.values()) == self.scene.published
+        assert self.places() == expected
+        return self.settled()
+
+    def wait_places(self, **counts: int) -> None:
+        """Wait until all is settled, and so many messages are in each place."""
+        wait_until(lambda: self.in_place(**counts), timeout_s=40, what="each message in its place")
+
+    def wait_unparked(self) -> None:
+        """Wait until no key is parked."""
+        wait_until(lambda: not self.rows("SELECT FROM mqlayer.parked_key"), timeout_s=20, what="no key parked")
+
+    def stop(self, process: subprocess.Popen[bytes]) -> None:
+        """Have a consumer end in order."""
+        process.terminate()
+        assert process.wait(40) == 0
+
+
+def test_kills_while_keys_are_parked(scene: Scene) -> None:
+    """Cases 64, 65: the key and all that follows it is parked, and released later; nothing else waits for it."""
+    shop = Shop(scene, policy="park", attempt_limit=2, backoff_s=[0.01])
+    shop.fail(always=BROKEN)
+    scene.publish()
+    for failpoint in (
+        "parking.before_commit=kill", "parking.after_commit=kill", "ack.after_send=kill@2",
+        "parking.after_commit=kill@2", "ack.before_send=kill@3",
+    ):  # fmt: skip
+        shop.killed(failpoint)
+    shop.start("last")
+    shop.wait_places(parked_message=OF_BROKEN, sink=COUNT - OF_BROKEN)
+    assert shop.rows("SELECT DISTINCT cause, due_at FROM mqlayer.parked_key") == [("exhausted", None)]
+    shop.fail()
+    shop.try_now()
+    shop.wait_places(sink=COUNT)
+    shop.wait_unparked()
+    judge(scene)
+
+
+def test_kills_while_keys_are_resumed(scene: Scene) -> None:
+    """Case 64: what is parked comes before what came meanwhile, whoever goes on with it."""
+    shop = Shop(scene, policy="park", attempt_limit=2, backoff_s=[0.01])
+    shop.fail(always=BROKEN)
+    scene.publish()
+    first = shop.start("first")
+    shop.wait_places(parked_message=OF_BROKEN, sink=COUNT - OF_BROKEN)
+    shop.stop(first)
+    shop.fail()
+    scene.publish()
+    for failpoint in (
+        "parking.before_commit=kill", "parking.after_commit=kill", "parking.before_resume=kill@2",
+        "handler.after_success=kill@20", "parking.before_commit=kill@4", "parking.after_commit=kill@5",
+        "parking.before_resume=kill@6",
+    ):  # fmt: skip
+        # Who died of chance in the middle of a key may be counted against it: here that is not the question.
+        shop.try_now()
+        shop.killed(failpoint)
+    shop.try_now()
+    shop.start("last")
+    shop.wait_places(sink=2 * COUNT)
+    shop.wait_unparked()
+    judge(scene)
+
+
+def test_kills_while_messages_are_buried(scene: Scene) -> None:
+    """Case 67: a message that leaves is dead and settled, or neither; nobody handles it after that."""
+    shop = Shop(scene, policy="dead_letter", attempt_limit=2, backoff_s=[0.01])
+    shop.fail(always=BROKEN)
+    scene.publish()
+    for failpoint in ("parking.before_commit=kill", "parking.after_commit=kill", "ack.before_send=kill@5"):
+        shop.killed(failpoint)
+    shop.start("last")
+    shop.wait_places(dead_message=OF_BROKEN, sink=COUNT - OF_BROKEN)
+    judge(scene)
+
+
+def test_kills_while_messages_are_buried_that_were_parked(scene: Scene) -> None:
+    """Case 67: from parked to dead in one step, and its key goes on behind it."""
+    shop = Shop(scene, policy="dead_letter", attempt_limit=3, backoff_s=[0.01, LATER_S])
+    shop.fail(always=BROKEN)
+    scene.publish()
+    first = shop.start("first")
+    shop.wait_places(parked_message=OF_BROKEN, sink=COUNT - OF_BROKEN)
+    shop.stop(first)
+    for failpoint in ("parking.before_commit=kill@6", "parking.after_commit=kill@6", "parking.before_resume=kill@8"):
+        shop.try_now(attempts="attempts")
+        shop.killed(failpoint)
+    shop.try_now(attempts="attempts")
+    shop.start("last")
+    waiting = "SELECT count(*) FROM mqlayer.parked_key WHERE due_at > now() + interval '1 minute'"
+    wait_until(
+        lambda: shop.places()["dead_message"] >= len(BROKEN) and shop.rows(waiting) == [(len(BROKEN),)],
+        timeout_s=40, what="each key's first message is dead, and its next one waits",
+    )  # fmt: skip
+    shop.fail()
+    shop.try_now()
+    shop.wait_unparked()
+    dead = shop.places()["dead_message"]
+    shop.wait_places(dead_message=dead, sink=COUNT - dead)
+    judge(scene)
+
+
+def restart_until(shop: Shop, done: Callable[[], bool]) -> int:
+    """Start a consumer again and again, as whoever runs it does; return how often it died of a message."""
+    for deaths in range(DEATHS):
+        process = shop.start(f"run-{deaths}")
+        wait_until(lambda: process.poll() is not None or done(), timeout_s=40, what="dead, or done")  # noqa: B023
+        if process.poll() is None:
+            return deaths
+        assert process.wait() == DEADLY
+    pytest.fail(f"it still dies after {DEATHS} starts: {shop.places()}")
+
+
+def attempts_of(scene: Scene, *but: str) -> set[int]:
+    """Return which attempts there were of all messages but these."""
+    events = [record.event for record in read_histories(scene.directory)]
+    return {event.attempt for event in events if isinstance(event, Deliver) and event.value not in but}
+
+
+@pytest.mark.parametrize(("in_loop", "limit"), [(False, 2), (True, 1)])
+def test_a_message_that_kills_its_consumer_every_time_comes_to_its_end(scene: Scene, in_loop: bool, limit: int) -> None:
+    """Cases 58, 59: nobody ever answers for it; its neighbours are handled, and no attempt of theirs is counted."""
+    shop = Shop(scene, policy="dead_letter", attempt_limit=limit, backoff_s=[0.01])
+    if in_loop:
+        scene._environment["MQLAYER_TEST_ASYNC"] = "1"
+    shop.fail(deadly=["47"])
+    scene.publish()
+    deaths = restart_until(shop, lambda: shop.in_place(dead_message=1, sink=COUNT - 1))
+    [(cause, attempts, reason)] = shop.rows("SELECT cause, attempts, reason FROM mqlayer.dead_message")
+    assert (cause, attempts, reason) == ("exhausted", limit, "nobody answered")
+    assert deaths >= 3 + limit
+    assert attempts_of(scene, "47") == {1}
+    judge(scene)
+
+
+def test_a_message_that_kills_its_consumer_in_the_middle_of_a_parked_key_comes_to_its_end(scene: Scene) -> None:
+    """Case 59: what is before it in its key's line has its effects once, what is behind it goes on."""
+    shop = Shop(scene, policy="park", attempt_limit=1, backoff_s=[0.01])
+    shop.fail(always=["key-7"])
+    scene.publish()
+    each = COUNT // KEYS
+    first = shop.start("first")
+    shop.wait_places(parked_message=each, sink=COUNT - each)
+    shop.stop(first)
+    shop.fail(deadly=[str(7 + 5 * KEYS)])
+    shop.try_now()
+    held = [("exhausted", 1, None)]
+    restart_until(shop, lambda: shop.rows("SELECT cause, attempts, due_at FROM mqlayer.parked_key") == held)
+    shop.wait_places(parked_message=each - 5, sink=COUNT - each + 5)
+    assert shop.rows("SELECT convert_from(body, 'UTF8') FROM mqlayer.parked_message ORDER BY place, seq LIMIT 1") == [
+        (str(7 + 5 * KEYS),)
+    ]
+    shop.fail()
+    shop.try_now()
+    shop.wait_places(sink=COUNT)
+    judge(scene)

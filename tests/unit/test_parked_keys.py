@@ -1,0 +1,69 @@
+"""Parked keys in their owner's memory: each is started once, and nobody follows while one is being started."""
+
+from __future__ import annotations
+
+from mqlayer.consuming.clock import Lease, clock
+from mqlayer.consuming.dispatch import Dispatcher
+from mqlayer.consuming.holdings import Held
+from mqlayer.consuming.parked import Parking, Parkings
+from mqlayer.domain.message import ParkedRecord
+from mqlayer.domain.routing import NodeId, PartitionId
+from mqlayer.membership.members import Assigned
+from mqlayer.parking import KeyRef
+from mqlayer.redis.partitions import Holder, Taken
+
+LIMITS = (100, 100_000, 8)
+
+
+def opened(*due: Parking) -> tuple[Dispatcher, Held]:
+    """Return a holding with parked keys, and its dispatcher."""
+    lease = Lease()
+    lease.until = float("inf")
+    dispatcher = Dispatcher(lease)
+    held = Held(Assigned(PartitionId(1), NodeId(1), 0, 1024, 1, 1, release=False), Holder("p", 1, 1, "m", 1))
+    dispatcher.open(held, Taken(1, 1, 1, b"", {}))
+    for parking in due:
+        held.parked.add(parking)
+    return dispatcher, held
+
+
+def test_a_key_that_waits_to_be_started_and_is_released_again_is_started_once() -> None:
+    """Twice, two workers would have it at a time."""
+    parkings, parking = Parkings(), Parking(KeyRef(1, b"k"), due=1.0)
+    parkings.add(parking)
+    assert parkings.ripe(2.0) == [parking]
+    parkings.schedule(parking, 1.5)
+    assert parkings.ripe(2.0) == [parking]
+    parkings.take_ripe([parking])
+    assert parkings.ripe(2.0) == []
+
+
+def test_nothing_is_drained_while_a_key_is_being_started() -> None:
+    """Case 24: the server knows the start already, the workers don't; the successor's owner would start it too."""
+    parking = Parking(KeyRef(1, b"k"), due=clock())
+    dispatcher, held = opened(parking)
+    work = dispatcher.parking_work(held, LIMITS)
+    assert work.due == [parking]
+    assert not dispatcher.finish_holding(held)
+    assert not dispatcher.drained(held)
+    dispatcher.resume(held, parking, [ParkedRecord(1, b"1:1:1:0", b"k", b"body")])
+    assert not dispatcher.finish_holding(held)
+    dispatcher.rest(held, parking, 0, float("inf"))
+    assert dispatcher.finish_holding(held)
+
+
+def test_a_start_that_could_not_be_written_is_not_under_way() -> None:
+    parking = Parking(KeyRef(1, b"k"), due=clock())
+    dispatcher, held = opened(parking)
+    dispatcher.not_kept(held, dispatcher.parking_work(held, LIMITS))
+    assert dispatcher.drained(held)
+    assert dispatcher.parking_work(held, LIMITS).due == [parking]
+
+
+def test_a_key_of_which_nothing_is_left_is_not_under_way() -> None:
+    parking = Parking(KeyRef(1, b"k"), due=clock())
+    dispatcher, held = opened(parking)
+    dispatcher.parking_work(held, LIMITS)
+    dispatcher.resume(held, parking, [])
+    assert dispatcher.drained(held)
+    assert not held.parked
