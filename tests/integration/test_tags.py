@@ -18,6 +18,7 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.domain.tags import TagFilter, tags_text
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.failpoints import arm, disarm_all
+from mqlayer.failures import DeadFilter, new_worker, release_all, show_dead, start_redrive, work_on
 from mqlayer.inspecting import explain_key
 from mqlayer.membership import apply_seek, planned_seek
 from mqlayer.membership.groups import find_group
@@ -327,10 +328,7 @@ def test_a_parked_key_keeps_its_tags_and_others_pass_it(stage: Stage, producer: 
     stage.wait_settled()
     assert [seq for (seq,) in rows(stage, "SELECT seq FROM mqlayer.parked_message ORDER BY seq")] == [*range(3, 31, 3)]
     broken.clear()
-    with stage.database.connection() as connection, connection.transaction():
-        connection.execute("UPDATE mqlayer.parked_key SET due_at = now(), attempts = 0")
-        connection.execute("UPDATE mqlayer.consumer_group SET parking = parking + 1")
-        connection.execute("SELECT pg_notify('mqlayer_group', group_id::text) FROM mqlayer.consumer_group")
+    assert release_all(stage.database, "orders", "g", actor="a test") == 1
     wait_until(lambda: len(seen) == 10, what="the parked key handled")
     assert seen == [(b"%d" % number, ("eu", "vip")) for number in range(3, 31, 3)]
 
@@ -354,25 +352,34 @@ def test_a_message_parked_and_not_settled_by_a_dead_owner_waits_for_that_though_
     broken.clear()
     stage.consume(recorder, backoff_s=None)
     stage.wait_settled()
-    with stage.database.connection() as connection, connection.transaction():
-        connection.execute("UPDATE mqlayer.parked_key SET due_at = now(), attempts = 0")
-        connection.execute("UPDATE mqlayer.consumer_group SET parking = parking + 1")
-        connection.execute("SELECT pg_notify('mqlayer_group', group_id::text) FROM mqlayer.consumer_group")
+    assert release_all(stage.database, "orders", "g", actor="a test") == 1
     wait_until(lambda: not rows(stage, "SELECT FROM mqlayer.parked_key"), what="nothing parked")
     assert recorder.bodies("key-1") == [b"1", b"2", b"3"]
 
 
-def test_a_dead_letter_keeps_its_tags(stage: Stage, producer: Producer) -> None:
-    """It may be sent again, and what it is sent to asks for them."""
+def test_a_dead_letter_keeps_its_tags_and_comes_again_whatever_the_filter_says_then(
+    stage: Stage, producer: Producer
+) -> None:
+    """What an operator sends again was chosen by the operator."""
+    broken = {"k"}
+    got: list[tuple[bytes, tuple[str, ...]]] = []
 
-    def act(_body: bytes, _ctx: Context) -> None:
-        raise ValueError
+    def act(body: bytes, ctx: Context) -> None:
+        if ctx.key in broken:
+            raise ValueError
+        got.append((body, ctx.tags))
 
     producer.send("orders", key="k", body=b"1", tags=("eu", "vip"), headers={"a": "b"})
     stage.consume(Recorder(act), tag_filter="any:eu", backoff_s=(0.01,), attempt_limit=1, policy="dead_letter")
     stage.wait_settled()
-    [(m,)] = rows(stage, "SELECT convert_from(m, 'UTF8') FROM mqlayer.dead_message")
-    assert tags_text(("eu", "vip")) in m
+    shown = show_dead(stage.database, 1)
+    assert (shown.tags, shown.headers) == (("eu", "vip"), {"a": "b"})
+    broken.clear()
+    set_group(stage.database, "orders", "g", tag_filter="any:us", actor="a test")
+    worker = new_worker()
+    redrive = start_redrive(stage.database, "orders", "g", DeadFilter(), actor="a test", worker=worker)
+    assert work_on(stage.database, redrive, worker=worker).sent == 1
+    wait_until(lambda: got == [(b"1", ("eu", "vip"))], what="it came again")
 
 
 def test_a_key_that_does_not_match_is_explained(stage: Stage, producer: Producer) -> None:
