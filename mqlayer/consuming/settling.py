@@ -16,7 +16,7 @@ from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.holdings import Held, Start, State
 from mqlayer.consuming.node_thread import NodeThread
 from mqlayer.domain.message import Record
-from mqlayer.domain.offsets import Range, as_ranges, joined
+from mqlayer.domain.offsets import Range, as_ranges, covers, joined
 from mqlayer.domain.routing import NodeId
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.nodes import Command, NodeConnection, is_missing_script, raise_for_reply
@@ -103,8 +103,9 @@ class Settler(NodeThread):
         ranges = as_ranges(record.offset for record in records)
         if unmatched:
             ranges = joined([*ranges, *unmatched])
+        forget = self._failed_of(held, records, unmatched)
         try:
-            answers = self._ask(held, records, ranges, failed, starts)
+            answers = self._ask(held, ranges, forget, failed, starts)
         except BaseException:
             held.unmatched.extendleft(reversed(unmatched))
             held.settled.extendleft(reversed(records))
@@ -121,6 +122,8 @@ class Settler(NodeThread):
             for record in records:
                 held.attempts.pop(record.offset, None)
                 held.failing_since.pop(record.offset, None)
+            for offset in forget:
+                held.attempts.pop(offset, None)
         committed = max((answer.committed for answer in answers if isinstance(answer, Kept)), default=0)
         self._owner.acknowledged(held, records, committed)
         if unmatched:
@@ -129,15 +132,15 @@ class Settler(NodeThread):
     def _ask(
         self,
         held: Held,
-        records: list[Record],
         ranges: list[Range],
+        forget: list[int],
         failed: list[tuple[int, int]],
         starts: list[Start],
     ) -> list[int | Kept | Fenced | Refused | None]:
         """Send failed attempts, what is to be started, then settled offsets; return what the node says of each call."""
         counts = [attempt_command(self._line, held.holder, offset, attempts) for offset, attempts in failed]
         begun = [start_command(self._line, held.holder, start.offset, alone=start.alone) for start in starts]
-        commands = [*counts, *begun, *self._settle_commands(held, records, ranges)]
+        commands = [*counts, *begun, *self._settle_commands(held, ranges, forget)]
         failpoint("ack.before_send")
         replies = self._call(commands)
         failpoint("ack.after_send")
@@ -148,8 +151,16 @@ class Settler(NodeThread):
             *(settle_reply(reply, address) for reply in replies[len(counts) + len(begun) :]),
         ]
 
-    def _settle_commands(self, held: Held, records: list[Record], ranges: list[Range]) -> list[Command]:
-        forget = [record.offset for record in records if record.offset in held.attempts] if held.attempts else []
+    def _failed_of(self, held: Held, records: list[Record], unmatched: list[Range]) -> list[int]:
+        """Return the offsets that are settled now and had failed attempts, perhaps under another filter."""
+        if not held.attempts:
+            return []
+        failed = [record.offset for record in records if record.offset in held.attempts]
+        if unmatched:
+            failed += [offset for offset in list(held.attempts) if covers(unmatched, offset)]
+        return failed
+
+    def _settle_commands(self, held: Held, ranges: list[Range], forget: list[int]) -> list[Command]:
         commands: list[Command] = []
         for at in range(0, len(ranges), RANGES_PER_CALL):
             commands.append(settle_command(self._line, held.holder, ranges[at : at + RANGES_PER_CALL], forget))

@@ -357,6 +357,25 @@ def test_a_message_parked_and_not_settled_by_a_dead_owner_waits_for_that_though_
     assert recorder.bodies("key-1") == [b"1", b"2", b"3"]
 
 
+def test_attempts_of_what_the_filter_leaves_out_now_are_forgotten(stage: Stage, producer: Producer) -> None:
+    """They would stay on the node for as long as the partition."""
+
+    def act(_body: bytes, _ctx: Context) -> None:
+        raise ValueError
+
+    (partition, *_) = stage.partitions
+    attempts = stage.group_keys
+    first = stage.consume(Recorder(act), tag_filter="any:eu", backoff_s=(5.0,))
+    producer.send("orders", key=stage.key_in(partition), body=b"1", tags=["eu"])
+    wait_until(lambda: stage.redis.hlen(attempts(partition).attempts) == 1, what="the attempt counted")
+    set_group(stage.database, "orders", "g", tag_filter="any:us", actor="a test")
+    first.stop(0.0)
+    second = stage.consume(Recorder(), backoff_s=None)
+    stage.wait_settled()
+    assert stage.redis.hlen(attempts(partition).attempts) == 0
+    wait_until(lambda: not any(held.attempts for held in member_of(second)._holdings.all()), what="forgotten here too")
+
+
 def test_a_dead_letter_keeps_its_tags_and_comes_again_whatever_the_filter_says_then(
     stage: Stage, producer: Producer
 ) -> None:
