@@ -1,13 +1,15 @@
 """Processes of their own for benches, so that the measuring one's interpreter is not what is measured.
 
-`python -m bench.actors raw URL LOG COUNT` and `python -m bench.actors member GROUP COUNT` take messages whose bodies
-begin with a time of CLOCK_MONOTONIC, which all processes of a machine share, and print latencies as JSON at the end.
+`python -m bench.actors raw URL LOG COUNT` and `python -m bench.actors member GROUP COUNT [FAILING]` take messages whose
+bodies begin with a time of CLOCK_MONOTONIC, which all processes of a machine share, and print latencies as JSON at the
+end.
 `python -m bench.actors idle GROUP` handles nothing for ever and prints its resident memory once a second.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import threading
 import time
@@ -17,6 +19,7 @@ from typing import Any
 import redis
 
 import mqlayer
+from bench.stage import KEYS
 
 WARM_UP = 500
 """Messages at the start that do not count: imports and first connections are still under way."""
@@ -37,12 +40,15 @@ def raw(url: str, log: str, count: int) -> None:
     report(latencies)
 
 
-def member(group: str, count: int) -> None:
-    """Take messages by a member of a group."""
+def member(group: str, count: int, failing: int = 0) -> None:
+    """Take messages by a member of a group; those of so many keys fail for ever and are not counted."""
     app, latencies, done = mqlayer.App(), list[int](), threading.Event()
+    broken = frozenset(KEYS[:failing])
 
-    @app.consumer("bench", group=group)
-    def handle(body: bytes) -> None:
+    @app.consumer("bench", group=group, backoff_s=(0.1, 3600.0))
+    def handle(body: bytes, ctx: mqlayer.Context) -> None:
+        if broken and ctx.key in broken:
+            raise ValueError("for ever")
         latencies.append(time.monotonic_ns() - int(body[:20]))
         if len(latencies) >= count:
             done.set()
@@ -84,11 +90,12 @@ def say(text: str) -> None:
 
 def main() -> None:
     """Play the role that is named."""
+    logging.getLogger("mqlayer").addHandler(logging.NullHandler())
     role, *facts = sys.argv[1:]
     if role == "raw":
         raw(facts[0], facts[1], int(facts[2]))
     elif role == "member":
-        member(facts[0], int(facts[1]))
+        member(facts[0], *map(int, facts[1:]))
     else:
         idle(facts[0])
 

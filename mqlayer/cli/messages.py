@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from mqlayer.cli.showing import show_rows, shown_key
-from mqlayer.domain.parking import parse_identity
+from mqlayer.domain.names import parse_identity
 from mqlayer.failures import Shown
 
 SHOWN_LIMIT: Final = 4_000

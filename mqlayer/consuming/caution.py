@@ -1,19 +1,23 @@
 """Start messages with care where owners died: so that one which kills its consumer is found, and no other pays for it.
 
 The first death is taken as chance. After the second one in a row, each message that the former owners may have had in
-hand is noted on the server before it is started. What was noted when the next one dies is then started alone, and is to
-blame if its owner dies once more: a failed attempt, as if its handler had said so.
+hand is noted on the server before it is started, with some that follow it in its worker's hand. What was noted when the
+next one dies is then started alone, and is to blame if its owner dies once more: a failed attempt, as if its handler
+had said so.
 """
 
 from __future__ import annotations
 
 import threading
+from itertools import islice
 
 from mqlayer.consuming.holdings import Held, Lane, Start, State
 from mqlayer.domain.message import Record
 from mqlayer.errors import HandlerFault
 
 LOOK_AGAIN_S = 0.1
+NOTED_AT_ONCE = 16
+"""How many messages of a lane are noted as started at a time: a round trip for each is dear, and so is each suspect."""
 
 
 class NoAnswer(HandlerFault):
@@ -43,8 +47,7 @@ class Caution:
         alone = offset in held.suspects
         if not self._enter(held, alone=alone):
             return False
-        if self._noted(held, Start(offset, alone=alone), wake):
-            held.attempts.setdefault(offset, 0)
+        if offset in held.noted or self._note(held, _starts(lane, record, alone=alone), wake):
             return True
         self.end(lane, record)
         return False
@@ -70,10 +73,29 @@ class Caution:
                 self._beside += 1
             return True
 
-    def _noted(self, held: Held, start: Start, wake: threading.Event) -> bool:
-        held.starts.append(start)
+    def _note(self, held: Held, starts: list[Start], wake: threading.Event) -> bool:
+        """Have starts noted on the server; False where the holding is gone meanwhile."""
+        held.starts.extend(starts)
         wake.set()
-        while not start.noted.wait(LOOK_AGAIN_S):
-            if held.state is not State.OPEN:
-                return False
+        for start in starts:
+            while not start.noted.wait(LOOK_AGAIN_S):
+                if held.state is not State.OPEN:
+                    return False
+            # To be forgotten on the server once it is settled.
+            held.attempts.setdefault(start.offset, 0)
+            if not start.alone:
+                held.noted.add(start.offset)
         return held.state is State.OPEN
+
+
+def _starts(lane: Lane, record: Record, *, alone: bool) -> list[Start]:
+    """Return what is to be noted before a message is started: the message, and what follows it in its worker's hand."""
+    if alone:
+        return [Start(record.offset, alone=True)]
+    held, until = lane.held, lane.caution
+    later = (r.offset for r in lane.batch if record.offset < r.offset < until and _is_new(held, r.offset))
+    return [Start(offset, alone=False) for offset in (record.offset, *islice(later, NOTED_AT_ONCE - 1))]
+
+
+def _is_new(held: Held, offset: int) -> bool:
+    return offset not in held.noted and offset not in held.suspects and offset not in held.died

@@ -340,6 +340,7 @@ class Dispatcher:
                 self._rest(held)
                 self._unpark(held, parking)
                 return
+            parking.attempts = records[0].attempts
             lane = resumed_lane(held, parking, records)
             if held.state is State.OPEN:
                 self._line_up([lane])

@@ -102,6 +102,7 @@ class Held:
         "holder",
         "lanes",
         "next_read",
+        "noted",
         "ordered",
         "parked",
         "record_bytes",
@@ -139,6 +140,7 @@ class Held:
         self.finished = False  # (lock) nothing is started here any more: its successors go on
         self.caution = 0  # offsets below are started with care
         self.starts: deque[Start] = deque()  # to be noted before a worker begins, by the settler
+        self.noted: set[int] = set()  # of these, those that the server knows as started, and nothing failed since
         self.suspects: set[int] = set()  # of these, those that are started alone
         self.died: set[int] = set()  # of these, those that were, and never ended
         self.settled_before: tuple[int, bytes] | None = None  # base and bits of the former owner's ack bitmap

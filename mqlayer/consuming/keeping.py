@@ -33,6 +33,7 @@ NOTES_KEPT: Final = 1_000
 """Failed attempts that wait to be written: they are for people, and must not fill the memory while Postgres is away."""
 PAGE_COUNT: Final = 500
 PAGE_BYTES: Final = 1_000_000
+UNKNOWN: Final = -1
 
 
 class KeepingOwner(Protocol):
@@ -134,18 +135,29 @@ class Keeper:
 
     def _pass(self) -> None:
         heard = self._heard
+        reload = heard != self._followed
+        self._followed = heard
         holdings = self._owner.all_holdings()
         started = sum(p.lane is not None for held in holdings for p in list(held.parked.by_name.values()))
+        failed: MqlayerError | None = None
         for held in holdings:
             work = self._owner.dispatcher.parking_work(held, (PAGE_COUNT, PAGE_BYTES, self._started_limit - started))
-            if work:
-                started += len(work.due)
-                self._keep(held, work)
-            if heard != self._followed and held.state is State.OPEN:
-                self._reload(held)
-        self._followed = heard
+            started += len(work.due)
+            try:
+                self._serve(held, work, reload=reload)
+            except MqlayerError as error:
+                # Somebody may hold what one holding needs; the others go on.
+                failed, self._followed = error, UNKNOWN
+        if failed is not None:
+            raise failed
         if self._notes and (clock() >= self._note_at or self._stopping.is_set()):
             self._write_notes()
+
+    def _serve(self, held: Held, work: ParkingWork, *, reload: bool) -> None:
+        if work:
+            self._keep(held, work)
+        if reload and held.state is State.OPEN:
+            self._reload(held)
 
     def _keep(self, held: Held, work: ParkingWork) -> None:
         """Write what there is of one holding, and go on from what the server says."""
@@ -159,6 +171,8 @@ class Keeper:
             self._owner.fenced(held, "parking")
             return
         self._follow(held, work, turns, written)
+        if written.changed:
+            self._followed = UNKNOWN
         burials = [*page.burials, *(turn.burial for turn in page.turns if turn.burial is not None)]
         if burials:
             self._owner.buried(held, burials)
@@ -181,7 +195,7 @@ class Keeper:
                     self._owner.unparked(held, turn.ref)
             else:
                 wait_s = turn.entry.wait_s if turn.entry is not None else None
-                attempts = turn.entry.attempts if turn.entry is not None else turn.attempts
+                attempts = turn.entry.attempts if turn.entry is not None else 0
                 dispatcher.rest(held, parking, attempts, NEVER if wait_s is None else clock() + wait_s)
         if work.burials or work.lanes:
             # Settled now, as far as the group goes.
@@ -215,25 +229,24 @@ def _page_of(held: Held, work: ParkingWork) -> tuple[Page, list[tuple[Parking, T
         page.messages += [(parking.ref, record) for record in lane.batch]
     page.burials = [burial for _, burial in work.burials]
     turns = [(lane.parking, _turn_of(held, lane, lane.parking)) for lane in work.back if lane.parking is not None]
-    turns += [(p, Turn(p.ref, go_on=True, alone=p.alone, attempts=p.attempts)) for p in work.due]
+    turns += [(p, Turn(p.ref, go_on=True, alone=p.alone)) for p in work.due]
     page.turns = [turn for _, turn in turns]
     return page, turns
 
 
 def _turn_of(held: Held, lane: Lane, parking: Parking) -> Turn:
     """Return what is to be said of a parked key whose messages workers gave back."""
-    handled = list(lane.line)
     go_on = held.state is State.OPEN and not held.finished
-    # Its first message is another one now, unless none was handled.
-    turn = Turn(parking.ref, handled, attempts=0 if handled else parking.attempts)
+    turn = Turn(parking.ref, handled=list(lane.line), alone=parking.careful)
     match lane.verdict:
         case Bury(attempts, cause, reason, keep):
-            turn.burial = Burial(lane.records[0], cause, reason, attempts, keep)
-            turn.go_on, turn.alone, turn.attempts = go_on, parking.careful, 0
+            turn.burial, turn.go_on = Burial(lane.records[0], cause, reason, attempts, keep), go_on
         case Park(attempts, cause, seconds):
             turn.entry = KeyEntry(parking.ref, cause, seconds, attempts)
+            turn.failed = lane.records[0].identity
         case Wait(attempts, seconds):
             turn.entry = KeyEntry(parking.ref, "retry", seconds, attempts)
+            turn.failed = lane.records[0].identity
         case None:
-            turn.go_on, turn.alone = go_on, parking.careful or turn.attempts > 0
+            turn.go_on, turn.alone = go_on, turn.alone or (not turn.handled and parking.attempts > 0)
     return turn

@@ -242,6 +242,8 @@ class Member:
         if not resumed:
             held.attempts[record.offset] = attempts
             held.failed.append((record.offset, attempts))
+            # A count takes the note of its start off the server.
+            held.noted.discard(record.offset)
         self._keeper.note(AttemptNote(record.identity, attempts, text))
 
     def _say_failed(self, held: Held, record: Record, error: BaseException, verdict: Verdict) -> None:

@@ -78,11 +78,16 @@ class Settler(NodeThread):
     def _loop(self) -> None:
         while not self._stopping.is_set():
             self.wake.wait(IDLE_WAIT_S)
-            self._stopping.wait(LINGER_S)
+            if not self._awaited():
+                self._stopping.wait(LINGER_S)
             self.wake.clear()
             if not self._try_pass():
                 self._stopping.wait(AGAIN_S)
         self._try_pass()
+
+    def _awaited(self) -> bool:
+        """Say whether a worker waits for a start to be noted."""
+        return any(held.starts for held in self._owner.holdings_on(self._line.node.node_id))
 
     def _pass(self) -> None:
         holdings = self._owner.holdings_on(self._line.node.node_id)
@@ -122,6 +127,7 @@ class Settler(NodeThread):
             for record in records:
                 held.attempts.pop(record.offset, None)
                 held.failing_since.pop(record.offset, None)
+                held.noted.discard(record.offset)
             for offset in forget:
                 held.attempts.pop(offset, None)
         committed = max((answer.committed for answer in answers if isinstance(answer, Kept)), default=0)

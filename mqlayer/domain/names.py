@@ -6,8 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from mqlayer.errors import BodyTooLarge, InvalidName, KeyTooLarge, ReservedHeader
+from mqlayer.domain.message import Identity
+from mqlayer.errors import BodyTooLarge, InvalidInput, InvalidName, KeyTooLarge, ReservedHeader
 
+IDENTITY_FORM: Final = re.compile(r"(\d{1,9}):(\d{1,4}):(\d{1,18})")
 NAME_FORM: Final = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 KEY_LIMIT: Final = 512
 BODY_LIMIT: Final = 1_000_000
@@ -59,3 +61,11 @@ def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
     if size > HEADER_BYTES_LIMIT:
         raise ReservedHeader(f"{size} bytes of them, at most {HEADER_BYTES_LIMIT}")
     return headers
+
+
+def parse_identity(text: str) -> Identity:
+    """Return the identity that people write as source:lp:seq; raise InvalidInput for what is none."""
+    match = IDENTITY_FORM.fullmatch(text)
+    if match is None:
+        raise InvalidInput(f"{text!r} names no message: say its source:lp:seq, such as 3:512:17")
+    return Identity(*map(int, match.groups()))

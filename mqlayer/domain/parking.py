@@ -1,14 +1,8 @@
-"""Under which names messages are parked, and how people name a message."""
+"""Under which names messages are parked."""
 
 from __future__ import annotations
 
-import re
-from typing import Final
-
 from mqlayer.domain.message import NO_KEY, Identity
-from mqlayer.errors import InvalidInput
-
-_IDENTITY: Final = re.compile(r"(\d{1,9}):(\d{1,4}):(\d{1,18})")
 
 
 def own_name(identity: Identity) -> bytes:
@@ -23,12 +17,3 @@ def parked_name(key: bytes, identity: Identity, *, alone: bool) -> bytes:
     `redrive_messages_put` makes the same names.
     """
     return own_name(identity) if alone or key == NO_KEY else key
-
-
-def parse_identity(text: str) -> Identity:
-    """Return the identity that people write as source:lp:seq. Raises InvalidInput."""
-    match = _IDENTITY.fullmatch(text)
-    if match is None:
-        raise InvalidInput(f"{text!r} names no message: say its source:lp:seq, such as 3:512:17")
-    source, lp, seq = map(int, match.groups())
-    return Identity(source, lp, seq)

@@ -257,9 +257,7 @@ class _Work:
         self._database, self._redrive_id, self._worker, self._batch = database, redrive_id, worker, batch
         found = redrive_of(database, redrive_id)
         self._group = find_group(database, found.topic, found.group)
-        with database.connection() as connection:
-            row = connection.execute(query("topic_strategy"), {"topic_id": self._group.topic_id}).fetchone()
-        self._alone = not self._group.ordered or row == ("best_effort",)
+        self._alone = not self._group.ordered or self._group.strategy != "strict"
 
     def keep(self) -> float | None:
         """Extend the lease; return for how many seconds the rate has it wait. None: over, or another worker's."""
@@ -315,12 +313,16 @@ class _Work:
             return results
         _run(connection, "redrive_keys_put", facts)
         joined = _run(connection, "redrive_messages_put", facts).fetchall()
-        identities = {(lp, source, seq) for lp, _, source, seq in joined}
-        lps, names, sources, seqs = ([row[at] for row in joined] for at in range(4))
-        heads = {"group_id": self._group.group_id, "lps": lps, "names": names, "sources": sources, "seqs": seqs}
+        identities = {str(Identity(source, lp, seq)) for lp, _, source, seq in joined}
+        heads = {
+            "group_id": self._group.group_id,
+            "lps": [row[0] for row in joined],
+            "names": [row[1] for row in joined],
+            "identities": list(identities),
+        }
         _run(connection, "redrive_heads_put", heads)
         for dead_id, lp, source, seq in marked:
-            if (lp, source, seq) in identities:
+            if str(Identity(source, lp, seq)) in identities:
                 results[dead_id] = "sent"
         connection.execute(query("parking_raise"), {"group_ids": [self._group.group_id]})
         return results

@@ -119,7 +119,7 @@ def discard_first(connection: Connection, group: Group, facts: dict[str, Any], *
     gone = [row[0] for row in connection.execute(query("parked_discard"), facts).fetchall()]
     if facts["limit"] == 1 or len(gone) < facts["limit"]:
         # While more of it is to die, nobody begins with what is left.
-        connection.execute(query("parked_head_gone"), facts)
+        connection.execute(query("parked_head_next"), facts)
     connection.execute(query("parked_key_end"), facts)
     # Of many the first and the last: what is between has the same reason and actor.
     named = gone if len(gone) <= 2 else [min(gone), max(gone)]

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from mqlayer.domain.message import Identity, Record
-from mqlayer.domain.parking import parse_identity
+from mqlayer.domain.names import parse_identity
 from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.failures.listing import shown
 from mqlayer.membership.groups import find_group

@@ -190,7 +190,7 @@ class _Act:
             "attempts": head.attempts,
             "actor": self._actor,
         }
-        ((dead_id,),) = connection.execute(query("skip_dead_put"), facts | head.identity._asdict()).fetchall()
+        ((dead_id,),) = connection.execute(query("dead_ruled_put"), facts | head.identity._asdict()).fetchall()
         said = {"key": self._key.decode(errors="replace"), "message": str(head.identity), "dead_id": dead_id,
                 "reason": self._reason}  # fmt: skip
         note(connection, self._actor, "key skip-head", target(self._group), said)
@@ -215,7 +215,7 @@ class _Act:
         """Refuse what is under way; say whether that is sure. Raises Conflict where the effect is there already."""
         if application is None:
             return False
-        alone = not self._group.ordered
+        alone = not self._group.ordered or self._group.strategy != "strict"
         facts = {
             "group_id": self._group.group_id,
             "lp": head.identity.lp,

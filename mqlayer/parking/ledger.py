@@ -90,7 +90,8 @@ class Turn:
     """What its owner has to say of a started or due key, and what is to come next.
 
     `handled`: of its messages; `burial`: its first message that is not handled. Then `go_on` hands out the next ones:
-    `alone`, one only, or as many as go at a time; else it waits as `entry` says, or just rests, for the next owner.
+    `alone`, one only, or as many as go at a time; else it waits as `entry` says, for its message that `failed`, or just
+    rests.
     """
 
     ref: KeyRef
@@ -98,8 +99,8 @@ class Turn:
     burial: Burial | None = None
     go_on: bool = False
     alone: bool = False
-    attempts: int = 0
     entry: KeyEntry | None = None
+    failed: Identity | None = None
 
 
 @dataclass(slots=True)
@@ -119,10 +120,11 @@ class Page:
 class Written:
     """What came of a page: which keys are parked no more, though messages of them were on it; what is next of others.
 
-    No next messages means that the key is in line again.
+    No next messages means that the key is in line again. `changed`: an operator did something to a key meanwhile.
     """
 
     gone: set[KeyRef] = field(default_factory=set)
+    changed: bool = False
     next: dict[KeyRef, list[ParkedRecord]] = field(default_factory=dict)
 
 
@@ -173,6 +175,7 @@ class Ledger:
             if connection.execute(query("parking_hold"), facts).fetchone() is None:
                 raise NotOwner(f"epoch {epoch} of partition {partition} is not in force")
             written = Written()
+            self._hold_keys(connection, page)
             self._put_keys(connection, page.entries)
             self._put_messages(connection, facts, page.messages, written)
             self._bury(connection, facts, [*page.burials, *(t.burial for t in page.turns if t.burial is not None)])
@@ -191,6 +194,11 @@ class Ledger:
         columns = _columns(("lps", "sources", "seqs", "attempts", "errors"), rows)
         with self._database.connection() as connection:
             connection.execute(query("failed_attempts_put"), self._who | columns)
+
+    def _hold_keys(self, connection: Connection, page: Page) -> None:
+        refs = [*{ref for ref, _ in page.messages} | {turn.ref for turn in page.turns}]
+        if len(refs) > 1:
+            connection.execute(query("parked_keys_hold"), self._who | _columns(("lps", "names"), refs))
 
     def _put_keys(self, connection: Connection, entries: Sequence[KeyEntry]) -> None:
         if entries:
@@ -238,24 +246,37 @@ class Ledger:
             connection.execute(query("parked_messages_end"), key | _columns(("lps", "sources", "seqs"), rows))
         if turn.go_on:
             written.next[turn.ref] = self._next(connection, turn, key, epoch)
-        elif turn.entry is not None:
-            _, cause, wait_s, attempts = turn.entry
-            connection.execute(query("parked_key_put"), key | {"cause": cause, "wait_s": wait_s, "attempts": attempts})
-        else:
-            connection.execute(query("parked_key_rest"), key | {"attempts": turn.attempts})
+        elif turn.entry is None or not self._put_off(connection, turn.entry, turn.failed, key):
+            connection.execute(query("parked_key_rest"), key | {"ended": bool(ended)})
+            written.changed |= turn.entry is not None
+
+    def _put_off(
+        self, connection: Connection, entry: KeyEntry, failed: Identity | None, key: dict[str, object]
+    ) -> bool:
+        """Let a parked key wait for its head, which failed; False where that is not its head any more."""
+        if failed is None:
+            return False
+        facts = {"cause": entry.cause, "wait_s": entry.wait_s, "attempts": entry.attempts}
+        put = connection.execute(query("parked_key_put"), key | facts | {"source": failed.source, "seq": failed.seq})
+        return put.fetchone() is not None
 
     def _next(self, connection: Connection, turn: Turn, key: dict[str, object], epoch: int) -> list[ParkedRecord]:
         """Hand out what is first of a key; with nothing left, end its being parked."""
+        # Locked, so that nobody adds to its line between the look at it and its end.
+        held = connection.execute(query("parked_hold"), key).fetchone()
+        if held is None:
+            return []
+        attempts = 0 if turn.handled or turn.burial else int(held[2])
         bounds = {"count": 1 if turn.alone else BATCH, "bytes": BATCH_BYTES}
         rows = connection.execute(query("parked_next"), key | bounds).fetchall()
         if not rows:
             connection.execute(query("parked_key_end"), key)
             return []
         connection.execute(
-            query("parked_key_start"), key | {"epoch": epoch, "alone": len(rows) == 1, "attempts": turn.attempts}
+            query("parked_key_start"), key | {"epoch": epoch, "alone": len(rows) == 1, "attempts": attempts}
         )
         return [
-            ParkedRecord.of((offset, m, name, body), attempts=0 if at else turn.attempts, redriven=redriven)
+            ParkedRecord.of((offset, m, name, body), attempts=0 if at else attempts, redriven=redriven)
             for at, (offset, m, name, body, redriven) in enumerate(rows)
         ]
 

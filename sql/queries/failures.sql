@@ -151,9 +151,9 @@ SET partition_id = excluded.partition_id, log_offset = excluded.log_offset, body
     redriven_at = NULL, redriven_seek = NULL
 RETURNING dead_id;
 
--- name: parked_head_gone
+-- name: parked_head_next
 -- Another message is the head of a parked key: it is tried at once.
-UPDATE mqlayer.parked_key SET due_at = clock_timestamp(), attempts = 0, started = NULL
+UPDATE mqlayer.parked_key SET due_at = clock_timestamp(), attempts = 0, started = NULL, started_alone = false
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 
 -- name: parking_raise
@@ -201,7 +201,7 @@ SELECT EXISTS (
     WHERE group_id = %(group_id)s AND lp = %(lp)s AND source = %(source)s AND seq = %(seq)s
       AND (redriven_at IS NULL OR redriven_seek = %(seek)s));
 
--- name: skip_dead_put
+-- name: dead_ruled_put
 -- A message that an operator ruled dead; again, where it died before and was given back.
 INSERT INTO mqlayer.dead_message AS d
     (group_id, lp, source, seq, partition_id, log_offset, key, m, body, cause, reason, attempts, actor)
@@ -219,10 +219,6 @@ SELECT (SELECT f.epoch FROM mqlayer_app.fence_epoch f WHERE f.group_id = %(group
        EXISTS (SELECT FROM mqlayer_app.fence_applied a
                WHERE a.group_id = %(group_id)s AND a.lp = %(lp)s AND a.source_id = %(source)s AND a.key = %(key)s
                  AND a.replay >= %(replay)s AND a.seq >= %(seq)s);
-
--- name: topic_strategy
--- How a topic is delivered: strict, or best_effort.
-SELECT strategy FROM mqlayer.topic WHERE topic_id = %(topic_id)s;
 
 -- name: redrive_insert
 -- A redrive of the dead messages that a group has now.
@@ -319,7 +315,7 @@ RETURNING d.dead_id, d.lp, d.source, d.seq;
 
 -- name: redrive_keys_put
 -- The keys of redriven messages are parked and due; those that are parked stay as they are, locked. A message that stands
--- alone is parked under its own name (mqlayer/domain/parking.py).
+-- alone is parked under its own name (mqlayer/parking, alone_name).
 INSERT INTO mqlayer.parked_key AS k (group_id, lp, name, cause, due_at)
 SELECT f.group_id, f.lp, f.name, 'redriven', clock_timestamp()
 FROM (SELECT DISTINCT d.group_id, d.lp,
@@ -349,13 +345,13 @@ ON CONFLICT (group_id, lp, source, seq) DO NOTHING
 RETURNING lp, name, source, seq;
 
 -- name: redrive_heads_put
--- Where a redriven message is its key's head now, what was counted of the former head is not its own.
-UPDATE mqlayer.parked_key k SET attempts = 0, started = NULL
-FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[]) AS given(lp, name, source, seq)
+-- Where one of these messages is its key's head now, what was counted of the former head is not its own.
+UPDATE mqlayer.parked_key k SET attempts = 0, started = NULL, started_alone = false
+FROM (SELECT DISTINCT lp, name FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS each(lp, name)) AS given
 WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name
-  AND (given.source, given.seq) = (
-      SELECT m.source, m.seq FROM mqlayer.parked_message m
-      WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name ORDER BY m.place, m.seq LIMIT 1);
+  AND (SELECT format('%%s:%%s:%%s', m.source, m.lp, m.seq) FROM mqlayer.parked_message m
+       WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name
+       ORDER BY m.place, m.seq LIMIT 1) = ANY(%(identities)s::text[]);
 
 -- name: redrive_results_put
 -- What was done with messages.

@@ -16,7 +16,8 @@ SELECT lp, name, log_offset FROM mqlayer.parked_message
 WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND log_offset >= %(committed)s;
 
 -- name: dead_unsettled
--- What of a partition stands for nothing from an offset on: it is dead, or was given back since the group's last seek.
+-- What is dead of a partition from an offset on: it is passed over. Also what was given back since the group was last sent
+-- elsewhere: it is parked, or was handled from there.
 SELECT d.source, d.lp, d.seq FROM mqlayer.dead_message d JOIN mqlayer.consumer_group g USING (group_id)
 WHERE d.group_id = %(group_id)s AND d.partition_id = %(partition_id)s AND d.log_offset >= %(committed)s
   AND (d.redriven_at IS NULL OR d.redriven_seek = g.seek);
@@ -28,6 +29,13 @@ SELECT %(group_id)s, lp, name, cause, clock_timestamp() + make_interval(secs => 
 FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(causes)s::text[], %(waits_s)s::double precision[],
             %(attempts)s::int[]) AS given (lp, name, cause, wait_s, attempts)
 ON CONFLICT (group_id, lp, name) DO NOTHING;
+
+-- name: parked_keys_hold
+-- Hold what a page changes of parked keys, in the order in which operators take several: in any other one the two would
+-- wait for each other.
+SELECT FROM mqlayer.parked_key k
+JOIN (SELECT DISTINCT lp, name FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS u (lp, name)) AS given USING (lp, name)
+WHERE k.group_id = %(group_id)s ORDER BY k.lp, k.name FOR NO KEY UPDATE OF k;
 
 -- name: parked_keys_there
 -- Which of these keys are parked; they stay so until this transaction ends.
@@ -57,11 +65,16 @@ USING unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[]) AS giv
 WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.source = given.source AND m.seq = given.seq;
 
 -- name: parked_key_put
--- How it goes on with a parked key: why it waits, for how long, and how often its head failed.
-UPDATE mqlayer.parked_key
+-- How it goes on with a parked key whose message failed: why it waits, for how long, and how often that one failed; not
+-- where another one took its place at the head meanwhile.
+UPDATE mqlayer.parked_key k
 SET cause = %(cause)s, due_at = clock_timestamp() + make_interval(secs => %(wait_s)s), attempts = %(attempts)s,
     started = NULL, started_alone = false
-WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
+WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s
+  AND (%(source)s::int, %(seq)s::bigint) = (
+      SELECT m.source, m.seq FROM mqlayer.parked_message m
+      WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name ORDER BY m.place, m.seq LIMIT 1)
+RETURNING k.lp;
 
 -- name: parked_key_start
 -- Messages of a parked key are started under an epoch: its first one alone, or several.
@@ -69,8 +82,9 @@ UPDATE mqlayer.parked_key SET started = %(epoch)s, started_alone = %(alone)s, at
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 
 -- name: parked_key_rest
--- Nothing of a parked key is started: its owner gives it on.
-UPDATE mqlayer.parked_key SET started = NULL, started_alone = false, attempts = %(attempts)s
+-- Nothing of a parked key is started any more. Attempts are those of its head, so another one has none.
+UPDATE mqlayer.parked_key
+SET started = NULL, started_alone = false, attempts = CASE WHEN %(ended)s THEN 0 ELSE attempts END
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 
 -- name: parked_key_end

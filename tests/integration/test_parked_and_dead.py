@@ -14,8 +14,8 @@ import pytest
 
 from mqlayer import Context
 from mqlayer.domain.message import Identity, Record
-from mqlayer.domain.parking import parse_identity
-from mqlayer.errors import Conflict, InvalidInput, KeyTooLarge, NotFound, StoreUnavailable
+from mqlayer.domain.names import parse_identity
+from mqlayer.errors import Conflict, InvalidInput, KeyTooLarge, NotFound, StaleOwner, StoreUnavailable
 from mqlayer.failures import (
     DeadFilter,
     ParkedFilter,
@@ -434,6 +434,34 @@ def test_a_node_that_is_away_rules_nothing(start_redis: StartRedis, start_stage:
     server.kill()
     with pytest.raises(StoreUnavailable, match="node-1"):
         skip(failing)
+
+
+def test_a_running_member_passes_a_message_over_that_it_has_in_hand(failing: Failing) -> None:
+    """Case 69: ack and effect are refused, the message is not handled again, the key goes on in order."""
+    may_end, refused = threading.Event(), threading.Event()
+
+    def act(body: bytes, ctx: Context) -> None:
+        if body == b"1":
+            may_end.wait(20)
+            with psycopg.connect(failing.stage.dsn) as connection:
+                try:
+                    ctx.fence(connection)
+                except StaleOwner:
+                    refused.set()
+                    raise
+
+    numbered(failing, "a", 1, 2, 3)
+    recorder = Recorder(act)
+    failing.stage.consume(recorder, backoff_s=None)
+    wait_until(lambda: recorder.begun, what="the head to be in hand")
+    assert skip(failing, application=failing.stage.database).fenced
+    may_end.set()
+    failing.stage.wait_settled()
+    assert recorder.bodies("a") == [b"2", b"3"]
+    assert len(recorder.attempts(b"1")) == 1
+    assert refused.is_set()
+    assert failing.dead() == [b"1"]
+    recorder.assert_in_order()
 
 
 # -- kills -----------------------------------------------------------------------------------------------------------

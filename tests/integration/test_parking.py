@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psycopg
 import pytest
 
 from mqlayer import Context, Event
+from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import PauseKey, Reject, RetryLater, Skip
 from mqlayer.membership.steering import set_group
+from mqlayer.parking import KeyEntry, KeyRef, Ledger, Page, Turn
 from tests.fixtures.consuming import Recorder, Stage, member_of
 from tests.fixtures.waiting import wait_until
 
@@ -240,3 +244,29 @@ def test_an_application_hears_and_counts_what_fails(stage: Stage) -> None:
     assert all(event.seq == 1 and (event.topic, event.group) == ("orders", "g") for event in events)
     counts = app.counts()["orders", "g"]
     assert (counts.failed, counts.dead, counts.skipped) == (3, 2, 1)
+
+
+def test_an_owner_takes_several_keys_in_the_order_of_operators(stage: Stage) -> None:
+    """Else each would wait for a key that the other one has."""
+    shop = Shop("key-0", "key-1")
+    stage.send_numbers(2, 1)
+    app = stage.consume(shop.recorder, backoff_s=(LATER_S,))
+    stage.wait_settled()
+    partition, member_id, epoch, _ = stage.assignments()[0]
+    first, last = (KeyRef(*row) for row in rows(stage, "SELECT lp, name FROM mqlayer.parked_key ORDER BY lp, name"))
+    waits = [Turn(ref, entry=KeyEntry(ref, "retry", LATER_S, 2)) for ref in (last, first)]
+    ledger = Ledger(stage.database, stage.group_id(), member_of(app).member_id)
+    assert member_id == member_of(app).member_id
+    hold = "SELECT FROM mqlayer.parked_key WHERE lp = %s AND name = %s FOR UPDATE"
+    with psycopg.connect(stage.dsn) as operator, ThreadPoolExecutor(1) as pool:
+        operator.execute("SET lock_timeout = '300ms'")
+        operator.execute(hold, first)
+        written = pool.submit(ledger.write, PartitionId(partition), epoch, Page(turns=waits))
+        waiting = (
+            "SELECT FROM pg_locks WHERE NOT granted AND pid IN (SELECT pid FROM pg_stat_activity WHERE query LIKE %s)"
+        )
+        wait_until(lambda: rows(stage, waiting, "%parked_key%"), what="the owner waits")
+        operator.execute(hold, last)
+        operator.commit()
+        written.result(10)
+    assert rows(stage, "SELECT attempts FROM mqlayer.parked_key") == [(2,), (2,)]

@@ -9,10 +9,12 @@ import threading
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import psycopg
 import pytest
 
-from mqlayer import failpoints
+from mqlayer import Context, failpoints
 from mqlayer.domain.message import Record
+from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failures import (
     DeadFilter,
@@ -26,8 +28,9 @@ from mqlayer.failures import (
     start_redrive,
     work_on,
 )
-from tests.fixtures.consuming import Stage
-from tests.fixtures.failing import Failing
+from mqlayer.parking import Ledger
+from tests.fixtures.consuming import Recorder, Stage
+from tests.fixtures.failing import Failing, identity_of
 from tests.fixtures.waiting import wait_until
 
 ALL = DeadFilter()
@@ -300,6 +303,56 @@ def test_what_no_redrive_can_be_is_refused(failing: Failing, bad: DeadFilter) ->
     failing.sql("UPDATE mqlayer.consumer_group SET state = 'retired'")
     with pytest.raises(Conflict, match="retired"):
         begin(failing)
+
+
+def test_a_running_member_handles_what_was_given_back_in_order_and_once(failing: Failing) -> None:
+    """Case 68: with its fenced effects, although later ones of the key were applied."""
+    applied: list[bytes] = []
+
+    def act(body: bytes, ctx: Context) -> None:
+        with psycopg.connect(failing.stage.dsn) as connection:
+            ctx.fence(connection)
+        applied.append(body)
+
+    a = numbered(failing, "a", 1, 2, 3, 4)
+    failing.bury(a[0], a[1])
+    recorder = Recorder(act)
+    failing.stage.consume(recorder, backoff_s=None)
+    failing.stage.wait_settled()
+    assert applied == [b"3", b"4"], "what is dead is passed over"
+    assert redrive(failing).sent == 2
+    wait_until(lambda: failing.key_row("a") is None, what="the key to be in line again")
+    assert applied == [b"3", b"4", b"1", b"2"]
+    numbered(failing, "a", 5)
+    wait_until(lambda: applied[-1] == b"5", what="what follows")
+    assert redrive(failing).sent == 0
+    assert len(recorder.ended) == 5
+
+
+def test_what_was_given_back_before_the_stream_was_read_is_handled_once(failing: Failing) -> None:
+    """Its record in the stream stands for nothing, also after the parked one was handled."""
+    a = numbered(failing, "a", 1, 2)
+    failing.bury(a[0])
+    redrive(failing)
+    recorder = Recorder()
+    failing.stage.consume(recorder, backoff_s=None)
+    failing.stage.wait_settled()
+    wait_until(lambda: failing.key_row("a") is None, what="the key to be in line again")
+    assert recorder.bodies("a") == [b"1", b"2"]
+
+
+def test_a_new_owner_passes_the_record_of_what_was_given_back_over_until_a_seek(failing: Failing) -> None:
+    """Also where the parked one was handled before the stream was settled: it would be applied twice."""
+    a = numbered(failing, "a", 1)
+    failing.bury(a[0])
+    redrive(failing)
+    failing.sql("DELETE FROM mqlayer.parked_message")
+    failing.sql("DELETE FROM mqlayer.parked_key")
+    ledger = Ledger(failing.stage.database, failing.group_id, "m1")
+    partition = PartitionId(a[0][0])
+    assert ledger.load(partition, 0, 1024, 1).dead == {identity_of(a[0])}
+    failing.sql("UPDATE mqlayer.consumer_group SET seek = seek + 1")
+    assert ledger.load(partition, 0, 1024, 1).dead == set()
 
 
 # -- kills -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,193 @@
+"""Parked keys while routes change and members come and go: cases 24, 30, 64."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mqlayer import App, Context
+from mqlayer.domain.routing import lp_of
+from mqlayer.membership.groups import find_group
+from mqlayer.membership.steering import set_group
+from tests.fixtures.consuming import Recorder
+from tests.fixtures.waiting import wait_until
+from tests.integration.test_parking import LATER_S, Fault
+from tests.integration.test_route_gates import KEYS, Scene, database, scene, world
+
+__all__ = ["database", "scene", "world"]
+
+GROUP = "ledger"
+BROKEN = "key-1"
+SETTINGS: dict[str, Any] = {"lease_s": 2.0, "connect_timeout_s": 1.0, "socket_timeout_s": 2.0}
+
+
+class Shop:
+    """Consumers that fail for one key until they are mended, and what the stores say of them."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.broken = scene, True
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.recorder = Recorder(self.act)
+        self._apps: list[App] = []
+
+    def act(self, _body: bytes, ctx: Context) -> None:
+        if ctx.key == BROKEN:
+            if self.broken:
+                raise Fault("no stock")
+            assert self.go_on.wait(30)
+
+    def start(self, **rules: Any) -> App:
+        """Start one more member."""
+        app = App(self.scene.world.settings(**SETTINGS))
+        app.consumer("orders", group=GROUP, start="earliest", **({"backoff_s": (LATER_S,)} | rules))(self.recorder)
+        self._apps.append(app)
+        app.start()
+        return app
+
+    def close(self) -> None:
+        """Stop all members."""
+        self.go_on.set()
+        for app in self._apps:
+            app.stop(5.0)
+
+    def release(self) -> None:
+        """Mend the fault, and have parked keys tried now, as an operator does."""
+        self.broken = False
+        group_id = find_group(self.scene.database, "orders", GROUP).group_id
+        self.scene.world.rows("UPDATE mqlayer.parked_key SET due_at = now(), attempts = 0")
+        self.scene.world.rows("UPDATE mqlayer.consumer_group SET parking = parking + 1")
+        self.scene.world.rows("SELECT pg_notify('mqlayer_group', %s::text)", group_id)
+
+    def version(self) -> int:
+        """Return the group's route version."""
+        return find_group(self.scene.database, "orders", GROUP).version
+
+    def parked(self) -> list[str]:
+        """Return the bodies that are parked, in their order."""
+        found = self.scene.world.rows(
+            "SELECT convert_from(body, 'UTF8') FROM mqlayer.parked_message ORDER BY place, seq"
+        )
+        return [body for (body,) in found]
+
+    def bodies(self, key: str) -> list[str]:
+        """Return what was handled of a key."""
+        return [body.decode() for body in self.recorder.bodies(key)]
+
+    def begun(self, key: str) -> int:
+        """Return how often a key's handler was begun."""
+        return sum(handled.key == key for handled in list(self.recorder.begun))
+
+    def wait_handled(self, *, but: str | None = None) -> None:
+        """Wait until everything that was published is handled, in order, but that of one key."""
+        expected = self.scene.expected()
+        expected.pop(but or "", None)
+        wait_until(
+            lambda: {key: self.bodies(key) for key in expected} == expected, timeout_s=30, what="all of them handled"
+        )
+
+
+@pytest.fixture
+def shop(scene: Scene) -> Iterator[Shop]:
+    shop = Shop(scene)
+    yield shop
+    shop.close()
+
+
+def change(scene: Scene, kind: str) -> set[int]:
+    """Split, merge or move what holds the broken key; return the successors."""
+    parent = 1 if lp_of(BROKEN.encode()) < 512 else 2
+    match kind:
+        case "split":
+            return set(scene.split(parent, 256 if parent == 1 else 768))
+        case "merge":
+            return set(scene.merge(1, 2))
+        case _:
+            return set(scene.move(parent))
+
+
+@pytest.mark.parametrize("kind", ["split", "merge", "move"])
+def test_a_parked_key_follows_its_route(scene: Scene, shop: Shop, kind: str) -> None:
+    """Case 64: its parent drains though it waits; the successor's owner goes on with it, before anything newer."""
+    shop.start()
+    scene.publish()
+    shop.wait_handled(but=BROKEN)
+    wait_until(lambda: shop.parked() == scene.expected()[BROKEN], what="the key is parked")
+    successors = change(scene, kind)
+    scene.publish()
+    shop.wait_handled(but=BROKEN)
+    wait_until(lambda: shop.version() == 2, what="the group followed")
+    wait_until(lambda: shop.parked() == scene.expected()[BROKEN], what="what came later is parked behind it")
+    shop.release()
+    scene.publish()
+    shop.wait_handled()
+    wait_until(lambda: not scene.world.rows("SELECT FROM mqlayer.parked_key"), what="nothing parked")
+    assert {handled.partition for handled in shop.recorder.ended if handled.key == BROKEN} <= successors
+    assert shop.recorder.overlaps == []
+
+
+def test_nobody_follows_while_a_parked_key_is_handled(scene: Scene, shop: Shop) -> None:
+    """Case 20: what a parked key's handler does at its parent's end is done before the successor's owner goes on."""
+    shop.start()
+    scene.publish()
+    shop.wait_handled(but=BROKEN)
+    wait_until(lambda: shop.parked() == scene.expected()[BROKEN], what="the key is parked")
+    shop.go_on.clear()
+    shop.release()
+    wait_until(lambda: shop.begun(BROKEN) == 2, what="it is handled")
+    [parent] = {handled.partition for handled in shop.recorder.begun if handled.key == BROKEN}
+    inside = {handled.key for handled in shop.recorder.ended if handled.partition == parent}
+    change(scene, "split")
+    scene.publish()
+    others = {key: bodies for key, bodies in scene.expected().items() if key not in inside | {BROKEN}}
+    wait_until(lambda: {key: shop.bodies(key) for key in others} == others, what="the other partition goes on")
+    assert shop.version() == 1
+    shop.go_on.set()
+    shop.wait_handled()
+    assert shop.version() == 2
+    assert shop.recorder.overlaps == []
+
+
+def test_a_parked_key_goes_on_with_its_next_owner(scene: Scene, shop: Shop) -> None:
+    """Case 64: members that join and leave hand it over as it is."""
+    first = shop.start()
+    scene.publish()
+    shop.wait_handled(but=BROKEN)
+    wait_until(lambda: shop.parked() == scene.expected()[BROKEN], what="the key is parked")
+    second = shop.start()
+    wait_until(lambda: all(len(app.members[0].holdings()) == 1 for app in (first, second)), what="each has its half")
+    scene.publish()
+    shop.wait_handled(but=BROKEN)
+    assert first.stop()
+    scene.publish()
+    shop.wait_handled(but=BROKEN)
+    wait_until(lambda: shop.parked() == scene.expected()[BROKEN], what="what came later is parked behind it")
+    before = len(shop.recorder.begun)
+    shop.release()
+    shop.wait_handled()
+    again = [handled.attempt for handled in shop.recorder.begun[before:] if handled.key == BROKEN]
+    assert again == [1] * len(scene.expected()[BROKEN])
+
+
+def test_a_key_that_blocks_holds_its_successors_back_until_the_policy_is_another(scene: Scene, shop: Shop) -> None:
+    """Cases 30, 65: and its dead letters let them go."""
+    shop.start(policy="block", attempt_limit=1, backoff_s=(0.05,))
+    scene.publish()
+    shop.wait_handled(but=BROKEN)
+    children = change(scene, "split")
+    scene.publish()
+    wait_until(lambda: shop.begun(BROKEN) > 10, what="tried again and again")
+    assert shop.version() == 1
+    assert not {handled.partition for handled in shop.recorder.begun} & children
+    assert shop.parked() == []
+    set_group(scene.database, "orders", GROUP, actor="test", policy="dead_letter")
+    shop.wait_handled(but=BROKEN)
+    dead = "SELECT convert_from(body, 'UTF8') FROM mqlayer.dead_message ORDER BY seq"
+    wait_until(
+        lambda: [body for (body,) in scene.world.rows(dead)] == scene.expected()[BROKEN], what="all of the key is dead"
+    )
+    assert shop.version() == 2
+    assert len(scene.expected()) == KEYS
