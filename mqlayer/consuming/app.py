@@ -114,7 +114,8 @@ class App:
         check_name("group", group)
         if any((c.topic, c.group) == (topic, group) for c in self.consumers):
             raise Conflict(f"group {group!r} of topic {topic!r} has a handler already", "use another group")
-        group_settings = settings_of(start, ordered=ordered, balance=balance, tag_filter=tag_filter, **rules)
+        said = settings_of(start, ordered=ordered, balance=balance, tag_filter=tag_filter, **rules)
+        group_settings = replace(said, mode="exclusive")
 
         def register(handler: Handler) -> Handler:
             body_type, with_context = _parameters(handler, body)

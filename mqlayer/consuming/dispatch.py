@@ -18,6 +18,7 @@ from typing import Final
 from mqlayer.consuming.clock import Lease, clock
 from mqlayer.consuming.holdings import Held, Lane, State, resumed_lane
 from mqlayer.consuming.parked import NEVER, Parking
+from mqlayer.consuming.verdicts import Bury
 from mqlayer.domain.message import ParkedRecord, Record
 from mqlayer.domain.offsets import Range
 from mqlayer.domain.routing import PartitionId
@@ -335,6 +336,9 @@ class Dispatcher:
     def resume(self, held: Held, parking: Parking, records: list[ParkedRecord]) -> None:
         """Give the first messages of a parked key to the workers; with none, put the key in line again."""
         with self.lock:
+            if parking.lane is not None:
+                gone = len(parking.lane.line) + isinstance(parking.lane.verdict, Bury)
+                parking.careful = max(0, parking.careful - gone)
             parking.lane = None
             if not records:
                 self._rest(held)

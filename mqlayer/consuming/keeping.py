@@ -229,7 +229,7 @@ def _page_of(held: Held, work: ParkingWork) -> tuple[Page, list[tuple[Parking, T
         page.messages += [(parking.ref, record) for record in lane.batch]
     page.burials = [burial for _, burial in work.burials]
     turns = [(lane.parking, _turn_of(held, lane, lane.parking)) for lane in work.back if lane.parking is not None]
-    turns += [(p, Turn(p.ref, go_on=True, alone=p.alone)) for p in work.due]
+    turns += [(p, Turn(p.ref, go_on=True, alone=p.alone, careful=p.careful > 0)) for p in work.due]
     page.turns = [turn for _, turn in turns]
     return page, turns
 
@@ -237,7 +237,8 @@ def _page_of(held: Held, work: ParkingWork) -> tuple[Page, list[tuple[Parking, T
 def _turn_of(held: Held, lane: Lane, parking: Parking) -> Turn:
     """Return what is to be said of a parked key whose messages workers gave back."""
     go_on = held.state is State.OPEN and not held.finished
-    turn = Turn(parking.ref, handled=list(lane.line), alone=parking.careful)
+    careful = parking.careful > 0
+    turn = Turn(parking.ref, handled=list(lane.line), alone=careful, careful=careful)
     match lane.verdict:
         case Bury(attempts, cause, reason, keep):
             turn.burial, turn.go_on = Burial(lane.records[0], cause, reason, attempts, keep), go_on
@@ -248,5 +249,5 @@ def _turn_of(held: Held, lane: Lane, parking: Parking) -> Turn:
             turn.entry = KeyEntry(parking.ref, "retry", seconds, attempts)
             turn.failed = lane.records[0].identity
         case None:
-            turn.go_on, turn.alone = go_on, turn.alone or (not turn.handled and parking.attempts > 0)
+            turn.go_on, turn.alone = go_on, careful or (not turn.handled and parking.attempts > 0)
     return turn

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from mqlayer.domain.message import Record
 from mqlayer.domain.offsets import Range, covers
-from mqlayer.parking import KeyEntry, KeyRef, KeyState
+from mqlayer.parking import BATCH, KeyEntry, KeyRef, KeyState
 
 if TYPE_CHECKING:
     from mqlayer.consuming.holdings import Lane
@@ -35,15 +35,16 @@ class Parking:
         self.lane: Lane | None = None
         # Offsets that a former owner parked and may not have settled: handled now, they could come once more later.
         self.unsettled: set[int] = set()
-        # Somebody ended in the middle of it: its messages are handled one by one from here.
-        self.careful = False
-        # Its first message was started alone, and nobody ever said how that ended: a failed attempt.
+        # Somebody ended in the middle of it, perhaps by chance: so many of its messages are handled one by one from
+        # here, and to blame if that happens again.
+        self.careful = 0
+        # It did: nobody ever said how its first message ended. A failed attempt.
         self.died = False
 
     @property
     def alone(self) -> bool:
         """Whether its first message is handled by itself: it failed before, or may have killed its consumer."""
-        return self.careful or self.attempts > 0
+        return self.careful > 0 or self.attempts > 0
 
 
 class Parkings:
@@ -146,5 +147,5 @@ def parking_of(state: KeyState, now: float, *, own_epoch: int | None = None) -> 
     due = NEVER if state.due_in_s is None else now + state.due_in_s
     parking = Parking(state.ref, attempts=state.attempts, due=due)
     if state.started is not None and state.started != own_epoch:
-        parking.careful, parking.died = True, state.started_alone
+        parking.careful, parking.died = BATCH, state.started_alone
     return parking

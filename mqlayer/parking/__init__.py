@@ -1,6 +1,7 @@
 """What of a group waits or ended outside of Redis: parked keys, dead messages, failed attempts, as owners write it."""
 
 from mqlayer.parking.ledger import (
+    BATCH,
     AttemptNote,
     Burial,
     DeathCause,
@@ -17,6 +18,7 @@ from mqlayer.parking.ledger import (
 )
 
 __all__ = [
+    "BATCH",
     "AttemptNote",
     "Burial",
     "DeathCause",

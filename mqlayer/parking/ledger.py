@@ -90,8 +90,8 @@ class Turn:
     """What its owner has to say of a started or due key, and what is to come next.
 
     `handled`: of its messages; `burial`: its first message that is not handled. Then `go_on` hands out the next ones:
-    `alone`, one only, or as many as go at a time; else it waits as `entry` says, for its message that `failed`, or just
-    rests.
+    `alone`, one only, or as many as go at a time; `careful`: to blame if nobody ever says how that ended. Else it waits
+    as `entry` says, for its message that `failed`, or just rests.
     """
 
     ref: KeyRef
@@ -99,6 +99,7 @@ class Turn:
     burial: Burial | None = None
     go_on: bool = False
     alone: bool = False
+    careful: bool = False
     entry: KeyEntry | None = None
     failed: Identity | None = None
 
@@ -273,7 +274,7 @@ class Ledger:
             connection.execute(query("parked_key_end"), key)
             return []
         connection.execute(
-            query("parked_key_start"), key | {"epoch": epoch, "alone": len(rows) == 1, "attempts": attempts}
+            query("parked_key_start"), key | {"epoch": epoch, "alone": turn.careful, "attempts": attempts}
         )
         return [
             ParkedRecord.of((offset, m, name, body), attempts=0 if at else attempts, redriven=redriven)

@@ -35,7 +35,7 @@ ON CONFLICT (group_id, lp, name) DO NOTHING;
 -- wait for each other.
 SELECT FROM mqlayer.parked_key k
 JOIN (SELECT DISTINCT lp, name FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS u (lp, name)) AS given USING (lp, name)
-WHERE k.group_id = %(group_id)s ORDER BY k.lp, k.name FOR NO KEY UPDATE OF k;
+WHERE k.group_id = %(group_id)s ORDER BY k.lp, k.name FOR UPDATE OF k;
 
 -- name: parked_keys_there
 -- Which of these keys are parked; they stay so until this transaction ends.
@@ -77,7 +77,7 @@ WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s
 RETURNING k.lp;
 
 -- name: parked_key_start
--- Messages of a parked key are started under an epoch: its first one alone, or several.
+-- Messages of a parked key are started under an epoch: several, or its first one alone and to blame if nobody answers.
 UPDATE mqlayer.parked_key SET started = %(epoch)s, started_alone = %(alone)s, attempts = %(attempts)s
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 

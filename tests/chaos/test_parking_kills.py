@@ -156,6 +156,22 @@ def test_kills_while_keys_are_resumed(scene: Scene) -> None:
     judge(scene)
 
 
+def test_a_consumer_that_died_by_chance_costs_a_parked_message_no_attempt(scene: Scene) -> None:
+    """Case 59: it is to blame from the second death on; here its last attempt would have been that of a healthy one."""
+    shop = Shop(scene, policy="dead_letter", attempt_limit=2, backoff_s=[LATER_S])
+    shop.fail(always=BROKEN)
+    scene.publish()
+    first = shop.start("first")
+    shop.wait_places(parked_message=OF_BROKEN, sink=COUNT - OF_BROKEN)
+    shop.stop(first)
+    shop.fail()
+    shop.try_now(attempts="attempts")
+    shop.killed("parking.before_resume=kill@3")
+    shop.start("last")
+    shop.wait_places(sink=COUNT)
+    judge(scene)
+
+
 def test_kills_while_messages_are_buried(scene: Scene) -> None:
     """Case 67: a message that leaves is dead and settled, or neither; nobody handles it after that."""
     shop = Shop(scene, policy="dead_letter", attempt_limit=2, backoff_s=[0.01])

@@ -10,6 +10,7 @@ import psycopg
 import pytest
 
 from mqlayer import Context, Event
+from mqlayer.domain.message import Identity
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import PauseKey, Reject, RetryLater, Skip
 from mqlayer.membership.steering import set_group
@@ -113,9 +114,9 @@ def test_attempts_that_run_out_leave_the_key_parked(stage: Stage, error: Excepti
         lambda: rows(stage, "SELECT cause, due_at, attempts FROM mqlayer.parked_key") == [(cause, None, tries)],
         what="parked for good",
     )
-    notes = rows(stage, "SELECT attempt, error FROM mqlayer.failed_attempt ORDER BY 1")
-    assert [attempt for attempt, _ in notes] == list(range(1, tries + 1))
-    assert all(str(error) in text for _, text in notes)
+    noted = "SELECT attempt, error FROM mqlayer.failed_attempt ORDER BY 1"
+    wait_until(lambda: [row[0] for row in rows(stage, noted)] == list(range(1, tries + 1)), what="attempts noted")
+    assert all(str(error) in text for _, text in rows(stage, noted))
     assert parked(stage) == {"key-1": [1, 2, 3, 4, 5]}
     shop.broken.clear()
     release(stage)
@@ -254,7 +255,9 @@ def test_an_owner_takes_several_keys_in_the_order_of_operators(stage: Stage) -> 
     stage.wait_settled()
     partition, member_id, epoch, _ = stage.assignments()[0]
     first, last = (KeyRef(*row) for row in rows(stage, "SELECT lp, name FROM mqlayer.parked_key ORDER BY lp, name"))
-    waits = [Turn(ref, entry=KeyEntry(ref, "retry", LATER_S, 2)) for ref in (last, first)]
+    numbers = rows(stage, "SELECT lp, source, seq FROM mqlayer.parked_message")
+    heads = {lp: Identity(source, lp, seq) for lp, source, seq in numbers}
+    waits = [Turn(ref, entry=KeyEntry(ref, "retry", LATER_S, 2), failed=heads[ref.lp]) for ref in (last, first)]
     ledger = Ledger(stage.database, stage.group_id(), member_of(app).member_id)
     assert member_id == member_of(app).member_id
     hold = "SELECT FROM mqlayer.parked_key WHERE lp = %s AND name = %s FOR UPDATE"

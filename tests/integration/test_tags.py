@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mqlayer import Context, Message, Producer, all_of, any_of
+from mqlayer import Context, Message, Producer, Receiver, all_of, any_of
 from mqlayer.changes import merge, split
 from mqlayer.consuming.member import Member
 from mqlayer.domain.message import encode_facts
@@ -229,6 +229,17 @@ def test_a_member_that_brings_another_filter_is_refused(stage: Stage) -> None:
 def knows(members: list[Member], tag_filter: str) -> bool:
     """Say whether all members have a filter."""
     return all(str(member.tag_filter or "none") == tag_filter for member in members)
+
+
+def test_ordered_pop_has_tags_and_no_filter(stage: Stage, producer: Producer) -> None:
+    """Nobody would settle there what does not match: refused, not ignored."""
+    producer.send("orders", key="k", body=b"1", tags=("vip", "eu"))
+    with Receiver("orders", group="g", settings=stage.settings()) as receiver:
+        (message,) = receiver.receive(wait_s=10)
+        assert message.tags == ("eu", "vip")
+        with pytest.raises(InvalidInput, match="ordered pop gives out every message"):
+            set_group(stage.database, "orders", "g", tag_filter="any:eu", actor="a test")
+        set_group(stage.database, "orders", "g", tag_filter="none", actor="a test")
 
 
 def test_a_changed_filter_counts_for_what_is_read_then_in_all_members(stage: Stage, producer: Producer) -> None:

@@ -67,3 +67,20 @@ def test_a_key_of_which_nothing_is_left_is_not_under_way() -> None:
     dispatcher.resume(held, parking, [])
     assert dispatcher.drained(held)
     assert not held.parked
+
+
+def test_after_a_death_only_so_many_messages_as_were_in_hand_go_one_by_one() -> None:
+    """Else one kill by chance would have all of a long line take a transaction each."""
+    parking = Parking(KeyRef(1, b"k"), due=clock())
+    parking.careful = 2
+    dispatcher, held = opened(parking)
+    dispatcher.parking_work(held, LIMITS)
+    seen = []
+    for offset in range(1, 4):
+        seen.append(parking.alone)
+        dispatcher.resume(held, parking, [ParkedRecord(offset, b"1:1:%d:0" % offset, b"k", b"body")])
+        assert parking.lane is not None
+        parking.lane.line.append(parking.lane.records[0])
+    dispatcher.resume(held, parking, [])
+    assert seen == [True, True, True]
+    assert not parking.alone
