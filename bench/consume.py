@@ -53,7 +53,7 @@ def raw(system: System) -> float:
     return seen / elapsed
 
 
-def ours(system: System) -> float:
+def ours(system: System, messages: int = MESSAGES) -> float:
     """Consume everything with a member; the clock stops when the last message is settled on the node."""
     app, group = mqlayer.App(system.settings), new_group()
     seen = 0
@@ -63,18 +63,18 @@ def ours(system: System) -> float:
     def handle(_body: bytes) -> None:
         nonlocal seen
         seen += 1
-        if seen >= MESSAGES:
+        if seen >= messages:
             all_seen.set()
 
     began = time.perf_counter()
     app.start()
     member = app.members[0]
     all_seen.wait(120)
-    while member.stats.settled < MESSAGES:
+    while member.stats.settled < messages:
         time.sleep(0.001)
     elapsed = time.perf_counter() - began
     app.stop()
-    return MESSAGES / elapsed
+    return messages / elapsed
 
 
 def new_group() -> str:

@@ -3,6 +3,7 @@
 from mqlayer import outbox
 from mqlayer.consuming import App, Context, Event, MemberOptions
 from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
+from mqlayer.popping import PopMessage, Receiver
 from mqlayer.producing import Message, Producer, Receipt
 from mqlayer.settings import Settings
 
@@ -16,8 +17,10 @@ __all__ = [
     "Message",
     "MqlayerError",
     "PauseKey",
+    "PopMessage",
     "Producer",
     "Receipt",
+    "Receiver",
     "Reject",
     "RetryLater",
     "Settings",

@@ -26,7 +26,9 @@ MqlayerError
 ├── TransactionConflict     a busy LP under REPEATABLE READ: run the transaction again
 ├── FenceError
 │   ├── AlreadyApplied      this message's effect is there: settle it and go on
-│   └── StaleOwner          a later owner acted: roll back and stop
+│   ├── StaleOwner          a later owner acted: roll back and stop
+│   ├── StaleToken          ordered pop: others have these messages since, or may
+│   └── OutOfTurn           ordered pop: an earlier message of the key comes first
 ├── HandlerFault            what a member reports of a handler
 │   ├── BodyMismatch        the body does not fit the handler's type
 │   └── MessageTimeout      the message took longer than its group allows
@@ -354,6 +356,39 @@ class StaleOwner(FenceError):
         return (
             f"group {self.group!r} lost {self.topic}/{self.lp}: epoch {self.epoch} is behind {self.current}; "
             "roll back, the new owner handles it"
+        )
+
+
+class StaleToken(FenceError):
+    """Messages of an ordered pop that are no longer this receiver's: they were given to others, given back, or their
+    node was armed again. Nothing was changed for them; others of the same call were taken.
+
+    `offsets`: partition and offset of each."""
+
+    def __init__(self, group: str, topic: str, offsets: Sequence[tuple[int, int]]) -> None:
+        super().__init__(group, topic, tuple(offsets))
+        self.group, self.topic, self.offsets = group, topic, tuple(offsets)
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{partition}/{offset}" for partition, offset in self.offsets[:5])
+        more = f" and {len(self.offsets) - 5} more" if len(self.offsets) > 5 else ""
+        return (
+            f"group {self.group!r} of {self.topic!r} gives {named}{more} to others by now: do no more for them; "
+            "ask for a longer invisible time, or extend it in time"
+        )
+
+
+class OutOfTurn(FenceError):
+    """An earlier message of the same key and batch has no effect yet; roll back."""
+
+    def __init__(self, group: str, topic: str, partition: int, offset: int, earlier: int) -> None:
+        super().__init__(group, topic, partition, offset, earlier)
+        self.group, self.topic, self.partition, self.offset, self.earlier = group, topic, partition, offset, earlier
+
+    def __str__(self) -> str:
+        return (
+            f"group {self.group!r} of {self.topic!r}: {self.partition}/{self.earlier} of the same key comes before "
+            f"{self.partition}/{self.offset}: commit its effect or acknowledge it first"
         )
 
 

@@ -62,7 +62,7 @@ def check_groups(asked: AskedDatabase, _: Limits) -> list[Finding]:
         for topic, group, living in rows
         if not living
     ]
-    seen = f"each of {len(rows)} groups has living members" if rows else "no group as yet"
+    seen = f"each of {len(rows)} groups has living members" if rows else "no group with members as yet"
     return found or [Finding("groups", asked.subject, Verdict.OK, seen)]
 
 

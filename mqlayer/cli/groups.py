@@ -174,7 +174,8 @@ def members(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = Fa
         }
         for one in found
     )
-    show_rows(rows, as_json=as_json, nothing=f"group {group} of topic {topic} has no members: start a consumer")
+    nothing = f"group {group} of topic {topic} has no members: start a consumer, or a receiver where its mode is pop"
+    show_rows(rows, as_json=as_json, nothing=nothing)
 
 
 @groups.command()

@@ -112,7 +112,7 @@ class App:
         check_name("group", group)
         if any((c.topic, c.group) == (topic, group) for c in self.consumers):
             raise Conflict(f"group {group!r} of topic {topic!r} has a handler already", "use another group")
-        group_settings = settings_of(start, ordered=ordered, balance=balance, **rules)
+        group_settings = replace(settings_of(start, ordered=ordered, balance=balance, **rules), mode="exclusive")
 
         def register(handler: Handler) -> Handler:
             body_type, with_context = _parameters(handler, body)

@@ -37,6 +37,8 @@ class GroupFacts:
     balance: str
     settings_version: int
     paused_at: datetime | None
+    mode: Literal["exclusive", "pop"]
+    scope: Literal["partition", "key"] | None
     alive: int
     rules: RetryRules
 

@@ -270,11 +270,19 @@ def _next_step(
             return step
     if holds_up:
         return _of_parents(holds_up, topic, name)
-    if search.head.attempts:
-        at = f" at {search.head.retry_at:%H:%M:%S} UTC" if search.head.retry_at else ""
-        owner = waits_in.facts.owner if waits_in is not None else None
-        return f"{NOTHING}it is tried again{at}; the log of member {owner} says why it fails"
-    return f"{NOTHING}it is being handled"
+    return f"{NOTHING}{_under_way(group, search.head, waits_in)}"
+
+
+def _under_way(group: GroupStanding, head: Waiting, waits_in: PartitionStanding | None) -> str:
+    """Return what becomes of a message that nothing but its handling holds up."""
+    pop = group.facts.mode == "pop"
+    if not head.attempts:
+        return "a receiver has it, or the next one gets it" if pop else "it is being handled"
+    if pop:
+        return "it is given out again; the receivers say why it was not settled"
+    at = f" at {head.retry_at:%H:%M:%S} UTC" if head.retry_at else ""
+    owner = waits_in.facts.owner if waits_in is not None else None
+    return f"it is tried again{at}; the log of member {owner} says why it fails"
 
 
 def _of_servers(one: PartitionStanding, group: GroupStanding) -> str | None:
@@ -284,6 +292,8 @@ def _of_servers(one: PartitionStanding, group: GroupStanding) -> str | None:
         return _of_node(one)
     if group.facts.paused_at is not None:
         return f"mqlayer group resume {group.facts.topic} {group.facts.name}  # it is paused"
+    if group.facts.mode == "pop":
+        return None
     if reason in ("no_owner", "lease_over") or not one.facts.alive:
         if not group.facts.alive:
             return "mqlayer consume MODULE:APP  # no member of the group lives"

@@ -170,6 +170,9 @@ def waiting(head: Head | None, now_ms: int, group: GroupFacts) -> Waiting | None
     failures = head.failures
     first_ms, last_ms = (failures.first_ms, failures.last_ms) if failures else (None, None)
     attempts = failures.attempts if failures else 0
+    if group.mode == "pop":
+        # Counted when it is given out: the last time may be under way, and when it comes again, its receiver says.
+        attempts, last_ms = max(0, attempts - 1), None
     retry_ms = None if last_ms is None else last_ms + round(1000 * group.rules.wait_s(attempts, 0.0))
     return Waiting(
         head.offset,
@@ -177,7 +180,7 @@ def waiting(head: Head | None, now_ms: int, group: GroupFacts) -> Waiting | None
         str(record.identity),
         max(0, now_ms - record.at_ms) / 1000,
         attempts,
-        _time(first_ms),
+        _time(first_ms) if attempts else None,
         _time(retry_ms),
         None if retry_ms is None else max(0, retry_ms - now_ms) / 1000,
     )
@@ -200,6 +203,8 @@ def stall_of(
         return Stall("hidden", facts.made_at, f"behind what is not drained: partition {parents}")
     if group.paused_at is not None:
         return Stall("paused", group.paused_at, "an operator paused the group")
+    if group.mode == "pop":
+        return _failing(head)
     return _unowned(facts, group) or _untaken(facts, look) or _failing(head)
 
 

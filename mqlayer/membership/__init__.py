@@ -1,9 +1,10 @@
 """Groups, their members, and who may consume what: decided in Postgres, by its clock only."""
 
-from mqlayer.membership.gates import drained
+from mqlayer.membership.gates import drained, drained_popped
 from mqlayer.membership.groups import Group, GroupSettings, ensure_group, find_group, raise_group_version
 from mqlayer.membership.jobs import LateJob, late_jobs
 from mqlayer.membership.members import Assigned, Beat, Session, beat, join, leave, release, start_leaving
+from mqlayer.membership.popping import PopPartition, pop_partitions, renew_pop_epoch
 from mqlayer.membership.rates import balance_by_rate
 from mqlayer.membership.rebalance import rebalance, rebalance_groups
 from mqlayer.membership.seeking import SeekPlan, apply_seek, planned_seek
@@ -15,6 +16,7 @@ __all__ = [
     "Group",
     "GroupSettings",
     "LateJob",
+    "PopPartition",
     "SeekPlan",
     "Session",
     "Start",
@@ -22,15 +24,18 @@ __all__ = [
     "balance_by_rate",
     "beat",
     "drained",
+    "drained_popped",
     "ensure_group",
     "find_group",
     "join",
     "late_jobs",
     "leave",
     "planned_seek",
+    "pop_partitions",
     "raise_group_version",
     "rebalance",
     "rebalance_groups",
     "release",
+    "renew_pop_epoch",
     "start_leaving",
 ]

@@ -62,6 +62,31 @@ def drained(
     return taken
 
 
+def drained_popped(
+    database: Database, group_id: int, partition: int, epoch: int, seal_id: str, *, lock_wait_s: float = 2.0
+) -> bool:
+    """Say for a group with ordered pop that everything before a command record is settled; return whether it was taken.
+
+    Any receiver may say so, more than once: what counts is the epoch in force and the very seal that is recorded. In
+    one transaction: the fact, the group's version raised, and its receivers told to look for the successors. Raises
+    TransactionConflict where the group's lock could not be had in time.
+    """
+    facts = {"group_id": group_id, "partition_id": partition, "epoch": epoch, "seal_id": seal_id}
+
+    def work(connection: Connection) -> bool:
+        if connection.execute(query("drained_put_popped"), facts).fetchone() is None:
+            return False
+        raise_group_version(connection, group_id)
+        connection.execute(query("allocation_raise"), facts)
+        failpoint("pop.before_drained")
+        return True
+
+    taken = change_group(database, group_id, work, lock_wait_s=lock_wait_s, timeout_s=0)
+    if taken:
+        change_group(database, group_id, partial(raise_group_version, group_id=group_id))
+    return taken
+
+
 def raise_group_versions(database: Database) -> int:
     """Raise the route version of every group that has drained what came before the next one; return how many moved.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any, Final, Literal, TypedDict, Unpack
@@ -26,6 +26,11 @@ from mqlayer.routes.cache import RouteCache
 log = logging.getLogger(__name__)
 
 Balance = Literal["count", "rate"]
+Mode = Literal["exclusive", "pop"]
+"""How a group is consumed: partitions assigned to members, or batches for whoever asks (ordered pop)."""
+Scope = Literal["partition", "key"]
+"""Ordered pop: what is withheld from all while a message is out: its whole partition, or its key."""
+CALLED: Final[Mapping[str, str]] = {"exclusive": "mqlayer.App, or `mqlayer consume`", "pop": "mqlayer.Receiver"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,9 @@ class GroupSettings:
     Settings live with the group on the server. `start` counts at its creation only; of the others a member may say
     what is in force, or nothing. `ordered`: one message of a key at a time (default), or each message by itself; said
     once. `balance`: whether partitions are spread over members by their count (default) or by the rate of what is
-    published to them. The others are those of RetryRules; a time without end, `math.inf`, says that there is no limit.
+    published to them. `mode`: by members with partitions of their own (default), or by receivers (ordered pop), with
+    its `scope`, by key unless said otherwise; both said once. The others are those of RetryRules; a time without end,
+    `math.inf`, says that there is no limit. The policy of ordered pop is "block".
     """
 
     start: Start = "earliest"
@@ -49,6 +56,8 @@ class GroupSettings:
     retried_errors: tuple[str, ...] | None = None
     time_limit_s: float | None = None
     time_cap_s: float | None = None
+    mode: Mode | None = None
+    scope: Scope | None = None
 
     def rules(self) -> RetryRules:
         """Return the rules of a group that is created with these."""
@@ -57,6 +66,8 @@ class GroupSettings:
             value = getattr(self, name)
             if value is not None:
                 said[name] = None if value == math.inf else value
+        if self.mode == "pop":
+            said["policy"] = "block"
         return RetryRules(**said)
 
 
@@ -98,6 +109,8 @@ class Group:
     settings_version: int
     paused_at: datetime | None
     rules: RetryRules
+    mode: Mode = "exclusive"
+    scope: Scope | None = None
 
 
 def find_group(database: Database, topic: str, name: str) -> Group:
@@ -106,9 +119,9 @@ def find_group(database: Database, topic: str, name: str) -> Group:
         row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
     if row is None:
         raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
-    group_id, topic_id, state, start, start_at, *rest = row[:-RULES_COUNT]
-    rest.append(RetryRules.of(row[-RULES_COUNT:]))
-    return Group(group_id, topic_id, topic, name, state, start_at or start, *rest)
+    group_id, topic_id, state, start, start_at, *rest, mode, scope = row[:-RULES_COUNT]
+    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), mode, scope]
+    return Group(group_id, topic_id, topic, name, state, start_at or start, *values)
 
 
 def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: str, prefix: str,
@@ -134,6 +147,8 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
         "start_at": at,
         "ordered": settings.ordered is not False,
         "balance": settings.balance or "count",
+        "mode": settings.mode or "exclusive",
+        "scope": settings.scope or ("key" if settings.mode == "pop" else None),
         **as_columns(asdict(settings.rules())),
     }
     database.transaction(lambda connection: connection.execute(query("group_insert"), facts))
@@ -190,6 +205,29 @@ def check_settings(settings: GroupSettings) -> None:
         if limit_s is not None and not limit_s > 0:
             raise InvalidInput(f"a limit of time is over 0 seconds, not {limit_s}: leave it out, or inf for none")
     check_times(settings.time_limit_s, settings.time_cap_s)
+    _check_mode(settings)
+
+
+def _check_mode(settings: GroupSettings) -> None:
+    if settings.mode not in (None, "exclusive", "pop"):
+        raise InvalidInput(f"a group is consumed in mode exclusive or pop, not {settings.mode!r}")
+    if settings.scope not in (None, "partition", "key"):
+        raise InvalidInput(f"the scope of ordered pop is partition or key, not {settings.scope!r}")
+    if settings.mode != "pop" and settings.scope is not None:
+        raise InvalidInput("only a group with ordered pop has a scope: say mode='pop'")
+    if settings.mode == "pop" and (settings.ordered is False or settings.balance is not None):
+        raise InvalidInput("ordered pop is ordered, and has no members to balance: leave ordered and balance out")
+    if settings.mode == "pop":
+        refuse_policy(settings.policy)
+
+
+def refuse_policy(policy: Policy | None) -> None:
+    """Raise InvalidInput for a policy that a group with ordered pop can't have."""
+    if policy not in (None, "block"):
+        raise InvalidInput(
+            f"policy {policy} needs a member that owns the partition: ordered pop gives a message out until it is "
+            "acknowledged (block); see its attempt, and decide in the receiver"
+        )
 
 
 def check_times(limit_s: float | None, cap_s: float | None) -> None:
@@ -205,12 +243,21 @@ def as_columns(values: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_others(group: Group, settings: GroupSettings) -> None:
     """Raise Conflict where a member says another setting than the server has: two of them must not take turns."""
-    for name in (*RULES, "ordered", "balance"):
+    if settings.mode not in (None, group.mode):
+        raise Conflict(
+            f"group {group.name!r} of topic {group.topic!r} is consumed in mode {group.mode}, not {settings.mode}",
+            f"consume it with {CALLED[group.mode]}, or use another group: the mode is said once",
+        )
+    for name in (*RULES, "ordered", "balance", "scope"):
         brought, there = getattr(settings, name), getattr(group.rules if name in RULES else group, name)
         if there is None:
             there = math.inf
         if brought is not None and brought != there:
-            change = "it is said once" if name == "ordered" else f"change it for all: mqlayer group set {group.topic}"
+            change = (
+                "it is said once"
+                if name in ("ordered", "scope")
+                else f"change it for all: mqlayer group set {group.topic}"
+            )
             raise Conflict(
                 f"group {group.name!r} of topic {group.topic!r} has {name} = {there} (settings version "
                 f"{group.settings_version}), this member brings {brought}",

@@ -52,6 +52,9 @@ def rebalance(connection: Connection, group_id: int) -> bool:
     """Bring the group's assignments up to its live members, in the caller's transaction; say whether any changed."""
     group: dict[str, object] = {"group_id": group_id}
     locked = connection.execute(query("group_lock"), group).fetchone()
+    if locked is not None and locked[4] == "pop":
+        # It has no members: its partitions are free, each under an epoch.
+        return False
     connection.execute(query("member_expire"), group)
     connection.execute(query("assignment_free_unreadable_of_gone"), group)
     live: dict[str, bool] = dict(connection.execute(query("member_live"), group).fetchall())

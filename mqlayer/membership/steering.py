@@ -9,6 +9,7 @@ meanwhile gets nothing, and a crash at any line leaves the state before or the s
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Unpack
 
 from mqlayer.errors import Conflict, InvalidInput, NotFound
@@ -20,6 +21,7 @@ from mqlayer.membership.groups import (
     GroupSettings,
     Rules,
     as_columns,
+    check_settings,
     check_times,
     find_group,
     settings_of,
@@ -54,6 +56,8 @@ def set_group(
     }
 
     def work(connection: Connection, group: Group) -> None:
+        if group.mode == "pop":
+            check_settings(replace(settings, mode="pop"))
         times = connection.execute(query("group_settings_put"), facts | {"group_id": group.group_id}).fetchone()
         if times is None:
             raise Conflict(f"the settings of {_called(group)} are at version {group.settings_version}", "look at them")

@@ -11,6 +11,13 @@ different partitions have different tags. Groups are named by their id: a name m
 <prefix>:{<partition>}:g<group>:lock        hash    owner, epoch, refreshed_at, committed, base, top, seek
 <prefix>:{<partition>}:g<group>:acks        string  ack bitmap, bit i is offset base + i
 <prefix>:{<partition>}:g<group>:attempts    hash    offset -> <failed attempts>:<ms of the first>:<ms of the last>
+
+of a group with ordered pop, besides (see pop_receive):
+<prefix>:{<partition>}:g<group>:pops        hash    offset -> <batch>:<ms when it is visible>:<lane>
+<prefix>:{<partition>}:g<group>:lines       zset    <length of lane><lane><offset> of what is not settled
+<prefix>:{<partition>}:g<group>:due         zset    lane -> ms when it may be given out
+<prefix>:{<partition>}:g<group>:batches     hash    attempt id -> <batch>:<offsets>
+<prefix>:{<partition>}:g<group>:wake        stream  one entry, whose id is the lock's `wakes`
 ```
 """
 
@@ -36,6 +43,16 @@ class GroupKeys(NamedTuple):
     attempts: bytes
 
 
+class PopKeys(NamedTuple):
+    """What a group with ordered pop has at a partition besides its GroupKeys."""
+
+    pops: bytes
+    lines: bytes
+    due: bytes
+    batches: bytes
+    wake: bytes
+
+
 @cache
 def partition_keys(prefix: str, partition: int) -> PartitionKeys:
     """Return the keys of a partition."""
@@ -48,3 +65,10 @@ def group_keys(prefix: str, partition: int, group_id: int) -> GroupKeys:
     """Return the keys of a group at a partition."""
     stem = f"{prefix}:{{{partition}}}:g{group_id}:".encode()
     return GroupKeys(stem + b"lock", stem + b"acks", stem + b"attempts")
+
+
+@cache
+def pop_keys(prefix: str, partition: int, group_id: int) -> PopKeys:
+    """Return the keys that a group with ordered pop has besides."""
+    stem = f"{prefix}:{{{partition}}}:g{group_id}:".encode()
+    return PopKeys(stem + b"pops", stem + b"lines", stem + b"due", stem + b"batches", stem + b"wake")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from mqlayer.domain.offsets import is_settled
-from mqlayer.redis.keys import group_keys, partition_keys
+from mqlayer.redis.keys import group_keys, partition_keys, pop_keys
 from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 
 RunWord = Literal["ok", "dup", "gap", "unowned"]
@@ -139,7 +139,9 @@ def pass_command(
 def retire_command(line: NodeConnection, prefix: str, partition: int, groups: Iterable[int]) -> Command:
     """Return the command that leaves nothing of a partition but its tombstone."""
     keys = partition_keys(prefix, partition)
-    of_groups = [key for group in groups for key in group_keys(prefix, partition, group)]
+    of_groups = [
+        key for group in groups for keys_of in (group_keys, pop_keys) for key in keys_of(prefix, partition, group)
+    ]
     return line.script("partition_retire", (keys.meta, keys.log, keys.marks, *of_groups))
 
 

@@ -73,11 +73,11 @@ WHERE c.state IN ('planned', 'sealing', 'sealed')
   AND coalesce(c.sealed_at, c.planned_at) <= clock_timestamp() - make_interval(secs => %(age_s)s) ORDER BY c.change_id;
 
 -- name: check_groups
--- Groups that bound trimming, and how many members of each live.
+-- Groups that bound trimming, and how many members of each live. Nobody knows of receivers (ordered pop) where they are.
 SELECT t.name, g.name, (SELECT count(*) FROM mqlayer.member m
                         WHERE m.group_id = g.group_id AND m.lease_until >= now())::int AS living
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
-WHERE g.state = 'live' ORDER BY t.name, g.name;
+WHERE g.state = 'live' AND g.mode = 'exclusive' ORDER BY t.name, g.name;
 
 -- name: check_parked
 -- What groups have parked: keys, messages, keys that wait for an operator and since when, and for how long the one that

@@ -1,8 +1,8 @@
 -- name: group_insert
 -- Create a group that is not live yet; nothing where the name is taken.
-INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, ordered, balance, backoff_s, backoff_jitter,
+INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, ordered, balance, mode, scope, backoff_s, backoff_jitter,
        attempt_limit, policy, final_errors, retried_errors, time_limit_s, time_cap_s)
-SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(ordered)s, %(balance)s, %(backoff_s)s, %(jitter)s,
+SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(ordered)s, %(balance)s, %(mode)s, %(scope)s, %(backoff_s)s, %(jitter)s,
        %(attempt_limit)s, %(policy)s, %(final_errors)s, %(retried_errors)s, %(time_limit_s)s, %(time_cap_s)s
 FROM mqlayer.topic WHERE name = %(topic)s
 ON CONFLICT (topic_id, name) DO NOTHING;
@@ -10,7 +10,7 @@ ON CONFLICT (topic_id, name) DO NOTHING;
 -- name: group_find
 -- One group of a topic.
 SELECT g.group_id, g.topic_id, g.state, g.start, g.start_at, t.strategy, g.version, g.seek, g.ordered, g.balance,
-       g.settings_version, g.paused_at, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors,
+       g.settings_version, g.paused_at, g.mode, g.scope, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors,
        g.retried_errors, g.time_limit_s, g.time_cap_s
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE t.name = %(topic)s AND g.name = %(name)s;
@@ -94,7 +94,7 @@ SELECT set_config('lock_timeout', %(lock_wait)s, true),
 
 -- name: group_lock
 -- Lock a group for a change of its membership or assignments.
-SELECT group_id, topic_id, allocation, balance FROM mqlayer.consumer_group
+SELECT group_id, topic_id, allocation, balance, mode FROM mqlayer.consumer_group
 WHERE group_id = %(group_id)s FOR NO KEY UPDATE;
 
 -- name: member_join
@@ -295,3 +295,27 @@ WITH raised AS (
     UPDATE mqlayer.consumer_group SET allocation = allocation + 1 WHERE group_id = %(group_id)s RETURNING group_id
 )
 SELECT pg_notify('mqlayer_group', group_id::text) FROM raised;
+
+-- name: pop_partitions
+-- The partitions of a group with ordered pop, under which epoch they are given out, and whether they are now.
+SELECT p.partition_id, p.node_id, a.epoch, coalesce(s.start_offset, 1) AS start_offset, g.seek, g.replay,
+       coalesce(e.cut, false) AS cut, r.partition_id IS NOT NULL AS readable
+FROM mqlayer.consumer_group g
+JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')
+LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.partition_id = p.partition_id
+LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id
+LEFT JOIN mqlayer.seal e ON e.partition_id = p.partition_id
+LEFT JOIN mqlayer.readable r ON r.group_id = g.group_id AND r.partition_id = p.partition_id
+WHERE g.group_id = %(group_id)s ORDER BY p.partition_id;
+
+-- name: pop_epochs_put
+-- Give what a group with ordered pop may consume an epoch, where it has none yet: nobody owns it, but arming its node
+-- and seeks raise it as any other.
+INSERT INTO mqlayer.assignment (group_id, partition_id, epoch)
+SELECT r.group_id, r.partition_id, nextval('mqlayer.epoch') FROM mqlayer.readable r
+WHERE r.group_id = %(group_id)s ON CONFLICT DO NOTHING;
+
+-- name: pop_epoch_renew
+-- The node refuses the epoch in force: give out a higher one, unless somebody did.
+UPDATE mqlayer.assignment SET epoch = nextval('mqlayer.epoch'), changed_at = now()
+WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND epoch = %(epoch)s AND member_id IS NULL;

@@ -1,7 +1,7 @@
 -- name: inspected_groups
 -- Groups with their settings and how many members live: of all topics, of one, or one of one topic.
 SELECT g.group_id, t.name, g.name, g.state, g.version, t.version AS topic_version, g.start, g.start_at, g.seek,
-       g.created_at, g.ordered, g.balance, g.settings_version, g.paused_at,
+       g.created_at, g.ordered, g.balance, g.settings_version, g.paused_at, g.mode, g.scope,
        (SELECT count(*) FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until >= now()) AS alive,
        g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors, g.retried_errors, g.time_limit_s,
        g.time_cap_s

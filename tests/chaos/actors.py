@@ -39,7 +39,7 @@ from mqlayer.errors import AlreadyApplied, Conflict, NotFound, StaleOwner
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.relay import Relay
 from mqlayer.routes.cache import load_nodes, load_route
-from tests.proof.history import Deliver, Effect, History, Operation, Publish
+from tests.proof.history import Ack, Deliver, Effect, History, Operation, Publish
 from tests.proof.observing import MemberWitness, observe_parking, observe_retiring
 
 log = logging.getLogger(__name__)
@@ -240,6 +240,56 @@ def _delivery(history: History, facts: dict[str, Any], ctx: mqlayer.Context) -> 
     operation.ok()
 
 
+def pop(name: str, directory: Path, stopping: threading.Event) -> None:
+    """Receive by ordered pop, and write what comes into the sink; fail and give back at times."""
+    history = History(directory, f"{name}-{os.getpid()}")
+    scope: Any = os.environ.get("MQLAYER_TEST_SCOPE", "key")
+    with psycopg.connect(os.environ["MQLAYER_DSN"], autocommit=True) as connection:
+        while not stopping.is_set():
+            try:
+                with mqlayer.Receiver(TOPIC, group=GROUP, scope=scope) as receiver:
+                    while not stopping.is_set():
+                        _book_batch(receiver, connection, history, receiver.receive(8, invisible_s=2.0, wait_s=0.5))
+            except mqlayer.MqlayerError as error:
+                log.warning("%s: %s", type(error).__name__, error)
+                stopping.wait(0.1)
+
+
+def _book_batch(
+    receiver: mqlayer.Receiver, connection: Connection, history: History, batch: Sequence[mqlayer.PopMessage]
+) -> None:
+    done: list[tuple[mqlayer.PopMessage, Operation]] = []
+    for message in batch:
+        source, lp, seq = message.identity
+        facts: dict[str, Any] = {
+            "key": message.key, "source": source, "lp": lp, "seq": seq, "value": message.body.decode(),
+            "partition": message.token.partition, "epoch": message.token.epoch,
+        }  # fmt: skip
+        operation = history.begin(Deliver(topic=TOPIC, group=GROUP, attempt=message.attempt, **facts))
+        if FAILING and message.attempt == 1 and seq % FAILING == 0:
+            operation.info()
+            receiver.nack(message, delay_s=0.02)
+            break
+        try:
+            with connection.transaction():
+                receiver.fence(connection, message)
+                connection.execute(INTO_SINK, facts)
+        except AlreadyApplied:
+            pass
+        except BaseException:
+            operation.info()
+            raise
+        operation.ok()
+        done.append((message, history.begin(Ack(topic=TOPIC, group=GROUP, **facts))))
+    settled = False
+    try:
+        receiver.ack(message for message, _ in done)
+        settled = True
+    finally:
+        for _, operation in done:
+            (operation.ok if settled else operation.info)()
+
+
 def _facts(body: bytes, ctx: mqlayer.Context) -> dict[str, Any]:
     source, lp, seq = ctx.identity
     message = {"key": ctx.key, "source": source, "lp": lp, "seq": seq, "value": body.decode()}
@@ -352,6 +402,7 @@ ROLES: Final[dict[str, Callable[[str, Path, threading.Event], None]]] = {
     "publisher": publish_batches,
     "pair": consume_twice,
     "driver": drive,
+    "receiver": pop,
     "seller": sell,
 }
 

@@ -78,8 +78,8 @@ def test_a_group_that_nobody_consumes_shows_all_that_waits_for_it(
     publish(world, "a")
     (line,) = typed.lines("group", "list")
     assert line == {
-        "topic": "orders", "group": "ledger", "state": "live", "version": 1, "topic_version": 1, "members": 0,
-        "partitions": 1, "lag": 2 * KEYS, "away": "",
+        "topic": "orders", "group": "ledger", "state": "live", "mode": "exclusive", "version": 1, "topic_version": 1,
+        "members": 0, "partitions": 1, "lag": 2 * KEYS, "away": "",
     }  # fmt: skip
     told = lag_of(typed, "orders", "ledger")
     (one,) = told["partitions"]

@@ -1,0 +1,43 @@
+"""Ordered pop against the consumption of an owner, of the same records in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import mqlayer
+from bench.consume import new_group
+from bench.consume import ours as exclusive
+from bench.filling import fill
+from bench.registry import Line, bench, compared, in_turn
+from bench.stage import Stage, System
+from mqlayer.membership.groups import Scope
+
+MESSAGES = 40_000
+ROUNDS = 3
+BATCHES = (32, 500)
+SCOPES: tuple[Scope, ...] = ("partition", "key")
+
+
+@bench("pop")
+def pop(stage: Stage) -> Iterator[Line]:
+    """Messages per second of one receiver over one partition, a batch at a time and acknowledged before the next. The
+    baseline is a member that owns the partition: it reads ahead, and counts attempts only where they fail."""
+    system = stage.system(fsync="always")
+    fill(system, MESSAGES)
+    contestants = {f"{scope}, {size}": partial(ours, system, scope, size) for scope in SCOPES for size in BATCHES}
+    figures = in_turn(ROUNDS, {"owner": partial(exclusive, system, MESSAGES), **contestants})
+    for name in contestants:
+        yield compared(f"pop[{name}]", figures[name], figures["owner"], unit="msg/s", target=None)
+
+
+def ours(system: System, scope: Scope, size: int) -> float:
+    """Receive and acknowledge everything."""
+    with mqlayer.Receiver("bench", group=new_group(), settings=system.settings, scope=scope) as receiver:
+        began, seen = time.perf_counter(), 0
+        while seen < MESSAGES:
+            batch = receiver.receive(size)
+            receiver.ack(batch)
+            seen += len(batch)
+        return seen / (time.perf_counter() - began)

@@ -1,0 +1,247 @@
+#!lua flags=allow-oom
+--[[
+pop_receive: give out a batch of messages of one partition to whoever asks, in order.
+
+What is withheld together is a lane: a key, a message without a key by itself, or with scope "partition" all messages.
+A lane's messages that are not settled stand in `lines`; those at its front may be out. While any of them is out and
+invisible, or waits for its delay, nothing of the lane is given out. Each message is looked at once when it is new
+(`seen`), so one lane that waits does not make the others dear.
+
+KEYS
+  1 meta_key      hash    state, next and first offset of the partition, seal id
+  2 log_key       stream  the partition's records
+  3 lock_key      hash    owner ("pop"), epoch, committed, base, top, seek; pop: number of the last batch, wakes, seen:
+                          the first offset that was not looked at
+  4 acks_key      string  ack bitmap: bit i is offset base + i
+  5 attempts_key  hash    offset -> <times given out>:<ms of the first>:<ms of the last>
+  6 pops_key      hash    offset -> <batch that it is out with, 0: given back>:<ms when it is visible>:<lane>
+  7 lines_key     zset    <length of lane><lane><offset, 16 digits> of what was looked at and is not settled
+  8 due_key       zset    lane -> ms when it may be given out
+  9 batches_key   hash    attempt id -> <batch>:<offsets>; #<slot> -> attempt id
+
+ARGV
+  1 epoch         int     epoch of the group at this partition
+  2 start         int     offset at which the group starts here, used where nothing is committed yet
+  3 seek          int     how often the group was sent elsewhere: all that was before the last time is void
+  4 scope         string  "partition" or "key": what is withheld behind a message that is out
+  5 limit         int     1 to 500 messages
+  6 bytes         int     no more once the bodies have so many
+  7 invisible_ms  int     how long they are withheld from others
+  8 attempt       string  id of this attempt: the same one gets the same batch again, and nothing is counted
+  9 only_again    int     1: give out nothing but a batch of this attempt
+
+RETURNS
+  {"given", batch, {offset, times given out, m, key, body, ...}}
+  {"more", 0, next, wakes}         nothing as yet, and there is more to look at: ask again
+  {"empty", left, next, wakes}     nothing; what is appended may be given at once. left: ms until a lane is free again,
+                                   -1 for none; wakes: number of the last entry that told of a lane that got free
+  {"blocked", left, next, wakes}   nothing, whatever is appended
+  {"drained", seal}                everything before the command record is settled
+  {"fenced", epoch}                a higher epoch is in force; nothing was changed
+  {"absent"}                       no such partition on this node
+]]
+local meta_key = KEYS[1]
+local log_key = KEYS[2]
+local lock_key = KEYS[3]
+local acks_key = KEYS[4]
+local attempts_key = KEYS[5]
+local pops_key = KEYS[6]
+local lines_key = KEYS[7]
+local due_key = KEYS[8]
+local batches_key = KEYS[9]
+local epoch = tonumber(ARGV[1])
+local start = tonumber(ARGV[2])
+local seek = tonumber(ARGV[3])
+local scope = ARGV[4]
+local limit = tonumber(ARGV[5])
+local bytes = tonumber(ARGV[6])
+local invisible_ms = tonumber(ARGV[7])
+local attempt = ARGV[8]
+local only_again = ARGV[9] == '1'
+
+local WIDTH = 500
+local WINDOW = 1048576
+local LOOK_LIMIT = 1000
+local HELD_LIMIT = 100000
+local CHUNK = 50
+local KEPT_BATCHES = 256
+local format = string.format
+
+if limit < 1 or limit > WIDTH then return redis.error_reply('ERR pop_receive: 1 to 500 messages') end
+if scope ~= 'key' and scope ~= 'partition' then return redis.error_reply('ERR pop_receive: no such scope') end
+local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first', 'seal')
+if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
+local next_offset = tonumber(meta[2])
+local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'seek', 'pop', 'wakes', 'seen')
+local held = tonumber(lock[2] or '0')
+local in_force = held == epoch and lock[1] == 'pop'
+if not in_force and held >= epoch then return {'fenced', held} end
+local committed, batch, wakes = tonumber(lock[3] or '0'), tonumber(lock[5] or '0'), tonumber(lock[6] or '0')
+local seen = tonumber(lock[7] or '0')
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local until_ms = now + invisible_ms
+
+if committed == 0 or tonumber(lock[4] or '0') < seek then
+  redis.call('UNLINK', acks_key, attempts_key, pops_key, lines_key, due_key, batches_key)
+  -- A partition that fell back below the start begins anew: what comes now is new to the group.
+  committed = math.max(math.min(start, next_offset), tonumber(meta[3] or '1'))
+  seen = committed
+  local at = format('%d', committed)
+  redis.call('HSET', lock_key, 'seek', format('%d', seek), 'committed', at, 'base', at, 'top', '0', 'seen', at)
+end
+if not in_force then redis.call('HSET', lock_key, 'owner', 'pop', 'epoch', format('%d', epoch)) end
+
+-- A lane may hold zero bytes, at which %s ends.
+local function prefix_of(lane) return format('%03d', #lane) .. lane end
+local function record_at(offset)
+  local id = format('%d-0', offset)
+  local entry = redis.call('XRANGE', log_key, id, id)[1]
+  return entry and entry[2]
+end
+
+local known = redis.call('HGET', batches_key, attempt)
+if known then
+  local number, listed = string.match(known, '^(%d+):(.*)$')
+  local again, offsets, lanes = {}, {}, {}
+  for offset in string.gmatch(listed, '%d+') do offsets[#offsets + 1] = offset end
+  local out = redis.call('HMGET', pops_key, unpack(offsets))
+  local times = redis.call('HMGET', attempts_key, unpack(offsets))
+  local pops = {}
+  for i, offset in ipairs(offsets) do
+    local of, visible, lane = string.match(out[i] or '', '^(%d+):(%d+):(.*)$')
+    local record = of == number and record_at(tonumber(offset))
+    if record then
+      local n = #again
+      again[n + 1], again[n + 2] = tonumber(offset), tonumber(string.match(times[i] or '1', '^%d+'))
+      again[n + 3], again[n + 4], again[n + 5] = record[2], record[4], record[6]
+      local later = math.max(tonumber(visible), until_ms)
+      pops[#pops + 1] = offset
+      pops[#pops + 1] = format('%s:%d:', number, later) .. lane
+      lanes[lane] = math.max(lanes[lane] or 0, later)
+    end
+  end
+  if #again > 0 then
+    redis.call('HSET', pops_key, unpack(pops))
+    for lane, later in pairs(lanes) do redis.call('ZADD', due_key, 'GT', format('%d', later), lane) end
+    return {'given', tonumber(number), again}
+  end
+end
+
+-- What is given: offset, lane and record each. Of a lane, "whole": all of it that was looked at is given, or there is
+-- none; "part": something of it stays behind.
+local given, states, dropped, held_back, size = {}, {}, {}, {}, 0
+local function has_room() return #given < limit and size < bytes end
+local function give(offset, lane, record)
+  given[#given + 1] = {offset, lane, record}
+  size = size + #record[4] + #record[6]
+end
+
+if not only_again then
+  local lanes = redis.call('ZRANGEBYSCORE', due_key, '-inf', format('%d', now), 'LIMIT', 0, limit)
+  for _, lane in ipairs(lanes) do
+    if not has_room() then break end
+    local prefix = prefix_of(lane)
+    local members = redis.call('ZRANGEBYLEX', lines_key, '[' .. prefix .. '0', '(' .. prefix .. ':', 'LIMIT', 0, WIDTH)
+    states[lane] = #members < WIDTH and 'whole' or 'part'
+    for _, member in ipairs(members) do
+      local offset = tonumber(string.sub(member, -16))
+      local record = states[lane] ~= 'stuck' and has_room() and record_at(offset)
+      if record then
+        give(offset, lane, record)
+      else
+        -- Somebody removed a record, or there is no room: what is behind it waits, and is out with nobody.
+        if has_room() then states[lane] = 'stuck' elseif states[lane] ~= 'stuck' then states[lane] = 'part' end
+        dropped[#dropped + 1] = format('%d', offset)
+      end
+    end
+  end
+end
+
+local at, looked = seen, 0
+local may_look = not only_again
+if scope == 'partition' then
+  may_look = may_look and (states[''] == 'whole' or (not states[''] and not redis.call('ZSCORE', due_key, '')))
+else
+  may_look = may_look and redis.call('ZCARD', lines_key) < HELD_LIMIT
+end
+may_look = may_look and seen < committed + WINDOW
+while may_look and has_room() and at < next_offset and looked < LOOK_LIMIT do
+  -- Behind what is held back, nobody knows how much is to be given.
+  local count = #held_back > 0 and CHUNK or math.min(CHUNK, limit - #given)
+  local entries = redis.call('XRANGE', log_key, format('%d-0', at), format('%d-0', next_offset - 1), 'COUNT', count)
+  if #entries == 0 then break end
+  for _, entry in ipairs(entries) do
+    if not has_room() then break end
+    local offset, record = tonumber(string.match(entry[1], '^%d+')), entry[2]
+    local lane = ''
+    if scope == 'key' then lane = record[4] == '\255' and '\255' .. format('%d', offset) or record[4] end
+    if not states[lane] then states[lane] = redis.call('ZSCORE', due_key, lane) and 'part' or 'whole' end
+    if states[lane] == 'whole' then
+      give(offset, lane, record)
+    else
+      held_back[#held_back + 1] = prefix_of(lane) .. format('%016d', offset)
+    end
+    looked = looked + 1
+    at = offset + 1
+  end
+end
+
+if #dropped > 0 then
+  for i = 1, #dropped, WIDTH do
+    redis.call('HDEL', pops_key, unpack(dropped, i, math.min(i + WIDTH - 1, #dropped)))
+  end
+end
+for lane, state in pairs(states) do
+  -- Looked for again at times only: nobody can say when it goes on.
+  if state == 'stuck' then redis.call('ZADD', due_key, format('%d', until_ms), lane) end
+end
+local lines = {}
+for _, member in ipairs(held_back) do
+  lines[#lines + 1] = '0'
+  lines[#lines + 1] = member
+end
+if at > seen then redis.call('HSET', lock_key, 'seen', format('%d', at)) end
+
+if #given > 0 then
+  batch = batch + 1
+  local offsets, pops, due, counts, reply = {}, {}, {}, {}, {}
+  for i, one in ipairs(given) do offsets[i] = format('%d', one[1]) end
+  local times = redis.call('HMGET', attempts_key, unpack(offsets))
+  for i, one in ipairs(given) do
+    local offset, lane, record = offsets[i], one[2], one[3]
+    local count, first = string.match(times[i] or '', '^(%d+):(%d+):')
+    local told = tonumber(count or '0') + 1
+    pops[2 * i - 1], pops[2 * i] = offset, format('%d:%d:', batch, until_ms) .. lane
+    counts[2 * i - 1], counts[2 * i] = offset, format('%d:%s:%d', told, first or format('%d', now), now)
+    lines[#lines + 1] = '0'
+    lines[#lines + 1] = prefix_of(lane) .. format('%016d', one[1])
+    if not due[lane] then
+      due[lane] = true
+      redis.call('ZADD', due_key, format('%d', until_ms), lane)
+    end
+    local n = #reply
+    reply[n + 1], reply[n + 2], reply[n + 3], reply[n + 4], reply[n + 5] = one[1], told, record[2], record[4], record[6]
+  end
+  redis.call('HSET', pops_key, unpack(pops))
+  redis.call('HSET', attempts_key, unpack(counts))
+  redis.call('HSET', lock_key, 'pop', format('%d', batch))
+  redis.call('ZADD', lines_key, unpack(lines))
+  local slot = format('#%d', batch % KEPT_BATCHES)
+  local oldest = redis.call('HGET', batches_key, slot)
+  if oldest then
+    local noted = redis.call('HGET', batches_key, oldest)
+    if noted and tonumber(string.match(noted, '^%d+')) == batch - KEPT_BATCHES then
+      redis.call('HDEL', batches_key, oldest)
+    end
+  end
+  redis.call('HSET', batches_key, slot, attempt, attempt, format('%d:%s', batch, table.concat(offsets, ',')))
+  return {'given', batch, reply}
+end
+
+if #lines > 0 then redis.call('ZADD', lines_key, unpack(lines)) end
+if meta[1] == 'sealed' and committed >= next_offset then return {'drained', meta[4]} end
+local soonest = redis.call('ZRANGEBYSCORE', due_key, format('(%d', now), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+local left = soonest[2] and tonumber(soonest[2]) - now or -1
+if looked >= LOOK_LIMIT and at < next_offset then return {'more', 0, next_offset, wakes} end
+return {may_look and 'empty' or 'blocked', left, next_offset, wakes}

@@ -1,0 +1,176 @@
+#!lua flags=allow-oom
+--[[
+pop_settle: take a receiver's word on messages that it was given: handled, given back, or to be withheld for longer.
+
+Each message is named by the batch that it was given with; where another batch has it since, or none, it is left alone
+and told. What is settled already is settled: that is no error, whoever says it.
+
+KEYS
+  1 meta_key      hash    state and next offset of the partition
+  2 lock_key      hash    owner ("pop"), epoch, committed, base, top; wakes
+  3 acks_key      string  ack bitmap: bit i is offset base + i; absent while nothing above committed is settled
+  4 attempts_key  hash    offset -> times given out and when (see pop_receive)
+  5 pops_key      hash    offset -> <batch that it is out with, 0: given back>:<ms when it is visible>:<lane>
+  6 lines_key     zset    <length of lane><lane><offset, 16 digits> of what was looked at and is not settled
+  7 due_key       zset    lane -> ms when it may be given out
+  8 wake_key      stream  one entry, <wakes>-0: a lane got free, or will be sooner
+
+ARGV
+  1 epoch         int     the epoch under which they were given
+  2 word          string  "ack"; "nack": give it back, with all behind it in its lane; "extend"
+  3 ms            int     nack: the lane rests so long; extend: it is withheld for so long from now on
+  4 count         int     1 to 500 messages
+  5 ...           per message: batch, offset
+
+RETURNS
+  {"settled", committed, {place, ...}}    done, but for those told by their place in the call, from 1: another batch has
+                                          them, or none
+  {"fenced", epoch}                       another epoch is in force; nothing was changed
+  {"unknown", next}                       an offset at or above next; nothing was changed
+  {"absent"}                              no such partition on this node
+]]
+local meta_key = KEYS[1]
+local lock_key = KEYS[2]
+local acks_key = KEYS[3]
+local attempts_key = KEYS[4]
+local pops_key = KEYS[5]
+local lines_key = KEYS[6]
+local due_key = KEYS[7]
+local wake_key = KEYS[8]
+local epoch = tonumber(ARGV[1])
+local word = ARGV[2]
+local ms = tonumber(ARGV[3])
+local count = tonumber(ARGV[4])
+
+local WIDTH = 500
+local KEEP_BYTES = 1024
+local format = string.format
+
+local meta = redis.call('HMGET', meta_key, 'state', 'next')
+if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
+local next_offset = tonumber(meta[2])
+local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'base', 'top')
+local held = tonumber(lock[2] or '0')
+if lock[1] ~= 'pop' or held ~= epoch then return {'fenced', held} end
+if count < 1 or count > WIDTH then return redis.error_reply('ERR pop_settle: 1 to 500 messages') end
+if word ~= 'ack' and word ~= 'nack' and word ~= 'extend' then return redis.error_reply('ERR pop_settle: no such word') end
+local committed, base, top = tonumber(lock[3]), tonumber(lock[4]), tonumber(lock[5] or '0')
+local bits_kept = top > committed
+local offsets = {}
+for i = 1, count do
+  local offset = tonumber(ARGV[2 * i + 4])
+  if offset < 1 then return redis.error_reply('ERR pop_settle: bad offset') end
+  if offset >= next_offset then return {'unknown', next_offset} end
+  offsets[i] = ARGV[2 * i + 4]
+end
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local out = redis.call('HMGET', pops_key, unpack(offsets))
+
+-- Ours: offset and lane each; the same message twice is one.
+local ours, stale, taken = {}, {}, {}
+for i = 1, count do
+  local offset = tonumber(offsets[i])
+  local of, _, lane = string.match(out[i] or '', '^(%d+):(%d+):(.*)$')
+  if of == ARGV[2 * i + 3] and of ~= '0' then
+    if not taken[offset] then ours[#ours + 1] = {offset, lane} end
+    taken[offset] = true
+  else
+    local settled = offset < committed or (bits_kept and redis.call('GETBIT', acks_key, offset - base) == 1)
+    if word ~= 'ack' or not settled then stale[#stale + 1] = i end
+  end
+end
+table.sort(ours, function(a, b) return a[1] < b[1] end)
+
+local lanes, changes, removed = {}, {}, {}
+local function place(lane, offset) return format('%03d', #lane) .. lane .. format('%016d', offset) end
+for i, one in ipairs(ours) do
+  local offset, lane = one[1], one[2]
+  lanes[lane] = true
+  changes[i] = format('%d', offset)
+  removed[i] = place(lane, offset)
+end
+
+if #ours > 0 and word == 'ack' then
+  redis.call('HDEL', pops_key, unpack(changes))
+  redis.call('HDEL', attempts_key, unpack(changes))
+  redis.call('ZREM', lines_key, unpack(removed))
+  for _, one in ipairs(ours) do
+    local offset = one[1]
+    if not bits_kept and offset == committed then
+      committed = offset + 1
+      base = committed
+    else
+      if not bits_kept then
+        bits_kept = true
+        base = committed
+      end
+      redis.call('SETBIT', acks_key, offset - base, 1)
+      top = math.max(top, offset + 1)
+      if offset == committed then committed = offset + 1 end
+    end
+  end
+  if bits_kept then
+    -- Every bit below committed is set, so the first clear one from its byte on is the new committed.
+    local clear = redis.call('BITPOS', acks_key, 0, math.floor((committed - base) / 8))
+    if clear >= 0 then committed = base + clear end
+    local spent = math.floor((committed - base) / 8)
+    if committed >= top then
+      redis.call('DEL', acks_key)
+      base = committed
+      top = 0
+    elseif spent > KEEP_BYTES then
+      redis.call('SET', acks_key, redis.call('GETRANGE', acks_key, spent, -1))
+      base = base + 8 * spent
+    end
+  end
+  redis.call('HSET', lock_key, 'committed', format('%d', committed), 'base', format('%d', base),
+    'top', format('%d', top))
+elseif word == 'nack' then
+  for _, one in ipairs(ours) do
+    -- The first one of a lane decides for all behind it: they must not go on before it.
+    local offset, lane = one[1], one[2]
+    if lanes[lane] == true then
+      lanes[lane] = 'back'
+      redis.call('HSET', pops_key, format('%d', offset), format('0:%d:', now + ms) .. lane)
+      local behind = redis.call('ZRANGEBYLEX', lines_key, '[' .. place(lane, offset + 1),
+        '(' .. format('%03d', #lane) .. lane .. ':', 'LIMIT', 0, WIDTH)
+      local freed = {}
+      for i, member in ipairs(behind) do freed[i] = format('%d', tonumber(string.sub(member, -16))) end
+      if #freed > 0 then redis.call('HDEL', pops_key, unpack(freed)) end
+    end
+  end
+elseif word == 'extend' then
+  for i, one in ipairs(ours) do
+    local of = string.match(redis.call('HGET', pops_key, changes[i]), '^%d+')
+    redis.call('HSET', pops_key, changes[i], format('%s:%d:', of, now + ms) .. one[2])
+  end
+end
+
+-- When a lane may go on: now where nothing at its front is out, else when the last of what is out is visible.
+local wake = false
+for lane, _ in pairs(lanes) do
+  local prefix = format('%03d', #lane) .. lane
+  local members = redis.call('ZRANGEBYLEX', lines_key, '[' .. prefix .. '0', '(' .. prefix .. ':', 'LIMIT', 0, WIDTH)
+  local before = tonumber(redis.call('ZSCORE', due_key, lane) or '0')
+  if #members == 0 then
+    redis.call('ZREM', due_key, lane)
+    -- Of a lane of its own, nobody waits for more than what is appended.
+    wake = wake or lane == ''
+  else
+    local names, due = {}, now
+    for i, member in ipairs(members) do names[i] = format('%d', tonumber(string.sub(member, -16))) end
+    local fronts = redis.call('HMGET', pops_key, unpack(names))
+    for i = 1, #names do
+      if not fronts[i] then break end
+      due = math.max(due, tonumber(string.match(fronts[i], '^%d+:(%d+):')))
+    end
+    redis.call('ZADD', due_key, format('%d', due), lane)
+    wake = wake or due < before or due <= now
+  end
+end
+if wake or (#ours > 0 and meta[1] == 'sealed' and committed >= next_offset) then
+  local wakes = redis.call('HINCRBY', lock_key, 'wakes', 1)
+  redis.call('XADD', wake_key, 'MAXLEN', 1, format('%d-0', wakes), 'w', '1')
+end
+return {'settled', committed, stale}

@@ -1,0 +1,90 @@
+"""Which partitions a group with ordered pop may be given now: read from Postgres once a second, or when told to."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import MqlayerError
+from mqlayer.membership.groups import Group
+from mqlayer.membership.popping import PopPartition, pop_partitions
+from mqlayer.popping.spots import Spot, spot_of
+from mqlayer.postgres.database import Database
+
+log = logging.getLogger(__name__)
+
+LIST_AGE_S: Final = 1.0
+"""How old the list may get; a notification has it read at once."""
+
+
+class Listing:
+    """The partitions of a group, each with what it said last. Raises StoreUnavailable where the first look fails."""
+
+    def __init__(self, database: Database, group: Group, *, prefix: str) -> None:
+        self._database, self._group, self._prefix = database, group, prefix
+        self._spots: dict[int, Spot] = {}
+        # Also those that are not readable now: what is out of them can be settled.
+        self._nodes: dict[int, NodeId] = {}
+        self._read_at = -LIST_AGE_S
+        self._reading: threading.Thread | None = None
+        self._read()
+
+    @property
+    def spots(self) -> Sequence[Spot]:
+        """What may be given out now."""
+        return list(self._spots.values())
+
+    def expire(self) -> None:
+        """Have it read at the next look. For any thread."""
+        self._read_at = -LIST_AGE_S
+
+    def refresh(self) -> None:
+        """Have it read again if it is old, beside what the caller does: a Postgres that is away must not hold it up.
+
+        What is known serves on meanwhile: nodes refuse what is void. For one thread at a time.
+        """
+        reading = self._reading is not None and self._reading.is_alive()
+        if not reading and time.monotonic() - self._read_at >= LIST_AGE_S:
+            self._reading = threading.Thread(target=self._try_read, name="mqlayer-lists-partitions", daemon=True)
+            self._reading.start()
+
+    def close(self) -> None:
+        """Wait for a reading that is under way."""
+        if self._reading is not None:
+            self._reading.join(timeout=1)
+
+    def _try_read(self) -> None:
+        try:
+            self._read()
+        except MqlayerError as error:
+            log.warning("partitions_not_listed", extra={"reason": str(error)})
+
+    def node_of(self, partition: int) -> NodeId | None:
+        """Return where a partition is; None for one that is retired, in which everything is settled."""
+        if partition not in self._nodes:
+            self._note(pop_partitions(self._database, self._group.group_id))
+        return self._nodes.get(partition)
+
+    def _read(self) -> None:
+        # Before the query: what is said to be new while it runs is read again.
+        self._read_at = time.monotonic()
+        found = pop_partitions(self._database, self._group.group_id)
+        self._note(found)
+        self._spots = {one.partition: self._spot(one) for one in found if one.readable}
+
+    def _note(self, found: Sequence[PopPartition]) -> None:
+        self._nodes = {**self._nodes, **{one.partition: one.node for one in found}}
+
+    def _spot(self, one: PopPartition) -> Spot:
+        """Return a partition as it is known, or anew where anything about it changed."""
+        known = self._spots.get(one.partition)
+        if known is not None and known.one == one:
+            return known
+        spot = spot_of(one, prefix=self._prefix, group_id=self._group.group_id, scope=self._group.scope or "key")
+        if known is not None:
+            spot.refused, spot.unanswered, spot.rest_until = known.refused, known.unanswered, known.rest_until
+        return spot

@@ -1,0 +1,85 @@
+"""A receiver's view of each partition: whether it pays to ask it now, and what tells when it does again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from mqlayer.errors import MqlayerError
+from mqlayer.membership.popping import PopPartition
+from mqlayer.redis.keys import partition_keys, pop_keys
+from mqlayer.redis.popping import Nothing, Place, Scope, Wish
+
+LOOK_AGAIN_S: Final = 1.0
+"""A partition is asked this often whatever its signs say."""
+FRUITLESS_S: Final = 0.05
+"""How long a partition rests that told of news and had none for us: many appends to a key that waits cost no more."""
+AFTER_TROUBLE_S: Final = 0.5
+
+
+@dataclass(slots=True)
+class Spot:
+    """A partition, and what it said last. Times are of this process's clock, in s."""
+
+    one: PopPartition
+    place: Place
+    quiet: Nothing | None = None
+    """Its last answer, if that was "nothing"; None: ask."""
+    due_at: float = math.inf
+    rest_until: float = 0.0
+    woken: bool = False
+    command_seen: bool = False
+    unanswered: Wish | None = None
+    """What it was asked without an answer: asked again under the same attempt, it gives the same batch."""
+    refused: int = 0
+    """The epoch under which it refused, to see whether Postgres has given out another one since."""
+    trouble: MqlayerError | None = None
+    """Why it could not be asked the last time."""
+    marks: Mapping[str, int] = field(default_factory=dict)
+
+    def hush(self, answer: Nothing, now: float) -> None:
+        """Note that there is nothing for us at this time."""
+        if self.woken:
+            self.rest_until = now + FRUITLESS_S
+        if self.quiet is None or self.quiet.next_offset != answer.next_offset:
+            self.command_seen = False
+        free_at = now + answer.left_ms / 1000 + 0.001 if answer.left_ms >= 0 else math.inf
+        self.quiet, self.due_at, self.woken = answer, min(free_at, now + LOOK_AGAIN_S), False
+
+    def rest(self, now: float, trouble: MqlayerError | None = None) -> None:
+        """Leave it alone for a while, then ask it: it could not be asked, or somebody else has to act first."""
+        self.rest_until, self.quiet, self.trouble = now + AFTER_TROUBLE_S, None, trouble
+
+    def is_due(self, now: float) -> bool:
+        """Say whether to ask it now."""
+        return now >= self.rest_until and (self.quiet is None or self.woken or now >= self.due_at)
+
+    def due_in(self, now: float) -> float:
+        """Return when to ask it at the latest."""
+        due_at = 0.0 if self.quiet is None or self.woken else self.due_at
+        return max(0.0, max(due_at, self.rest_until) - now)
+
+    def watched(self, now: float) -> dict[bytes, bytes]:
+        """Return what to wait for: keys of streams, and the entries behind which news begin."""
+        if self.quiet is None or now < self.rest_until:
+            return {}
+        wake = pop_keys(self.place.prefix, self.place.partition, self.place.group_id).wake
+        streams = {wake: b"%d-0" % self.quiet.wakes}
+        if self.quiet.word == "empty":
+            # The command record of a sealed partition has the number of the last message.
+            last = b"%d-%d" % (self.quiet.next_offset - 1, self.command_seen)
+            streams[self.log] = last
+        return streams
+
+    @property
+    def log(self) -> bytes:
+        """The stream of the partition."""
+        return partition_keys(self.place.prefix, self.place.partition).log
+
+
+def spot_of(one: PopPartition, *, prefix: str, group_id: int, scope: Scope) -> Spot:
+    """Return a partition that was not asked yet."""
+    place = Place(prefix, one.partition, group_id, scope, one.epoch or 0, one.start, one.seek)
+    return Spot(one, place)

@@ -1,0 +1,179 @@
+"""Receivers of an ordered pop that are killed, at each place between two writes and at random: nothing is lost,
+nothing reversed, each fenced effect is there once.
+
+Cases 50 to 53, 57, 59, 77. MQLAYER_CHAOS_SEED repeats a choice of kills.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import psycopg
+import pytest
+from pydantic import SecretStr
+
+from mqlayer import Receiver
+from mqlayer.changes import apply_change, plan_split
+from mqlayer.domain.routing import lp_of
+from mqlayer.membership import find_group
+from mqlayer.postgres.database import Database
+from mqlayer.relay import relay_once
+from mqlayer.routes.cache import load_route
+from mqlayer.settings import Settings
+from mqlayer.topics import create_topic, register_node
+from tests.chaos.actors import GROUP, SINK, TOPIC
+from tests.chaos.test_whole_path import drained, note_sink, note_streams
+from tests.fixtures.waiting import wait_until
+from tests.proof.checker import check
+from tests.proof.history import History, Publish, read_histories
+
+ROOT: Final = Path(__file__).parents[2]
+COUNT: Final = 240
+KEYS: Final = 20
+
+
+class Scene:
+    """Messages in the partitions, receivers that are killed, and what they leave."""
+
+    def __init__(self, settings: Settings, directory: Path, partitions: list[int]) -> None:
+        self.settings, self.directory, self.partitions = settings, directory, partitions
+        self.running: list[subprocess.Popen[bytes]] = []
+        self.published = self.seed = 0
+
+    def start(self, name: str, failpoints: str = "", scope: str = "key") -> subprocess.Popen[bytes]:
+        """Start a receiver, to be killed at a place."""
+        environment = os.environ | {
+            "MQLAYER_DSN": self.settings.control_dsn(),
+            "MQLAYER_KEY_PREFIX": self.settings.key_prefix,
+            "MQLAYER_TEST_FAILING": "7",
+            "MQLAYER_TEST_SCOPE": scope,
+            "MQLAYER_FAILPOINTS": failpoints,
+        }
+        with (self.directory / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.actors", "receiver", name, str(self.directory)],
+                cwd=ROOT, env=environment, stdout=log, stderr=log,
+            )  # fmt: skip
+        self.running.append(process)
+        return process
+
+    def publish(self, count: int) -> None:
+        """Commit messages and bring them to the partitions."""
+        name = f"writer-{self.published}"
+        with psycopg.connect(self.settings.control_dsn()) as connection, History(self.directory, name) as history:
+            for number in range(self.published, self.published + count):
+                key, value = f"key-{number % KEYS}", str(number)
+                operation = history.begin(Publish(topic=TOPIC, key=key, value=value))
+                row = connection.execute(
+                    "SELECT mqlayer_app.publish_v1(%s, %s, %s)", (TOPIC, key, value.encode())
+                ).fetchone()
+                connection.commit()
+                operation.ok(source=1, lp=lp_of(key.encode()), seq=row[0] if row else 0)
+        assert relay_once(self.settings) == count
+        self.published += count
+
+    def count(self) -> int:
+        """Return how many effects there are."""
+        with psycopg.connect(self.settings.control_dsn(), autocommit=True) as connection:
+            row = connection.execute("SELECT count(*) FROM sink").fetchone()
+        return int(row[0]) if row else 0
+
+    def is_past(self, count: int) -> bool:
+        """Say whether there are more effects than that."""
+        return self.count() > count
+
+    def judge(self) -> None:
+        """Wait until every message has its effect, and have the histories, the streams and the sink judged."""
+        with psycopg.connect(self.settings.control_dsn(), autocommit=True) as connection:
+            wait_until(lambda: drained(connection), timeout_s=40, what="every message has its effect")
+        for process in self.running:
+            process.terminate()
+        for process in self.running:
+            process.wait(20)
+        with History(self.directory, "witness") as history:
+            note_streams(history, self.settings.control_dsn(), self.settings.key_prefix, self.partitions)
+            note_sink(history, self.settings.control_dsn())
+        verdict = check(read_histories(self.directory), flows=[(GROUP, TOPIC)])
+        assert verdict.clean, f"MQLAYER_CHAOS_SEED={self.seed}\n{verdict}"
+        assert verdict.messages == self.published
+
+
+@pytest.fixture
+def scene(database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path) -> Iterator[Scene]:
+    settings = Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix)
+    with Database(database_dsn) as database, psycopg.connect(database_dsn, autocommit=True) as connection:
+        connection.execute(SINK)
+        register_node(database, name="n1", url=redis_url)
+        route = create_topic(database, TOPIC, prefix=key_prefix, partitions=2, application=database)
+    scene = Scene(settings, tmp_path, [int(line.partition) for line in route.ranges])
+    yield scene
+    for process in scene.running:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("place", ["pop.after_receive@3", "pop.before_settle@2", "pop.after_settle@2"])
+def test_a_kill_at_work_loses_and_reverses_nothing(scene: Scene, place: str) -> None:
+    name, _, occurrence = place.partition("@")
+    scene.publish(COUNT)
+    killed = scene.start("first", f"{name}=kill@{occurrence}")
+    assert killed.wait(40) == -9, "the place was not reached"
+    scene.start("second")
+    scene.judge()
+
+
+def test_a_kill_before_a_drained_partition_is_reported_leaves_it_to_the_next_one(scene: Scene) -> None:
+    """Cases 20 and 29: the successors wait until somebody has said so."""
+    scene.publish(40)
+    with Database(scene.settings.control_dsn()) as database:
+        first = scene.start("first", "pop.before_drained=kill")
+        wait_until(lambda: scene.count() == 40, timeout_s=40, what="the parents are handled")
+        route = load_route(database, TOPIC)
+        plan = plan_split(route, scene.partitions[0], [200])
+        apply_change(database, plan, prefix=scene.settings.key_prefix, application=database, actor="test")
+        scene.partitions = [*scene.partitions, *(int(line.partition) for line in load_route(database, TOPIC).ranges)]
+        scene.partitions = sorted(set(scene.partitions))
+        assert first.wait(40) == -9, "the place was not reached"
+        assert find_group(database, TOPIC, GROUP).version == 1
+        scene.publish(40)
+        scene.start("second")
+        scene.judge()
+        assert find_group(database, TOPIC, GROUP).version == 2
+
+
+def test_a_message_that_kills_its_receiver_counts_each_time(scene: Scene) -> None:
+    """Case 59: counted when it is given out, so also where nobody ever answers."""
+    scene.publish(1)
+    for number in range(3):
+        assert scene.start(f"r{number}", "pop.after_receive=kill").wait(40) == -9
+    with Receiver(TOPIC, group=GROUP, settings=scene.settings) as receiver:
+        (message,) = wait_until(lambda: receiver.receive(wait_s=3), timeout_s=20, what="it comes again")
+        assert message.attempt == 4
+
+
+@pytest.mark.parametrize("scope", ["key", "partition"])
+def test_receivers_that_are_killed_at_random_keep_every_key_in_order(scene: Scene, scope: str) -> None:
+    """Cases 50 to 53: three receivers, one killed after the other, each started again."""
+    scene.seed = int(os.environ.get("MQLAYER_CHAOS_SEED", random.randrange(2**32)))
+    rng = random.Random(scene.seed)
+    scene.publish(100)
+    names = ["r-0", "r-1", "r-2"]
+    processes = {name: scene.start(name, scope=scope) for name in names}
+    for _ in range(5):
+        seen = scene.count()
+        scene.publish(40)
+        wait_until(partial(scene.is_past, seen), timeout_s=40, what="somebody is at work")
+        name = rng.choice(names)
+        time.sleep(rng.random() * 0.3)
+        processes[name].kill()
+        processes[name].wait()
+        processes[name] = scene.start(name, scope=scope)
+    scene.judge()

@@ -1,0 +1,586 @@
+"""Receivers of an ordered pop: what they are given, what is withheld, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import pytest
+
+from mqlayer import PopMessage, Receiver
+from mqlayer.changes import apply_change, plan_split, retire_partitions
+from mqlayer.errors import Conflict, InvalidInput, NodeNotArmed, StaleToken, StoreUnavailable
+from mqlayer.failpoints import FailpointHit, arm, disarm_all
+from mqlayer.inspecting import explain_key, group_standings
+from mqlayer.membership import apply_seek, find_group, planned_seek, rebalance_groups
+from mqlayer.membership.steering import pause_group, resume_group, set_group
+from mqlayer.redis.keys import group_keys, partition_keys, pop_keys
+from mqlayer.routes.cache import RouteCache, load_route
+from mqlayer.topics.nodes import rearm_node
+from tests.fixtures.consuming import Stage, StartStage, migrated
+from tests.fixtures.waiting import wait_until
+
+WAIT_S: Final = 5.0
+
+OpenReceiver = Callable[..., Receiver]
+
+
+@pytest.fixture
+def one(start_stage: StartStage, redis_url: str) -> Stage:
+    """A topic of one partition."""
+    return start_stage(redis_url, partitions=1)
+
+
+@pytest.fixture
+def receiver_of() -> Iterator[OpenReceiver]:
+    """Open receivers that are closed after the test."""
+    receivers: list[Receiver] = []
+
+    def opened(stage: Stage, *, group: str = "g", **options: Any) -> Receiver:
+        receivers.append(Receiver(stage.topic, group=group, settings=stage.settings(), **options).open())
+        return receivers[-1]
+
+    yield opened
+    disarm_all()
+    # Side by side: each waits for its connection that hears notices.
+    closing = [threading.Thread(target=receiver.close) for receiver in receivers]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join()
+
+
+def bodies(messages: list[PopMessage]) -> list[bytes]:
+    return [message.body for message in messages]
+
+
+def nothing(receiver: Receiver) -> bool:
+    return receiver.receive(500, wait_s=0) == []
+
+
+def send(stage: Stage, key: str, *numbers: int) -> None:
+    stage.send((key, b"%d" % number) for number in numbers)
+
+
+# -- what is withheld ------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_withholds_its_partition_until_it_is_settled(one: Stage, receiver_of: OpenReceiver) -> None:
+    """Case 50, scope partition: nothing more is given out, of no key, until all is acknowledged."""
+    a, b = (receiver_of(one, scope="partition") for _ in range(2))
+    send(one, "k", 1, 2, 3)
+    send(one, "other", 4)
+    batch = a.receive(3)
+    assert bodies(batch) == [b"1", b"2", b"3"]
+    assert nothing(b)
+    a.ack(batch[:2])
+    assert nothing(b)
+    a.ack(batch[2:])
+    assert bodies(b.receive(wait_s=WAIT_S)) == [b"4"]
+
+
+def test_a_batch_withholds_its_keys_only(one: Stage, receiver_of: OpenReceiver) -> None:
+    """Cases 50 and 64, scope key: other keys of the partition go on."""
+    a, b = receiver_of(one, scope="key"), receiver_of(one)
+    send(one, "k", 1, 2, 3)
+    send(one, "other", 4)
+    batch = a.receive(2)
+    assert bodies(batch) == [b"1", b"2"]
+    assert bodies(b.receive(wait_s=WAIT_S)) == [b"4"]
+    send(one, "third", 5)
+    assert bodies(b.receive(wait_s=WAIT_S)) == [b"5"]
+    a.ack(batch)
+    assert bodies(b.receive(wait_s=WAIT_S)) == [b"3"]
+
+
+def test_messages_without_a_key_withhold_nothing(one: Stage, receiver_of: OpenReceiver) -> None:
+    receiver = receiver_of(one)
+    one.send([(None, b"1"), (None, b"2")])
+    # Without a key, the LP is as good as random: here, all of them are in the one partition.
+    assert len(receiver.receive(1)) == 1
+    assert len(receiver.receive(1)) == 1
+
+
+@pytest.mark.parametrize("scope", ["partition", "key"])
+def test_committed_moves_to_the_first_that_is_not_acknowledged(
+    one: Stage, receiver_of: OpenReceiver, scope: str
+) -> None:
+    """Case 51: acks of the later ones leave committed where it is, the first one's carries it past all."""
+    receiver = receiver_of(one, scope=scope)
+    send(one, "k", 1, 2, 3)
+    first, second, third = receiver.receive()
+    (partition,) = one.partitions
+    for _ in range(2):
+        receiver.ack([third, second])
+        assert one.position(partition).committed == 1
+    for _ in range(2):
+        receiver.ack([first])
+        assert one.position(partition).committed == 4
+    assert one.redis.exists(one.group_keys(partition).acks) == 0
+
+
+@pytest.mark.parametrize("scope", ["partition", "key"])
+def test_what_was_acknowledged_does_not_come_again_with_the_first(
+    one: Stage, receiver_of: OpenReceiver, scope: str
+) -> None:
+    """Case 52: redelivery starts at the first that is not settled, and passes over what is."""
+    a, b = receiver_of(one, scope=scope), receiver_of(one)
+    send(one, "k", 1, 2, 3, 4)
+    batch = a.receive(3, invisible_s=0.05)
+    a.ack([batch[1]])
+    again = b.receive(wait_s=WAIT_S)
+    assert bodies(again) == [b"1", b"3", b"4"]
+
+
+@pytest.mark.parametrize("scope", ["partition", "key"])
+def test_an_old_token_is_refused_and_settles_nothing(one: Stage, receiver_of: OpenReceiver, scope: str) -> None:
+    """Case 53: nothing that is said of a message that was given out again counts; the rest of an ack is done."""
+    a, b = receiver_of(one, scope=scope), receiver_of(one)
+    (partition,) = one.partitions
+    send(one, "k", 1, 2)
+    send(one, "other", 3)
+    old = a.receive(2, invisible_s=0.05)
+    late = a.receive(invisible_s=0.05, wait_s=0)
+    new = b.receive(wait_s=WAIT_S)
+    assert bodies(new)[:2] == [b"1", b"2"]
+    with pytest.raises(StaleToken, match=f"{partition}/1, {partition}/2"):
+        a.ack(old)
+    with pytest.raises(StaleToken, match=f"{partition}/1"):
+        a.nack(old[0])
+    with pytest.raises(StaleToken, match=f"{partition}/2"):
+        a.extend(old[1], 0.0)
+    assert one.position(partition).committed == 1
+    assert nothing(a)
+    with pytest.raises(StaleToken) as refused_for:
+        b.ack([*old, new[0]])
+    assert refused_for.value.offsets == ((partition, 1), (partition, 2))
+    assert one.position(partition).committed == 2
+    b.ack(new)
+    # Settled by the other: no harm.
+    a.ack([*old, *late])
+
+
+def test_an_offset_that_was_never_given_out_is_an_error_and_changes_nothing(
+    one: Stage, receiver_of: OpenReceiver
+) -> None:
+    """Case 54."""
+    receiver = receiver_of(one)
+    (partition,) = one.partitions
+    send(one, "k", 1, 2)
+    first = receiver.receive(1)[0]
+    unknown = _with(first, offset=3)
+    with pytest.raises(InvalidInput, match=f"{partition}/3"):
+        receiver.ack([first, unknown])
+    assert one.position(partition).committed == 1
+    # There, but nobody has it.
+    with pytest.raises(StaleToken):
+        receiver.ack([_with(first, offset=2)])
+    receiver.ack([first])
+    receiver.ack([first])
+    assert one.position(partition).committed == 2
+
+
+def _with(message: PopMessage, **changes: int) -> PopMessage:
+    facts = {name: getattr(message, name) for name in ("key", "body", "headers", "identity", "attempt", "at_ms")}
+    return PopMessage(**facts, token=message.token._replace(**changes))
+
+
+# -- invisible times -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", ["partition", "key"])
+def test_extending_one_extends_that_one_and_the_batch_waits_for_the_latest(
+    one: Stage, receiver_of: OpenReceiver, scope: str
+) -> None:
+    """Case 56: blocked until the latest end of what is not settled; a shortened one frees it at that time."""
+    a, b = receiver_of(one, scope=scope), receiver_of(one)
+    send(one, "k", 1, 2)
+    second = a.receive(invisible_s=0.1)[1]
+    a.extend(second, 30)
+    (partition,) = one.partitions
+    pops = pop_keys(one.prefix, partition, one.group_id()).pops
+    entries: Any = one.redis.hgetall(pops)
+    visible = {int(offset): int(entry.split(b":")[1]) for offset, entry in entries.items()}
+    assert visible[2] - visible[1] > 25_000
+    assert b.receive(wait_s=0.3) == []
+    a.extend(second, 0.2)
+    began = time.monotonic()
+    again = b.receive(wait_s=WAIT_S)
+    assert bodies(again) == [b"1", b"2"]
+    assert 0.05 < time.monotonic() - began < 1.0
+
+
+def test_a_message_given_back_comes_again_after_its_delay_with_all_behind_it(
+    one: Stage, receiver_of: OpenReceiver
+) -> None:
+    """Case 58: each message counts for itself, and keeps its count when batches change."""
+    receiver = receiver_of(one)
+    send(one, "k", 1, 2)
+    first, second = receiver.receive(2)
+    assert [first.attempt, second.attempt] == [1, 1]
+    send(one, "k", 3)
+    receiver.nack(first, delay_s=0.15)
+    # What was behind it must not go on before it.
+    with pytest.raises(StaleToken):
+        receiver.ack([second])
+    assert nothing(receiver)
+    began = time.monotonic()
+    again = receiver.receive(wait_s=WAIT_S)
+    assert time.monotonic() - began > 0.05
+    assert [(message.body, message.attempt) for message in again] == [(b"1", 2), (b"2", 2), (b"3", 1)]
+    receiver.ack(again[:1])
+    receiver.nack(again[1])
+    last = receiver.receive(wait_s=WAIT_S)
+    assert [(message.body, message.attempt) for message in last] == [(b"2", 3), (b"3", 2)]
+
+
+def test_the_same_attempt_gets_the_same_batch_again_and_counts_nothing(one: Stage, receiver_of: OpenReceiver) -> None:
+    """Case 57: also in another process's place; another attempt is blocked."""
+    a, b = (receiver_of(one, scope="partition") for _ in range(2))
+    send(one, "k", 1, 2, 3)
+    batch = a.receive(3, attempt_id="try-1")
+    a.ack(batch[:1])
+    again = b.receive(3, attempt_id="try-1", wait_s=0)
+    assert [(message.body, message.attempt) for message in again] == [(b"2", 1), (b"3", 1)]
+    assert b.receive(3, attempt_id="try-2", wait_s=0) == []
+    # Either's tokens are the batch's.
+    a.ack(batch)
+    assert b.receive(3, attempt_id="try-1", wait_s=0) == []
+
+
+def test_a_lost_reply_is_asked_for_again_by_the_next_call(one: Stage, receiver_of: OpenReceiver) -> None:
+    """Case 57, without a word of the caller: a receiver knows which calls were not answered."""
+    receiver = receiver_of(one, scope="partition")
+    send(one, "k", 1, 2)
+    arm("pop.after_receive", "raise")
+    with pytest.raises(FailpointHit):
+        receiver.receive(wait_s=0)
+    disarm_all()
+    again = receiver.receive(wait_s=WAIT_S)
+    assert [(message.body, message.attempt) for message in again] == [(b"1", 1), (b"2", 1)]
+
+
+@pytest.mark.parametrize("count", [0, 501, -1])
+def test_more_than_a_batch_can_hold_is_refused(one: Stage, receiver_of: OpenReceiver, count: int) -> None:
+    """Case 60: not truncated silently."""
+    receiver = receiver_of(one)
+    send(one, "k", 1)
+    with pytest.raises(InvalidInput, match=r"1 to 500"):
+        receiver.receive(count)
+    assert len(receiver.receive(500)) == 1
+
+
+def test_a_whole_batch_of_the_largest_size_is_tracked(one: Stage, receiver_of: OpenReceiver) -> None:
+    """Case 60: and with bodies, a batch ends where they are many, at one message at least."""
+    receiver = receiver_of(one)
+    send(one, "k", *range(1, 502))
+    batch = receiver.receive(500)
+    assert [int(message.body) for message in batch] == list(range(1, 501))
+    receiver.ack(reversed(batch))
+    one.send([("large", b"x" * 900_000)] * 7)
+    assert bodies(receiver.receive(1)) == [b"501"]
+    assert [len(receiver.receive(500)) for _ in range(1)] == [5]
+
+
+# -- waiting ---------------------------------------------------------------------------------------------------------
+
+
+class Waiter:
+    """A receiver that waits in a thread, and when it got something."""
+
+    def __init__(self, receiver: Receiver, **options: Any) -> None:
+        self.receiver, self.options = receiver, {"wait_s": 10.0} | options
+        self.found: list[PopMessage] = []
+        self.at = 0.0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        before = receiver.asked
+        self._thread.start()
+        wait_until(lambda: receiver.asked > before, what="it asked in vain, and waits")
+
+    def _run(self) -> None:
+        self.found = self.receiver.receive(**self.options)
+        self.at = time.monotonic()
+
+    def after(self, began: float) -> float:
+        """Return how long after a time it had something, in s."""
+        self._thread.join(10)
+        assert self.found
+        return self.at - began
+
+
+LATE_S: Final = 0.2
+
+
+@pytest.mark.parametrize("scope", ["partition", "key"])
+def test_a_waiting_receiver_wakes_at_once_when_something_can_be_given(
+    one: Stage, receiver_of: OpenReceiver, scope: str
+) -> None:
+    """Case 61: within 200 ms of an append, the last ack, the end of an invisible time, and a message given back."""
+    a, b = receiver_of(one, scope=scope), receiver_of(one)
+    waiter = Waiter(a)
+    began = time.monotonic()
+    send(one, "k", 1)
+    assert waiter.after(began) < LATE_S
+    send(one, "k", 2)
+    first, waiter = waiter.found, Waiter(b)
+    began = time.monotonic()
+    a.ack(first)
+    assert waiter.after(began) < LATE_S
+    assert bodies(waiter.found) == [b"2"]
+    began = time.monotonic()
+    b.extend(waiter.found[0], 0.3)
+    waiter = Waiter(a)
+    assert 0.15 < waiter.after(began) < 0.3 + LATE_S
+    # Withheld for long, then for less: who waits hears of it.
+    a.extend(waiter.found[0], 30)
+    held, waiter = waiter.found[0], Waiter(b)
+    a.extend(held, 0.3)
+    began = time.monotonic()
+    assert 0.15 < waiter.after(began) < 0.3 + LATE_S
+    held, waiter = waiter.found[0], Waiter(a)
+    began = time.monotonic()
+    b.nack(held)
+    assert waiter.after(began) < LATE_S
+
+
+@pytest.mark.parametrize(("scope", "looks_per_s"), [("partition", 3), ("key", 22)])
+def test_appends_behind_a_blocked_head_cost_a_waiting_receiver_next_to_nothing(
+    one: Stage, receiver_of: OpenReceiver, scope: str, looks_per_s: int
+) -> None:
+    """Case 61: by partition, its log is not even watched; by key, where others may come, it is looked at seldom."""
+    a, b = receiver_of(one, scope=scope), receiver_of(one)
+    send(one, "k", 0)
+    held = a.receive(invisible_s=60)
+    waiter = Waiter(b)
+    asked, used, began = b.asked, time.thread_time(), time.monotonic()
+    for number in range(1, 600):
+        send(one, "k", number)
+    elapsed = time.monotonic() - began
+    assert (b.asked - asked) / (elapsed + 0.2) <= looks_per_s, (elapsed, used)
+    began = time.monotonic()
+    a.ack(held)
+    assert waiter.after(began) < LATE_S
+    assert bodies(waiter.found)[:2] == [b"1", b"2"]
+
+
+# -- whose group it is -----------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_consumed_in_one_mode(one: Stage, receiver_of: OpenReceiver) -> None:
+    """The mode is said once; an error names both."""
+    receiver_of(one, group="popped")
+    with pytest.raises(Conflict, match=r"mode pop, not exclusive: consume it with mqlayer\.Receiver"):
+        one.consume(lambda body: None, group="popped", backoff_s=None)
+    one.consume(lambda body: None, group="owned")
+    with pytest.raises(Conflict, match=r"mode exclusive, not pop: consume it with mqlayer\.App"):
+        receiver_of(one, group="owned")
+    with pytest.raises(Conflict, match="scope = key"):
+        receiver_of(one, group="popped", scope="partition")
+
+
+def test_settings_that_need_an_owner_are_refused_for_ordered_pop(one: Stage, receiver_of: OpenReceiver) -> None:
+    receiver = receiver_of(one)
+    assert receiver.group.rules.policy == "block"
+    with pytest.raises(InvalidInput, match="policy park needs a member"):
+        set_group(one.database, one.topic, "g", policy="park", actor="test")
+    with pytest.raises(InvalidInput, match="no members to balance"):
+        set_group(one.database, one.topic, "g", balance="rate", actor="test")
+    with pytest.raises(InvalidInput, match="scope of ordered pop is partition or key"):
+        receiver_of(one, group="other", scope="queue")
+
+
+def test_nobody_rebalances_a_group_without_members(stage: Stage, receiver_of: OpenReceiver) -> None:
+    receiver = receiver_of(stage)
+    stage.send_numbers(4, 2)
+    receiver.receive()
+    before = stage.assignments()
+    assert [(owner, target) for _, owner, _, target in before] == [(None, None)] * 2
+    rebalance_groups(stage.database)
+    pause_group(stage.database, stage.topic, "g", actor="test")
+    resume_group(stage.database, stage.topic, "g", actor="test")
+    assert stage.assignments() == before
+
+
+def test_a_paused_group_is_given_nothing_and_may_settle(one: Stage, receiver_of: OpenReceiver) -> None:
+    receiver = receiver_of(one)
+    send(one, "k", 1, 2)
+    batch = receiver.receive(1)
+    pause_group(one.database, one.topic, "g", actor="test")
+    wait_until(lambda: not receiver._open_parts().asker._listing.spots or receiver.receive(wait_s=0), what="it rests")
+    receiver.ack(batch)
+    assert nothing(receiver)
+    waiter = threading.Thread(target=lambda: found.extend(receiver.receive(wait_s=WAIT_S)))
+    found: list[PopMessage] = []
+    waiter.start()
+    resume_group(one.database, one.topic, "g", actor="test")
+    waiter.join()
+    assert bodies(found) == [b"2"]
+
+
+def test_a_seek_voids_every_token_and_gives_all_again(stage: Stage, receiver_of: OpenReceiver) -> None:
+    """Case 53 and 31: what was given out before is refused; counts begin anew; nothing of the old state is left."""
+    a, b = receiver_of(stage), receiver_of(stage)
+    stage.send_numbers(6, 2)
+    old = [*a.receive(500), *a.receive(500)]
+    assert len(old) == 12
+    a.ack(old[:7])
+    routes = RouteCache(stage.database)
+    plan = planned_seek(stage.database, routes, topic=stage.topic, name="g", to="earliest", prefix=stage.prefix)
+    apply_seek(stage.database, plan, actor="test", prefix=stage.prefix)
+    with pytest.raises(StaleToken):
+        a.ack(old)
+    again = [*b.receive(500, wait_s=WAIT_S), *b.receive(500, wait_s=WAIT_S)]
+    assert sorted(bodies(again)) == sorted(bodies(old))
+    assert {message.attempt for message in again} == {1}
+    with pytest.raises(StaleToken):
+        a.ack(old)
+    b.ack(again)
+    assert stage.all_settled()
+
+
+def test_arming_a_node_again_voids_every_token(one: Stage, receiver_of: OpenReceiver) -> None:
+    """Case 53: a node that fell back may number batches again; the epoch tells them apart."""
+    a = receiver_of(one)
+    send(one, "k", 1)
+    old = a.receive(invisible_s=0.1)
+    with one.database.connection() as connection:
+        connection.execute("UPDATE mqlayer.node SET armed_run_id = 'another'")
+    rearm_node(one.database, "node-1", prefix=one.prefix, application=one.database, actor="test")
+    with pytest.raises(StaleToken):
+        a.ack(old)
+    again = a.receive(wait_s=WAIT_S)
+    assert [(message.body, message.attempt) for message in again] == [(b"1", 2)]
+    assert again[0].token.epoch > old[0].token.epoch
+    with pytest.raises(StaleToken):
+        a.ack(old)
+    a.ack(again)
+    assert one.all_settled()
+
+
+def test_a_receiver_arms_a_node_that_restarted_with_all_that_is_out(
+    start_stage: StartStage, start_redis: Any, receiver_of: OpenReceiver
+) -> None:
+    """Case 42: what was given out stays withheld over a restart, its tokens are void, and it comes again."""
+    server = start_redis()
+    stage = start_stage(server.url, partitions=1)
+    receiver = receiver_of(stage, scope="partition")
+    send(stage, "k", 1, 2)
+    old = receiver.receive(1, invisible_s=1.0)
+    server.kill()
+    server.start()
+    again = receiver.receive(wait_s=10)
+    assert [(message.body, message.attempt) for message in again] == [(b"1", 2), (b"2", 1)]
+    with pytest.raises((StaleToken, NodeNotArmed)):
+        receiver.ack(old)
+    receiver.ack(again)
+
+
+def test_receivers_go_on_while_postgres_is_away(
+    start_stage: StartStage, redis_url: str, start_postgres: Any, receiver_of: OpenReceiver
+) -> None:
+    """Case 43: what is known serves on, and nothing waits for the database."""
+    server = start_postgres()
+    stage = start_stage(redis_url, partitions=1, dsn=migrated(server))
+    receiver = receiver_of(stage)
+    send(stage, "k", 1)
+    receiver.ack(receiver.receive())
+    server.kill()
+    began = time.monotonic()
+    for number in range(2, 6):
+        send(stage, "k", number)
+        batch = receiver.receive(wait_s=WAIT_S)
+        assert bodies(batch) == [b"%d" % number]
+        receiver.ack(batch)
+        assert receiver.receive(wait_s=0.3) == []
+    assert time.monotonic() - began < 5
+
+
+def test_a_node_that_is_away_is_said_so_when_no_other_can_be_asked(
+    start_stage: StartStage, start_redis: Any, receiver_of: OpenReceiver
+) -> None:
+    server = start_redis()
+    stage = start_stage(server.url, partitions=3)
+    receiver = receiver_of(stage)
+    assert nothing(receiver)
+    server.kill()
+    with pytest.raises(StoreUnavailable):
+        receiver.receive(wait_s=0.3)
+    server.start()
+    stage.send_numbers(6, 1)
+    wait_until(lambda: receiver.receive(wait_s=1), what="it goes on")
+
+
+def test_an_epoch_that_a_node_refuses_is_renewed(one: Stage, receiver_of: OpenReceiver) -> None:
+    """A database that lost commits gives out epochs that the node has seen already."""
+    receiver = receiver_of(one)
+    send(one, "k", 1)
+    (partition,) = one.partitions
+    with one.database.connection() as connection:
+        connection.execute("SELECT setval('mqlayer.epoch', 500)")
+    one.redis.hset(group_keys(one.prefix, partition, one.group_id()).lock, mapping={"owner": "pop", "epoch": 400})
+    assert bodies(receiver.receive(wait_s=WAIT_S)) == [b"1"]
+
+
+# -- over route changes ----------------------------------------------------------------------------------------------
+
+
+def test_successors_are_given_out_when_their_parent_is_drained(one: Stage, receiver_of: OpenReceiver) -> None:
+    """Cases 20 and 61: not before its last message is settled; whoever waits hears of it at once."""
+    a, b = receiver_of(one), receiver_of(one)
+    send(one, "k", 1, 2)
+    batch = a.receive()
+    split(one)
+    one.route = load_route(one.database, one.topic)
+    send(one, "k", 3)
+    a.ack(batch[:1])
+    assert b.receive(wait_s=0.3) == []
+    waiter = Waiter(b)
+    began = time.monotonic()
+    a.ack(batch[1:])
+    assert waiter.after(began) < 3 * LATE_S
+    assert bodies(waiter.found) == [b"3"]
+    b.ack(waiter.found)
+    assert find_group(one.database, one.topic, "g").version == 2
+    # What was settled in the parent is settled for ever.
+    a.ack(batch)
+    retired = retire_partitions(one.database, prefix=one.prefix)
+    assert retired == one.partitions
+    parent = partition_keys(one.prefix, one.partitions[0])
+    left = [parent.log, parent.marks, *group_keys(one.prefix, one.partitions[0], one.group_id())]
+    assert one.redis.exists(*left, *pop_keys(one.prefix, one.partitions[0], one.group_id())) == 0
+    with pytest.raises(StaleToken):
+        a.ack(batch)
+
+
+def split(stage: Stage) -> None:
+    """Split the one partition of a stage."""
+    route = load_route(stage.database, stage.topic)
+    plan = plan_split(route, route.ranges[0].partition, [512])
+    apply_change(stage.database, plan, prefix=stage.prefix, application=stage.database, actor="test")
+
+
+# -- what people see -------------------------------------------------------------------------------------------------
+
+
+def test_where_a_group_stands_is_told_as_of_any_other(one: Stage, receiver_of: OpenReceiver) -> None:
+    receiver = receiver_of(one, scope="partition")
+    send(one, "k", 1, 2, 3)
+    first, *_ = receiver.receive()
+    (standing,) = group_standings(one.database, one.topic, "g", prefix=one.prefix)
+    assert (standing.facts.mode, standing.facts.scope, standing.facts.alive, standing.lag) == ("pop", "partition", 0, 3)
+    (partition,) = standing.partitions
+    assert partition.stall is None
+    receiver.ack([first])
+    (standing,) = group_standings(one.database, one.topic, "g", prefix=one.prefix)
+    assert standing.lag == 2
+    (second, _) = receiver._open_parts().turns._lines[one.partitions[0], "k"]
+    receiver.nack(second)
+    receiver.receive(wait_s=WAIT_S)
+    (standing,) = group_standings(one.database, one.topic, "g", prefix=one.prefix)
+    (partition,) = standing.partitions
+    assert partition.stall is not None
+    assert (partition.stall.reason, partition.head and partition.head.attempts) == ("failing", 1)
+    told = explain_key(one.database, one.topic, "k", "g", prefix=one.prefix)
+    assert "receivers" in told.run_next
