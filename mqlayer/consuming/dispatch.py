@@ -410,10 +410,15 @@ class Dispatcher:
         lane = held.lanes.get(parking.ref.name)
         if lane is not None:
             lane.parking = parking
-            if lane in self._ready:
+            spot = (held.partition, lane.key)
+            if self._behind_orphans.get(spot) is lane:
+                del self._behind_orphans[spot]
+            elif lane in self._ready:
                 self._ready.remove(lane)
-                held.to_park.append(lane)
-                self.on_parking()
+            else:
+                return
+            held.to_park.append(lane)
+            self.on_parking()
 
     def _abandon(self, held: Held) -> None:
         """Let go of what waits for the keeper of a holding that is gone."""

@@ -6,7 +6,7 @@ from mqlayer.consuming.clock import Lease, clock
 from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.holdings import Held
 from mqlayer.consuming.parked import Parking, Parkings
-from mqlayer.domain.message import ParkedRecord
+from mqlayer.domain.message import ParkedRecord, Record
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.membership.members import Assigned
 from mqlayer.parking import KeyRef
@@ -84,3 +84,27 @@ def test_after_a_death_only_so_many_messages_as_were_in_hand_go_one_by_one() -> 
     dispatcher.resume(held, parking, [])
     assert seen == [True, True, True]
     assert not parking.alone
+
+
+def test_a_key_that_waits_for_an_earlier_handler_and_is_parked_by_an_operator_is_not_lost() -> None:
+    """Its messages of the stream go behind those that were given back; both wait until that handler has ended."""
+    dispatcher, former = opened()
+    hand = dispatcher.new_hand()
+    dispatcher.put(former, [Record(1, b"1:1:1:0", b"k", b"running")])
+    assert dispatcher.take_now(hand)
+    running = hand.popleft()
+    dispatcher.drop(former)
+    held = Held(Assigned(PartitionId(1), NodeId(1), 0, 1024, 2, 1, release=False), Holder("p", 1, 1, "m", 2))
+    dispatcher.open(held, Taken(1, 3, 1, b"", {}))
+    dispatcher.put(held, [Record(1, b"1:1:1:0", b"k", b"again"), Record(2, b"1:1:2:0", b"k", b"next")])
+    assert not dispatcher.take_now(hand)
+    dispatcher.reload_parked(held, [Parking(KeyRef(1, b"k"), due=clock())])
+    work = dispatcher.parking_work(held, LIMITS)
+    [lane], [parking] = work.lanes, work.due
+    assert [record.body for record in lane.batch] == [b"again", b"next"]
+    dispatcher.kept(held, lane, parked=True)
+    dispatcher.resume(held, parking, [ParkedRecord(1, b"1:1:1:0", b"k", b"given back")])
+    assert not dispatcher.take_now(hand)
+    dispatcher.done(running)
+    assert dispatcher.take_now(hand)
+    assert [record.body for record in hand.popleft().batch] == [b"given back"]
