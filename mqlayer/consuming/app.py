@@ -148,8 +148,8 @@ class App:
         if self.members:
             raise Conflict("the application is running", "stop it first")
         settings = self.settings
-        # A member's heart never waits for a connection behind the threads that see to a node.
-        size = 2 + 2 * len(self.consumers)
+        # A member's heart never waits for a connection behind its keeper and the threads that see to a node.
+        size = 2 + 4 * len(self.consumers)
         control, effects = settings.control_dsn(), settings.application_dsn()
         wait_s = settings.connect_timeout_s
         database = Database(control, application="mqlayer consumer", max_size=size, timeout_s=wait_s)
