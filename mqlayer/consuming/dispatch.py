@@ -19,7 +19,7 @@ from mqlayer.consuming.clock import Lease, clock
 from mqlayer.consuming.holdings import Held, Lane, State, resumed_lane
 from mqlayer.consuming.parked import NEVER, Parking
 from mqlayer.consuming.verdicts import Bury
-from mqlayer.domain.message import ParkedRecord, Record
+from mqlayer.domain.message import Identity, ParkedRecord, Record
 from mqlayer.domain.offsets import Range
 from mqlayer.domain.routing import PartitionId
 from mqlayer.parking import Burial, Loaded
@@ -248,6 +248,11 @@ class Dispatcher:
                     held.parked.await_settling(known, offset)
             held.dead = loaded.dead
 
+    def learn_dead(self, held: Held, dead: set[Identity]) -> None:
+        """Have an open holding pass over what is dead, once its keys are in line again."""
+        with self.lock:
+            held.dead |= dead
+
     def reload_parked(self, held: Held, parkings: list[Parking]) -> None:
         """Follow what others did to parked keys: new ones, ended ones, other times. What is started goes on."""
         with self.lock:
@@ -318,9 +323,12 @@ class Dispatcher:
                 self._finish(lane, 0.0)
                 return
             lane.records[:0] = lane.batch
-            if parking.lane is None:
+            if held.state is State.GONE:
+                self._finish(lane, 0.0)
+            elif parking.lane is None:
                 held.parked.remove(parking)
                 lane.parking = None
+                held.pass_over_dead(lane)
                 self._finish(lane, 0.0)
             else:
                 # A handler has a message of the key, though an operator ended its being parked: this one waits for it.
@@ -369,9 +377,12 @@ class Dispatcher:
             return held.busy == 0
 
     def next_parking_s(self, holdings: list[Held]) -> float:
-        """Return how long until a parked key of some holdings is due; infinite where none is."""
+        """Return how long until a parked key of some holdings is due and may be started; infinite where none is."""
         with self.lock:
-            due = min((held.parked.next_due() for held in holdings), default=NEVER)
+            if not self.lease.holds():
+                return NEVER
+            starting = [held for held in holdings if held.state is State.OPEN and not held.finished]
+            due = min((held.parked.next_due() for held in starting), default=NEVER)
         return max(0.0, due - clock())
 
     def hurry(self) -> None:
@@ -402,7 +413,11 @@ class Dispatcher:
             if lane.records and not lane.batch:
                 if lane in held.to_park:
                     held.to_park.remove(lane)
-                self._line_up([lane])
+                held.pass_over_dead(lane)
+                if lane.records:
+                    self._line_up([lane])
+                else:
+                    held.end_or_unfold(lane)
 
     def _adopt(self, held: Held, parking: Parking) -> None:
         """Park a key that somebody else has parked: what was read of it goes behind what is parked."""
@@ -452,10 +467,7 @@ class Dispatcher:
         if held.state is not State.OPEN:
             self._end(lane)
         elif not lane.records:
-            if lane.later is None:
-                del held.lanes[lane.key]
-            else:
-                held.unfold(lane)
+            held.end_or_unfold(lane)
         elif lane.parking is not None:
             held.to_park.append(lane)
             self.on_parking()

@@ -233,6 +233,13 @@ class Held:
         self.settled.extend(passed)
         return rest
 
+    def pass_over_dead(self, lane: Lane) -> None:
+        """Take as settled what died of a lane since it was read. Call under the lock."""
+        if self.dead:
+            dead = [record for record in lane.records if self._is_dead(record)]
+            lane.records = [record for record in lane.records if not self._is_dead(record)]
+            self.settled.extend(dead)
+
     def _is_cut_off(self, record: Record) -> bool:
         """Say whether a record lies beyond the recorded marks: the successors have it, and handle it."""
         source, lp, seq = record.identity
@@ -258,6 +265,13 @@ class Held:
         self.let_go(lane.records)
         self.count_in_hand += 1
         lane.records = []
+
+    def end_or_unfold(self, lane: Lane) -> None:
+        """Nothing that was read is left of a lane. Call under the lock."""
+        if lane.later is None:
+            del self.lanes[lane.key]
+        else:
+            self.unfold(lane)
 
     def unfold(self, lane: Lane) -> None:
         """A folded lane has nothing in memory any more: have it filled again, or end it. Call under the lock."""

@@ -170,6 +170,8 @@ class Keeper:
                 raise
             self._owner.fenced(held, "parking")
             return
+        if written.gone:
+            self._learn_dead(held)
         self._follow(held, work, turns, written)
         if written.changed:
             self._followed = UNKNOWN
@@ -205,7 +207,17 @@ class Keeper:
         assigned, now = held.assigned, clock()
         states = self._ledger.keys(assigned.lp_from, assigned.lp_to)
         parkings = [parking_of(state, now, own_epoch=held.epoch) for state in states]
+        self._learn_dead(held)
         self._owner.dispatcher.reload_parked(held, parkings)
+        self._owner.parked(held, keys=[], messages=0)
+
+    def _learn_dead(self, held: Held) -> None:
+        """Learn what died since it was parked, of that which a former owner parked and may not have settled.
+
+        It comes once more from the stream, where it is not to be taken for a message of a key that is in line again.
+        """
+        if held.parked.by_offset:
+            self._owner.dispatcher.learn_dead(held, self._ledger.dead(held.partition, held.committed))
 
     def _write_notes(self) -> None:
         notes = [self._notes.popleft() for _ in range(len(self._notes))]

@@ -231,7 +231,8 @@ class Member:
         if isinstance(verdict, Park) and not resumed and len(held.parked.by_name) >= self.options.parked_keys:
             log.error("parking_full", extra=self._facts(held) | {"parked_keys": self.options.parked_keys})
             self._tell("parking_full", held, record.identity.lp, seq=record.identity.seq)
-            verdict = Wait(verdict.attempts, self.rules.wait_s(verdict.attempts, 0.0))
+            wait_s = self.rules.wait_s(verdict.attempts, 0.0) if verdict.seconds is None else verdict.seconds
+            verdict = Wait(verdict.attempts, wait_s)
         if verdict.attempts > before:
             self._count(held, record, verdict.attempts, text, resumed=resumed)
         self._say_failed(held, record, error, verdict)

@@ -55,7 +55,8 @@ def verdict_of(
     if isinstance(error, Skip):
         return Bury(before, "skipped", text, keep=False)
     if isinstance(error, PauseKey):
-        return _waiting(before, "paused", error.seconds, in_place=not parked and error.seconds <= IN_PLACE_S)
+        short = failing_s + error.seconds <= IN_PLACE_S
+        return _waiting(before, "paused", error.seconds, in_place=short and not parked)
     attempts = before + 1
     final = isinstance(error, Reject) or rules.is_final(error)
     if final or attempts >= rules.attempt_limit:

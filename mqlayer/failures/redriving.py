@@ -320,7 +320,7 @@ class _Work:
             "names": [row[1] for row in joined],
             "identities": list(identities),
         }
-        _run(connection, "redrive_heads_put", heads)
+        _run(connection, "parked_heads_put", heads)
         for dead_id, lp, source, seq in marked:
             if str(Identity(source, lp, seq)) in identities:
                 results[dead_id] = "sent"

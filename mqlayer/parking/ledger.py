@@ -153,12 +153,18 @@ class Ledger:
         facts = self._who | {"partition_id": partition, "committed": committed}
         with self._database.connection() as connection:
             unsettled = connection.execute(query("parked_unsettled"), facts).fetchall()
-            dead = connection.execute(query("dead_unsettled"), facts).fetchall()
         return Loaded(
             self.keys(lp_from, lp_to),
             [(KeyRef(lp, name), offset) for lp, name, offset in unsettled],
-            {Identity(*row) for row in dead},
+            self.dead(partition, committed),
         )
+
+    def dead(self, partition: PartitionId, committed: int) -> set[Identity]:
+        """Return what is dead of a partition from an offset on."""
+        facts = self._who | {"partition_id": partition, "committed": committed}
+        with self._database.connection() as connection:
+            rows = connection.execute(query("dead_unsettled"), facts).fetchall()
+        return {Identity(*row) for row in rows}
 
     def keys(self, lp_from: int, lp_to: int) -> list[KeyState]:
         """Return the parked keys of a range of LPs."""
@@ -178,7 +184,7 @@ class Ledger:
             written = Written()
             self._hold_keys(connection, page)
             self._put_keys(connection, page.entries)
-            self._put_messages(connection, facts, page.messages, written)
+            self._put_messages(connection, facts, page, written)
             self._bury(connection, facts, [*page.burials, *(t.burial for t in page.turns if t.burial is not None)])
             for turn in page.turns:
                 self._take(connection, turn, epoch, written)
@@ -211,22 +217,29 @@ class Ledger:
         self,
         connection: Connection,
         facts: dict[str, object],
-        messages: Sequence[tuple[KeyRef, Record]],
+        page: Page,
         written: Written,
     ) -> None:
-        if not messages:
+        if not page.messages:
             return
-        refs = list({ref for ref, _ in messages})
+        refs = list({ref for ref, _ in page.messages})
         there = connection.execute(query("parked_keys_there"), self._who | _columns(("lps", "names"), refs)).fetchall()
         parked = {KeyRef(*row) for row in there}
         written.gone = set(refs) - parked
         rows = [
             (*ref, record.identity.source, record.identity.seq, record.offset, record.key, record.m, record.body)
-            for ref, record in messages
+            for ref, record in page.messages
             if ref in parked
         ]
         columns = _columns(("lps", "names", "sources", "seqs", "offsets", "keys", "ms", "bodies"), rows)
-        connection.execute(query("parked_messages_put"), facts | columns)
+        put = connection.execute(query("parked_messages_put"), facts | columns).fetchall()
+        # What comes again, after a seek or a death, may be in front of what failed. New keys have their own counts.
+        new = {entry.ref for entry in page.entries}
+        joined = [row for row in put if KeyRef(row[0], row[1]) not in new]
+        if joined:
+            heads = _columns(("lps", "names"), [row[:2] for row in joined])
+            identities = [str(Identity(source, lp, seq)) for lp, _, source, seq in joined]
+            connection.execute(query("parked_heads_put"), self._who | heads | {"identities": identities})
 
     def _bury(self, connection: Connection, facts: dict[str, object], burials: Sequence[Burial]) -> None:
         if not burials:

@@ -81,12 +81,14 @@ WHERE g.state = 'live' AND g.mode = 'exclusive' ORDER BY t.name, g.name;
 
 -- name: check_parked
 -- What groups have parked: keys, messages, keys that wait for an operator and since when, and for how long the one that
--- is due for longest has been so.
+-- is due for longest has been so, of those that no owner has in hand; none of a group that rests.
 SELECT t.name, g.name, count(k.name)::int,
        (SELECT count(*) FROM mqlayer.parked_message m WHERE m.group_id = g.group_id)::int,
        count(k.name) FILTER (WHERE k.due_at IS NULL)::int,
        extract(epoch FROM clock_timestamp() - min(k.parked_at) FILTER (WHERE k.due_at IS NULL))::float8,
-       extract(epoch FROM clock_timestamp() - min(k.due_at))::float8
+       extract(epoch FROM clock_timestamp() - min(k.due_at) FILTER (WHERE g.paused_at IS NULL AND NOT EXISTS (
+           SELECT FROM mqlayer.assignment a
+           WHERE a.group_id = k.group_id AND a.epoch = k.started AND a.member_id IS NOT NULL)))::float8
 FROM mqlayer.parked_key k JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 GROUP BY t.name, g.name, g.group_id ORDER BY t.name, g.name;
 

@@ -344,15 +344,6 @@ FROM (SELECT m.*, CASE WHEN %(alone)s::boolean OR m.key = '\xff'::bytea
 ON CONFLICT (group_id, lp, source, seq) DO NOTHING
 RETURNING lp, name, source, seq;
 
--- name: redrive_heads_put
--- Where one of these messages is its key's head now, what was counted of the former head is not its own.
-UPDATE mqlayer.parked_key k SET attempts = 0, started = NULL, started_alone = false
-FROM (SELECT DISTINCT lp, name FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS each(lp, name)) AS given
-WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name
-  AND (SELECT format('%%s:%%s:%%s', m.source, m.lp, m.seq) FROM mqlayer.parked_message m
-       WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name
-       ORDER BY m.place, m.seq LIMIT 1) = ANY(%(identities)s::text[]);
-
 -- name: redrive_results_put
 -- What was done with messages.
 INSERT INTO mqlayer.redrive_result (redrive_id, dead_id, result)
@@ -381,11 +372,13 @@ WHERE state = 'running' AND (lease_until IS NULL OR lease_until < clock_timestam
 ORDER BY redrive_id;
 
 -- name: parked_overdue
--- Groups with members in which keys have been due for a while.
+-- Groups with members in which keys have been due for a while that no owner has in hand.
 SELECT g.group_id FROM mqlayer.consumer_group g
 WHERE g.state = 'live' AND g.paused_at IS NULL
   AND EXISTS (SELECT FROM mqlayer.parked_key k
-              WHERE k.group_id = g.group_id AND k.due_at < clock_timestamp() - make_interval(secs => %(for_s)s))
+              WHERE k.group_id = g.group_id AND k.due_at < clock_timestamp() - make_interval(secs => %(for_s)s)
+                AND NOT EXISTS (SELECT FROM mqlayer.assignment a WHERE a.group_id = k.group_id AND a.epoch = k.started
+                                AND a.member_id IS NOT NULL))
   AND EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until >= now())
 ORDER BY g.group_id;
 

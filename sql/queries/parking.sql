@@ -56,7 +56,17 @@ SELECT %(group_id)s, lp, name, source, seq,
 FROM (SELECT * FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[],
                            %(offsets)s::bigint[], %(keys)s::bytea[], %(ms)s::bytea[], %(bodies)s::bytea[])
           WITH ORDINALITY AS u (lp, name, source, seq, log_offset, key, m, body, n) ORDER BY n) AS given
-ON CONFLICT (group_id, lp, source, seq) DO NOTHING;
+ON CONFLICT (group_id, lp, source, seq) DO NOTHING
+RETURNING lp, name, source, seq;
+
+-- name: parked_heads_put
+-- Where one of these messages is its key's head now, what was counted of the former head is not its own.
+UPDATE mqlayer.parked_key k SET attempts = 0, started = NULL, started_alone = false
+FROM (SELECT DISTINCT lp, name FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS each(lp, name)) AS given
+WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name
+  AND (SELECT format('%%s:%%s:%%s', m.source, m.lp, m.seq) FROM mqlayer.parked_message m
+       WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name
+       ORDER BY m.place, m.seq LIMIT 1) = ANY(%(identities)s::text[]);
 
 -- name: parked_messages_end
 -- Messages of parked keys that are handled, or dead.

@@ -20,11 +20,22 @@ def opened(*due: Parking) -> tuple[Dispatcher, Held]:
     lease = Lease()
     lease.until = float("inf")
     dispatcher = Dispatcher(lease)
-    held = Held(Assigned(PartitionId(1), NodeId(1), 0, 1024, 1, 1, release=False), Holder("p", 1, 1, "m", 1))
-    dispatcher.open(held, Taken(1, 1, 1, b"", {}))
+    held = held_under(dispatcher, 1)
     for parking in due:
         held.parked.add(parking)
     return dispatcher, held
+
+
+def held_under(dispatcher: Dispatcher, epoch: int) -> Held:
+    """Return an open holding of partition 1."""
+    held = Held(Assigned(PartitionId(1), NodeId(1), 0, 1024, epoch, 1, release=False), Holder("p", 1, 1, "m", epoch))
+    dispatcher.open(held, Taken(1, 1, 1, b"", {}))
+    return held
+
+
+def read(seq: int) -> Record:
+    """Return a message of the key from the stream."""
+    return Record(seq, b"1:1:%d:0" % seq, b"k", b"body")
 
 
 def test_a_key_that_waits_to_be_started_and_is_released_again_is_started_once() -> None:
@@ -108,3 +119,50 @@ def test_a_key_that_waits_for_an_earlier_handler_and_is_parked_by_an_operator_is
     dispatcher.done(running)
     assert dispatcher.take_now(hand)
     assert [record.body for record in hand.popleft().batch] == [b"given back"]
+
+
+def test_nobody_looks_for_what_is_due_while_nothing_may_be_started() -> None:
+    """Else the keeper would never rest: while Postgres is away, a hand-over lasts, or successors are waited for."""
+    dispatcher, held = opened(Parking(KeyRef(1, b"k"), due=clock()))
+    assert dispatcher.next_parking_s([held]) == 0
+    dispatcher.lease.until = 0.0
+    assert dispatcher.next_parking_s([held]) == float("inf")
+    dispatcher.lease.until = float("inf")
+    dispatcher.finish_holding(held)
+    assert dispatcher.next_parking_s([held]) == float("inf")
+    held.finished = False
+    dispatcher.drain(held, clock() + 30)
+    assert dispatcher.next_parking_s([held]) == float("inf")
+
+
+def test_a_key_that_is_given_back_to_while_it_still_runs_under_a_former_holding_goes_on_from_postgres_alone() -> None:
+    """What of it waits for that handler is parked; let go beside it, two workers would have the key."""
+    dispatcher, former = opened()
+    hand = dispatcher.new_hand()
+    dispatcher.put(former, [read(5)])
+    assert dispatcher.take(hand, 0.0)
+    running = hand.popleft()
+    dispatcher.drop(former)
+    held = held_under(dispatcher, 2)
+    dispatcher.put(held, [read(5)])
+    dispatcher.reload_parked(held, [Parking(KeyRef(1, b"k"), due=clock())])
+    dispatcher.finish(running, [])
+    assert not dispatcher.take(hand, 0.0)
+    assert [lane.batch for lane in dispatcher.parking_work(held, LIMITS).lanes] == [[read(5)]]
+
+
+def test_what_was_to_be_parked_of_a_key_that_an_operator_ended_holds_up_no_later_holding() -> None:
+    """The holding went while that was written: the next one would wait for ever for what nobody runs."""
+    parking = Parking(KeyRef(1, b"k"), due=clock())
+    dispatcher, held = opened(parking)
+    hand = dispatcher.new_hand()
+    dispatcher.parking_work(held, LIMITS)
+    dispatcher.resume(held, parking, [ParkedRecord(1, b"1:1:1:0", b"k", b"body")])
+    assert dispatcher.take(hand, 0.0)
+    dispatcher.put(held, [read(2)])
+    (lane,) = dispatcher.parking_work(held, LIMITS).lanes
+    dispatcher.drop(held)
+    dispatcher.kept(held, lane, parked=False)
+    assert dispatcher.runs_on(PartitionId(1))
+    dispatcher.finish(hand.popleft(), [])
+    assert not dispatcher.runs_on(PartitionId(1))
