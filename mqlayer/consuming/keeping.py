@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT_S: Final = 0.25
 AGAIN_S: Final = 0.5
+EARLY_S: Final = 1.0
+"""How soon a key is looked at again of which nothing may be handled before its group comes to another partition."""
 NOTES_EVERY_S: Final = 0.2
 NOTES_KEPT: Final = 1_000
 """Failed attempts that wait to be written: they are for people, and must not fill the memory while Postgres is away."""
@@ -189,7 +191,9 @@ class Keeper:
         for lane, _ in work.burials:
             dispatcher.buried(lane)
         for parking, turn in turns:
-            if turn.go_on:
+            if turn.ref in written.early:
+                dispatcher.rest(held, parking, 0, clock() + EARLY_S)
+            elif turn.go_on:
                 records = written.next[turn.ref]
                 failpoint("parking.before_resume")
                 dispatcher.resume(held, parking, records)
