@@ -187,7 +187,7 @@ class Ledger:
                 raise NotOwner(f"epoch {epoch} of partition {partition} is not in force")
             written = Written()
             self._hold_keys(connection, page)
-            self._put_keys(connection, page.entries)
+            self._put_keys(connection, self._living(connection, page))
             self._put_messages(connection, facts, page, written)
             self._bury(connection, facts, [*page.burials, *(t.burial for t in page.turns if t.burial is not None)])
             for turn in page.turns:
@@ -210,6 +210,19 @@ class Ledger:
         refs = [*{ref for ref, _ in page.messages} | {turn.ref for turn in page.turns}]
         if len(refs) > 1:
             connection.execute(query("parked_keys_hold"), self._who | _columns(("lps", "names"), refs))
+
+    def _living(self, connection: Connection, page: Page) -> list[KeyEntry]:
+        """Return the keys to be parked but those whose failed message is dead: the answer to parking them was lost, and
+        an operator let it die before it was asked for again."""
+        if not page.entries:
+            return []
+        heads: dict[KeyRef, Identity] = {}
+        for ref, record in page.messages:
+            heads.setdefault(ref, record.identity)
+        asked = [(i.lp, i.source, i.seq) for i in (heads[e.ref] for e in page.entries if e.ref in heads)]
+        facts = self._who | _columns(("lps", "sources", "seqs"), asked)
+        dead = {Identity(*row) for row in connection.execute(query("dead_named"), facts).fetchall()}
+        return [entry for entry in page.entries if heads.get(entry.ref) not in dead]
 
     def _put_keys(self, connection: Connection, entries: Sequence[KeyEntry]) -> None:
         if entries:

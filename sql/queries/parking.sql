@@ -22,6 +22,13 @@ SELECT d.source, d.lp, d.seq FROM mqlayer.dead_message d JOIN mqlayer.consumer_g
 WHERE d.group_id = %(group_id)s AND d.partition_id = %(partition_id)s AND d.log_offset >= %(committed)s
   AND (d.redriven_at IS NULL OR d.redriven_seek = g.seek);
 
+-- name: dead_named
+-- Which of these messages are dead, or were given back since the group was last sent elsewhere.
+SELECT d.source, d.lp, d.seq FROM mqlayer.dead_message d JOIN mqlayer.consumer_group g USING (group_id)
+JOIN unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[]) AS given (lp, source, seq)
+    USING (lp, source, seq)
+WHERE d.group_id = %(group_id)s AND (d.redriven_at IS NULL OR d.redriven_seek = g.seek);
+
 -- name: parked_keys_put
 -- Park keys; those that are parked stay as they are.
 INSERT INTO mqlayer.parked_key (group_id, lp, name, cause, due_at, attempts)
