@@ -2,6 +2,7 @@
 
 from mqlayer import outbox
 from mqlayer.consuming import App, Context, Event, MemberOptions
+from mqlayer.domain.tags import all_of, any_of
 from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
 from mqlayer.popping import PopMessage, Receiver
 from mqlayer.producing import Message, Producer, Receipt
@@ -26,5 +27,7 @@ __all__ = [
     "Settings",
     "Skip",
     "__version__",
+    "all_of",
+    "any_of",
     "outbox",
 ]

@@ -319,10 +319,13 @@ def consume_tasks(
     `start`, `options` and the rules for calls that fail (`backoff_s`, `attempt_limit`, `policy`, `time_limit_s`, …) are
     those of `App.consumer`; `options.concurrency` is how many bodies run at once, on threads of the process that hosts
     them. A call of a task that the application does not have waits, and its key with it, until a worker that has it
-    takes over. An unordered group is refused with Conflict when they start.
+    takes over. An unordered group, and one with a tag filter, is refused with Conflict when they start.
     """
-    # Said here, although it is a group's default: a group that somebody made unordered would run calls side by side.
-    register = consumers.consumer(topic, group=group, body=bytes, start=start, ordered=True, options=options, **rules)
+    # Said here, although these are a group's defaults: a group that somebody made unordered would run calls side by
+    # side, and one with a filter would drop them all.
+    register = consumers.consumer(
+        topic, group=group, body=bytes, start=start, ordered=True, tag_filter="none", options=options, **rules
+    )
     register(_Runner(app))
 
 

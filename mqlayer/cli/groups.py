@@ -27,6 +27,7 @@ from mqlayer.cli.standings import (
     version_row,
 )
 from mqlayer.domain.retrying import DEFAULT_BACKOFF_S, POLICIES, exponential
+from mqlayer.domain.tags import NO_FILTER
 from mqlayer.errors import InvalidInput
 from mqlayer.inspecting import GroupStanding, group_members, group_standings
 from mqlayer.membership import SeekPlan, Start, apply_seek, planned_seek
@@ -77,6 +78,10 @@ def set_(
     balance: Annotated[
         str | None, typer.Option(metavar="count|rate", help="Spread partitions by count, or by what is published.")
     ] = None,
+    tag_filter: Annotated[
+        str | None,
+        typer.Option(metavar="any:T,T|all:T,T|none", help="Only messages with any, or all, of these tags; or none."),
+    ] = None,
     if_version: Annotated[
         int | None, typer.Option(min=1, help="Refuse unless the settings are at this version.")
     ] = None,
@@ -89,6 +94,7 @@ def set_(
             group,
             actor=actor(),
             balance=balance,  # type: ignore[arg-type]  # judged there, for programs too
+            tag_filter=tag_filter,
             if_version=if_version,
             backoff_s=None if backoff is None else _backoff(backoff),
             jitter=jitter,
@@ -100,6 +106,8 @@ def set_(
             time_cap_s=None if time_cap is None else _limit(time_cap),
         )
     words = f"{rules_words(changed.rules)}, balance by {changed.balance}"
+    if changed.tag_filter != NO_FILTER:
+        words += f", only messages with {changed.tag_filter.replace(':', ' of ')}"
     typer.echo(f"settings version {changed.settings_version}: {words}")
 
 

@@ -129,6 +129,7 @@ def _search_lines(search: Search) -> Iterable[str]:
         yield (
             f"head: partition {search.partition}, offset {head.offset}, message {head.identity}, "
             f"{shown_age(head.age_s)} old{failed}{again}"
+            f"{', does not match the filter of the group: it is passed over' if head.unmatched else ''}"
         )
         yield f"behind it: {counted(search.following, 'message')} of the key"
     if search.cut:

@@ -80,6 +80,8 @@ def _facts(found: Shown) -> Iterable[tuple[str, Any]]:
     yield "key", shown_key(found.key)
     yield "read at", f"partition {found.partition}, offset {found.offset}"
     yield "published at", found.published_at.isoformat(timespec="milliseconds")
+    if found.tags:
+        yield "tags", ", ".join(found.tags)
     for name, value in found.headers.items():
         yield f"header {_printable(name)}", _printable(value)
     since = found.since.isoformat(timespec="seconds")
@@ -103,6 +105,7 @@ def _told(found: Shown, kind: str | None, text: str | None) -> dict[str, Any]:
         "offset": found.offset,
         "key": found.key,
         "headers": dict(found.headers),
+        "tags": list(found.tags),
         "published_at": found.published_at.isoformat(),
         "cause": found.cause,
         "since": found.since.isoformat(),

@@ -41,6 +41,7 @@ def settings_row(group: GroupStanding) -> dict[str, Any]:
         "scope": facts.scope,
         "ordered": facts.ordered,
         "balance": facts.balance,
+        "tag_filter": facts.tag_filter,
         "settings_version": facts.settings_version,
         "paused_at": facts.paused_at and facts.paused_at.isoformat(timespec="seconds"),
         "version": facts.version,
@@ -113,6 +114,7 @@ def head_facts(head: Waiting) -> dict[str, Any]:
         "failing_since": head.failing_since and head.failing_since.isoformat(),
         "retry_at": head.retry_at and head.retry_at.isoformat(),
         "retry_in_s": head.retry_in_s,
+        "unmatched": head.unmatched,
     }
 
 

@@ -90,6 +90,7 @@ class App:
         start: Start = "earliest",
         ordered: bool | None = None,
         balance: Balance | None = None,
+        tag_filter: str | None = None,
         options: MemberOptions | None = None,
         **rules: Unpack[Rules],
     ) -> Callable[[Handler], Handler]:
@@ -102,17 +103,19 @@ class App:
         raise RetryLater, Reject, Skip or PauseKey to say what is to become of the message.
         `start` serves when the group is created; an existing one keeps its own: "earliest" (all that is kept, along
         the lineage of partitions), "latest" (what is published from then on) or a datetime with a time zone: the first
-        message of that time or later, by the publishers' clocks. `ordered`, `balance` and the rules for messages that
-        fail (`backoff_s`, `jitter`, `attempt_limit`, `policy`, `final_errors`, `retried_errors`, `time_limit_s`,
-        `time_cap_s`) live with the group too, see GroupSettings and Rules: what is said here must be what is in force
-        there, else `start()` raises Conflict; leave them out to take what is there. Raises InvalidInput for a start or
-        setting that there is not.
+        message of that time or later, by the publishers' clocks. `tag_filter`: which messages the group wants, as
+        `any_of("eu", "vip")` or `all_of("eu", "vip")` says, or "none" for all; others are settled unseen. `ordered`,
+        `balance`, `tag_filter` and the rules for messages that fail (`backoff_s`, `jitter`, `attempt_limit`, `policy`,
+        `final_errors`, `retried_errors`, `time_limit_s`, `time_cap_s`) live with the group too, see GroupSettings and
+        Rules: what is said here must be what is in force there, else `start()` raises Conflict; leave them out to take
+        what is there. Raises InvalidInput for a start or setting that there is not.
         """
         check_name("topic", topic)
         check_name("group", group)
         if any((c.topic, c.group) == (topic, group) for c in self.consumers):
             raise Conflict(f"group {group!r} of topic {topic!r} has a handler already", "use another group")
-        group_settings = replace(settings_of(start, ordered=ordered, balance=balance, **rules), mode="exclusive")
+        said = settings_of(start, ordered=ordered, balance=balance, tag_filter=tag_filter, **rules)
+        group_settings = replace(said, mode="exclusive")
 
         def register(handler: Handler) -> Handler:
             body_type, with_context = _parameters(handler, body)

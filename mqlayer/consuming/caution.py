@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from itertools import islice
 
+from mqlayer.consuming.clock import clock
 from mqlayer.consuming.holdings import Held, Lane, Start, State
 from mqlayer.domain.message import Record
 from mqlayer.errors import HandlerFault
@@ -18,6 +19,9 @@ from mqlayer.errors import HandlerFault
 LOOK_AGAIN_S = 0.1
 NOTED_AT_ONCE = 16
 """How many messages of a lane are noted as started at a time: a round trip for each is dear, and so is each suspect."""
+SETTLED_AGAIN_S = 0.005
+SETTLED_WAIT_S = 1.0
+"""How long the next suspect waits for the one before to be settled: else that is blamed for what the next one does."""
 
 
 class NoAnswer(HandlerFault):
@@ -31,6 +35,8 @@ class Caution:
         self._changed = threading.Condition()
         self._beside = 0
         self._alone = False
+        # The last message that was started alone, and when it ended.
+        self._former: tuple[Held, int, float] | None = None
 
     def begin(self, lane: Lane, record: Record, wake: threading.Event) -> bool:
         """Wait until a message may be started, and have that noted; False where its holding is gone meanwhile.
@@ -45,7 +51,7 @@ class Caution:
             held.suspects.add(offset)
             raise NoAnswer("nobody answered")
         alone = offset in held.suspects
-        if not self._enter(held, alone=alone):
+        if not self._enter(held, offset, alone=alone):
             return False
         if offset in held.noted or self._note(held, _starts(lane, record, alone=alone), wake):
             return True
@@ -57,21 +63,31 @@ class Caution:
         with self._changed:
             if record.offset in lane.held.suspects:
                 self._alone = False
+                self._former = (lane.held, record.offset, clock())
             else:
                 self._beside -= 1
             self._changed.notify_all()
 
-    def _enter(self, held: Held, *, alone: bool) -> bool:
+    def _enter(self, held: Held, offset: int, *, alone: bool) -> bool:
         with self._changed:
-            while self._alone or (alone and self._beside):
+            while (others := self._alone or (alone and self._beside > 0)) or (alone and self._unsettled(offset)):
                 if held.state is not State.OPEN:
                     return False
-                self._changed.wait(LOOK_AGAIN_S)
+                self._changed.wait(LOOK_AGAIN_S if others else SETTLED_AGAIN_S)
             if alone:
                 self._alone = True
             else:
                 self._beside += 1
             return True
+
+    def _unsettled(self, offset: int) -> bool:
+        """Say whether the server may still take another message for one that was started alone and never ended."""
+        if self._former is None:
+            return False
+        held, former, ended = self._former
+        # Settled ones have no count any more; that of one that failed goes before any start.
+        waits = held.state is State.OPEN and former != offset and held.attempts.get(former) == 0
+        return waits and clock() < ended + SETTLED_WAIT_S
 
     def _note(self, held: Held, starts: list[Start], wake: threading.Event) -> bool:
         """Have starts noted on the server; False where the holding is gone meanwhile."""

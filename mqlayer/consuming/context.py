@@ -52,6 +52,11 @@ class Context:
         return self._record.headers
 
     @property
+    def tags(self) -> tuple[str, ...]:
+        """The message's tags, sorted."""
+        return self._record.tags
+
+    @property
     def body(self) -> bytes:
         """The body as it was sent."""
         return self._record.body

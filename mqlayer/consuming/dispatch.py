@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
@@ -20,6 +20,7 @@ from mqlayer.consuming.holdings import Held, Lane, State, resumed_lane
 from mqlayer.consuming.parked import NEVER, Parking
 from mqlayer.consuming.verdicts import Bury
 from mqlayer.domain.message import Identity, ParkedRecord, Record
+from mqlayer.domain.offsets import Range
 from mqlayer.domain.routing import PartitionId
 from mqlayer.parking import Burial, Loaded
 from mqlayer.redis.partitions import Taken
@@ -87,12 +88,19 @@ class Dispatcher:
             self._hands.append(hand)
         return hand
 
-    def put(self, held: Held, records: list[Record]) -> None:
-        """Add records that were read, in order."""
+    def put(
+        self, held: Held, records: list[Record], *, last: int | None = None, unmatched: Sequence[Range] = ()
+    ) -> None:
+        """Add records that were read, in order.
+
+        With a filter: `last` is the last offset that was looked at, `unmatched` what the filter leaves out, in order.
+        """
         with self.lock:
             self._take_back()
             if held.state is State.OPEN:
-                self._line_up(held.admit(records))
+                if unmatched:
+                    held.leave_out(unmatched)
+                self._line_up(held.admit(records, records[-1].offset if last is None else last))
                 if held.to_park:
                     self.on_parking()
 
@@ -199,6 +207,12 @@ class Dispatcher:
         with self.lock:
             held.let_go(records)
             if held.parked.by_offset and held.parked.all_settled(records):
+                self.on_parking()
+
+    def left_out(self, held: Held, unmatched: Sequence[Range]) -> None:
+        """Note that the server has settled what the group's filter leaves out."""
+        with self.lock:
+            if held.parked.by_offset and held.parked.all_left_out(unmatched):
                 self.on_parking()
 
     # -- parked keys: failures of workers, and the keeper ------------------------------------------------------------

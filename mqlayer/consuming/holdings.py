@@ -20,7 +20,7 @@ from mqlayer.consuming.clock import clock
 from mqlayer.consuming.parked import NEVER, Parking, Parkings
 from mqlayer.consuming.verdicts import Park, Verdict
 from mqlayer.domain.message import NO_KEY, CommandRecord, Identity, ParkedRecord, Record
-from mqlayer.domain.offsets import first_unsettled, is_settled
+from mqlayer.domain.offsets import Range, first_unsettled, is_settled
 from mqlayer.domain.parking import parked_name
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.membership.members import Assigned
@@ -114,6 +114,7 @@ class Held:
         "to_bury",
         "to_park",
         "to_refill",
+        "unmatched",
     )
 
     def __init__(self, assigned: Assigned, holder: Holder, *, ordered: bool = True) -> None:
@@ -127,6 +128,8 @@ class Held:
         self.asleep = 0  # (lock) folded lanes that wait for their backoff
         self.to_refill: deque[Lane] = deque()  # (lock) folded lanes that are due, to be read again
         self.settled: deque[Record] = deque()  # handled; appended by workers, taken one by one by the settler
+        # Offsets that the group's filter leaves out, to be settled as they are; likewise.
+        self.unmatched: deque[Range] = deque()
         self.failed: deque[tuple[int, int]] = deque()  # offset and its failed attempts, to be counted; likewise
         self.attempts: dict[int, int] = {}
         self.failing_since: dict[int, float] = {}  # offset -> when it failed first, here
@@ -166,11 +169,11 @@ class Held:
         self.caution, self.suspects, self.died = taken.caution, set(taken.suspects), set(taken.died)
         self.state = State.OPEN
 
-    def admit(self, records: list[Record]) -> list[Lane]:
-        """Put new records (one at the least) into their lanes; return those that got ready. Call under the lock."""
+    def admit(self, records: list[Record], last: int) -> list[Lane]:
+        """Put new records, read up to an offset, into their lanes; return those that got ready. Call under the lock."""
         ready: list[Lane] = []
-        lanes, last = self.lanes, records[-1].offset
-        records = self._handleable(records)
+        lanes = self.lanes
+        records = self._handleable(records, last)
         size = kept = 0
         ordered, parked = self.ordered, self.parked
         for record in records:
@@ -197,13 +200,18 @@ class Held:
             self.record_bytes = max(size / kept, 0.9 * self.record_bytes)
         return ready
 
+    def leave_out(self, unmatched: Sequence[Range]) -> None:
+        """Have offsets settled that the group's filter leaves out; admit what was read beside them after this."""
+        self.unmatched.extend(unmatched)
+        if self.parked.expected:
+            self.parked.leave_out(unmatched)
+
     def parked_name(self, record: Record) -> bytes:
         """Return the name under which a message would be parked."""
         return parked_name(record.key, record.identity, alone=not self.ordered)
 
-    def _handleable(self, records: list[Record]) -> list[Record]:
+    def _handleable(self, records: list[Record], last: int) -> list[Record]:
         """Leave out what was settled before, or leaves without being handled."""
-        last = records[-1].offset
         if self.settled_before is not None:
             records = self._without_settled(records, last, *self.settled_before)
         if self.cut:

@@ -36,6 +36,7 @@ from mqlayer.consuming.verdicts import Bury, Park, Verdict, Wait, verdict_of
 from mqlayer.consuming.workers import LoopWorkers, ThreadWorkers
 from mqlayer.domain.message import ParkedRecord, Record
 from mqlayer.domain.routing import NodeId, PartitionId
+from mqlayer.domain.tags import TagFilter
 from mqlayer.errors import MqlayerError, NotFound
 from mqlayer.health import Health, stuck_after_s
 from mqlayer.membership.gates import seal_marks
@@ -86,6 +87,7 @@ class MemberStats:
     unparked: int = 0
     dead: int = 0
     skipped: int = 0
+    unmatched: int = 0
 
 
 class Member:
@@ -114,6 +116,7 @@ class Member:
         self._name = f"mqlayer-{group.name}"
         self._database, self._routes, self._application = database, routes, application
         self.rules = group.rules
+        self.tag_filter = TagFilter.of(group.tag_filter)
         self._holdings = Holdings()
         self._links = Links()
         self._allocation = -1
@@ -297,6 +300,11 @@ class Member:
             self.dispatcher.open(held, taken)
             log.info("partition_taken", extra=self._facts(held) | {"committed": taken.committed})
 
+    def left_out(self, count: int) -> None:
+        """Count messages that the group's filter leaves out, and let the settlers send that."""
+        self.stats.unmatched += count
+        self._links.send_some()
+
     def acknowledged(self, held: Held, records: list[Record], committed: int) -> None:
         """Make room for what the server has settled."""
         self.stats.settled += len(records)
@@ -320,7 +328,11 @@ class Member:
         self._heart.say_drained(held)
 
     def forgotten(self, held: Held) -> None:
-        """Begin a holding anew, under the same epoch: the node does not know its pull lock any more."""
+        """Begin a holding anew, under another epoch: the node does not know its pull lock any more.
+
+        Under this one, what is being parked of it could be committed after the new holding looked at what is parked.
+        """
+        self._refused[held.partition] = held.epoch
         self._drop(held)
         self._heart.nudge()
 
@@ -336,8 +348,10 @@ class Member:
     def partition_refused(self, held: Held) -> None:
         """Drop a holding that its node does not have, and have the node mended. Raises nothing.
 
-        The others on the node go on: if it has lost them too, they say so themselves.
+        The others on the node go on: if it has lost them too, they say so themselves. It begins anew under another
+        epoch, see `forgotten`.
         """
+        self._refused[held.partition] = held.epoch
         self._drop(held)
         self._mend(held.assigned.node)
 
@@ -412,6 +426,8 @@ class Member:
             self.rules = answer.rules
             # What waits in place may have another end now.
             self.dispatcher.hurry()
+        # Counts for what is read from here on; what is read already was chosen.
+        self.tag_filter = TagFilter.of(answer.tag_filter)
         wanted = {assigned.partition: assigned for assigned in answer.assignments}
         self._assigned = frozenset(partition for partition, assigned in wanted.items() if not assigned.release)
         for held in self._holdings.all():

@@ -8,11 +8,12 @@ keeper, which parks it too, and not to the workers. All fields change under the 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from mqlayer.domain.message import Record
+from mqlayer.domain.offsets import Range, covers
 from mqlayer.parking import BATCH, KeyEntry, KeyRef, KeyState
 
 if TYPE_CHECKING:
@@ -100,6 +101,14 @@ class Parkings:
     def all_settled(self, records: Iterable[Record]) -> bool:
         """Note that records are settled; say whether some key need not wait for that any more."""
         return sum([self.settled(record.offset) for record in records]) > 0
+
+    def leave_out(self, unmatched: Sequence[Range]) -> None:
+        """Note that offsets were read and left out by the group's filter: they don't come, and are to be settled."""
+        self.expected = {offset for offset in self.expected if not covers(unmatched, offset)}
+
+    def all_left_out(self, unmatched: Sequence[Range]) -> bool:
+        """Note that ranges are settled; say whether some key need not wait for that any more."""
+        return sum([self.settled(offset) for offset in list(self.by_offset) if covers(unmatched, offset)]) > 0
 
     def lanes(self) -> list[Lane]:
         """Return what workers have of parked keys."""

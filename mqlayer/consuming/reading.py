@@ -16,11 +16,13 @@ from typing import Any, Final, Protocol
 from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.holdings import Held, Lane, State
 from mqlayer.consuming.node_thread import NodeThread
-from mqlayer.domain.message import Record, pop_command, records_of
-from mqlayer.domain.offsets import as_ranges
+from mqlayer.domain.message import CommandRecord, Record, pop_command, records_of
+from mqlayer.domain.offsets import Range, as_ranges, joined
 from mqlayer.domain.routing import NodeId
+from mqlayer.domain.tags import TagFilter
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.looking import Selected, select_command, select_reply
 from mqlayer.redis.nodes import Command, NodeConnection, is_missing_script, raise_for_reply
 from mqlayer.redis.partitions import Kept, Refused, Taken, take_command, take_reply
 
@@ -38,6 +40,7 @@ class ReadingOwner(Protocol):
     """What a reader asks of its member."""
 
     dispatcher: Dispatcher
+    tag_filter: TagFilter | None
 
     def holdings_on(self, node_id: NodeId) -> list[Held]:
         """Return the holdings on a node that are not gone."""
@@ -57,6 +60,9 @@ class ReadingOwner(Protocol):
     def forgotten(self, held: Held) -> None:
         """Begin a holding anew whose pull lock the node does not know any more."""
 
+    def left_out(self, count: int) -> None:
+        """Count messages that the group's filter leaves out, and have the settlers send that."""
+
     def sealed(self) -> None:
         """Note that a command record was read."""
 
@@ -73,6 +79,8 @@ class Reader(NodeThread):
     def __init__(self, owner: ReadingOwner, line: NodeConnection, *, name: str) -> None:
         super().__init__(line, owner.node_lost, name=name, work="reading")
         self._owner = owner
+        # With a filter: whether there was more than one call looks at.
+        self._more = False
 
     def _loop(self) -> None:
         while not self._stopping.is_set():
@@ -91,7 +99,11 @@ class Reader(NodeThread):
         growing = [held for held in opened if held.command is None]
         readable, count = self._choose(growing)
         if readable:
-            self._read(readable, count, self._block_ms(opened, held_back=len(readable) < len(growing)))
+            wanted, block_ms = self._owner.tag_filter, self._block_ms(opened, held_back=len(readable) < len(growing))
+            if wanted is None:
+                self._read(readable, count, block_ms)
+            else:
+                self._select(readable, count, block_ms, wanted)
         else:
             # Acks that make room wake this thread.
             self._rest(self._block_ms(opened, held_back=False))
@@ -142,9 +154,60 @@ class Reader(NodeThread):
         raise_for_reply(streams, self._line.node.address)
         by_key: dict[bytes, Any] = dict(streams) if streams else {}
         failpoint("read.after_reply")
+        if self._owner.tag_filter is not None:
+            # Since this was asked for: the next pass goes by it.
+            return
         for held, key, lock in zip(readable, keys, locks, strict=True):
             if self._ours(held, lock) and key in by_key:
                 self._put(held, by_key[key])
+
+    def _select(self, readable: list[Held], count: int, block_ms: int, wanted: TagFilter) -> None:
+        """Read what a filter takes. Waits only where the last look came to the end: one message wakes it there."""
+        keys, after = [self._log(held) for held in readable], [held.next_read - 1 for held in readable]
+        ids = [b"%d-0" % offset for offset in after]
+        waits: list[Command] = [("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *keys, *ids)]
+        selects = [self._select_command(held, count, wanted) for held in readable]
+        asked = [*([] if self._more else waits), *selects, *map(self._check, readable)]
+        replies = self._line.call(asked)[-2 * len(readable) :]
+        if self._scripts_missing(replies):
+            return
+        failpoint("select.after_reply")
+        self._more = False
+        if self._owner.tag_filter != wanted:
+            # Another one counts since this was asked for: the next pass goes by it.
+            return
+        for held, reply, lock in zip(readable, replies, replies[len(readable) :], strict=False):
+            selected = select_reply(reply, self._line.node.address)
+            if self._ours(held, lock):
+                self._put_selected(held, selected, wanted)
+                self._more = self._more or selected.more
+
+    def _select_command(self, held: Held, count: int, wanted: TagFilter) -> Command:
+        size = self._owner.shares()[1] - held.bytes_in_hand
+        prefix, after = held.holder.prefix, held.next_read - 1
+        return select_command(
+            self._line, prefix, held.partition, wanted, after=after, looks=held.reach, room=count, size=size
+        )
+
+    def _put_selected(self, held: Held, selected: Selected, wanted: TagFilter) -> None:
+        """Hand on what was read, but for messages that have only the hash of a tag in common with the filter."""
+        command = pop_command(selected.entries)
+        found = records_of(selected.entries)
+        records = [record for record in found if wanted.takes(record.tags)]
+        unmatched: list[Range] = selected.unmatched
+        if len(records) < len(found):
+            taken = {record.offset for record in records}
+            others = as_ranges(record.offset for record in found if record.offset not in taken)
+            unmatched = joined([*unmatched, *others])
+        left_out = sum(last - first + 1 for first, last in unmatched)
+        if selected.last >= held.next_read:
+            missing = selected.last - held.next_read + 1 - len(records) - left_out
+            if missing > 0:
+                self._say_missing(held, held.next_read, selected.last, missing)
+            self._owner.dispatcher.put(held, records, last=selected.last, unmatched=unmatched)
+        if left_out:
+            self._owner.left_out(left_out)
+        self._note_command(held, command)
 
     def _put(self, held: Held, entries: list[Any]) -> None:
         """Hand on what was read; a command record stays here, and nothing follows it."""
@@ -153,6 +216,9 @@ class Reader(NodeThread):
             records = records_of(entries)
             self._look_for_holes(held, records)
             self._owner.dispatcher.put(held, records)
+        self._note_command(held, command)
+
+    def _note_command(self, held: Held, command: CommandRecord | None) -> None:
         if command is not None:
             held.command = command
             self._owner.sealed()

@@ -16,7 +16,7 @@ from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.holdings import Held, Start, State
 from mqlayer.consuming.node_thread import NodeThread
 from mqlayer.domain.message import Record
-from mqlayer.domain.offsets import as_ranges
+from mqlayer.domain.offsets import Range, as_ranges, covers, joined
 from mqlayer.domain.routing import NodeId
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.nodes import Command, NodeConnection, is_missing_script, raise_for_reply
@@ -93,7 +93,7 @@ class Settler(NodeThread):
         holdings = self._owner.holdings_on(self._line.node.node_id)
         # Once each: what comes in meanwhile waits for the next pass, or a busy partition would starve the others.
         for held in holdings:
-            if held.settled or held.failed or held.starts:
+            if held.settled or held.unmatched or held.failed or held.starts:
                 self._send(held)
         for held in holdings:
             if held.state is State.DRAINING and self._idle(held):
@@ -104,9 +104,15 @@ class Settler(NodeThread):
     def _send(self, held: Held) -> None:
         """Send what one holding has."""
         records, failed, starts = _all_of(held.settled), _all_of(held.failed), _all_of(held.starts)
+        unmatched = joined(_all_of(held.unmatched))
+        ranges = as_ranges(record.offset for record in records)
+        if unmatched:
+            ranges = joined([*ranges, *unmatched])
+        forget = self._failed_of(held, records, unmatched)
         try:
-            answers = self._ask(held, records, failed, starts)
+            answers = self._ask(held, ranges, forget, failed, starts)
         except BaseException:
+            held.unmatched.extendleft(reversed(unmatched))
             held.settled.extendleft(reversed(records))
             held.failed.extendleft(reversed(failed))
             held.starts.extendleft(reversed(starts))
@@ -122,16 +128,25 @@ class Settler(NodeThread):
                 held.attempts.pop(record.offset, None)
                 held.failing_since.pop(record.offset, None)
                 held.noted.discard(record.offset)
+            for offset in forget:
+                held.attempts.pop(offset, None)
         committed = max((answer.committed for answer in answers if isinstance(answer, Kept)), default=0)
         self._owner.acknowledged(held, records, committed)
+        if unmatched:
+            self._owner.dispatcher.left_out(held, unmatched)
 
     def _ask(
-        self, held: Held, records: list[Record], failed: list[tuple[int, int]], starts: list[Start]
+        self,
+        held: Held,
+        ranges: list[Range],
+        forget: list[int],
+        failed: list[tuple[int, int]],
+        starts: list[Start],
     ) -> list[int | Kept | Fenced | Refused | None]:
         """Send failed attempts, what is to be started, then settled offsets; return what the node says of each call."""
         counts = [attempt_command(self._line, held.holder, offset, attempts) for offset, attempts in failed]
         begun = [start_command(self._line, held.holder, start.offset, alone=start.alone) for start in starts]
-        commands = [*counts, *begun, *self._settle_commands(held, records)]
+        commands = [*counts, *begun, *self._settle_commands(held, ranges, forget)]
         failpoint("ack.before_send")
         replies = self._call(commands)
         failpoint("ack.after_send")
@@ -142,9 +157,16 @@ class Settler(NodeThread):
             *(settle_reply(reply, address) for reply in replies[len(counts) + len(begun) :]),
         ]
 
-    def _settle_commands(self, held: Held, records: list[Record]) -> list[Command]:
-        ranges = as_ranges(record.offset for record in records)
-        forget = [record.offset for record in records if record.offset in held.attempts] if held.attempts else []
+    def _failed_of(self, held: Held, records: list[Record], unmatched: list[Range]) -> list[int]:
+        """Return the offsets that are settled now and had failed attempts, perhaps under another filter."""
+        if not held.attempts:
+            return []
+        failed = [record.offset for record in records if record.offset in held.attempts]
+        if unmatched:
+            failed += [offset for offset in list(held.attempts) if covers(unmatched, offset)]
+        return failed
+
+    def _settle_commands(self, held: Held, ranges: list[Range], forget: list[int]) -> list[Command]:
         commands: list[Command] = []
         for at in range(0, len(ranges), RANGES_PER_CALL):
             commands.append(settle_command(self._line, held.holder, ranges[at : at + RANGES_PER_CALL], forget))
@@ -167,7 +189,7 @@ class Settler(NodeThread):
 
     def _idle(self, held: Held) -> bool:
         """Say whether a draining holding can be released: nothing runs and all is sent, or it took too long."""
-        if self._owner.dispatcher.drained(held) and not held.settled and not held.failed:
+        if self._owner.dispatcher.drained(held) and not held.settled and not held.unmatched and not held.failed:
             return True
         late = clock() > held.drain_until
         if late:

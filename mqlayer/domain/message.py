@@ -2,7 +2,8 @@
 
 A record has three fields: ``m`` is ``<source>:<lp>:<seq>:<at>[:<headers>]`` (the first three written by the append
 script from the numbers it checked, so that identity and chain can't differ; ``at`` in ms of Unix time, for people and
-latency figures only; headers as a JSON object), ``k`` the key's UTF-8 (or NO_KEY), ``b`` the body.
+latency figures only; headers as a JSON object, the message's tags being one of them), ``k`` the key's UTF-8 (or
+NO_KEY), ``b`` the body.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from mqlayer.domain.tags import TAGS_HEADER, tags_of
+
 NO_KEY: Final = b"\xff"
 """Stands for "no key" in a record: not valid UTF-8, so no key can be equal to it."""
 
 _NO_HEADERS: Final[Mapping[str, str]] = {}
+_TAGGED: Final = f'"{TAGS_HEADER}":'.encode()
 _decode_headers = msgspec.json.Decoder(dict[str, str]).decode
 _encode_headers = msgspec.json.Encoder().encode
 
@@ -46,8 +50,10 @@ class Outgoing:
         return encode_facts(self.at_ms, self.headers), NO_KEY if self.key is None else self.key, self.body
 
 
-def encode_facts(at_ms: int, headers: Mapping[str, str] | None) -> bytes:
-    """Return what follows the identity in a record's ``m``."""
+def encode_facts(at_ms: int, headers: Mapping[str, str] | None, tags: str = "") -> bytes:
+    """Return what follows the identity in a record's ``m``. `tags`: from `tags_text`, '' for none."""
+    if tags:
+        headers = {TAGS_HEADER: tags, **(headers or {})}
     if headers:
         return b"%d:%b" % (at_ms, _encode_headers(headers))
     return b"%d" % at_ms
@@ -74,7 +80,19 @@ class Record(NamedTuple):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The message's headers."""
+        """The message's headers, as its publisher gave them."""
+        headers = self._all_headers()
+        return {name: headers[name] for name in headers if name != TAGS_HEADER} if TAGS_HEADER in headers else headers
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The message's tags, sorted."""
+        if _TAGGED not in self.m:
+            return ()
+        text = self._all_headers().get(TAGS_HEADER)
+        return () if text is None else tags_of(text)
+
+    def _all_headers(self) -> Mapping[str, str]:
         parts = self.m.split(b":", 4)
         return _decode_headers(parts[4]) if len(parts) > 4 else _NO_HEADERS
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+Range = tuple[int, int]
+"""First and last offset."""
 
 
 def as_ranges(offsets: Iterable[int]) -> list[tuple[int, int]]:
@@ -22,6 +26,23 @@ def as_ranges(offsets: Iterable[int]) -> list[tuple[int, int]]:
     if first is not None and last is not None:
         ranges.append((first, last))
     return ranges
+
+
+def joined(ranges: Iterable[Range]) -> list[Range]:
+    """Return ranges of offsets as sorted, disjoint ones that do not touch."""
+    found: list[Range] = []
+    for first, last in sorted(ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(found[-1][1], last))
+        else:
+            found.append((first, last))
+    return found
+
+
+def covers(ranges: Sequence[Range], offset: int) -> bool:
+    """Say whether an offset is in one of some sorted, disjoint ranges."""
+    at = bisect_right(ranges, (offset, 1 << 63)) - 1
+    return at >= 0 and ranges[at][0] <= offset <= ranges[at][1]
 
 
 def is_settled(offset: int, base: int, bits: bytes) -> bool:

@@ -54,6 +54,7 @@ class Shown:
     reason: str | None = None
     actor: str | None = None
     due_at: datetime | None = None
+    tags: tuple[str, ...] = ()
 
 
 def find_dead(database: Database, named: str, *, topic: str | None = None, group: str | None = None) -> int:
@@ -92,6 +93,7 @@ def show_dead(database: Database, dead_id: int) -> Shown:
             offset=offset,
             key=shown(key),
             headers=record.headers,
+            tags=record.tags,
             published_at=_published(record),
             body=body,
             cause=cause,
@@ -122,6 +124,7 @@ def show_parked(database: Database, topic: str, group: str, identity: Identity) 
             offset=offset,
             key=shown(key),
             headers=record.headers,
+            tags=record.tags,
             published_at=_published(record),
             body=body,
             cause=cause,

@@ -40,6 +40,7 @@ class GroupFacts:
     mode: Literal["exclusive", "pop"]
     scope: Literal["partition", "key"] | None
     alive: int
+    tag_filter: str
     rules: RetryRules
 
 

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from mqlayer.domain.message import NO_KEY, Record
+from mqlayer.domain.tags import TagFilter
 from mqlayer.inspecting.facts import GroupFacts, PartitionFacts, group_facts, partition_facts
 from mqlayer.inspecting.parked import ParkedCounts, parked_counts
 from mqlayer.membership.positions import Spot, look_at
@@ -28,7 +29,7 @@ class Waiting:
     """The first message that is not settled. `key`: None for a message without one.
 
     `retry_at`: when its next attempt is due at the latest, by its last failure and the group's backoff; a new owner
-    tries at once.
+    tries at once. `unmatched`: the group's filter leaves it out, it is settled once it is read.
     """
 
     offset: int
@@ -39,6 +40,7 @@ class Waiting:
     failing_since: datetime | None
     retry_at: datetime | None
     retry_in_s: float | None
+    unmatched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,7 @@ def waiting(head: Head | None, now_ms: int, group: GroupFacts) -> Waiting | None
     failures = head.failures
     first_ms, last_ms = (failures.first_ms, failures.last_ms) if failures else (None, None)
     attempts = failures.attempts if failures else 0
+    wanted = TagFilter.of(group.tag_filter)
     if group.mode == "pop":
         # Counted when it is given out: the last time may be under way, and when it comes again, its receiver says.
         attempts, last_ms = max(0, attempts - 1), None
@@ -183,6 +186,7 @@ def waiting(head: Head | None, now_ms: int, group: GroupFacts) -> Waiting | None
         _time(first_ms) if attempts else None,
         _time(retry_ms),
         None if retry_ms is None else max(0, retry_ms - now_ms) / 1000,
+        wanted is not None and not wanted.takes(record.tags),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack
 
 from mqlayer.domain.names import check_name
 from mqlayer.domain.retrying import POLICIES, RULES_COUNT, Policy, RetryRules, check_error_name, error_name
+from mqlayer.domain.tags import NO_FILTER, TagFilter
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.starts import Beginning, Beginnings, Start, kept_partitions, still_hold
@@ -40,15 +41,17 @@ class GroupSettings:
     Settings live with the group on the server. `start` counts at its creation only; of the others a member may say
     what is in force, or nothing. `ordered`: one message of a key at a time (default), or each message by itself; said
     once. `balance`: whether partitions are spread over members by their count (default) or by the rate of what is
-    published to them. `mode`: by members with partitions of their own (default), or by receivers (ordered pop), with
+    published to them. `tag_filter`: which messages it wants by their tags, as `any_of` and `all_of` say; "none"
+    (default) for all. `mode`: by members with partitions of their own (default), or by receivers (ordered pop), with
     its `scope`, by key unless said otherwise; both said once. The others are those of RetryRules; a time without end,
-    `math.inf`, says that there is no limit. The policy of ordered pop is "block".
+    `math.inf`, says that there is no limit. The policy of ordered pop is "block", and it has no filter.
     """
 
     start: Start = "earliest"
     backoff_s: tuple[float, ...] | None = None
     ordered: bool | None = None
     balance: Balance | None = None
+    tag_filter: str | None = None
     jitter: float | None = None
     attempt_limit: int | None = None
     policy: Policy | None = None
@@ -111,6 +114,7 @@ class Group:
     rules: RetryRules
     mode: Mode = "exclusive"
     scope: Scope | None = None
+    tag_filter: str = NO_FILTER
 
 
 def find_group(database: Database, topic: str, name: str) -> Group:
@@ -119,8 +123,8 @@ def find_group(database: Database, topic: str, name: str) -> Group:
         row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
     if row is None:
         raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
-    group_id, topic_id, state, start, start_at, *rest, mode, scope = row[:-RULES_COUNT]
-    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), mode, scope]
+    group_id, topic_id, state, start, start_at, *rest, mode, scope, tag_filter = row[:-RULES_COUNT]
+    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), mode, scope, tag_filter]
     return Group(group_id, topic_id, topic, name, state, start_at or start, *values)
 
 
@@ -147,6 +151,7 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
         "start_at": at,
         "ordered": settings.ordered is not False,
         "balance": settings.balance or "count",
+        "tag_filter": settings.tag_filter or NO_FILTER,
         "mode": settings.mode or "exclusive",
         "scope": settings.scope or ("key" if settings.mode == "pop" else None),
         **as_columns(asdict(settings.rules())),
@@ -166,7 +171,12 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
 
 
 def settings_of(
-    start: Start = "earliest", *, ordered: bool | None = None, balance: Balance | None = None, **rules: Unpack[Rules]
+    start: Start = "earliest",
+    *,
+    ordered: bool | None = None,
+    balance: Balance | None = None,
+    tag_filter: str | None = None,
+    **rules: Unpack[Rules],
 ) -> GroupSettings:
     """Return settings as a program says them. Raises InvalidInput for those that no group can have."""
     said: dict[str, Any] = {**rules}
@@ -179,7 +189,10 @@ def settings_of(
             # Sorted: two programs that say the same in another order agree.
             names = {error if isinstance(error, str) else error_name(error) for error in said[name]}
             said[name] = tuple(sorted(names))
-    settings = GroupSettings(start=start, ordered=ordered, balance=balance, **said)
+    if tag_filter is not None:
+        # As the server has it: tags sorted, once each.
+        tag_filter = str(TagFilter.of(tag_filter) or NO_FILTER)
+    settings = GroupSettings(start=start, ordered=ordered, balance=balance, tag_filter=tag_filter, **said)
     check_start(start)
     check_settings(settings)
     return settings
@@ -217,6 +230,8 @@ def _check_mode(settings: GroupSettings) -> None:
         raise InvalidInput("only a group with ordered pop has a scope: say mode='pop'")
     if settings.mode == "pop" and (settings.ordered is False or settings.balance is not None):
         raise InvalidInput("ordered pop is ordered, and has no members to balance: leave ordered and balance out")
+    if settings.mode == "pop" and settings.tag_filter not in (None, NO_FILTER):
+        raise InvalidInput("ordered pop gives out every message: it has no tag filter")
     if settings.mode == "pop":
         refuse_policy(settings.policy)
 
@@ -248,7 +263,7 @@ def refuse_others(group: Group, settings: GroupSettings) -> None:
             f"group {group.name!r} of topic {group.topic!r} is consumed in mode {group.mode}, not {settings.mode}",
             f"consume it with {CALLED[group.mode]}, or use another group: the mode is said once",
         )
-    for name in (*RULES, "ordered", "balance", "scope"):
+    for name in (*RULES, "ordered", "balance", "tag_filter", "scope"):
         brought, there = getattr(settings, name), getattr(group.rules if name in RULES else group, name)
         if there is None:
             there = math.inf

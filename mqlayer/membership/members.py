@@ -11,6 +11,7 @@ from typing import Any
 from mqlayer.domain.names import check_name
 from mqlayer.domain.retrying import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId, PartitionId
+from mqlayer.domain.tags import NO_FILTER
 from mqlayer.errors import Conflict, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.rebalance import change_group, rebalance
@@ -52,8 +53,8 @@ class Assigned:
 class Beat:
     """The answer to a heartbeat. `known` is False when the lease had run out or another process took the id.
 
-    `rules`: the group's settings for messages that fail. `parking`: how often operators and scans acted on its parked
-    keys.
+    `rules`: the group's settings for messages that fail; `tag_filter`: which messages it wants. `parking`: how often
+    operators and scans acted on its parked keys.
     """
 
     known: bool
@@ -61,6 +62,7 @@ class Beat:
     allocation: int = 0
     rules: RetryRules | None = None
     parking: int = 0
+    tag_filter: str = NO_FILTER
     assignments: tuple[Assigned, ...] = ()
 
 
@@ -132,9 +134,10 @@ def beat(database: Database, session: Session, *, lease_s: float, own: Collectio
         _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
     with database.connection() as connection:
         rows = connection.execute(query("member_assignments"), facts).fetchall()
-    assigned = tuple(Assigned(*row[: -2 - RULES_COUNT]) for row in rows if row[0] is not None)
-    parking, allocation, *columns = rows[0][-2 - RULES_COUNT :] if rows else (0, 0)
-    return Beat(True, False, allocation, RetryRules.of(columns) if columns else None, parking, assigned)
+    assigned = tuple(Assigned(*row[: -3 - RULES_COUNT]) for row in rows if row[0] is not None)
+    tag_filter, parking, allocation, *columns = rows[0][-3 - RULES_COUNT :] if rows else (NO_FILTER, 0, 0)
+    rules = RetryRules.of(columns) if columns else None
+    return Beat(True, False, allocation, rules, parking, tag_filter, assigned)
 
 
 def release(database: Database, session: Session, *assigned: Assigned) -> None:

@@ -39,6 +39,7 @@ def set_group(
     *,
     actor: str,
     balance: Balance | None = None,
+    tag_filter: str | None = None,
     if_version: int | None = None,
     **rules: Unpack[Rules],
 ) -> Group:
@@ -46,12 +47,13 @@ def set_group(
 
     Raises InvalidInput, NotFound, and Conflict where its settings are not of the version named any more.
     """
-    settings = settings_of(balance=balance, **rules)
+    settings = settings_of(balance=balance, tag_filter=tag_filter, **rules)
     if settings == GroupSettings():
         raise InvalidInput("nothing to set: name a setting")
     facts = {
         **as_columns({name: getattr(settings, name) for name in RULES}),
         "balance": balance,
+        "tag_filter": settings.tag_filter,
         "if_version": if_version,
     }
 

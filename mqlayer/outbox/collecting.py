@@ -9,7 +9,7 @@ trace back with the savepoint, and what has none in the end is not sent.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from itertools import count
 from typing import Any, Final, TypeAlias
@@ -38,20 +38,32 @@ class Collector:
         self.depth = depth_of(connection)
 
     def publish(
-        self, topic: str, *, key: str | None = None, body: Body = b"", headers: Mapping[str, str] | None = None
+        self,
+        topic: str,
+        *,
+        key: str | None = None,
+        body: Body = b"",
+        headers: Mapping[str, str] | None = None,
+        tags: Sequence[str] = (),
     ) -> None:
         """Publish a message with this transaction; see `outbox.publish`."""
         if not isinstance(self.connection, psycopg.Connection):
             raise InvalidInput("this connection is asynchronous: await tx.apublish(…)")
-        collect(self.connection, message_of(topic, key=key, body=body, headers=headers))
+        collect(self.connection, message_of(topic, key=key, body=body, headers=headers, tags=tags))
 
     async def apublish(
-        self, topic: str, *, key: str | None = None, body: Body = b"", headers: Mapping[str, str] | None = None
+        self,
+        topic: str,
+        *,
+        key: str | None = None,
+        body: Body = b"",
+        headers: Mapping[str, str] | None = None,
+        tags: Sequence[str] = (),
     ) -> None:
         """Publish a message with this transaction; see `outbox.publish`."""
         if not isinstance(self.connection, psycopg.AsyncConnection):
             raise InvalidInput("this connection is synchronous: tx.publish(…)")
-        await acollect(self.connection, message_of(topic, key=key, body=body, headers=headers))
+        await acollect(self.connection, message_of(topic, key=key, body=body, headers=headers, tags=tags))
 
     def add(self, messages: Iterable[Message]) -> int:
         """Add messages; return the number of the trace that they need, 0 for none."""

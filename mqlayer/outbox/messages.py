@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from mqlayer.domain.names import BODY_LIMIT, check_body, check_headers, check_name, encode_key
+from mqlayer.domain.tags import TAGS_HEADER, tags_text
 from mqlayer.errors import InvalidInput, ReservedHeader
 
 Body: TypeAlias = Any
@@ -26,7 +27,9 @@ class Message(NamedTuple):
     headers: str | None
 
 
-def message_of(topic: str, *, key: str | None, body: Body, headers: Mapping[str, str] | None) -> Message:
+def message_of(
+    topic: str, *, key: str | None, body: Body, headers: Mapping[str, str] | None, tags: Sequence[str] = ()
+) -> Message:
     """Return a message. Raises InvalidInput and its kinds for what can never be sent.
 
     The topic's own body limit, and whether the topic exists, is checked by the database.
@@ -37,7 +40,7 @@ def message_of(topic: str, *, key: str | None, body: Body, headers: Mapping[str,
         if "\0" in key:
             raise InvalidInput("a message key with a NUL character: Postgres can't store it")
     data = check_body(topic, encode_body(body), BODY_LIMIT)
-    return Message(topic, key, data, _headers_text(headers) if headers else None)
+    return Message(topic, key, data, _headers_text(headers or {}, tags) if headers or tags else None)
 
 
 def encode_body(body: Body) -> bytes:
@@ -64,8 +67,9 @@ def arguments_of(messages: Sequence[Message]) -> dict[str, list[Any]]:
     }
 
 
-def _headers_text(headers: Mapping[str, str]) -> str:
+def _headers_text(headers: Mapping[str, str], tags: Sequence[str]) -> str:
     check_headers(headers)
     if any("\0" in part for item in headers.items() for part in item):
         raise ReservedHeader("a NUL character in them: Postgres can't store it")
-    return _encode_json(dict(headers)).decode()
+    with_tags = {**headers, TAGS_HEADER: tags_text(tags)} if tags else dict(headers)
+    return _encode_json(with_tags).decode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psycopg
@@ -13,12 +13,19 @@ from mqlayer.outbox.sending import asend, send
 
 
 def publish(
-    connection: Any, topic: str, *, key: str | None = None, body: Body = b"", headers: Mapping[str, str] | None = None
+    connection: Any,
+    topic: str,
+    *,
+    key: str | None = None,
+    body: Body = b"",
+    headers: Mapping[str, str] | None = None,
+    tags: Sequence[str] = (),
 ) -> None:
     """Publish a message with the caller's transaction: it is sent if the transaction commits, else it never was.
 
     Messages of one key arrive in the order in which their transactions commit, and within a transaction in the order
-    of the calls. A message without a key goes anywhere and has no order.
+    of the calls. A message without a key goes anywhere and has no order. `tags`: what groups may filter by, up to 8
+    names.
 
     - SQLAlchemy Session or Connection: collected, and written right before COMMIT, sorted by LP. What was published
       within a savepoint that is rolled back is forgotten.
@@ -35,7 +42,7 @@ def publish(
     unknown topic, InvalidInput for a body over the topic's limit, TransactionConflict where the whole transaction must
     be run again (a busy LP under REPEATABLE READ or SERIALIZABLE, a deadlock), StoreUnavailable, SchemaMismatch.
     """
-    message = message_of(topic, key=key, body=body, headers=headers)
+    message = message_of(topic, key=key, body=body, headers=headers, tags=tags)
     if isinstance(connection, str):
         connection = django_connections.of_alias(connection)
     if sqlalchemy_connections.recognises(connection):
@@ -47,10 +54,16 @@ def publish(
 
 
 async def apublish(
-    connection: Any, topic: str, *, key: str | None = None, body: Body = b"", headers: Mapping[str, str] | None = None
+    connection: Any,
+    topic: str,
+    *,
+    key: str | None = None,
+    body: Body = b"",
+    headers: Mapping[str, str] | None = None,
+    tags: Sequence[str] = (),
 ) -> None:
     """Do what `publish` does, on a psycopg AsyncConnection or a SQLAlchemy AsyncSession or AsyncConnection."""
-    message = message_of(topic, key=key, body=body, headers=headers)
+    message = message_of(topic, key=key, body=body, headers=headers, tags=tags)
     if sqlalchemy_connections.recognises(connection):
         await connection.run_sync(sqlalchemy_connections.publish, message)
     elif not isinstance(connection, psycopg.AsyncConnection) or not await collecting.acollect(connection, message):

@@ -37,6 +37,7 @@ class PopMessage:
     token: Token
     at_ms: int
     replay: int = 0
+    tags: tuple[str, ...] = ()
 
 
 def message_of(record: Record, *, attempt: int, token: Token, replay: int) -> PopMessage:
@@ -50,4 +51,5 @@ def message_of(record: Record, *, attempt: int, token: Token, replay: int) -> Po
         token,
         record.at_ms,
         replay,
+        record.tags,
     )

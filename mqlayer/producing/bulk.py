@@ -43,9 +43,9 @@ class Bulk:
         try:
             keys = [message.key for message in messages]
             bodies = [message.body for message in messages]
-            headers = [message.headers for message in messages]
+            extras = [message.headers or message.tags for message in messages]
         except AttributeError:
-            raise InvalidInput("a batch is a sequence of Message(key, body, headers)") from None
+            raise InvalidInput("a batch is a sequence of Message(key, body, headers, tags)") from None
         limit = topic.route.body_limit
         if set(map(type, bodies)) != {bytes} or max(map(len, bodies)) > limit:
             bodies = [whole_body(topic.name, body, limit) for body in bodies]
@@ -58,8 +58,8 @@ class Bulk:
         )
         at_ms = time.time_ns() // 1_000_000
         self.facts: list[bytes] | None = None
-        if any(headers):
-            self.facts = [facts_bulk(at_ms, one) for one in headers]
+        if any(extras):
+            self.facts = [facts_bulk(at_ms, message.headers, message.tags) for message in messages]
         self.common_facts = facts_bulk(at_ms, None)
         longest = max(map(len, self.facts)) if self.facts else len(self.common_facts)
         self._largest = OVERHEAD_BYTES + longest + KEY_LIMIT + max(map(len, self.bodies))

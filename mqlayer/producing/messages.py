@@ -11,6 +11,7 @@ import msgspec
 from mqlayer.domain.message import NO_KEY, encode_facts
 from mqlayer.domain.names import check_body, check_headers, encode_key
 from mqlayer.domain.routing import Lp, lp_of
+from mqlayer.domain.tags import tags_text
 from mqlayer.errors import InvalidInput, InvalidName
 from mqlayer.producing.parcels import Parcel, Receipt
 from mqlayer.redis.packets import LINE_END, bulk, bulk_head
@@ -21,7 +22,7 @@ Body = bytes | bytearray | memoryview
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):
-    """A message of a batch: key (None for no order), body, headers.
+    """A message of a batch: key (None for no order), body, headers, tags.
 
     The garbage collector does not look at it: lists of many cost it nothing.
     """
@@ -29,6 +30,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     key: str | None
     body: Body
     headers: Mapping[str, str] | None = None
+    tags: Sequence[str] = ()
 
 
 class Receipts(Sequence[Receipt]):
@@ -95,9 +97,10 @@ def _as_bytes(body: object) -> bytes:
     return bytes(body)
 
 
-def facts_bulk(at_ms: int, headers: Mapping[str, str] | None) -> bytes:
-    """Return a message's facts for the wire. Raises ReservedHeader."""
-    return bulk(encode_facts(at_ms, check_headers(headers) if headers else None))
+def facts_bulk(at_ms: int, headers: Mapping[str, str] | None, tags: Sequence[str] = ()) -> bytes:
+    """Return a message's facts for the wire. Raises ReservedHeader, and InvalidInput for bad tags."""
+    checked = check_headers(headers) if headers else None
+    return bulk(encode_facts(at_ms, checked, tags_text(tags) if tags else ""))
 
 
 def pieces_of(facts: bytes, key: bytes, body: bytes) -> tuple[bytes, ...]:

@@ -118,9 +118,12 @@ class Producer:
         body: Body,
         key: str | None = None,
         headers: Mapping[str, str] | None = None,
+        tags: Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> Receipt:
         """Publish one message and return where it is stored.
+
+        `tags`: what groups may filter by, up to 8 names.
 
         Raises InvalidInput or NotFound (nothing was queued), PublishUnknown when the outcome is not known after
         `timeout_s` (default: the setting delivery_timeout_s): the message stays queued, and the error's future tells
@@ -128,7 +131,7 @@ class Producer:
         """
         _may_wait()
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        parcel, lane = self._queue(topic, key, body, headers, deadline, None, wake=False)
+        parcel, lane = self._queue(topic, key, body, headers, tags, deadline, None, wake=False)
         link = lane.slot.link
         if link.try_lead():
             try:
@@ -149,6 +152,7 @@ class Producer:
         body: Body,
         key: str | None = None,
         headers: Mapping[str, str] | None = None,
+        tags: Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> Future[Receipt]:
         """Queue one message and return a future of its receipt; with asyncio, await `asyncio.wrap_future(future)`.
@@ -161,18 +165,24 @@ class Producer:
         """
         promise = Promise()
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        self._queue(topic, key, body, headers, deadline, promise, wake=True)
+        self._queue(topic, key, body, headers, tags, deadline, promise, wake=True)
         return promise.future
 
     def send_oneway(
-        self, topic: str, *, body: Body, key: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        topic: str,
+        *,
+        body: Body,
+        key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        tags: Sequence[str] = (),
     ) -> None:
         """Queue one message and forget it: what goes wrong later is logged and counted in `stats`, never raised.
 
         It waits for room like `send_async`; without any, the message is dropped.
         """
         try:
-            self._queue(topic, key, body, headers, time.monotonic() + self._timeout_s, self._oneway, wake=True)
+            self._queue(topic, key, body, headers, tags, time.monotonic() + self._timeout_s, self._oneway, wake=True)
         except ProducerFull as error:
             with self._ledger.lock:
                 self._ledger.counts["failed"] += 1
@@ -245,6 +255,7 @@ class Producer:
         key: str | None,
         body: Body,
         headers: Mapping[str, str] | None,
+        tags: Sequence[str],
         deadline: float,
         listener: Listener | None,
         *,
@@ -254,7 +265,7 @@ class Producer:
         lanes = self._lanes(topic)
         lp, key_bulk = (random_lp(self._chance), NO_KEY_BULK) if key is None else place_key(key)
         whole = whole_body(topic, body, lanes.route.body_limit)
-        facts = facts_bulk(time.time_ns() // 1_000_000, headers)
+        facts = facts_bulk(time.time_ns() // 1_000_000, headers, tags)
         size = len(facts) + len(key_bulk) + len(whole)
         parcel = Parcel(pieces_of(facts, key_bulk, whole), 1, size, deadline, listener)
         if isinstance(listener, Promise):

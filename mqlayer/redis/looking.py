@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
+from mqlayer.domain.offsets import Range
+from mqlayer.domain.tags import TagFilter
 from mqlayer.redis.keys import group_keys, partition_keys
 from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import Failures, failures_of
 
 FIND_LIMIT: Final = 1_000
 """How many offsets one call of key_find looks at, at most."""
+SELECT_LIMIT: Final = 1_000
+"""How many records one call of log_select looks at, at most."""
 
 
 class Head(NamedTuple):
@@ -76,6 +80,45 @@ def find_reply(reply: Any, key: bytes, address: str) -> Found:
     """Return what key_find says."""
     _, count, *head = raise_for_reply(reply, address)
     return Found(count, _head(head[0], head[1], key, head[2]) if head else None)
+
+
+class Selected(NamedTuple):
+    """What a filter takes of a partition, up to an offset; `more` may be behind that.
+
+    `unmatched`: ranges of offsets with messages that it does not take; `entries`: as streams give them, of those whose
+    tags have the wanted hashes, and the command record.
+    """
+
+    last: int
+    more: bool
+    unmatched: list[Range]
+    entries: list[Any]
+
+
+def select_command(
+    line: NodeConnection,
+    prefix: str,
+    partition: int,
+    wanted: TagFilter,
+    *,
+    after: int,
+    looks: int,
+    room: int,
+    size: int,
+) -> Command:
+    """Return the command that reads what a filter takes behind an offset.
+
+    It looks at so many records (SELECT_LIMIT at most), and returns `room` of them at most, and no more once their
+    bodies have `size` bytes.
+    """
+    log, looks = partition_keys(prefix, partition).log, min(looks, SELECT_LIMIT)
+    return line.script("log_select", (log,), after, looks, room, max(1, size), wanted.match, *wanted.hashes)
+
+
+def select_reply(reply: Any, address: str) -> Selected:
+    """Return what log_select says."""
+    _, last, more, flat, entries = raise_for_reply(reply, address)
+    return Selected(last, more == 1, list(zip(flat[::2], flat[1::2], strict=True)), entries)
 
 
 def _head(offset: int, m: bytes, key: bytes, noted: bytes) -> Head:

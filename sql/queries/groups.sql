@@ -1,17 +1,18 @@
 -- name: group_insert
 -- Create a group that is not live yet; nothing where the name is taken.
-INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, ordered, balance, mode, scope, backoff_s, backoff_jitter,
-       attempt_limit, policy, final_errors, retried_errors, time_limit_s, time_cap_s)
-SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(ordered)s, %(balance)s, %(mode)s, %(scope)s, %(backoff_s)s, %(jitter)s,
-       %(attempt_limit)s, %(policy)s, %(final_errors)s, %(retried_errors)s, %(time_limit_s)s, %(time_cap_s)s
+INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, ordered, balance, mode, scope, tag_filter, backoff_s,
+       backoff_jitter, attempt_limit, policy, final_errors, retried_errors, time_limit_s, time_cap_s)
+SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(ordered)s, %(balance)s, %(mode)s, %(scope)s, %(tag_filter)s,
+       %(backoff_s)s, %(jitter)s, %(attempt_limit)s, %(policy)s, %(final_errors)s, %(retried_errors)s, %(time_limit_s)s,
+       %(time_cap_s)s
 FROM mqlayer.topic WHERE name = %(topic)s
 ON CONFLICT (topic_id, name) DO NOTHING;
 
 -- name: group_find
 -- One group of a topic.
 SELECT g.group_id, g.topic_id, g.state, g.start, g.start_at, t.strategy, g.version, g.seek, g.ordered, g.balance,
-       g.settings_version, g.paused_at, g.mode, g.scope, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors,
-       g.retried_errors, g.time_limit_s, g.time_cap_s
+       g.settings_version, g.paused_at, g.mode, g.scope, g.tag_filter, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy,
+       g.final_errors, g.retried_errors, g.time_limit_s, g.time_cap_s
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE t.name = %(topic)s AND g.name = %(name)s;
 
@@ -60,7 +61,7 @@ SET settings_version = settings_version + 1, backoff_s = coalesce(%(backoff_s)s:
     retried_errors = coalesce(%(retried_errors)s::text[], retried_errors),
     time_limit_s = nullif(coalesce(%(time_limit_s)s::double precision, time_limit_s), 'Infinity'),
     time_cap_s = nullif(coalesce(%(time_cap_s)s::double precision, time_cap_s), 'Infinity'),
-    balance = coalesce(%(balance)s::text, balance)
+    balance = coalesce(%(balance)s::text, balance), tag_filter = coalesce(%(tag_filter)s::text, tag_filter)
 WHERE group_id = %(group_id)s AND settings_version = coalesce(%(if_version)s::int, settings_version)
   AND state <> 'retired' RETURNING time_limit_s, time_cap_s;
 
@@ -154,8 +155,8 @@ ORDER BY g.group_id;
 -- an old process must not learn the epochs of the one that took its id.
 SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_offset, 1) AS start_offset,
        a.target IS DISTINCT FROM a.member_id AS release, coalesce(e.cut, false) AS cut, g.seek, g.replay,
-       g.parking, g.allocation, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors, g.retried_errors,
-       g.time_limit_s, g.time_cap_s
+       g.tag_filter, g.parking, g.allocation, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors,
+       g.retried_errors, g.time_limit_s, g.time_cap_s
 FROM mqlayer.consumer_group g
 LEFT JOIN mqlayer.member m ON m.group_id = g.group_id AND m.member_id = %(member_id)s AND m.session = %(session)s
 LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.member_id = m.member_id

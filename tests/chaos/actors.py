@@ -55,6 +55,8 @@ DRIVE_EVERY_S: Final = float(os.environ.get("MQLAYER_TEST_DRIVE_EVERY_S", "1.0")
 """How long a driver waits between two changes, on average."""
 FAILING: Final = int(os.environ.get("MQLAYER_TEST_FAILING", "0"))
 """Every so many messages fail at their first attempt; 0: none does."""
+TAG_FILTER: Final = os.environ.get("MQLAYER_TEST_TAG_FILTER")
+"""Which messages consumers want; None: all."""
 SINK: Final = """
 CREATE TABLE sink (
     place bigserial PRIMARY KEY, key text, source int, lp int, seq bigint, epoch bigint, partition int, value text
@@ -143,7 +145,9 @@ def consume_twice(name: str, directory: Path, stopping: threading.Event) -> None
 def _book_into_sink(app: mqlayer.App, history: History) -> None:
     pool = ConnectionPool(os.environ["MQLAYER_DSN"], min_size=1, max_size=6, timeout=5, open=True)
 
-    @app.consumer(TOPIC, group=GROUP, backoff_s=(0.1, 0.2), options=mqlayer.MemberOptions(concurrency=6))
+    @app.consumer(
+        TOPIC, group=GROUP, backoff_s=(0.1, 0.2), tag_filter=TAG_FILTER, options=mqlayer.MemberOptions(concurrency=6)
+    )
     def book(body: bytes, ctx: mqlayer.Context) -> None:
         facts = _facts(body, ctx)
         with _delivery(history, facts, ctx), pool.connection() as connection:

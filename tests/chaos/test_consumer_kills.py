@@ -14,10 +14,13 @@ from typing import Final
 
 import psycopg
 import pytest
+import redis
 from pydantic import SecretStr
 
+from mqlayer import outbox
 from mqlayer.domain.routing import lp_of
 from mqlayer.postgres.database import Database
+from mqlayer.redis.keys import group_keys, partition_keys
 from mqlayer.relay import relay_once
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
@@ -38,19 +41,23 @@ AT_WORK: Final = [
     "handler.after_success@40", "handler.after_failure@3", "fence.before@40", "fence.after@40",
     "ack.before_send@2", "ack.after_send@2",
 ]  # fmt: skip
+WITH_A_FILTER: Final = [
+    "select.after_reply@2", "handler.after_success@20", "fence.after@20", "ack.before_send@2", "ack.after_send@2",
+]  # fmt: skip
 AT_STOP: Final = ["release.before_redis", "release.after_redis"]
 
 
 class Scene:
     """A backlog in the partitions, consumers that are killed, and what they leave."""
 
-    def __init__(self, settings: Settings, directory: Path) -> None:
+    def __init__(self, settings: Settings, directory: Path, **environment: str) -> None:
         self.settings, self.directory = settings, directory
         self._environment = os.environ | {
             "MQLAYER_DSN": settings.control_dsn(),
             "MQLAYER_KEY_PREFIX": settings.key_prefix,
             "MQLAYER_LEASE_S": "1.0",
             "MQLAYER_TEST_FAILING": "7",
+            **environment,
         }
         self.running: list[subprocess.Popen[bytes]] = []
         self.published = 0
@@ -122,6 +129,43 @@ def test_a_kill_at_work_loses_and_reverses_nothing(scene: Scene, place: str) -> 
     scene.start("second")
     scene.wait_until_drained()
     judge(scene)
+
+
+@pytest.mark.parametrize("place", WITH_A_FILTER)
+def test_a_kill_behind_a_filter_loses_and_reverses_nothing(scene: Scene, redis_url: str, place: str) -> None:
+    """Case 62: what the filter takes has its effect once and in order, the rest is settled without."""
+    scene = Scene(scene.settings, scene.directory, MQLAYER_TEST_TAG_FILTER="any:eu,vip")
+    wanted: dict[str, list[str]] = {f"key-{number}": [] for number in range(KEYS)}
+    with psycopg.connect(scene.settings.control_dsn()) as connection, outbox.transaction(connection) as transaction:
+        for number in range(COUNT):
+            key, tags = f"key-{number % KEYS}", ((), ("us",), ("eu", "us"), ("vip",))[number // KEYS % 4]
+            transaction.publish(TOPIC, key=key, body=str(number), tags=tags)
+            if {"eu", "vip"} & set(tags):
+                wanted[key].append(str(number))
+    assert relay_once(scene.settings) == COUNT
+    name, _, occurrence = place.partition("@")
+    killed = scene.start("first", f"{name}=kill@{occurrence or 1}")
+    try:
+        assert killed.wait(40) == -9, "the place was not reached"
+        scene.start("second")
+        with redis.Redis.from_url(redis_url) as server:
+            wait_until(lambda: all_settled(server, scene.settings.key_prefix), timeout_s=40, what="all settled")
+    finally:
+        for process in scene.running:
+            process.kill()
+            process.wait()
+    with psycopg.connect(scene.settings.control_dsn()) as connection:
+        rows = connection.execute("SELECT key, value FROM sink ORDER BY place").fetchall()
+    assert {key: [value for of, value in rows if of == key] for key in wanted} == wanted
+
+
+def all_settled(server: redis.Redis, prefix: str) -> bool:
+    """Say whether the group has settled all that is there."""
+    for partition in range(1, 5):
+        end = server.hget(partition_keys(prefix, partition).meta, "next")
+        if end is None or server.hget(group_keys(prefix, partition, 1).lock, "committed") != end:
+            return False
+    return True
 
 
 @pytest.mark.parametrize("place", AT_STOP)

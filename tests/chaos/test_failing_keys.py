@@ -83,7 +83,7 @@ class FailingScene(Scene):
         """Say whether every message has its effect, and nothing is parked."""
         [(handled,)] = self.rows("SELECT count(*) FROM sink")
         assert (handled, self.waiting()) == (self.committed(), Counter())
-        return not self.rows("SELECT FROM mqlayer.parked_key")
+        return not self.rows("SELECT lp FROM mqlayer.parked_key")
 
 
 class SellerNemesis(Nemesis):

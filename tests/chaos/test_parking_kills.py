@@ -103,7 +103,7 @@ class Shop:
 
     def wait_unparked(self) -> None:
         """Wait until no key is parked."""
-        wait_until(lambda: not self.rows("SELECT FROM mqlayer.parked_key"), timeout_s=20, what="no key parked")
+        wait_until(lambda: not self.rows("SELECT lp FROM mqlayer.parked_key"), timeout_s=20, what="no key parked")
 
     def stop(self, process: subprocess.Popen[bytes]) -> None:
         """Have a consumer end in order."""

@@ -348,6 +348,26 @@ def test_a_group_balanced_by_rate_keeps_hot_partitions_apart(start_stage: StartS
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
+def test_the_commands_set_and_show_a_filter(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, logging_as_before: None
+) -> None:
+    """Case 63, from the command line."""
+    monkeypatch.setenv("MQLAYER_DSN", stage.dsn)
+    monkeypatch.setenv("MQLAYER_KEY_PREFIX", stage.prefix)
+    run = Commands()
+    stage.consume(Recorder(), backoff_s=None)
+    assert "\ntag filter: none\n" in run.text("group", "show", "orders", "g")
+    said = run.text("group", "set", "orders", "g", "--tag-filter", "all:vip,eu")
+    assert said.endswith(", balance by count, only messages with all of eu,vip\n")
+    assert "\ntag filter: all:eu,vip\n" in run.text("group", "show", "orders", "g")
+    said = run.text("group", "set", "orders", "g", "--tag-filter", "none", "--if-version", "2")
+    assert said.endswith(", balance by count\n")
+    refused = run("group", "set", "orders", "g", "--tag-filter", "eu")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "say for example any:eu,vip" in refused.stderr
+    assert audit(stage)[-1] == ("group set", "orders/g", {"tag_filter": "none", "if_version": 2})
+
+
 def test_the_commands_say_what_they_did(stage: Stage, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> None:
     monkeypatch.setenv("MQLAYER_DSN", stage.dsn)
     monkeypatch.setenv("MQLAYER_KEY_PREFIX", stage.prefix)

@@ -418,6 +418,13 @@ def test_an_unordered_group_does_not_run_ordered_tasks(stage: Stage, run: Run) -
         run()
 
 
+def test_a_group_with_a_filter_does_not_run_ordered_tasks(stage: Stage, run: Run) -> None:
+    """Calls have no tags: they would be settled, and nobody would run them."""
+    stage.consume(Recorder(), tag_filter="any:eu").stop()
+    with pytest.raises(Conflict, match=r"tag_filter = any:eu.*brings none"):
+        run()
+
+
 def test_options_that_order_cannot_keep_are_refused_and_nothing_is_sent(stage: Stage, celery: Celery) -> None:
     @ordered(celery, topic=stage.topic, key="key", name="shop.step")
     def step(key: str) -> None:

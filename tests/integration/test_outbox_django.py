@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from django.db import connections, transaction
 from psycopg.conninfo import conninfo_to_dict
 
 from mqlayer import outbox
+from mqlayer.domain.tags import tags_text
 from mqlayer.errors import InvalidInput, NotFound, TransactionConflict
 from tests.fixtures.outboxes import CommittedOutbox
 
@@ -52,6 +54,13 @@ def test_messages_of_an_atomic_block_are_written_right_before_its_commit(
     with transaction.atomic():
         outbox.publish(connection, "orders", key="a", body=b"next")
     assert len(committed.messages()) == 21
+
+
+def test_tags_are_written_with_their_messages(connection: Any, committed: CommittedOutbox) -> None:
+    with transaction.atomic():
+        outbox.publish(connection, "orders", key="a", body=b"1", tags=["vip", "eu"])
+    [headers] = committed.headers()
+    assert json.loads(headers or "") == {"mq-tags": tags_text(["eu", "vip"])}
 
 
 def test_a_block_that_fails_sends_nothing(connection: Any, committed: CommittedOutbox) -> None:

@@ -254,22 +254,19 @@ def test_an_owner_takes_several_keys_in_the_order_of_operators(stage: Stage) -> 
     app = stage.consume(shop.recorder, backoff_s=(LATER_S,))
     stage.wait_settled()
     partition, member_id, epoch, _ = stage.assignments()[0]
-    first, last = (KeyRef(*row) for row in rows(stage, "SELECT lp, name FROM mqlayer.parked_key ORDER BY lp, name"))
-    numbers = rows(stage, "SELECT lp, source, seq FROM mqlayer.parked_message")
-    heads = {lp: Identity(source, lp, seq) for lp, source, seq in numbers}
-    waits = [Turn(ref, entry=KeyEntry(ref, "retry", LATER_S, 2), failed=heads[ref.lp]) for ref in (last, first)]
+    parked_there = "SELECT lp, name, source, lp, seq FROM mqlayer.parked_message ORDER BY lp, name"
+    first, last = ((KeyRef(*row[:2]), Identity(*row[2:])) for row in rows(stage, parked_there))
+    waits = [Turn(ref, entry=KeyEntry(ref, "retry", LATER_S, 2), failed=failed) for ref, failed in (last, first)]
     ledger = Ledger(stage.database, stage.group_id(), member_of(app).member_id)
     assert member_id == member_of(app).member_id
     hold = "SELECT FROM mqlayer.parked_key WHERE lp = %s AND name = %s FOR UPDATE"
     with psycopg.connect(stage.dsn) as operator, ThreadPoolExecutor(1) as pool:
         operator.execute("SET lock_timeout = '300ms'")
-        operator.execute(hold, first)
+        operator.execute(hold, first[0])
         written = pool.submit(ledger.write, PartitionId(partition), epoch, Page(turns=waits))
-        waiting = (
-            "SELECT FROM pg_locks WHERE NOT granted AND pid IN (SELECT pid FROM pg_stat_activity WHERE query LIKE %s)"
-        )
-        wait_until(lambda: rows(stage, waiting, "%parked_key%"), what="the owner waits")
-        operator.execute(hold, last)
+        waiting = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        wait_until(lambda: rows(stage, waiting), what="the owner waits")
+        operator.execute(hold, last[0])
         operator.commit()
         written.result(10)
     assert rows(stage, "SELECT attempts FROM mqlayer.parked_key") == [(2,), (2,)]

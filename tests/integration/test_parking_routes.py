@@ -127,7 +127,7 @@ def test_a_parked_key_follows_its_route(scene: Scene, shop: Shop, kind: str) -> 
     shop.release()
     scene.publish()
     shop.wait_handled()
-    wait_until(lambda: not scene.world.rows("SELECT FROM mqlayer.parked_key"), what="nothing parked")
+    wait_until(lambda: not scene.world.rows("SELECT lp FROM mqlayer.parked_key"), what="nothing parked")
     assert {handled.partition for handled in shop.recorder.ended if handled.key == BROKEN} <= successors
     assert shop.recorder.overlaps == []
 

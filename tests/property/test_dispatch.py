@@ -17,6 +17,7 @@ from mqlayer.consuming.clock import Lease
 from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.holdings import Held, Lane, State, size_of
 from mqlayer.domain.message import NO_KEY, Record
+from mqlayer.domain.offsets import as_ranges
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.membership.members import Assigned
 from mqlayer.redis.partitions import Holder, Taken
@@ -59,6 +60,8 @@ class Lanes:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
+        # With a filter, so many of ten messages match.
+        self.matching = rng.choice([0, 1, 5, 10])
         self.server = Server()
         lease = Lease()
         lease.until = float("inf")
@@ -105,8 +108,15 @@ class Lanes:
 
     def read(self) -> None:
         records = self.server.log[self.held.next_read - 1 :][: self.rng.randint(1, 8)]
-        if records:
+        if records and self.matching == 10:
             self.dispatcher.put(self.held, records)
+        elif records:
+            unmatched = as_ranges(record.offset for record in records if not self.matches(record))
+            matched = [record for record in records if self.matches(record)]
+            self.dispatcher.put(self.held, matched, last=records[-1].offset, unmatched=unmatched)
+
+    def matches(self, record: Record) -> bool:
+        return record.offset * 7 % 10 < self.matching
 
     def begin(self) -> None:
         """An idle worker fills its hand where that is empty, and begins the first lane in it."""
@@ -141,7 +151,8 @@ class Lanes:
         assert [w for w in self.workers if w.lane is not None and w.lane.key == lane.key] == [worker]
         assert record.offset not in self.server.settled
         if record.key != NO_KEY:
-            before = {r.offset for r in self.server.log[: record.offset - 1] if r.key == record.key}
+            of_key = [r for r in self.server.log[: record.offset - 1] if r.key == record.key]
+            before = {r.offset for r in of_key if self.matches(r)}
             assert before <= set(self.handled[record.key])
         self.handled[record.key].append(record.offset)
         lane.held.settled.append(record)
@@ -152,6 +163,9 @@ class Lanes:
             records = list(self.held.settled)
             self.held.settled.clear()
             self.server.settled.update(record.offset for record in records)
+            for first, last in self.held.unmatched:
+                self.server.settled.update(range(first, last + 1))
+            self.held.unmatched.clear()
             self.dispatcher.acknowledged(self.held, records)
 
     def refill(self) -> None:
@@ -196,6 +210,8 @@ class Lanes:
             self.end_what_is_begun()
             self.acknowledge()
         assert self.server.committed == len(self.server.log) + 1
+        handled = {offset for offsets in self.handled.values() for offset in offsets}
+        assert handled == {record.offset for record in self.server.log if self.matches(record)}
         assert not self.held.lanes
         assert (self.held.count_in_hand, self.held.bytes_in_hand, self.held.folded) == (0, 0, 0)
         assert not self.dispatcher._orphans

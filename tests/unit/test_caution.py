@@ -57,6 +57,21 @@ def test_a_suspect_is_noted_by_itself() -> None:
     assert begin(caution, lane, 1) == [2, 3, *range(5, NOTED_AT_ONCE + 3)]
 
 
+def test_a_suspect_waits_until_the_one_before_is_settled() -> None:
+    """Case 58: the server would take that for one that never ended, if this one kills its consumer."""
+    caution, lane = Caution(), lane_of(suspects=frozenset({1, 2}))
+    assert begin(caution, lane, 0) == [1]
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(caution.begin, lane, lane.batch[1], threading.Event())
+        with pytest.raises(TimeoutError):
+            begun.result(0.05)
+        assert not lane.held.starts
+        lane.held.attempts.pop(1)
+        wait_until(lambda: lane.held.starts, what="the next one's start")
+        lane.held.starts.popleft().noted.set()
+        assert begun.result(10)
+
+
 def test_a_message_that_was_started_alone_and_never_ended_has_failed() -> None:
     """Case 59."""
     caution, lane = Caution(), lane_of(suspects=frozenset({1}), died=frozenset({1}))

@@ -14,7 +14,7 @@ SETTLING = {
     "partition_retire", "partition_seal", "partition_open", "mark_pass",
     "pop_receive", "pop_settle",
 }  # fmt: skip
-READING = {"group_look", "key_find"}
+READING = {"group_look", "key_find", "log_select"}
 FLAGS = dict.fromkeys(SETTLING, " flags=allow-oom") | dict.fromkeys(READING, " flags=no-writes")
 
 
