@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT_S: Final = 0.25
 AGAIN_S: Final = 0.5
+EARLY_S: Final = 1.0
+"""How soon a key is looked at again of which nothing may be handled before its group comes to another partition."""
 NOTES_EVERY_S: Final = 0.2
 NOTES_KEPT: Final = 1_000
 """Failed attempts that wait to be written: they are for people, and must not fill the memory while Postgres is away."""
@@ -164,14 +166,14 @@ class Keeper:
         page, turns = _page_of(held, work)
         try:
             written = self._ledger.write(held.partition, held.epoch, page)
+            if written.gone:
+                self._learn_dead(held)
         except BaseException as error:
             self._owner.dispatcher.not_kept(held, work)
             if not isinstance(error, NotOwner):
                 raise
             self._owner.fenced(held, "parking")
             return
-        if written.gone:
-            self._learn_dead(held)
         self._follow(held, work, turns, written)
         if written.changed:
             self._followed = UNKNOWN
@@ -189,7 +191,9 @@ class Keeper:
         for lane, _ in work.burials:
             dispatcher.buried(lane)
         for parking, turn in turns:
-            if turn.go_on:
+            if turn.ref in written.early:
+                dispatcher.rest(held, parking, 0, clock() + EARLY_S)
+            elif turn.go_on:
                 records = written.next[turn.ref]
                 failpoint("parking.before_resume")
                 dispatcher.resume(held, parking, records)
@@ -207,17 +211,15 @@ class Keeper:
         assigned, now = held.assigned, clock()
         states = self._ledger.keys(assigned.lp_from, assigned.lp_to)
         parkings = [parking_of(state, now, own_epoch=held.epoch) for state in states]
-        self._learn_dead(held)
+        if held.parked.by_offset:
+            # What a former owner parked and may not have settled comes once more.
+            self._learn_dead(held)
         self._owner.dispatcher.reload_parked(held, parkings)
         self._owner.parked(held, keys=[], messages=0)
 
     def _learn_dead(self, held: Held) -> None:
-        """Learn what died since it was parked, of that which a former owner parked and may not have settled.
-
-        It comes once more from the stream, where it is not to be taken for a message of a key that is in line again.
-        """
-        if held.parked.by_offset:
-            self._owner.dispatcher.learn_dead(held, self._ledger.dead(held.partition, held.committed))
+        """Learn what died since it was parked and is not settled: its key is in line again, and it is not of it."""
+        self._owner.dispatcher.learn_dead(held, self._ledger.dead(held.partition, held.committed))
 
     def _write_notes(self) -> None:
         notes = [self._notes.popleft() for _ in range(len(self._notes))]

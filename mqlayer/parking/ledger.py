@@ -10,8 +10,10 @@ writes of it finds nothing. Crash points, and who repairs each:
 - parked messages handled, not yet noted: the key is *started*; the next owner handles them again, one by one.
 - the key's last message noted, the key not in line yet in the owner's memory: the next owner finds it in line.
 
-A message is settled in its partition only after the transaction that parked or buried it, and a parked message is
-handled only after its offset is settled; so it is in one place, whoever dies.
+A message is settled in its partition only after the transaction that parked or buried it, so it is never in none. An
+owner handles what a former one parked only after it settled that; what it parked itself it may handle before, and if it
+dies between the two, that is handled again. What the group has yet to come to (it was sent back over a route change)
+waits for the owner of its partition.
 """
 
 from __future__ import annotations
@@ -121,10 +123,12 @@ class Page:
 class Written:
     """What came of a page: which keys are parked no more, though messages of them were on it; what is next of others.
 
-    No next messages means that the key is in line again. `changed`: an operator did something to a key meanwhile.
+    No next messages means that the key is in line again, unless it is among those `early`: what waits of these is of
+    partitions that the group has yet to come to. `changed`: an operator did something to a key meanwhile.
     """
 
     gone: set[KeyRef] = field(default_factory=set)
+    early: set[KeyRef] = field(default_factory=set)
     changed: bool = False
     next: dict[KeyRef, list[ParkedRecord]] = field(default_factory=dict)
 
@@ -183,11 +187,11 @@ class Ledger:
                 raise NotOwner(f"epoch {epoch} of partition {partition} is not in force")
             written = Written()
             self._hold_keys(connection, page)
-            self._put_keys(connection, page.entries)
+            self._put_keys(connection, self._living(connection, page))
             self._put_messages(connection, facts, page, written)
             self._bury(connection, facts, [*page.burials, *(t.burial for t in page.turns if t.burial is not None)])
             for turn in page.turns:
-                self._take(connection, turn, epoch, written)
+                self._take(connection, facts, turn, written)
             failpoint("parking.before_commit")
             return written
 
@@ -206,6 +210,19 @@ class Ledger:
         refs = [*{ref for ref, _ in page.messages} | {turn.ref for turn in page.turns}]
         if len(refs) > 1:
             connection.execute(query("parked_keys_hold"), self._who | _columns(("lps", "names"), refs))
+
+    def _living(self, connection: Connection, page: Page) -> list[KeyEntry]:
+        """Return the keys to be parked but those whose failed message is dead: the answer to parking them was lost, and
+        an operator let it die before it was asked for again."""
+        if not page.entries:
+            return []
+        heads: dict[KeyRef, Identity] = {}
+        for ref, record in page.messages:
+            heads.setdefault(ref, record.identity)
+        asked = [(i.lp, i.source, i.seq) for i in (heads[e.ref] for e in page.entries if e.ref in heads)]
+        facts = self._who | _columns(("lps", "sources", "seqs"), asked)
+        dead = {Identity(*row) for row in connection.execute(query("dead_named"), facts).fetchall()}
+        return [entry for entry in page.entries if heads.get(entry.ref) not in dead]
 
     def _put_keys(self, connection: Connection, entries: Sequence[KeyEntry]) -> None:
         if entries:
@@ -252,14 +269,14 @@ class Ledger:
         names = ("lps", "sources", "seqs", "offsets", "keys", "ms", "bodies", "causes", "reasons", "attempts")
         connection.execute(query("dead_put"), facts | _columns(names, rows))
 
-    def _take(self, connection: Connection, turn: Turn, epoch: int, written: Written) -> None:
-        key = self._who | turn.ref._asdict()
+    def _take(self, connection: Connection, facts: dict[str, object], turn: Turn, written: Written) -> None:
+        key = facts | turn.ref._asdict()
         ended = [*turn.handled, *([turn.burial.record] if turn.burial else [])]
         if ended:
             rows = [(lp, source, seq) for source, lp, seq in (record.identity for record in ended)]
             connection.execute(query("parked_messages_end"), key | _columns(("lps", "sources", "seqs"), rows))
         if turn.go_on:
-            written.next[turn.ref] = self._next(connection, turn, key, epoch)
+            written.next[turn.ref] = self._next(connection, turn, key, written)
         elif turn.entry is None or not self._put_off(connection, turn.entry, turn.failed, key):
             connection.execute(query("parked_key_rest"), key | {"ended": bool(ended)})
             written.changed |= turn.entry is not None
@@ -274,7 +291,7 @@ class Ledger:
         put = connection.execute(query("parked_key_put"), key | facts | {"source": failed.source, "seq": failed.seq})
         return put.fetchone() is not None
 
-    def _next(self, connection: Connection, turn: Turn, key: dict[str, object], epoch: int) -> list[ParkedRecord]:
+    def _next(self, connection: Connection, turn: Turn, key: dict[str, object], written: Written) -> list[ParkedRecord]:
         """Hand out what is first of a key; with nothing left, end its being parked."""
         # Locked, so that nobody adds to its line between the look at it and its end.
         held = connection.execute(query("parked_hold"), key).fetchone()
@@ -284,11 +301,11 @@ class Ledger:
         bounds = {"count": 1 if turn.alone else BATCH, "bytes": BATCH_BYTES}
         rows = connection.execute(query("parked_next"), key | bounds).fetchall()
         if not rows:
-            connection.execute(query("parked_key_end"), key)
+            if connection.execute(query("parked_key_end"), key).fetchone() is None:
+                connection.execute(query("parked_key_rest"), key | {"ended": bool(turn.handled or turn.burial)})
+                written.early.add(turn.ref)
             return []
-        connection.execute(
-            query("parked_key_start"), key | {"epoch": epoch, "alone": turn.careful, "attempts": attempts}
-        )
+        connection.execute(query("parked_key_start"), key | {"alone": turn.careful, "attempts": attempts})
         return [
             ParkedRecord.of((offset, m, name, body), attempts=0 if at else attempts, redriven=redriven)
             for at, (offset, m, name, body, redriven) in enumerate(rows)

@@ -22,6 +22,13 @@ SELECT d.source, d.lp, d.seq FROM mqlayer.dead_message d JOIN mqlayer.consumer_g
 WHERE d.group_id = %(group_id)s AND d.partition_id = %(partition_id)s AND d.log_offset >= %(committed)s
   AND (d.redriven_at IS NULL OR d.redriven_seek = g.seek);
 
+-- name: dead_named
+-- Which of these messages are dead, or were given back since the group was last sent elsewhere.
+SELECT d.source, d.lp, d.seq FROM mqlayer.dead_message d JOIN mqlayer.consumer_group g USING (group_id)
+JOIN unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[]) AS given (lp, source, seq)
+    USING (lp, source, seq)
+WHERE d.group_id = %(group_id)s AND (d.redriven_at IS NULL OR d.redriven_seek = g.seek);
+
 -- name: parked_keys_put
 -- Park keys; those that are parked stay as they are.
 INSERT INTO mqlayer.parked_key (group_id, lp, name, cause, due_at, attempts)
@@ -106,13 +113,19 @@ WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s
 RETURNING k.lp;
 
 -- name: parked_next
--- The first messages of a parked key, up to so many and so many bytes of bodies; one at the least.
+-- The first messages of a parked key, up to so many and so many bytes of bodies; one at the least. Not beyond one of a
+-- partition that the group has yet to come to: a group that was sent back gets what lies before it first.
 SELECT log_offset, m, key, body, redriven
-FROM (SELECT *, sum(octet_length(body)) OVER (ORDER BY place, seq) - octet_length(body) AS before
-      FROM (SELECT place, seq, log_offset, m, key, body, redriven FROM mqlayer.parked_message
-            WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s
-            ORDER BY place, seq LIMIT %(count)s) AS head) AS line
-WHERE before < %(bytes)s OR before = 0 ORDER BY place, seq;
+FROM (SELECT *, sum(octet_length(body)) OVER (ORDER BY place, seq) - octet_length(body) AS before,
+             bool_and(come_to) OVER (ORDER BY place, seq) AS next
+      FROM (SELECT m.place, m.seq, m.log_offset, m.m, m.key, m.body, m.redriven,
+                   m.partition_id = %(partition_id)s OR p.state = 'deleted' OR EXISTS (
+                       SELECT FROM mqlayer.drained d
+                       WHERE d.group_id = m.group_id AND d.partition_id = m.partition_id) AS come_to
+            FROM mqlayer.parked_message m JOIN mqlayer.partition p USING (partition_id)
+            WHERE m.group_id = %(group_id)s AND m.lp = %(lp)s AND m.name = %(name)s
+            ORDER BY m.place, m.seq LIMIT %(count)s) AS head) AS line
+WHERE (before < %(bytes)s OR before = 0) AND next ORDER BY place, seq;
 
 -- name: dead_put
 -- Messages that leave the group without their effect, and why.

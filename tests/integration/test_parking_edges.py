@@ -8,10 +8,12 @@ from contextlib import closing
 import pytest
 
 from mqlayer import Context, Event, MemberOptions
-from mqlayer.domain.routing import lp_of
+from mqlayer.domain.message import Record
+from mqlayer.domain.routing import PartitionId, lp_of
 from mqlayer.errors import PauseKey
 from mqlayer.failures.ruling import discard_parked
 from mqlayer.membership.seeking import apply_seek, planned_seek
+from mqlayer.parking import KeyEntry, KeyRef, Ledger, Page
 from mqlayer.postgres.queries import query
 from mqlayer.routes.cache import RouteCache
 from tests.fixtures.consuming import Recorder, Stage, StartStage
@@ -50,6 +52,22 @@ def test_what_was_discarded_is_not_handled_by_an_owner_that_has_yet_to_settle_it
     stage.wait_settled()
     assert recorder.bodies("k") == [b"3"]
     assert len(rows(stage, "SELECT FROM mqlayer.dead_message")) == 2
+
+
+def test_what_was_discarded_is_not_parked_again_where_the_answer_to_parking_it_was_lost(stage: Stage) -> None:
+    """Case 67: its owner asks again, and would have it dead and parked."""
+    stage.consume(Recorder(), backoff_s=(LATER_S,))
+    wait_until(lambda: stage.assignments()[0][1] is not None, what="an owner")
+    partition, member_id, epoch, _ = stage.assignments()[0]
+    ref = KeyRef(int(lp_of(b"k")), b"k")
+    messages = [(ref, Record(seq, b"1:%d:%d:0" % (ref.lp, seq), b"k", b"body")) for seq in (1, 2)]
+    page = Page(entries=[KeyEntry(ref, "exhausted", None, 1)], messages=messages)
+    ledger = Ledger(stage.database, stage.group_id(), member_id or "")
+    assert not ledger.write(PartitionId(partition), epoch, page).gone
+    assert discard_parked(stage.database, stage.topic, "g", key="k", reason="a test's", actor="test") == 2
+    assert ledger.write(PartitionId(partition), epoch, page).gone == {ref}
+    assert not rows(stage, "SELECT FROM mqlayer.parked_key")
+    assert ledger.dead(PartitionId(partition), 1) == {record.identity for _, record in messages}
 
 
 def test_a_key_that_finds_no_room_among_the_parked_ones_rests_as_long_as_it_was_told(stage: Stage) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from mqlayer import App, Context
 from mqlayer.domain.routing import lp_of
 from mqlayer.membership.groups import find_group
+from mqlayer.membership.seeking import apply_seek, planned_seek
 from mqlayer.membership.steering import set_group
+from mqlayer.routes.cache import RouteCache
 from tests.fixtures.consuming import Recorder
 from tests.fixtures.waiting import wait_until
 from tests.integration.test_parking import LATER_S, Fault
@@ -148,6 +151,35 @@ def test_nobody_follows_while_a_parked_key_is_handled(scene: Scene, shop: Shop) 
     shop.go_on.set()
     shop.wait_handled()
     assert shop.version() == 2
+    assert shop.recorder.overlaps == []
+
+
+def test_what_successors_parked_comes_after_what_a_seek_brings_back_of_both(scene: Scene, shop: Shop) -> None:
+    """Cases 31, 64: else the parent's owner would handle it before what the successor has yet to give again."""
+    shop.broken = False
+    shop.start()
+    scene.publish()
+    shop.wait_handled()
+    change(scene, "move")
+    scene.publish()
+    shop.wait_handled()
+    before = len(shop.bodies(BROKEN))
+    shop.broken = True
+    scene.publish()
+    everything = scene.expected()[BROKEN]
+    wait_until(lambda: shop.parked() == everything[before:], what="the key is parked")
+    shop.wait_handled(but=BROKEN)
+    prefix = scene.world.key_prefix
+    with closing(RouteCache(scene.database)) as routes:
+        plan = planned_seek(scene.database, routes, topic="orders", name=GROUP, to="earliest", prefix=prefix)
+    shop.broken = False
+    # Due, without a word to its present owner: the parent's next one finds it so.
+    scene.world.rows("UPDATE mqlayer.parked_key SET due_at = now()")
+    apply_seek(scene.database, plan, prefix=prefix, actor="test")
+    wait_until(
+        lambda: set(shop.bodies(BROKEN)[before:]) >= set(everything), timeout_s=30, what="all of it handled again"
+    )
+    assert shop.bodies(BROKEN)[before:] == everything
     assert shop.recorder.overlaps == []
 
 
