@@ -62,6 +62,11 @@ def test_every_example_of_a_page_runs(page: Path, settings: Settings) -> None:
         elif language == "bash":
             ran += run_commands(text)
     assert ran, f"{page.name} has no example"
+    # What goes on running would disturb other tests, and readers.
+    left = [app for app in names.values() if isinstance(app, mqlayer.App) and app.members]
+    for app in left:
+        app.stop(1.0)
+    assert not left, f"{page.name} leaves an application running"
 
 
 def test_the_first_program_of_the_readme_is_the_one_that_the_tests_run() -> None:
