@@ -316,14 +316,13 @@ class Dispatcher:
         """Take back a lane whose messages are parked now, or not, where its key is in line again."""
         with self.lock:
             parking = lane.parking
-            if parked or parking is None:
-                if parking is not None:
-                    parking.entry = None
+            if parked and parking is not None:
+                parking.entry = None
                 held.settled.extend(lane.batch)
                 self._finish(lane, 0.0)
                 return
             lane.records[:0] = lane.batch
-            if held.state is State.GONE:
+            if held.state is State.GONE or parking is None:
                 self._finish(lane, 0.0)
             elif parking.lane is None:
                 held.parked.remove(parking)

@@ -11,7 +11,7 @@ from mqlayer.consuming.faults import where
 
 log = logging.getLogger(__name__)
 
-EventKind = Literal["failed", "blocked", "parking_full", "parked", "unparked", "dead", "skipped"]
+EventKind = Literal["failed", "paused", "blocked", "parking_full", "parked", "unparked", "dead", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Event:
     """One thing that happened to a message or a key of a group. It never holds a key, a body or an error's text.
 
     - failed: an attempt failed, it is tried again. blocked: likewise, and its attempts are used up: the group waits.
+    - paused: its handler has its key rest; no attempt is counted.
     - parked: its key waits in Postgres from now on. parking_full: it would, but there are too many; it waits in place.
     - unparked: its key is handled from the stream again.
     - dead: it left the group, and can be sent again. skipped: it left, only the reason is kept.

@@ -187,7 +187,7 @@ class Keeper:
         dispatcher = self._owner.dispatcher
         for lane in work.lanes:
             parking = lane.parking
-            dispatcher.kept(held, lane, parked=parking is None or parking.ref not in written.gone)
+            dispatcher.kept(held, lane, parked=parking is not None and parking.ref not in written.gone)
         for lane, _ in work.burials:
             dispatcher.buried(lane)
         for parking, turn in turns:

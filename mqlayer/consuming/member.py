@@ -37,7 +37,7 @@ from mqlayer.consuming.workers import LoopWorkers, ThreadWorkers
 from mqlayer.domain.message import ParkedRecord, Record
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.domain.tags import TagFilter
-from mqlayer.errors import MqlayerError, NotFound
+from mqlayer.errors import MqlayerError, NotFound, PauseKey
 from mqlayer.health import Health, stuck_after_s
 from mqlayer.membership.gates import seal_marks
 from mqlayer.membership.groups import Group
@@ -254,11 +254,15 @@ class Member:
         if not isinstance(verdict, Bury):
             facts["wait_s"] = verdict.seconds
         blocked = isinstance(verdict, Wait) and verdict.blocked
-        log.log(logging.ERROR if blocked else logging.WARNING, "handler_failed", extra=facts)
+        paused = isinstance(error, PauseKey)
+        log.log(
+            logging.ERROR if blocked else logging.WARNING, "key_paused" if paused else "handler_failed", extra=facts
+        )
         if isinstance(verdict, Bury):
             return
-        self._tell("blocked" if blocked else "failed", held, identity.lp, seq=identity.seq, attempts=verdict.attempts,
-                   wait_s=verdict.seconds, error=where(error))  # fmt: skip
+        kind: EventKind = "paused" if paused else "blocked" if blocked else "failed"
+        self._tell(kind, held, identity.lp, seq=identity.seq, attempts=verdict.attempts, wait_s=verdict.seconds,
+                   error=where(error))  # fmt: skip
 
     def begin(self, lane: Lane, record: Record) -> bool:
         """Start a message with care: former owners died; False where its holding is gone. Raises NoAnswer."""
