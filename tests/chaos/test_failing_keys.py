@@ -136,7 +136,7 @@ def scene(database_dsn: str, key_prefix: str, start_redis: StartRedis, tmp_path:
 def chaos_seconds(config: pytest.Config) -> float:
     """Return how long the faults go on."""
     long = config.getoption("--long", default=False)
-    return float(os.environ.get("MQLAYER_CHAOS_SECONDS", "240" if long else "12"))
+    return float(os.environ.get("MQLAYER_CHAOS_SECONDS", "240" if long else "8"))
 
 
 @pytest.mark.timeout(0)

@@ -164,7 +164,7 @@ class Nemesis:
 def chaos_seconds(config: pytest.Config) -> float:
     """Return how long the faults go on."""
     long = config.getoption("--long", default=False)
-    return float(os.environ.get("MQLAYER_CHAOS_SECONDS", "600" if long else "20"))
+    return float(os.environ.get("MQLAYER_CHAOS_SECONDS", "600" if long else "15"))
 
 
 @pytest.mark.timeout(0)

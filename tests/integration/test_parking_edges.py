@@ -84,9 +84,9 @@ def test_a_key_that_finds_no_room_among_the_parked_ones_rests_as_long_as_it_was_
     app.start()
     wait_until(lambda: [e for e in events if e.kind == "parked"], what="one parked")
     stage.send([("b", b"2")])
-    wait_until(lambda: [e for e in events if e.kind == "failed" and e.lp == lp_of(b"b")], what="the other failed")
+    wait_until(lambda: [e for e in events if e.kind == "paused" and e.lp == lp_of(b"b")], what="the other to rest")
     told = [(event.kind, event.wait_s) for event in events if event.lp == lp_of(b"b")]
-    assert told == [("parking_full", None), ("failed", 11.0)]
+    assert told == [("parking_full", None), ("paused", 11.0)]
 
 
 def test_what_comes_again_in_front_of_a_parked_key_has_its_own_attempts(stage: Stage) -> None:
