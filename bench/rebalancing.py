@@ -149,8 +149,9 @@ def new_group(system: System) -> Group:
 def put(connection: Connection, group: Group, members: Sequence[str], owners: Owners) -> None:
     """Store members and what each owns, without any choice."""
     for member in members:
+        ((session,),) = connection.execute(query("member_session_next")).fetchall()
         facts = {"group_id": group.group_id, "member_id": member, "host": "bench", "pid": 1, "lease_s": 600.0}
-        connection.execute(query("member_join"), facts)
+        connection.execute(query("member_join"), facts | {"session": session, "own": None})
     rows = {"group_id": group.group_id, "partitions": list(owners), "owners": list(owners.values())}
     connection.execute(
         "INSERT INTO mqlayer.assignment (group_id, partition_id, member_id, target, epoch) "
