@@ -208,7 +208,10 @@ class Held:
 
     def parked_name(self, record: Record) -> bytes:
         """Return the name under which a message would be parked."""
-        return parked_name(record.key, record.identity, alone=not self.ordered)
+        if self.ordered and record.key != NO_KEY:
+            # Asked for every message while some key is parked: to find out an identity costs more than all the rest.
+            return record.key
+        return parked_name(record.key, record.identity, alone=True)
 
     def _handleable(self, records: list[Record], last: int) -> list[Record]:
         """Leave out what was settled before, or leaves without being handled."""
