@@ -154,28 +154,25 @@ class Ledger:
 
     def load(self, partition: PartitionId, lp_from: int, lp_to: int, committed: int) -> Loaded:
         """Return what is parked and dead of a partition. Call it with the pull lock taken: then nobody adds to it."""
-        facts = self._who | {"partition_id": partition, "committed": committed}
+        facts = self._who | {"partition_id": partition, "committed": committed, "lp_from": lp_from, "lp_to": lp_to}
+        # On one connection: each is asked for a sign of life when it is lent, and many partitions are taken at a time.
         with self._database.connection() as connection:
             unsettled = connection.execute(query("parked_unsettled"), facts).fetchall()
-        return Loaded(
-            self.keys(lp_from, lp_to),
-            [(KeyRef(lp, name), offset) for lp, name, offset in unsettled],
-            self.dead(partition, committed),
-        )
+            return Loaded(
+                _keys(connection, facts),
+                [(KeyRef(lp, name), offset) for lp, name, offset in unsettled],
+                _dead(connection, facts),
+            )
 
     def dead(self, partition: PartitionId, committed: int) -> set[Identity]:
         """Return what is dead of a partition from an offset on."""
-        facts = self._who | {"partition_id": partition, "committed": committed}
         with self._database.connection() as connection:
-            rows = connection.execute(query("dead_unsettled"), facts).fetchall()
-        return {Identity(*row) for row in rows}
+            return _dead(connection, self._who | {"partition_id": partition, "committed": committed})
 
     def keys(self, lp_from: int, lp_to: int) -> list[KeyState]:
         """Return the parked keys of a range of LPs."""
-        facts = self._who | {"lp_from": lp_from, "lp_to": lp_to}
         with self._database.connection() as connection:
-            rows = connection.execute(query("parked_keys"), facts).fetchall()
-        return [KeyState(KeyRef(lp, name), *rest) for lp, name, *rest in rows]
+            return _keys(connection, self._who | {"lp_from": lp_from, "lp_to": lp_to})
 
     def write(self, partition: PartitionId, epoch: int, page: Page) -> Written:
         """Write a page in one transaction, and return what comes next. Raises NotOwner; nothing is written then."""
@@ -315,3 +312,12 @@ class Ledger:
 def _columns(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:
     """Return rows as one array per column."""
     return {name: [row[at] for row in rows] for at, name in enumerate(names)}
+
+
+def _keys(connection: Connection, facts: dict[str, object]) -> list[KeyState]:
+    rows = connection.execute(query("parked_keys"), facts).fetchall()
+    return [KeyState(KeyRef(lp, name), *rest) for lp, name, *rest in rows]
+
+
+def _dead(connection: Connection, facts: dict[str, object]) -> set[Identity]:
+    return {Identity(*row) for row in connection.execute(query("dead_unsettled"), facts).fetchall()}
