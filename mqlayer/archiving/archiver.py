@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
 from mqlayer.archiving.batches import Batch, in_batch, make_days
 from mqlayer.archiving.reading import Pieces, Source, piece_of
@@ -57,9 +56,9 @@ def archive_pass(
 ) -> ArchiveReport:
     """Archive what stands in the streams of archived topics; of one, or of all.
 
-    Each partition is read to its end, batches of all of them in turn; after `at_most_s` no further batch is begun. A node
-    that is away or not armed is passed by and reported, and keeps nothing else waiting. Safe to run twice at once, and
-    to be killed at any line: every record is in the archive once.
+    Each partition is read to its end, batches of all of them in turn; after `at_most_s` no further batch is begun. A
+    node that is away or not armed is passed by and reported, and keeps nothing else waiting. Safe to run twice at
+    once, and to be killed at any line: every record is in the archive once.
     """
     report = ArchiveReport()
     until = float("inf") if at_most_s is None else time.monotonic() + at_most_s

@@ -70,8 +70,8 @@ BEGIN
     RETURN true;
 END $$;
 
--- Keep everybody away from a day's table partitions until the transaction ends.
-CREATE FUNCTION mqlayer_archive.day_lock_v1(p_day date) RETURNS void LANGUAGE plpgsql
+-- Keep everybody away from the archive's rows until the transaction ends.
+CREATE FUNCTION mqlayer_archive.lock_v1() RETURNS void LANGUAGE plpgsql
     SECURITY DEFINER SET search_path = pg_catalog, mqlayer_archive AS $$
 BEGIN
     LOCK TABLE mqlayer_archive.record, mqlayer_archive.outcome IN ACCESS EXCLUSIVE MODE;
