@@ -55,15 +55,16 @@ def killed(scene: Scene, what: str, place: str) -> None:
     assert process.returncode == -9, "the place was not reached"
 
 
-@pytest.mark.parametrize("nth", [1, 2])
 @pytest.mark.parametrize(
-    "place",
+    ("place", "nth"),
     [
-        "archive.after_read",
-        "archive.before_copy",
-        "archive.after_copy",
-        "archive.before_commit",
-        "archive.after_commit",
+        ("archive.after_read", 2),
+        ("archive.before_copy", 2),
+        ("archive.in_copy", 2),
+        ("archive.after_copy", 2),
+        ("archive.before_commit", 1),
+        ("archive.before_commit", 2),
+        ("archive.after_commit", 1),
     ],
 )
 def test_an_archiver_killed_in_a_batch_leaves_whole_batches(scene: Scene, place: str, nth: int) -> None:
