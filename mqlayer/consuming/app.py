@@ -29,12 +29,12 @@ from typing import Any, TypeVar, Unpack, get_type_hints
 
 from mqlayer.consuming.bodies import decoder_for, type_name
 from mqlayer.consuming.context import Context
-from mqlayer.consuming.events import Hook
 from mqlayer.consuming.holdings import Held
 from mqlayer.consuming.member import Member, MemberOptions, MemberStats
 from mqlayer.domain.message import Record
 from mqlayer.domain.names import check_name
 from mqlayer.errors import Conflict, InvalidInput, SchemaMismatch
+from mqlayer.events import Hook, HookType
 from mqlayer.health import Health, health_endpoint
 from mqlayer.membership.groups import Balance, Group, GroupSettings, Rules, ensure_group, settings_of
 from mqlayer.membership.starts import Start
@@ -47,7 +47,6 @@ from mqlayer.settings import Settings
 log = logging.getLogger(__name__)
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
-HookType = TypeVar("HookType", bound=Hook)
 
 
 @dataclass(frozen=True, slots=True)

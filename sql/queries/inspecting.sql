@@ -4,7 +4,8 @@ SELECT g.group_id, t.name, g.name, g.state, g.version, t.version AS topic_versio
        g.created_at, g.ordered, g.balance, g.settings_version, g.paused_at, g.mode, g.scope,
        (SELECT count(*) FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until >= now()) AS alive,
        g.tag_filter, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors, g.retried_errors, g.time_limit_s,
-       g.time_cap_s
+       g.time_cap_s, g.parked_keys_limit, g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit,
+       g.key_bytes_limit
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(name)s::text IS NULL OR g.name = %(name)s)
 ORDER BY t.name, g.name;
