@@ -22,7 +22,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar, Unpack, get_type_hints
@@ -140,6 +140,13 @@ class App:
         """Return what each group's member in this process has counted since its start, by topic and group."""
         return {(member.group.topic, member.group.name): replace(member.stats) for member in self.members}
 
+    def told_counts(self) -> list[dict[str, Any]]:
+        """Return the same as JSON has it: an object for each member, with its topic, group and member id."""
+        return [
+            {"topic": m.group.topic, "group": m.group.name, "member": m.member_id, **asdict(m.stats)}
+            for m in list(self.members)
+        ]
+
     def start(self) -> None:
         """Join all groups and start consuming; returns at once. Raises what a store answers that is not ready."""
         if not self.consumers:
@@ -217,7 +224,7 @@ class App:
         for number in before:
             signal.signal(number, end)
         try:
-            with health_endpoint(self.settings, self.health, port=health_port):
+            with health_endpoint(self.settings, self.health, port=health_port, counts=self.told_counts):
                 asked, in_order = self._run(on_start, signals)
         finally:
             restore()

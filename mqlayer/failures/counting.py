@@ -1,4 +1,4 @@
-"""How much of groups is parked and dead, and how often what happened to it: for metrics and alerts of other processes."""
+"""How much of groups is parked and dead, and how often what happened: for metrics and alerts of other processes."""
 
 from __future__ import annotations
 
@@ -59,4 +59,5 @@ def failure_counts(database: Database, topic: str | None = None, group: str | No
 
 
 def _counts(row: Sequence[Any], totals: Mapping[str, int], last: Mapping[str, datetime]) -> FailureCounts:
-    return FailureCounts(*row, totals=totals, last_at=last)
+    values: list[Any] = [*row, totals, last]
+    return FailureCounts(*values)
