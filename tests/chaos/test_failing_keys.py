@@ -1,7 +1,8 @@
 """Cases 34, 35, 59, 64, 65: some keys fail for ever, others half of the time, and nobody else notices.
 
-10 of 1,000 keys always fail, 10 fail half of the time, consumers are killed and stopped at random and at the places
-between two writes of parking, an operator releases keys now and then, and two route changes happen. Then everything is
+First nothing fails, while consumers are killed and stopped at random. Then 10 of 1,000 keys always fail, 10 fail half
+of the time, at the same pace of faults, also at the places between two writes of parking; an operator releases keys now
+and then, and two route changes happen. All other keys have to be handled at the rate of before. Then everything is
 let go while the fault is still there: all that waits are messages of failing keys, parked, and the streams are settled.
 Then the fault is mended and the keys are released: every message has its effect, and the histories, the streams and the
 sink are judged.
@@ -19,8 +20,9 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psycopg
 import pytest
@@ -39,6 +41,8 @@ from tests.chaos.test_whole_path import Nemesis, Play
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.checker import Verdict
+from tests.proof.history import read_histories
+from tests.proof.pace import Pace, pace
 
 CAST: Final = {"publisher": 2, "relay": 1, "seller": 3}
 KEYS: Final = 1_000
@@ -47,6 +51,10 @@ HALF: Final = tuple(f"key-{number}" for number in range(10, 20))
 RULES: Final = {"policy": "park", "attempt_limit": 6, "backoff_s": [0.05, 0.05, 12.0], "jitter": 0.2}
 """Parked from the third failure on, for 12 s; held from the sixth one on."""
 SETTLING_S: Final = 300.0
+LEAST_RATIO: Final = 0.7
+"""What of the healthy keys has to be handled while others fail, for each message published, against before."""
+LONGER_S: Final = 15.0
+"""How much longer the unluckiest healthy message may wait then: for kills in a row, and two route changes."""
 PLACES: Final = (
     "parking.before_commit", "parking.after_commit", "parking.before_resume", "ack.after_send", "handler.after_failure",
 )  # fmt: skip
@@ -147,7 +155,7 @@ def test_keys_that_fail_hold_up_nobody_and_are_whole_in_the_end(
     seed = int(os.environ.get("MQLAYER_CHAOS_SEED", "0")) or random.randrange(1, 10**6)
     print(f"MQLAYER_CHAOS_SEED={seed}")  # noqa: T201
     seconds = chaos_seconds(request.config)
-    put_faults(scene.directory, always=ALWAYS, half=HALF)
+    put_faults(scene.directory)
     play = Play(
         scene.settings, scene.directory,
         MQLAYER_TEST_KEYS=str(KEYS), MQLAYER_TEST_RULES=json.dumps(RULES), MQLAYER_TEST_PAUSE_S="0.004",
@@ -158,11 +166,16 @@ def test_keys_that_fail_hold_up_nobody_and_are_whole_in_the_end(
         for role, count in CAST.items():
             for number in range(count):
                 play.start(f"{role}-{number}")
-        wait_until(lambda: scene.rows("SELECT 1 FROM mqlayer.parked_key LIMIT 1"), timeout_s=40, what="a parked key")
+        wait_until(lambda: scene.rows("SELECT 1 FROM sink LIMIT 1"), timeout_s=40, what="a handled message")
+        well_ns = time.monotonic_ns()
+        strike_for(nemesis, seconds / 2, random.Random(seed))
+        failing_ns = time.monotonic_ns()
+        put_faults(scene.directory, always=ALWAYS, half=HALF)
         for change in (scene_split, scene_merge, None):
             strike_for(nemesis, seconds / 3, random.Random(seed))
             if change is not None:
                 change(scene)
+        rest_ns = time.monotonic_ns()
         nemesis.rest()
         play.end("publisher")
         wait_until(scene.only_failing_keys_wait, timeout_s=SETTLING_S, what=f"only failing keys wait, {seed=}")
@@ -177,10 +190,31 @@ def test_keys_that_fail_hold_up_nobody_and_are_whole_in_the_end(
         play.kill_all()
     scene.witness()
     verdict = scene.judge()
-    report(nemesis, verdict, seed=seed, settled_s=settled_s, whole_s=whole_s, waiting=waiting.total())
+    before, failing = healthy_paces(scene, well_ns, failing_ns, rest_ns)
+    report(
+        nemesis, verdict, seed=seed, settled_s=settled_s, whole_s=whole_s, waiting=waiting.total(),
+        healthy_before=told(before), healthy_while_keys_fail=told(failing), ratio=failing.per_s / before.per_s,
+    )  # fmt: skip
     assert verdict.clean, f"{seed=} {verdict}"
+    # Windows of seconds, in which consumers die, on noisy cores: a key that others hold up shows far beyond these.
+    assert failing.kept_up >= LEAST_RATIO * min(1.0, before.kept_up), f"{seed=} {before} {failing}"
+    assert failing.longest_wait_s <= before.longest_wait_s + LONGER_S, f"{seed=} {before} {failing}"
     assert set(ALWAYS) <= set(waiting), "not every failing key was parked: too little was published"
     assert sum(scene.changes().values()) == 2
+
+
+def healthy_paces(scene: FailingScene, well_ns: int, failing_ns: int, rest_ns: int) -> tuple[Pace, Pace]:
+    """Return how fast all keys that never fail were handled, before any failed and while some did."""
+    records, faulty = read_histories(scene.directory), {*ALWAYS, *HALF}
+    return (
+        pace(records, well_ns, failing_ns, without=faulty),
+        pace(records, failing_ns, rest_ns, without=faulty),
+    )
+
+
+def told(found: Pace) -> dict[str, float]:
+    """Return a pace as the report has it."""
+    return asdict(found) | {"per_s": found.per_s, "kept_up": found.kept_up}
 
 
 def scene_split(scene: FailingScene) -> None:
@@ -203,7 +237,7 @@ def strike_for(nemesis: Nemesis, seconds: float, rng: random.Random) -> None:
         nemesis.strike()
 
 
-def report(nemesis: Nemesis, verdict: Verdict, **facts: float) -> None:
+def report(nemesis: Nemesis, verdict: Verdict, **facts: Any) -> None:
     """Write down what was done and what was found, where that is asked for."""
     if path := os.environ.get("MQLAYER_CHAOS_REPORT"):
         found = facts | {"faults": nemesis.faults, "killed": nemesis.killed, "verdict": json.loads(verdict.as_json())}

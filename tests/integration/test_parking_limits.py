@@ -1,4 +1,4 @@
-"""How much may wait in Postgres: what finds no room waits in the stream, in order and visibly, and holds up no other."""
+"""How much may wait in Postgres: what finds no room waits in the stream, in order and visibly; others go on."""
 
 from __future__ import annotations
 
@@ -46,6 +46,12 @@ def consume(stage: Stage, handler: Callable[..., Any], **rules: Any) -> tuple[Ap
     app.on_event(events.append)
     app.start()
     return app, events
+
+
+def set_limit(stage: Stage, name: str, limit: int) -> None:
+    """Change one limit of the group."""
+    changed: dict[str, Any] = {name: limit}
+    set_group(stage.database, stage.topic, "g", actor="test", **changed)
 
 
 def stall(stage: Stage) -> str | None:
@@ -124,7 +130,7 @@ def test_a_key_that_fails_in_a_full_group_waits_in_place_and_is_tried_again_ther
     member_of(app).dispatcher.hurry()
     wait_until(lambda: parked(stage) == {"b": [1, 2]} or len(parked(stage)) == 1, what="room is used", timeout_s=20)
     shop.broken.clear()
-    set_group(stage.database, stage.topic, "g", actor="test", **{limit: 1000})
+    set_limit(stage, limit, 1000)
     member_of(app).dispatcher.hurry()
     release(stage)
     stage.wait_settled()
@@ -184,7 +190,7 @@ def test_a_redrive_waits_for_room_and_says_so(stage: Stage, limit: str) -> None:
     bodies = [b"1", b"2", b"3"]
     keys = ["k"] * 3 if limit.startswith("key") else ["a", "b", "c"]
     failing.bury(*failing.publish(*zip(keys, bodies, strict=True)))
-    set_group(stage.database, stage.topic, "g", actor="test", **{limit: 1})
+    set_limit(stage, limit, 1)
     started = start_redrive(stage.database, "orders", "g", DeadFilter(), actor="a test")
     retry_scan(stage.database, at_most_s=0.3)
     (found,) = redrives(stage.database)
