@@ -1,3 +1,19 @@
+-- part: parked_name
+-- Under which name a dead message m is parked: as mqlayer/domain/parking.py has it.
+CASE WHEN %(alone)s::boolean OR m.key = '\xff'::bytea
+     THEN '\xff'::bytea || convert_to(format('%%s:%%s:%%s', m.source, m.lp, m.seq), 'UTF8')
+     ELSE m.key END;
+
+-- part: dead_fits
+-- What a filter asks of a dead message d; what is null does not narrow.
+(%(key)s::bytea IS NULL OR d.key = %(key)s) AND (%(cause)s::text IS NULL OR d.cause = %(cause)s)
+  AND (%(since)s::timestamptz IS NULL OR d.died_at >= %(since)s)
+  AND (%(until)s::timestamptz IS NULL OR d.died_at < %(until)s)
+  AND (%(error)s::text IS NULL OR strpos(lower(d.reason), lower(%(error)s)) > 0 OR EXISTS (
+      SELECT FROM mqlayer.failed_attempt f
+      WHERE f.group_id = d.group_id AND f.lp = d.lp AND f.source = d.source AND f.seq = d.seq
+        AND strpos(lower(f.error), lower(%(error)s)) > 0));
+
 -- name: parked_list
 -- Parked keys with what waits in each, in the order of group, LP and name, behind a place in it.
 WITH page AS (
@@ -57,13 +73,7 @@ SELECT d.dead_id, t.name AS topic, g.name AS group_name, d.lp, d.source, d.seq, 
 FROM mqlayer.dead_message d JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NULL OR g.name = %(group)s)
   AND (%(redriven)s::boolean OR d.redriven_at IS NULL)
-  AND (%(key)s::bytea IS NULL OR d.key = %(key)s) AND (%(cause)s::text IS NULL OR d.cause = %(cause)s)
-  AND (%(since)s::timestamptz IS NULL OR d.died_at >= %(since)s)
-  AND (%(until)s::timestamptz IS NULL OR d.died_at < %(until)s)
-  AND (%(error)s::text IS NULL OR strpos(lower(d.reason), lower(%(error)s)) > 0 OR EXISTS (
-      SELECT FROM mqlayer.failed_attempt f
-      WHERE f.group_id = d.group_id AND f.lp = d.lp AND f.source = d.source AND f.seq = d.seq
-        AND strpos(lower(f.error), lower(%(error)s)) > 0))
+  AND {dead_fits}
   AND (%(after)s::bigint IS NULL OR (d.died_at, d.dead_id) < (
       SELECT a.died_at, a.dead_id FROM mqlayer.dead_message a WHERE a.dead_id = %(after)s))
 ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(limit)s;
@@ -74,13 +84,7 @@ SELECT count(*), count(*) FILTER (WHERE d.body IS NULL)
 FROM mqlayer.dead_message d
 WHERE d.group_id = %(group_id)s AND d.redriven_at IS NULL
   AND (%(dead_ids)s::bigint[] IS NULL OR d.dead_id = ANY(%(dead_ids)s::bigint[]))
-  AND (%(key)s::bytea IS NULL OR d.key = %(key)s) AND (%(cause)s::text IS NULL OR d.cause = %(cause)s)
-  AND (%(since)s::timestamptz IS NULL OR d.died_at >= %(since)s)
-  AND (%(until)s::timestamptz IS NULL OR d.died_at < %(until)s)
-  AND (%(error)s::text IS NULL OR strpos(lower(d.reason), lower(%(error)s)) > 0 OR EXISTS (
-      SELECT FROM mqlayer.failed_attempt f
-      WHERE f.group_id = d.group_id AND f.lp = d.lp AND f.source = d.source AND f.seq = d.seq
-        AND strpos(lower(f.error), lower(%(error)s)) > 0));
+  AND {dead_fits};
 
 -- name: dead_find
 -- Dead messages of one identity: one for each group at most.
@@ -317,13 +321,7 @@ FROM mqlayer.dead_message d
 WHERE d.group_id = %(group_id)s AND d.redriven_at IS NULL AND d.dead_id <= %(upto)s
   AND (d.lp, d.key, d.partition_id, d.log_offset, d.dead_id)
     > (%(at_lp)s::smallint, %(at_key)s::bytea, %(at_partition)s::int, %(at_offset)s::bigint, %(at_dead_id)s::bigint)
-  AND (%(key)s::bytea IS NULL OR d.key = %(key)s) AND (%(cause)s::text IS NULL OR d.cause = %(cause)s)
-  AND (%(since)s::timestamptz IS NULL OR d.died_at >= %(since)s)
-  AND (%(until)s::timestamptz IS NULL OR d.died_at < %(until)s)
-  AND (%(error)s::text IS NULL OR strpos(lower(d.reason), lower(%(error)s)) > 0 OR EXISTS (
-      SELECT FROM mqlayer.failed_attempt f
-      WHERE f.group_id = d.group_id AND f.lp = d.lp AND f.source = d.source AND f.seq = d.seq
-        AND strpos(lower(f.error), lower(%(error)s)) > 0))
+  AND {dead_fits}
 ORDER BY d.lp, d.key, d.partition_id, d.log_offset, d.dead_id LIMIT %(limit)s;
 
 -- name: redrive_pick_named
@@ -377,9 +375,7 @@ SELECT d.group_id, d.lp, d.name, d.source, d.seq,
                  WHERE p.group_id = d.group_id AND p.lp = d.lp AND p.name = d.name AND p.source = d.source
                    AND p.seq > d.seq ORDER BY p.seq LIMIT 1), nextval('mqlayer.parked_place')),
        d.partition_id, d.log_offset, d.key, d.m, d.body, true
-FROM (SELECT m.*, CASE WHEN %(alone)s::boolean OR m.key = '\xff'::bytea
-                       THEN '\xff'::bytea || convert_to(format('%%s:%%s:%%s', m.source, m.lp, m.seq), 'UTF8')
-                       ELSE m.key END AS name
+FROM (SELECT m.*, {parked_name} AS name
       FROM unnest(%(dead_ids)s::bigint[]) WITH ORDINALITY AS given(dead_id, number)
       JOIN mqlayer.dead_message m USING (dead_id) ORDER BY given.number) AS d
 ON CONFLICT (group_id, lp, source, seq) DO NOTHING
@@ -406,9 +402,7 @@ WHERE redrive_id = %(redrive_id)s;
 SELECT d.body IS NOT NULL AND d.redriven_at IS NULL,
        coalesce(octet_length(d.body), 0) + octet_length(d.key) + octet_length(d.m), d.lp, d.name, k.lp IS NOT NULL,
        coalesce(k.messages, 0), coalesce(k.bytes, 0), p.partition_id
-FROM (SELECT m.*, CASE WHEN %(alone)s::boolean OR m.key = '\xff'::bytea
-                       THEN '\xff'::bytea || convert_to(format('%%s:%%s:%%s', m.source, m.lp, m.seq), 'UTF8')
-                       ELSE m.key END AS name, given.number
+FROM (SELECT m.*, {parked_name} AS name, given.number
       FROM unnest(%(dead_ids)s::bigint[]) WITH ORDINALITY AS given(dead_id, number)
       JOIN mqlayer.dead_message m USING (dead_id)) AS d
 JOIN mqlayer.consumer_group g USING (group_id)

@@ -256,3 +256,6 @@ def test_the_doctor_names_keys_that_wait_for_an_operator_and_keys_that_nobody_tr
     overdue, _ = findings()
     assert overdue.verdict is Verdict.BROKEN
     assert "has been due for 10 min, and nobody tries it" in overdue.seen
+    failing.sql("UPDATE mqlayer.consumer_group SET key_messages_limit = 1")
+    _, full, _ = findings()
+    assert (full.verdict, "mqlayer parked stats orders g" in full.fix) == (Verdict.WARNING, True)
