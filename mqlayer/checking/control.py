@@ -78,7 +78,9 @@ def check_parked(asked: AskedDatabase, limits: Limits) -> list[Finding]:
             found.append(Finding("parked", asked.subject, Verdict.BROKEN, seen, fix))
         if full:
             seen = f"{of} or one of its keys has as much parked as may be: what fails besides waits in the stream"
-            fix = f"mqlayer parked stats {topic} {group}, then release, discard, or raise a limit with mqlayer group set"
+            fix = (
+                f"mqlayer parked stats {topic} {group}, then release, discard, or raise a limit with mqlayer group set"
+            )
             found.append(Finding("parked", asked.subject, Verdict.WARNING, seen, fix))
         if waiting:
             seen = f"{waiting} of {parked} parked keys of {of} wait for an operator, the oldest for {shown_s(waits_s)}"
