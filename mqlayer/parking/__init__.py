@@ -15,6 +15,7 @@ from mqlayer.parking.ledger import (
     ParkCause,
     Turn,
     Written,
+    tried,
 )
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "ParkCause",
     "Turn",
     "Written",
+    "tried",
 ]

@@ -78,6 +78,16 @@ class Burial(NamedTuple):
     attempts: int
     keep: bool
 
+    @property
+    def tried(self) -> int:
+        """How many of its attempts nobody has written as yet: of a parked message all but those before this turn."""
+        return tried(self.record, self.attempts)
+
+
+def tried(record: Record, attempts: int) -> int:
+    """Return how many of a message's failed attempts are new since it was read, or handed out."""
+    return max(0, attempts - (record.attempts if isinstance(record, ParkedRecord) else 0))
+
 
 class AttemptNote(NamedTuple):
     """A failed attempt, for people."""
@@ -93,7 +103,8 @@ class Turn:
 
     `handled`: of its messages; `burial`: its first message that is not handled. Then `go_on` hands out the next ones:
     `alone`, one only, or as many as go at a time; `careful`: to blame if nobody ever says how that ended. Else it waits
-    as `entry` says, for its message that `failed`, or just rests.
+    as `entry` says, for its message that `failed`, `tried` so many times more, or just rests. `given_s`: how long ago it
+    was handed out.
     """
 
     ref: KeyRef
@@ -104,6 +115,8 @@ class Turn:
     careful: bool = False
     entry: KeyEntry | None = None
     failed: Identity | None = None
+    tried: int = 0
+    given_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -240,12 +253,15 @@ class Ledger:
         there = connection.execute(query("parked_keys_there"), self._who | _columns(("lps", "names"), refs)).fetchall()
         parked = {KeyRef(*row) for row in there}
         written.gone = set(refs) - parked
+        # What failed is the first one of its key, and has been counted; the others behind it were never begun.
+        counts = {entry.ref: entry.attempts for entry in page.entries}
         rows = [
-            (*ref, record.identity.source, record.identity.seq, record.offset, record.key, record.m, record.body)
+            (*ref, record.identity.source, record.identity.seq, record.offset, record.key, record.m, record.body,
+             counts.pop(ref, 0))
             for ref, record in page.messages
             if ref in parked
-        ]
-        columns = _columns(("lps", "names", "sources", "seqs", "offsets", "keys", "ms", "bodies"), rows)
+        ]  # fmt: skip
+        columns = _columns(("lps", "names", "sources", "seqs", "offsets", "keys", "ms", "bodies", "attempts"), rows)
         put = connection.execute(query("parked_messages_put"), facts | columns).fetchall()
         # What comes again, after a seek or a death, may be in front of what failed. New keys have their own counts.
         new = {entry.ref for entry in page.entries}
@@ -259,34 +275,35 @@ class Ledger:
         if not burials:
             return
         rows = [
-            (lp, source, seq, record.offset, record.key, record.m, record.body if keep else None, cause, reason, count)
-            for (record, cause, reason, count, keep) in burials
+            (lp, source, seq, record.offset, record.key, record.m, record.body if burial.keep else None, burial.cause,
+             burial.reason, burial.attempts, burial.tried)
+            for burial in burials
+            for record in [burial.record]
             for source, lp, seq in [record.identity]
-        ]
-        names = ("lps", "sources", "seqs", "offsets", "keys", "ms", "bodies", "causes", "reasons", "attempts")
+        ]  # fmt: skip
+        names = ("lps", "sources", "seqs", "offsets", "keys", "ms", "bodies", "causes", "reasons", "attempts", "tried")
         connection.execute(query("dead_put"), facts | _columns(names, rows))
 
     def _take(self, connection: Connection, facts: dict[str, object], turn: Turn, written: Written) -> None:
         key = facts | turn.ref._asdict()
-        ended = [*turn.handled, *([turn.burial.record] if turn.burial else [])]
+        ended = [*((record, True) for record in turn.handled), *([(turn.burial.record, False)] if turn.burial else [])]
         if ended:
-            rows = [(lp, source, seq) for source, lp, seq in (record.identity for record in ended)]
-            connection.execute(query("parked_messages_end"), key | _columns(("lps", "sources", "seqs"), rows))
+            rows = [(lp, source, seq, handled) for record, handled in ended for source, lp, seq in [record.identity]]
+            columns = _columns(("lps", "sources", "seqs", "handled"), rows)
+            connection.execute(query("parked_messages_end"), key | columns | {"given_s": turn.given_s})
         if turn.go_on:
             written.next[turn.ref] = self._next(connection, turn, key, written)
-        elif turn.entry is None or not self._put_off(connection, turn.entry, turn.failed, key):
+        elif turn.entry is None or not self._put_off(connection, turn, turn.entry, key):
             connection.execute(query("parked_key_rest"), key | {"ended": bool(ended)})
             written.changed |= turn.entry is not None
 
-    def _put_off(
-        self, connection: Connection, entry: KeyEntry, failed: Identity | None, key: dict[str, object]
-    ) -> bool:
+    def _put_off(self, connection: Connection, turn: Turn, entry: KeyEntry, key: dict[str, object]) -> bool:
         """Let a parked key wait for its head, which failed; False where that is not its head any more."""
-        if failed is None:
+        if turn.failed is None:
             return False
-        facts = {"cause": entry.cause, "wait_s": entry.wait_s, "attempts": entry.attempts}
-        put = connection.execute(query("parked_key_put"), key | facts | {"source": failed.source, "seq": failed.seq})
-        return put.fetchone() is not None
+        facts = {"cause": entry.cause, "wait_s": entry.wait_s, "attempts": entry.attempts, "tried": turn.tried}
+        head = {"source": turn.failed.source, "seq": turn.failed.seq}
+        return connection.execute(query("parked_key_put"), key | facts | head).fetchone() is not None
 
     def _next(self, connection: Connection, turn: Turn, key: dict[str, object], written: Written) -> list[ParkedRecord]:
         """Hand out what is first of a key; with nothing left, end its being parked."""
