@@ -9,7 +9,7 @@ KEYS
   2 ...         the partition's other keys: records, marks, and what its groups have here; last the streams of outcomes
 
 ARGV
-  1 streams     int     how many streams of outcomes there are
+  1 streams     int     how many streams of outcomes are to stay while something is in them
 
 RETURNS
   {"retired"}     nothing but the tombstone is left

@@ -61,8 +61,8 @@ def retire_partitions(database: Database, *, prefix: str, unsafe: bool = False) 
     return buried
 
 
-Unburied = list[tuple[int, list[int]]]
-"""Partitions, with the groups that have keys there."""
+Unburied = list[tuple[int, list[int], bool]]
+"""Partitions, with the groups that have keys there, and whether what became of messages is for the archive."""
 
 
 def _unburied(database: Database, passed_by: set[NodeId]) -> dict[NodeId, Unburied]:
@@ -71,8 +71,8 @@ def _unburied(database: Database, passed_by: set[NodeId]) -> dict[NodeId, Unburi
     with database.connection() as connection:
         rows = connection.execute(query("partition_unburied"), facts).fetchall()
     found: dict[NodeId, Unburied] = {}
-    for partition, node_id, groups in rows:
-        found.setdefault(NodeId(node_id), []).append((partition, groups))
+    for partition, node_id, groups, archived in rows:
+        found.setdefault(NodeId(node_id), []).append((partition, groups, archived))
     return found
 
 
@@ -80,12 +80,15 @@ def _bury(node: Node, partitions: Unburied, *, prefix: str, unsafe: bool) -> lis
     """Leave nothing but tombstones of partitions; return those of which that is so. None: their node is away."""
     try:
         with NodeConnection(node, unsafe=unsafe) as line:
-            replies = line.call([retire_command(line, prefix, p, groups) for p, groups in partitions])
+            commands = [
+                retire_command(line, prefix, p, groups, archived=archived) for p, groups, archived in partitions
+            ]
+            replies = line.call(commands)
             gone = [retire_reply(reply, node.address) for reply in replies]
     except MqlayerError as error:
         log.warning("retire_node_passed_by", extra={"node": node.name, "reason": str(error)})
         return None
-    done = [partition for (partition, _), all_gone in zip(partitions, gone, strict=True) if all_gone]
+    done = [partition for (partition, *_), all_gone in zip(partitions, gone, strict=True) if all_gone]
     if len(done) < len(partitions):
         log.info("retire_waits_for_archiver", extra={"node": node.name, "partitions": len(partitions) - len(done)})
     return done

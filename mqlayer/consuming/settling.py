@@ -232,9 +232,7 @@ def _all_of(line: deque[Item]) -> list[Item]:
     return [line.popleft() for _ in range(len(line))]
 
 
-def _worded(
-    handled: list[Record], passed: list[Record], unmatched: list[Range]
-) -> list[tuple[Range, RangeWord]]:
+def _worded(handled: list[Record], passed: list[Record], unmatched: list[Range]) -> list[tuple[Range, RangeWord]]:
     """Return sorted ranges, each with what became of it. What was passed over, others tell: it is parked or dead."""
     words: list[tuple[Range, RangeWord]] = [(one, "u") for one in unmatched]
     words += [(one, "h") for one in as_ranges(record.offset for record in handled)]

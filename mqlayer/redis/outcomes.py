@@ -105,9 +105,7 @@ def _range(pair: tuple[int, int | None]) -> Range:
     return first, first if last is None else last
 
 
-def _stretches(
-    handled: Range, reads: Sequence[tuple[int, int | None]], failed: dict[int, int]
-) -> Iterator[Stretch]:
+def _stretches(handled: Range, reads: Sequence[tuple[int, int | None]], failed: dict[int, int]) -> Iterator[Stretch]:
     """Divide a range where it was given at another time, and around what failed before."""
     first, last = handled
     for upto, given in [*((upto, ago) for upto, ago in reads if upto >= first), (last, None)]:

@@ -136,14 +136,18 @@ def pass_command(
     return line.script("mark_pass", (keys.meta, keys.marks), f"{source}:{lp}", after, to)
 
 
-def retire_command(line: NodeConnection, prefix: str, partition: int, groups: Iterable[int]) -> Command:
-    """Return the command that leaves nothing of a partition but its tombstone, and outcomes that nobody has fetched."""
+def retire_command(
+    line: NodeConnection, prefix: str, partition: int, groups: Iterable[int], *, archived: bool = False
+) -> Command:
+    """Return the command that leaves nothing of a partition but its tombstone; `archived`: and outcomes not fetched."""
     keys, groups = partition_keys(prefix, partition), list(groups)
     of_groups = [
         key for group in groups for keys_of in (group_keys, pop_keys) for key in keys_of(prefix, partition, group)
     ]
     streams = [outcomes_key(prefix, partition, group) for group in groups]
-    return line.script("partition_retire", (keys.meta, keys.log, keys.marks, *of_groups, *streams), len(streams))
+    return line.script(
+        "partition_retire", (keys.meta, keys.log, keys.marks, *of_groups, *streams), len(streams) * archived
+    )
 
 
 def retire_reply(reply: Any, address: str) -> bool:
