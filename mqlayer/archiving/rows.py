@@ -1,24 +1,23 @@
-"""Records of streams as rows of the archive: what of a stretch is new, and its form for COPY.
+"""Records of streams as rows of the archive: which are new, each the successor of its chain's last, and their form for
+COPY.
 
-Rows are made in COPY's binary form: against the text form it spares Postgres the parsing of eleven columns, and both
-sides the escaping of the body (measured: `bench archive`).
+Rows are made in COPY's binary form. Against the text form it spares Postgres the parsing of eleven columns, and both
+sides the escaping of keys and bodies; figures: docs/archive.md.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
 import msgspec
 
-from mqlayer.archiving.reading import Source, Stretch
+from mqlayer.archiving.reading import Entry, Source, is_command, offset_of
 from mqlayer.domain.message import NO_KEY
 from mqlayer.domain.tags import TAGS_HEADER, tags_of
 from mqlayer.errors import StoreUnavailable
-from mqlayer.postgres.database import Connection
 
 COPY: Final = (
     "COPY mqlayer_archive.record (topic_id, batch, version, partition_id, log_offset, source, lp, seq, published_at, "
@@ -28,13 +27,13 @@ COPY: Final = (
 
 OPENING: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 ENDING: Final = b"\xff\xff"
-CHUNK_ROWS: Final = 1_000
 
 _START: Final = struct.Struct(">hiiiqiiii")
 _MIDDLE: Final = struct.Struct(">iqiiihiqiqiqi")
 _SIZE: Final = struct.Struct(">i")
 _NO_HEADERS: Final = struct.Struct(">iii")
 _ARRAY: Final = struct.Struct(">iIIII")
+_NULL: Final = b"\xff\xff\xff\xff"
 _TEXT_OID: Final = 25
 _EPOCH_MS: Final = 946_684_800_000
 _EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
@@ -47,159 +46,149 @@ _encode: Final = msgspec.json.Encoder().encode
 
 Pair = tuple[int, int]
 """A source and an LP."""
+NOTHING: Final = -2
+"""In place of the last seq of a chain of which the archive has nothing."""
+NO_END: Final = 2**62
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What the archive has of a source and LP. `accepted`: a gap up to before this seq may be passed; 0: none."""
+class Chain:
+    """Where a source is in an LP: `last` as of what was looked at, `stored` as of the archive.
 
-    last: int
-    accepted: int
+    `first`: where its stretch begins anew, 0 where it goes on; `end`: what is beyond is not archived here.
+    """
+
+    __slots__ = ("end", "first", "last", "lp", "source", "stored", "stretch")
+
+    def __init__(self, source: int, lp: int, last: int, stretch: int, end: int) -> None:
+        self.source, self.lp, self.last, self.stored, self.stretch, self.end = source, lp, last, last, stretch, end
+        self.first = 0
 
 
 class Gap(NamedTuple):
     """Seqs that are not there: after `after`, before `next_seq`; behind it comes the record at an offset."""
 
-    pair: Pair
+    source: int
+    lp: int
     after: int
     next_seq: int
     offset: int
     accepted: bool
 
 
-class New(NamedTuple):
-    """A record that is not in the archive yet."""
+class Chains:
+    """The chains of one partition, loaded source by source, kept from batch to batch."""
 
-    offset: int
-    pair: Pair
-    seq: int
-    facts: bytes
-    key: bytes
-    body: bytes
+    def __init__(self, partition: Source) -> None:
+        self.partition = partition
+        self._of: dict[tuple[bytes, bytes], Chain] = {}
+        self._sources: set[bytes] = set()
 
+    def unknown(self, entries: Iterable[Entry]) -> list[int]:
+        """Return the sources of some entries whose marks are not loaded."""
+        found = {entry[1][1].split(b":", 1)[0] for entry in entries if not is_command(entry)}
+        return sorted(int(text) for text in found - self._sources if text.isdigit())
 
-@dataclass(slots=True)
-class Sifted:
-    """What of a stretch goes into the archive.
-
-    `upto`: the first offset that is not looked at; `stopped`: it stands before a gap that nobody accepted.
-    `firsts`: pairs of which the archive's stretch begins here, with the seq; `lasts`: where pairs are afterwards.
-    """
-
-    upto: int
-    new: list[New] = field(default_factory=list)
-    firsts: dict[Pair, int] = field(default_factory=dict)
-    lasts: dict[Pair, int] = field(default_factory=dict)
-    gaps: list[Gap] = field(default_factory=list)
-    stopped: bool = False
-
-
-def parsed(stretch: Stretch, source: Source, address: str) -> list[New]:
-    """Return a stretch's records. Raises StoreUnavailable for one that no script of ours wrote."""
-    found: list[New] = []
-    new = tuple.__new__
-    pairs: dict[tuple[bytes, bytes], Pair] = {}
-    cut = source.cut
-    for entry_id, fields in stretch.entries:
+    def met(self, entry: Entry) -> tuple[Chain | None, int]:
+        """Return a record's chain, None where its source's marks are not loaded, and its seq."""
         try:
-            source_text, lp_text, seq, facts = fields[1].split(b":", 3)
-            pair = pairs.get((source_text, lp_text))
-            if pair is None:
-                pair = pairs[source_text, lp_text] = (int(source_text), int(lp_text))
-            record = new(New, (int(entry_id[:-2]), pair, int(seq), facts, fields[3], fields[5]))
-        except (ValueError, IndexError) as error:
+            source, lp, seq, _ = entry[1][1].split(b":", 3)
+            return self.of(source, lp), int(seq)
+        except ValueError as error:
             raise StoreUnavailable(
-                address, f"record {entry_id!r} of partition {source.partition} has no identity: it was written by hand"
+                f"partition {self.partition.partition}",
+                f"the record at offset {offset_of(entry)} has no identity: somebody wrote it by hand",
             ) from error
-        # What is beyond a cut seal's marks its successors hold too, and no group handles it here.
-        if cut is not None and record.seq > cut.get(f"{pair[0]}:{pair[1]}", record.seq):
-            continue
-        found.append(record)
-    return found
 
+    def load(self, sources: Iterable[int], marks: Iterable[tuple[int, int, int, int]]) -> None:
+        """Take in all marks of sources: source, LP, last seq, stretch."""
+        self._sources |= {b"%d" % source for source in sources}
+        for source, lp, last, stretch in marks:
+            self._of[b"%d" % source, b"%d" % lp] = self._chain(source, lp, last, stretch)
 
-def sift(records: list[New], end: int, known: Mapping[Pair, Known]) -> Sifted:
-    """Return which records are new, each the successor of its pair's last; stop before a gap that nobody accepted.
+    def of(self, source: bytes, lp: bytes) -> Chain | None:
+        """Return a chain; None where its source's marks are not loaded."""
+        chain = self._of.get((source, lp))
+        if chain is None and source in self._sources:
+            chain = self._of[source, lp] = self._chain(int(source), int(lp), NOTHING, 0)
+        return chain
 
-    What the archive has already is left out: after a node fell back the same identity comes again. `end`: the offset
-    behind the last record.
-    """
-    sifted = Sifted(end)
-    lasts = {pair: one.last for pair, one in known.items()}
-    changed: set[Pair] = set()
-    for number, record in enumerate(records):
-        pair, seq = record.pair, record.seq
-        last = lasts.get(pair)
-        if last is None:
-            sifted.firsts[pair] = seq
-        elif seq <= last:
-            continue
-        elif seq != last + 1:
-            may_be_passed = pair in known and last == known[pair].last and seq <= known[pair].accepted
-            sifted.gaps.append(Gap(pair, last, seq, record.offset, may_be_passed))
-            if not may_be_passed:
-                sifted.stopped, sifted.upto = True, record.offset
-                sifted.gaps += _gaps_behind(records[number + 1 :], lasts | {pair: seq})
-                break
-            sifted.firsts[pair] = seq
-        lasts[pair] = seq
-        changed.add(pair)
-        sifted.new.append(record)
-    sifted.lasts = {pair: lasts[pair] for pair in changed}
-    return sifted
+    def changed(self) -> list[Chain]:
+        """Return the chains that go further than the archive."""
+        return [chain for chain in self._of.values() if chain.last != chain.stored]
 
+    def settle(self, stretch: int) -> None:
+        """The archive has all that was looked at."""
+        for chain in self.changed():
+            chain.stored, chain.first, chain.stretch = chain.last, 0, stretch
 
-def _gaps_behind(records: list[New], lasts: dict[Pair, int]) -> Iterator[Gap]:
-    """Yield the first gaps of other pairs: who accepts one wants to know of all."""
-    seen: set[Pair] = set()
-    for record in records:
-        last = lasts.get(record.pair, record.seq - 1)
-        if record.seq > last + 1 and record.pair not in seen:
-            seen.add(record.pair)
-            yield Gap(record.pair, last, record.seq, record.offset, accepted=False)
-        lasts[record.pair] = max(last, record.seq)
+    def rows(self, entries: Sequence[Entry], at: int, start: bytes, archived_us: int, pieces: list[bytes]) -> int:
+        """Append the new ones of some entries, from an index on, as COPY wants them.
 
-
-def copy_in(connection: Connection, source: Source, batch: int, at: datetime, records: list[New]) -> None:
-    """Write records into the archive under a batch."""
-    start = _START.pack(14, 4, source.topic_id, 8, batch, 4, source.version, 4, source.partition)
-    archived = (at - _EPOCH).total_seconds()
-    with connection.cursor() as cursor, cursor.copy(COPY) as copy:
-        copy.write(OPENING)
-        for chunk in _encoded(start, round(archived * 1_000_000), records):
-            copy.write(chunk)
-        copy.write(ENDING)
-
-
-def _encoded(start: bytes, archived_us: int, records: list[New]) -> Iterator[bytes]:
-    middle, no_headers = _MIDDLE.pack, _NO_HEADERS.pack
-    for at in range(0, len(records), CHUNK_ROWS):
-        pieces: list[bytes] = []
-        for offset, (source, lp), seq, facts, key, body in records[at : at + CHUNK_ROWS]:
+        Stops at an entry that needs a decision, and returns its index: its chain is not loaded, a gap is before it, or
+        it is the command. Records that the archive has already are passed over.
+        """
+        chains, cut, middle, no_headers = self._of, self.partition.cut is not None, _MIDDLE.pack, _NO_HEADERS.pack
+        for index in range(at, len(entries)):
+            entry_id, fields = entries[index]
+            try:
+                source, lp, seq_text, facts = fields[1].split(b":", 3)
+                seq = int(seq_text)
+                chain = chains.get((source, lp)) or self.of(source, lp)
+            except ValueError:
+                return index
+            if chain is None:
+                return index
+            if cut and seq > chain.end:
+                continue
+            if seq != chain.last + 1:
+                if seq <= chain.last:
+                    continue
+                if chain.last != NOTHING:
+                    return index
+                chain.first = seq
+            chain.last = seq
+            key, body = fields[3], fields[5]
             if facts.isdigit():
                 ms, headers = facts, no_headers(-1, -1, len(body))
             else:
                 ms, headers = _headers(facts, len(body))
             size = len(key)
             if key == NO_KEY:
-                size, key = -1, b""  # noqa: PLW2901 - a null has no bytes
+                size, key = -1, b""
             published_us = (min(int(ms), _LAST_MS) - _EPOCH_MS) * 1_000
-            facts_of = middle(8, offset, 4, source, 2, lp, 8, seq, 8, published_us, 8, archived_us, size)
-            pieces += (start, facts_of, key, headers, body)
-        yield b"".join(pieces)
+            placed = middle(
+                8, int(entry_id[:-2]), 4, chain.source, 2, chain.lp, 8, seq, 8, published_us, 8, archived_us, size
+            )
+            pieces += (start, placed, key, headers, body)
+        return len(entries)
+
+    def _chain(self, source: int, lp: int, last: int, stretch: int) -> Chain:
+        cut = self.partition.cut
+        return Chain(source, lp, last, stretch, NO_END if cut is None else cut.get(f"{source}:{lp}", NO_END))
+
+
+def row_start(partition: Source, batch: int) -> bytes:
+    """Return what the rows of a batch begin with."""
+    return _START.pack(14, 4, partition.topic_id, 8, batch, 4, partition.version, 4, partition.partition)
+
+
+def microseconds(at: datetime) -> int:
+    """Return a time as COPY has it."""
+    past = at - _EPOCH
+    return (past.days * 86_400 + past.seconds) * 1_000_000 + past.microseconds
 
 
 def _headers(facts: bytes, body_size: int) -> tuple[bytes, bytes]:
     """Return the time, and tags, headers and the body's size as COPY has them."""
     ms, _, text = facts.partition(b":")
-    tags = b"\xff\xff\xff\xff"
+    tags = _NULL
     if _TAGGED in text:
         headers = _decode(text)
         value = headers.pop(TAGS_HEADER, None)
         if value is not None:
             tags = _array([tag.encode() for tag in tags_of(value)])
         text = _encode(headers) if headers else b""
-    shown = _SIZE.pack(len(text)) + text if text else b"\xff\xff\xff\xff"
+    shown = _SIZE.pack(len(text)) + text if text else _NULL
     return ms, tags + shown + _SIZE.pack(body_size)
 
 

@@ -7,7 +7,7 @@ WHERE t.archived AND t.version IS NOT NULL AND (%(topic)s::text IS NULL OR t.nam
 -- Partitions of a topic that are not complete in the archive: where they are, the route version that brought them into
 -- force, the first offset to archive, and how they were sealed. A successor comes when all its parents are complete, or
 -- deleted: until then what is missing at its beginning is in them.
-SELECT p.partition_id, p.node_id, coalesce(c.version, 1), coalesce(g.upto_offset, 1), s.seal_id::text,
+SELECT p.partition_id, p.node_id, coalesce(c.version, 1), p.lp_from, p.lp_to, coalesce(g.upto_offset, 1), s.seal_id::text,
        CASE WHEN s.cut THEN s.marks END AS cut
 FROM mqlayer.partition p
 LEFT JOIN mqlayer.route_change c ON c.change_id = p.born_in
@@ -77,12 +77,15 @@ WHERE g.partition_id = fallen.partition_id AND g.upto_offset > fallen.next;
 UPDATE mqlayer_archive.progress SET upto_offset = 1 WHERE partition_id = %(partition_id)s;
 
 -- name: archive_marks
--- How far sources and LPs are in the archive, in which stretch, and up to which seq a gap behind that is accepted.
-SELECT m.source, m.lp, m.last_seq, m.stretch, g.next_seq
-FROM unnest(%(sources)s::int[], %(lps)s::smallint[]) AS wanted(source, lp)
-JOIN mqlayer_archive.mark m ON m.topic_id = %(topic_id)s AND m.source = wanted.source AND m.lp = wanted.lp
-LEFT JOIN mqlayer_archive.gap g ON g.topic_id = m.topic_id AND g.source = m.source AND g.lp = m.lp
-                               AND g.after_seq = m.last_seq AND g.accepted_at IS NOT NULL;
+-- How far sources are in the archive, per LP of a range, and in which stretch.
+SELECT source, lp, last_seq, stretch FROM mqlayer_archive.mark
+WHERE topic_id = %(topic_id)s AND source = ANY(%(sources)s::int[]) AND lp >= %(lp_from)s AND lp < %(lp_to)s;
+
+-- name: archive_gap_accepted
+-- Whether somebody accepted that nothing is archived between two seqs, or more than that.
+SELECT 1 FROM mqlayer_archive.gap
+WHERE topic_id = %(topic_id)s AND source = %(source)s AND lp = %(lp)s AND after_seq = %(after)s AND next_seq >= %(next)s
+  AND accepted_at IS NOT NULL;
 
 -- name: archive_marks_put
 -- Raise marks. A first seq of 0 leaves the one that is there.
