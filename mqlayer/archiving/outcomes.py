@@ -9,13 +9,14 @@ node. A crash between leaves entries that are not above that place: nobody reads
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from mqlayer.archiving.batches import Batch, in_batch
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import MqlayerError
+from mqlayer.errors import MqlayerError, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
@@ -33,11 +34,14 @@ ACTS_PER_BATCH: Final = 5_000
 
 @dataclass(slots=True)
 class OutcomeReport:
-    """What was archived per topic, in rows; offsets that nodes dropped for lack of an archiver; nodes passed by."""
+    """What was archived per topic, in rows; offsets that nodes dropped for lack of an archiver; nodes that were passed
+    by, with the reason; topics that somebody else holds. `ended`: nothing that can be read is left."""
 
     archived: dict[str, int] = field(default_factory=dict)
     dropped: int = 0
     passed_by: dict[str, str] = field(default_factory=dict)
+    held: list[str] = field(default_factory=list)
+    ended: bool = True
 
     @property
     def total(self) -> int:
@@ -57,7 +61,7 @@ Fetched = Sequence[tuple[Spot, Sequence[Entry]]]
 
 
 class Written(NamedTuple):
-    """What a batch wrote, in rows; where the spots are now; and offsets of which the nodes dropped what became of them."""
+    """What a batch wrote, in rows; where the spots are now; how many offsets their nodes had dropped."""
 
     rows: int
     spots: list[Spot]
@@ -65,27 +69,39 @@ class Written(NamedTuple):
 
 
 def archive_outcomes(
-    database: Database, *, prefix: str, topic: str | None = None, unsafe: bool = False
+    database: Database, *, prefix: str, topic: str | None = None, at_most_s: float | None = None, unsafe: bool = False
 ) -> OutcomeReport:
     """Archive what became of the messages of archived topics; of one, or of all.
 
-    A node that is away or not armed is passed by and reported, and keeps nothing else waiting. Safe to run twice at
-    once, and to be killed at any line: each outcome is in the archive once.
+    A node that is away or not armed is passed by and reported, and keeps nothing else waiting; after `at_most_s` no
+    further batch is begun. Safe to run twice at once, and to be killed at any line: each outcome is in the archive
+    once. Raises StoreUnavailable where Postgres is away.
     """
     report = OutcomeReport()
+    until = float("inf") if at_most_s is None else time.monotonic() + at_most_s
     with database.connection() as connection:
         topics = connection.execute(query("archive_topics"), {"topic": topic}).fetchall()
-    nodes = {node.node_id: node for node in load_nodes(database)} if topics else {}
     for topic_id, name, _ in topics:
-        moved = _Moving(database, topic_id, report)
-        for node_id, spots in _spots(database, topic_id).items():
-            moved.from_node(nodes[node_id], spots, prefix=prefix, unsafe=unsafe)
-        moved.from_queue()
-        if moved.rows:
-            report.archived[name] = moved.rows
-    if report.total:
-        log.info("outcomes_archived", extra={"rows": report.total, "topics": len(report.archived)})
+        move_outcomes(database, topic_id, name, report, prefix=prefix, until=until, unsafe=unsafe)
     return report
+
+
+def move_outcomes(
+    database: Database, topic_id: int, topic: str, report: OutcomeReport, *, prefix: str, until: float, unsafe: bool
+) -> None:
+    """Archive what became of one topic's messages; `until`: begin nothing after this time, by the monotonic clock."""
+    nodes = {node.node_id: node for node in load_nodes(database)}
+    moving = _Moving(database, topic_id, report, until)
+    try:
+        for node_id, spots in _spots(database, topic_id).items():
+            moving.from_node(nodes[node_id], spots, prefix=prefix, unsafe=unsafe)
+        moving.from_queue()
+    except TransactionConflict as error:
+        report.held.append(topic)
+        log.warning("outcomes_topic_held", extra={"topic": topic, "reason": str(error)})
+    if moving.rows:
+        report.archived[topic] = moving.rows
+        log.info("outcomes_archived", extra={"topic": topic, "rows": moving.rows})
 
 
 def _spots(database: Database, topic_id: int) -> Mapping[NodeId, list[Spot]]:
@@ -100,26 +116,32 @@ def _spots(database: Database, topic_id: int) -> Mapping[NodeId, list[Spot]]:
 class _Moving:
     """One topic's turn."""
 
-    def __init__(self, database: Database, topic_id: int, report: OutcomeReport) -> None:
-        self._database, self._topic_id, self._report = database, topic_id, report
+    def __init__(self, database: Database, topic_id: int, report: OutcomeReport, until: float) -> None:
+        self._database, self._topic_id, self._report, self._until = database, topic_id, report, until
         self.rows = 0
+
+    def _is_over(self) -> bool:
+        if time.monotonic() >= self._until:
+            self._report.ended = False
+        return not self._report.ended
 
     def from_node(self, node: Node, spots: Sequence[Spot], *, prefix: str, unsafe: bool) -> None:
         """Archive what a node's streams hold; where it is away, report that."""
-        try:
-            with NodeConnection(node, unsafe=unsafe) as line:
-                for at in range(0, len(spots), SPOTS_PER_CALL):
-                    left = spots[at : at + SPOTS_PER_CALL]
-                    while left:
-                        # Those that had something are looked at again, which drops it from the node.
-                        left = self._round(line, prefix, left)
-        except MqlayerError as error:
-            self._report.passed_by[node.name] = str(error)
-            log.warning("outcomes_node_passed_by", extra={"node": node.name, "reason": str(error)})
+        with NodeConnection(node, unsafe=unsafe) as line:
+            for at in range(0, len(spots), SPOTS_PER_CALL):
+                left: Sequence[Spot] = spots[at : at + SPOTS_PER_CALL]
+                while left and not self._is_over():
+                    try:
+                        fetched = _fetch(line, prefix, left)
+                    except MqlayerError as error:
+                        self._report.passed_by[node.name] = str(error)
+                        log.warning("outcomes_node_passed_by", extra={"node": node.name, "reason": str(error)})
+                        return
+                    # Those that had something are looked at again, which drops it from the node.
+                    left = self._written(fetched)
 
-    def _round(self, line: NodeConnection, prefix: str, spots: Sequence[Spot]) -> list[Spot]:
-        """Drop what is in the archive, fetch what comes next and archive it; return the spots that had something."""
-        fetched = [(spot, entries) for spot, entries in _fetch(line, prefix, spots) if entries]
+    def _written(self, fetched: Fetched) -> list[Spot]:
+        """Archive what was fetched; return where those spots are now."""
         if not fetched:
             return []
         failpoint("outcomes.after_fetch")
@@ -148,7 +170,7 @@ class _Moving:
             failpoint("outcomes.before_acts_commit")
             return taken, rows
 
-        while left > 0:
+        while left > 0 and not self._is_over():
             moved = in_batch(self._database, self._topic_id, work)
             if moved is None or not moved[0]:
                 return
@@ -156,7 +178,8 @@ class _Moving:
             self.rows += moved[1]
 
 
-def _fetch(line: NodeConnection, prefix: str, spots: Sequence[Spot]) -> Iterable[tuple[Spot, list[Entry]]]:
+def _fetch(line: NodeConnection, prefix: str, spots: Sequence[Spot]) -> Fetched:
+    """Drop from a node what is in the archive; return what comes next, of the spots that have something."""
     places = [(prefix, spot.partition, spot.group_id, spot.after) for spot in spots]
     commands = [
         command
@@ -164,8 +187,8 @@ def _fetch(line: NodeConnection, prefix: str, spots: Sequence[Spot]) -> Iterable
         for command in (forget_command(*place), fetch_command(*place, count=ENTRIES_PER_SPOT))
     ]
     replies = [raise_for_reply(reply, line.node.address) for reply in line.call(commands)]
-    for spot, reply in zip(spots, replies[1::2], strict=True):
-        yield spot, entries_of(reply)
+    found = [(spot, entries_of(reply)) for spot, reply in zip(spots, replies[1::2], strict=True)]
+    return [(spot, entries) for spot, entries in found if entries]
 
 
 def _write(connection: Connection, batch: Batch, fetched: Fetched) -> Written:

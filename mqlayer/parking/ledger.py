@@ -103,8 +103,8 @@ class Turn:
 
     `handled`: of its messages; `burial`: its first message that is not handled. Then `go_on` hands out the next ones:
     `alone`, one only, or as many as go at a time; `careful`: to blame if nobody ever says how that ended. Else it waits
-    as `entry` says, for its message that `failed`, `tried` so many times more, or just rests. `given_s`: how long ago it
-    was handed out.
+    as `entry` says, for its message that `failed`, `tried` so many times more, or just rests. `given_s`: how long ago
+    it was handed out.
     """
 
     ref: KeyRef

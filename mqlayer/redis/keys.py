@@ -11,7 +11,7 @@ different partitions have different tags. Groups are named by their id: a name m
 <prefix>:{<partition>}:g<group>:lock        hash    owner, epoch, refreshed_at, committed, base, top, seek, told
 <prefix>:{<partition>}:g<group>:acks        string  ack bitmap, bit i is offset base + i
 <prefix>:{<partition>}:g<group>:attempts    hash    offset -> <failed attempts>:<ms of the first>:<ms of the last>
-<prefix>:{<partition>}:g<group>:outcomes    stream  of an archived topic: what became of offsets, entry id <epoch>-<told>
+<prefix>:{<partition>}:g<group>:outcomes    stream  what became of offsets (archived topics); id <epoch>-<told>
 
 of a group with ordered pop, besides (see pop_receive):
 <prefix>:{<partition>}:g<group>:pops        hash    offset -> <batch>:<ms when it is visible>:<lane>
@@ -77,5 +77,5 @@ def pop_keys(prefix: str, partition: int, group_id: int) -> PopKeys:
 
 @cache
 def outcomes_key(prefix: str, partition: int, group_id: int) -> bytes:
-    """Return the stream of what became of a partition's messages for a group, of which an archiver has not fetched all."""
+    """Return the stream of what became of a partition's messages for a group, until an archiver has fetched it."""
     return f"{prefix}:{{{partition}}}:g{group_id}:outcomes".encode()

@@ -2,9 +2,9 @@
 
 An entry has fields of text: ``m`` who settled it, ``t`` when (ms of the node's clock), ``h`` and ``u`` the ranges
 ``<first>-<last>`` that were handled and that the group's filter leaves out, ``r`` until which offset how many ms before
-they had been given to that member (``<last>:<ms>``, empty where nobody knows), ``a`` failed attempts (``<offset>:<count>``),
-``x`` how many told offsets were dropped before it. Its id is ``<epoch>-<place>``: epochs grow with every owner and every
-arming of the node, places within an epoch, so a node that fell back never gives an id again.
+they had been given to that member (``<last>:<ms>``, empty where nobody knows), ``a`` failed attempts
+(``<offset>:<count>``), ``x`` how many told offsets were dropped before it. Its id is ``<epoch>-<place>``: epochs grow
+with every owner and every arming of the node, places within an epoch, so a node that fell back never gives an id again.
 """
 
 from __future__ import annotations

@@ -232,9 +232,7 @@ class ConsumerScripts(RuleBasedStateMachine):
         else:
             assert answer == expected
 
-    def settle(
-        self, ranges: list[tuple[int, int]], forget: list[int], epoch_step: int = 0, words: str = ""
-    ) -> None:
+    def settle(self, ranges: list[tuple[int, int]], forget: list[int], epoch_step: int = 0, words: str = "") -> None:
         member, epoch = self.model.owner or "a", self.model.epoch + epoch_step
         reads = [(self.model.committed + 5, 40), (self.model.next + 20, 3)]
         told = told_of(words, reads, kept=KEPT) if words else b""

@@ -27,7 +27,8 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.redis.keys import group_keys, partition_keys, pop_keys
 from mqlayer.redis.looking import look_command, look_reply
 from mqlayer.redis.nodes import Node, NodeConnection
-from mqlayer.redis.outcomes import NOWHERE, Place as At, entries_of, fetch_command, told_by
+from mqlayer.redis.outcomes import NOWHERE, entries_of, fetch_command, told_by
+from mqlayer.redis.outcomes import Place as At
 from mqlayer.redis.partitions import Fenced, Refused, create, raise_command, retire_command
 from mqlayer.redis.popping import (
     Given,
