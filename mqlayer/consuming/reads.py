@@ -25,9 +25,9 @@ class Reads:
         self._lock = threading.Lock()
 
     def note(self, first: int, last: int, now: float) -> None:
-        """Note that offsets up to `last` came now; what is before `first` came earlier, nobody knows when."""
+        """Note that offsets from `first` to `last` came now; when those between came that are not noted, nobody knows."""
         with self._lock:
-            if not self._lasts and first > 1:
+            if first - 1 > (self._lasts[-1] if self._lasts else 0):
                 self._lasts.append(first - 1)
                 self._ats.append(UNKNOWN)
             if self._ats and self._ats[-1] != UNKNOWN and now - self._ats[-1] < GRAIN_S:
