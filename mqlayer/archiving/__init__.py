@@ -1,6 +1,21 @@
 """The archive: what was published, kept in Postgres for as long as an operator wants. See docs/archive.md."""
 
 from mqlayer.archiving.archiver import ArchiveReport, archive_pass
+from mqlayer.archiving.gaps import ArchiveGap, accept_gaps, list_gaps
 from mqlayer.archiving.outcomes import OutcomeReport, archive_outcomes
+from mqlayer.archiving.retention import DayDropped, retain
+from mqlayer.archiving.standing import ArchiveStanding, archive_status
 
-__all__ = ["ArchiveReport", "OutcomeReport", "archive_outcomes", "archive_pass"]
+__all__ = [
+    "ArchiveGap",
+    "ArchiveReport",
+    "ArchiveStanding",
+    "DayDropped",
+    "OutcomeReport",
+    "accept_gaps",
+    "archive_outcomes",
+    "archive_pass",
+    "archive_status",
+    "list_gaps",
+    "retain",
+]
