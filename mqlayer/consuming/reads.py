@@ -25,7 +25,7 @@ class Reads:
         self._lock = threading.Lock()
 
     def note(self, first: int, last: int, now: float) -> None:
-        """Note that offsets from `first` to `last` came now; when those between came that are not noted, nobody knows."""
+        """Note that offsets from `first` to `last` came now; of those between that are not noted, nobody knows when."""
         with self._lock:
             if first - 1 > (self._lasts[-1] if self._lasts else 0):
                 self._lasts.append(first - 1)
