@@ -595,3 +595,13 @@ def test_retiring_leaves_what_is_told_until_it_is_fetched(line: NodeConnection, 
     assert line.call([("HGETALL", keys.meta), ("EXISTS", key)]) == [[b"state", b"deleted"], int(kept)]
     line.call([forget_command(key_prefix, 1, GROUP, Place(5, 1))])
     assert line.call([retire, ("EXISTS", key)]) == [[b"retired"], 0]
+
+
+def test_what_is_settled_again_above_a_blocked_head_is_not_told_again(line: NodeConnection, key_prefix: str) -> None:
+    """Bit by bit: at the edges of a range, within one call and over calls."""
+    partition = Partition(line, key_prefix, 101)
+    for ranges in ([(5, 6), (6, 7)], [(4, 9)], [(4, 9)]):
+        told = told_of("h" * len(ranges), [(100, 1)])
+        line.call([settle_command(line, partition.holder, ranges, (), told)])
+    entries = entries_of(line.call([("XRANGE", outcomes_key(key_prefix, 1, GROUP), "-", "+")])[0])
+    assert [[one[:2] for one in entry.stretches] for entry in entries] == [[(5, 7)], [(4, 4), (8, 9)]]
