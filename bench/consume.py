@@ -15,9 +15,12 @@ from bench.filling import fill
 from bench.registry import Line, bench, compared, in_turn
 from bench.stage import BATCH, FSYNCS, Stage, System, line_name
 from mqlayer.redis.keys import partition_keys
+from mqlayer.topics import set_archived
 
 MESSAGES = 300_000
 ROUNDS = 5
+ARCHIVED_ROUNDS = 9
+"""A small difference: more rounds to tell."""
 
 
 @bench("consume")
@@ -35,6 +38,31 @@ def consume(stage: Stage) -> Iterator[Line]:
     finally:
         # Benches that run after this one in the process shall find the collector as it was.
         gc.unfreeze()
+
+
+@bench("consume_archived")
+def consume_archived(stage: Stage) -> Iterator[Line]:
+    """The same of an archived topic, whose consumers tell what becomes of messages, against one that is not."""
+    gc.collect()
+    gc.freeze()
+    try:
+        for fsync in FSYNCS:
+            system = stage.system(fsync=fsync)
+            fill(system, MESSAGES)
+            figures = in_turn(
+                ARCHIVED_ROUNDS, {"not": partial(told, system, False), "told": partial(told, system, True)}
+            )
+            yield compared(
+                line_name("consume_archived", fsync), figures["told"], figures["not"], unit="msg/s", target=0.97
+            )
+    finally:
+        gc.unfreeze()
+
+
+def told(system: System, archived: bool) -> float:
+    """Consume everything of a topic that is archived, or not."""
+    set_archived(system.database, "bench", archived=archived)
+    return ours(system)
 
 
 def raw(system: System) -> float:

@@ -2,18 +2,30 @@
 --[[
 partition_retire: leave of a partition nothing but a tombstone, which answers every publisher "deleted" for ever.
 
+What became of its messages stays besides, as long as no archiver has fetched it: then call it again.
+
 KEYS
   1 meta_key    hash    what becomes the tombstone
-  2 ...         the partition's other keys: records, marks, and what its groups have here
+  2 ...         the partition's other keys: records, marks, and what its groups have here; last the streams of outcomes
 
 ARGV
-  none
+  1 streams     int     how many streams of outcomes are to stay while something is in them
 
 RETURNS
   {"retired"}     nothing but the tombstone is left
+  {"untold", n}   so many streams of outcomes besides, of which not all is fetched
 ]]
 local meta_key = KEYS[1]
+local streams = tonumber(ARGV[1])
 
-for i = 1, #KEYS do redis.call('UNLINK', KEYS[i]) end
+local untold = 0
+for i = 1, #KEYS do
+  if i > #KEYS - streams and redis.call('XLEN', KEYS[i]) > 0 then
+    untold = untold + 1
+  else
+    redis.call('UNLINK', KEYS[i])
+  end
+end
 redis.call('HSET', meta_key, 'state', 'deleted')
+if untold > 0 then return {'untold', untold} end
 return {'retired'}

@@ -5,6 +5,8 @@ pop_settle: take a receiver's word on messages that it was given: handled, given
 Each message is named by the batch that it was given with; where another batch has it since, or none, it is left alone
 and told. What is settled already is settled: that is no error, whoever says it.
 
+Of an archived topic, what is acknowledged is told in one entry of a stream, in the form of offsets_settle.
+
 KEYS
   1 meta_key      hash    state and next offset of the partition
   2 lock_key      hash    owner ("pop"), epoch, committed, base, top; wakes
@@ -14,13 +16,15 @@ KEYS
   6 lines_key     zset    <length of lane><lane><offset, 16 digits> of what was looked at and is not settled
   7 due_key       zset    lane -> ms when it may be given out
   8 wake_key      stream  one entry, <wakes>-0: a lane got free, or will be sooner
+  9 outcomes_key  stream  what became of offsets, until an archiver has fetched it
 
 ARGV
   1 epoch         int     the epoch under which they were given
   2 word          string  "ack"; "nack": give it back, with all behind it in its lane; "extend"
   3 ms            int     nack: the lane rests so long; extend: it is withheld for so long from now on
   4 count         int     1 to 500 messages
-  5 ...           per message: batch, offset
+  5 told          string  empty: nothing is told; else <entries kept at most>:<who settles>
+  6 ...           per message: batch, offset
 
 RETURNS
   {"settled", committed, {place, ...}}    done, but for those told by their place in the call, from 1: another batch has
@@ -37,10 +41,12 @@ local pops_key = KEYS[5]
 local lines_key = KEYS[6]
 local due_key = KEYS[7]
 local wake_key = KEYS[8]
+local outcomes_key = KEYS[9]
 local epoch = tonumber(ARGV[1])
 local word = ARGV[2]
 local ms = tonumber(ARGV[3])
 local count = tonumber(ARGV[4])
+local told = ARGV[5]
 
 local WIDTH = 500
 local KEEP_BYTES = 1024
@@ -58,10 +64,10 @@ local committed, base, top = tonumber(lock[3]), tonumber(lock[4]), tonumber(lock
 local bits_kept = top > committed
 local offsets = {}
 for i = 1, count do
-  local offset = tonumber(ARGV[2 * i + 4])
+  local offset = tonumber(ARGV[2 * i + 5])
   if offset < 1 then return redis.error_reply('ERR pop_settle: bad offset') end
   if offset >= next_offset then return {'unknown', next_offset} end
-  offsets[i] = ARGV[2 * i + 4]
+  offsets[i] = ARGV[2 * i + 5]
 end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -72,7 +78,7 @@ local ours, stale, taken = {}, {}, {}
 for i = 1, count do
   local offset = tonumber(offsets[i])
   local of, _, lane = string.match(out[i] or '', '^(%d+):(%d+):(.*)$')
-  if of == ARGV[2 * i + 3] and of ~= '0' then
+  if of == ARGV[2 * i + 4] and of ~= '0' then
     if not taken[offset] then ours[#ours + 1] = {offset, lane} end
     taken[offset] = true
   else
@@ -91,7 +97,50 @@ for i, one in ipairs(ours) do
   removed[i] = place(lane, offset)
 end
 
+local function tell()
+  local kept, who = string.match(told, '^(%d+):(.*)$')
+  local times = redis.call('HMGET', attempts_key, unpack(changes))
+  local ranges, reads, failed, from = {}, {}, {}, nil
+  for i, one in ipairs(ours) do
+    local begun, given = string.match(times[i] or '', '^(%d+):%d+:(%d+)')
+    from = from or one[1]
+    local after = ours[i + 1]
+    if not after or after[1] ~= one[1] + 1 then
+      ranges[#ranges + 1] = format('%d-%d', from, one[1])
+      from = nil
+    end
+    -- Messages of one batch were given at one time: the last one stands for those before it.
+    local ago = given and format('%d', math.max(0, now - tonumber(given))) or ''
+    if #reads > 0 and reads[#reads][2] == ago then
+      reads[#reads][1] = one[1]
+    else
+      reads[#reads + 1] = {one[1], ago}
+    end
+    if begun and tonumber(begun) > 1 then failed[#failed + 1] = format('%d:%d', one[1], tonumber(begun) - 1) end
+  end
+  for i, read in ipairs(reads) do reads[i] = format('%d:%s', read[1], read[2]) end
+  local entry = {'m', who, 't', format('%d', now), 'h', table.concat(ranges, ','), 'r', table.concat(reads, ',')}
+  if #failed > 0 then entry[#entry + 1], entry[#entry + 2] = 'a', table.concat(failed, ',') end
+  -- What is dropped is counted in the new entry; an entry that goes leaves its count to the next one.
+  local dropped = 0
+  while redis.call('XLEN', outcomes_key) >= tonumber(kept) do
+    local oldest = redis.call('XRANGE', outcomes_key, '-', '+', 'COUNT', 1)[1]
+    local fields = oldest[2]
+    for i = 1, #fields, 2 do
+      if fields[i] == 'x' then dropped = dropped + tonumber(fields[i + 1]) end
+      if fields[i] == 'h' then
+        for first, last in string.gmatch(fields[i + 1], '(%d+)-(%d+)') do dropped = dropped + last - first + 1 end
+      end
+    end
+    redis.call('XDEL', outcomes_key, oldest[1])
+  end
+  if dropped > 0 then entry[#entry + 1], entry[#entry + 2] = 'x', format('%d', dropped) end
+  local place = redis.call('HINCRBY', lock_key, 'told', 1)
+  redis.call('XADD', outcomes_key, format('%d-%d', epoch, place), unpack(entry))
+end
+
 if #ours > 0 and word == 'ack' then
+  if told ~= '' then tell() end
   redis.call('HDEL', pops_key, unpack(changes))
   redis.call('HDEL', attempts_key, unpack(changes))
   redis.call('ZREM', lines_key, unpack(removed))

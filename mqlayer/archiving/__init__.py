@@ -2,6 +2,7 @@
 
 from mqlayer.archiving.archiver import ArchiveReport, archive_pass
 from mqlayer.archiving.gaps import ArchiveGap, accept_gaps, list_gaps
+from mqlayer.archiving.outcomes import OutcomeReport, archive_outcomes
 from mqlayer.archiving.retention import DayDropped, retain
 from mqlayer.archiving.standing import ArchiveStanding, archive_status
 
@@ -10,7 +11,9 @@ __all__ = [
     "ArchiveReport",
     "ArchiveStanding",
     "DayDropped",
+    "OutcomeReport",
     "accept_gaps",
+    "archive_outcomes",
     "archive_pass",
     "archive_status",
     "list_gaps",

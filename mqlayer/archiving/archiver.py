@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from mqlayer.archiving.batches import Batch, end_stopped, in_batch, make_days
+from mqlayer.archiving.outcomes import OutcomeReport, move_outcomes
 from mqlayer.archiving.reading import Pieces, Source, piece_of
 from mqlayer.archiving.rows import Chains
 from mqlayer.archiving.writing import Writer, Written
@@ -35,7 +36,8 @@ log = logging.getLogger(__name__)
 class ArchiveReport:
     """What a pass did: records archived per topic, partitions that are complete since, partitions that stand before a
     gap nobody accepted, nodes that were passed by, with the reason, topics that somebody else holds, and
-    partitions with a record that can't be archived. `ended`: nothing that can be read is left."""
+    partitions with a record that can't be archived; and likewise of what became of messages. `ended`: nothing that can
+    be read is left."""
 
     archived: dict[str, int] = field(default_factory=dict)
     completed: list[int] = field(default_factory=list)
@@ -43,6 +45,7 @@ class ArchiveReport:
     passed_by: dict[str, str] = field(default_factory=dict)
     held: list[str] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
+    outcomes: OutcomeReport = field(default_factory=OutcomeReport)
     ended: bool = True
 
     @property
@@ -72,7 +75,9 @@ def archive_pass(
     with _Lines(nodes, report, prefix=prefix, unsafe=unsafe) as lines:
         for topic_id, name, body_limit in topics:
             _Turn(database, lines, report, topic_id, name, piece_of(body_limit), until).run()
-            # Here a topic's outcomes follow: archive_outcomes(...), in batches of their own.
+            # In batches of their own.
+            move_outcomes(database, topic_id, name, report.outcomes, prefix=prefix, until=until, unsafe=unsafe)
+    report.ended &= report.outcomes.ended
     if report.total:
         log.info("archived", extra={"records": report.total, "topics": len(report.archived)})
     return report

@@ -1,7 +1,8 @@
 """Retire partitions: sealed ones that every group has drained leave a tombstone, and nothing else.
 
 States: *sealed* -> *deleted* (in Postgres; Redis still holds it) -> buried (only the tombstone is left). A crash
-between is made up for by the next pass. The tombstone stays for ever: a missing partition must never mean "open".
+between is made up for by the next pass. The tombstone stays for ever: a missing partition must never mean "open". Of an
+archived topic, what became of messages stays besides until the archiver has fetched it; it is not buried before.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
-from mqlayer.redis.partitions import retire_command
+from mqlayer.redis.nodes import Node, NodeConnection
+from mqlayer.redis.partitions import retire_command, retire_reply
 from mqlayer.routes.cache import load_nodes
 
 log = logging.getLogger(__name__)
@@ -41,10 +42,11 @@ def retire_partitions(database: Database, *, prefix: str, unsafe: bool = False) 
         done: list[int] = []
         silent: set[NodeId] = set()
         for node_id, partitions in work.items():
-            if _bury(nodes[node_id], partitions, prefix=prefix, unsafe=unsafe):
-                done += [partition for partition, _ in partitions]
-            else:
+            gone = _bury(nodes[node_id], partitions, prefix=prefix, unsafe=unsafe)
+            if gone is None:
                 silent.add(node_id)
+            else:
+                done += gone
         failpoint("retire.after_bury")
         if done:
             with database.connection() as connection:
@@ -59,8 +61,8 @@ def retire_partitions(database: Database, *, prefix: str, unsafe: bool = False) 
     return buried
 
 
-Unburied = list[tuple[int, list[int]]]
-"""Partitions, with the groups that have keys there."""
+Unburied = list[tuple[int, list[int], bool]]
+"""Partitions, with the groups that have keys there, and whether what became of messages is for the archive."""
 
 
 def _unburied(database: Database, passed_by: set[NodeId]) -> dict[NodeId, Unburied]:
@@ -69,18 +71,24 @@ def _unburied(database: Database, passed_by: set[NodeId]) -> dict[NodeId, Unburi
     with database.connection() as connection:
         rows = connection.execute(query("partition_unburied"), facts).fetchall()
     found: dict[NodeId, Unburied] = {}
-    for partition, node_id, groups in rows:
-        found.setdefault(NodeId(node_id), []).append((partition, groups))
+    for partition, node_id, groups, archived in rows:
+        found.setdefault(NodeId(node_id), []).append((partition, groups, archived))
     return found
 
 
-def _bury(node: Node, partitions: Unburied, *, prefix: str, unsafe: bool) -> bool:
-    """Leave nothing but tombstones of partitions; say whether their node did it."""
+def _bury(node: Node, partitions: Unburied, *, prefix: str, unsafe: bool) -> list[int] | None:
+    """Leave nothing but tombstones of partitions; return those of which that is so. None: their node is away."""
     try:
         with NodeConnection(node, unsafe=unsafe) as line:
-            for reply in line.call([retire_command(line, prefix, p, groups) for p, groups in partitions]):
-                raise_for_reply(reply, node.address)
+            commands = [
+                retire_command(line, prefix, p, groups, archived=archived) for p, groups, archived in partitions
+            ]
+            replies = line.call(commands)
+            gone = [retire_reply(reply, node.address) for reply in replies]
     except MqlayerError as error:
         log.warning("retire_node_passed_by", extra={"node": node.name, "reason": str(error)})
-        return False
-    return True
+        return None
+    done = [partition for (partition, *_), all_gone in zip(partitions, gone, strict=True) if all_gone]
+    if len(done) < len(partitions):
+        log.info("retire_waits_for_archiver", extra={"node": node.name, "partitions": len(partitions) - len(done)})
+    return done

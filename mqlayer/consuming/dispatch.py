@@ -322,7 +322,7 @@ class Dispatcher:
             parking = lane.parking
             if parked and parking is not None:
                 parking.entry = None
-                held.settled.extend(lane.batch)
+                held.passed.extend(lane.batch)
                 self._finish(lane, 0.0)
                 return
             lane.records[:0] = lane.batch
@@ -362,7 +362,7 @@ class Dispatcher:
     def buried(self, lane: Lane) -> None:
         """Take back a lane whose first message has left the group."""
         with self.lock:
-            lane.held.settled.extend(lane.batch)
+            lane.held.passed.extend(lane.batch)
             self._finish(lane, 0.0)
 
     def resume(self, held: Held, parking: Parking, records: list[ParkedRecord]) -> None:

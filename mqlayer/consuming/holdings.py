@@ -18,6 +18,7 @@ from enum import Enum, auto
 
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.parked import NEVER, Parking, Parkings
+from mqlayer.consuming.reads import Reads
 from mqlayer.consuming.verdicts import Park, Verdict
 from mqlayer.domain.message import NO_KEY, CommandRecord, Identity, ParkedRecord, Record
 from mqlayer.domain.offsets import Range, first_unsettled, is_settled
@@ -106,6 +107,8 @@ class Held:
         "noted",
         "ordered",
         "parked",
+        "passed",
+        "reads",
         "record_bytes",
         "settled",
         "settled_before",
@@ -129,9 +132,12 @@ class Held:
         self.asleep = 0  # (lock) folded lanes that wait for their backoff
         self.to_refill: deque[Lane] = deque()  # (lock) folded lanes that are due, to be read again
         self.settled: deque[Record] = deque()  # handled; appended by workers, taken one by one by the settler
+        # To be settled without being handled from here: parked, dead, or another partition's; likewise.
+        self.passed: deque[Record] = deque()
         # Offsets that the group's filter leaves out, to be settled as they are; likewise.
         self.unmatched: deque[Range] = deque()
         self.failed: deque[tuple[int, int]] = deque()  # offset and its failed attempts, to be counted; likewise
+        self.reads = Reads()  # of an archived topic: when what is not settled was given to us
         self.attempts: dict[int, int] = {}
         self.failing_since: dict[int, float] = {}  # offset -> when it failed first, here
         self.parked = Parkings()  # (lock)
@@ -228,14 +234,14 @@ class Held:
         return records
 
     def _without(self, records: list[Record], passed_over: Callable[[Record], bool]) -> list[Record]:
-        """Take some of the records as settled."""
+        """Take some of the records as settled, unhandled."""
         rest: list[Record] = []
         passed: list[Record] = []
         for record in records:
             (passed if passed_over(record) else rest).append(record)
         self.count_in_hand += len(passed)
         self.bytes_in_hand += sum(map(size_of, passed))
-        self.settled.extend(passed)
+        self.passed.extend(passed)
         return rest
 
     def pass_over_dead(self, lane: Lane) -> None:
@@ -243,7 +249,7 @@ class Held:
         if self.dead:
             dead = [record for record in lane.records if self._is_dead(record)]
             lane.records = [record for record in lane.records if not self._is_dead(record)]
-            self.settled.extend(dead)
+            self.passed.extend(dead)
 
     def _is_cut_off(self, record: Record) -> bool:
         """Say whether a record lies beyond the recorded marks: the successors have it, and handle it."""
@@ -402,6 +408,7 @@ def resumed_lane(held: Held, parking: Parking, records: list[ParkedRecord]) -> L
     lane.records = [*records]
     lane.line = deque()
     lane.parking, lane.resumed = parking, True
+    parking.given = clock()
     lane.caution = EVERY_OFFSET if parking.died else 0
     parking.lane = lane
     return lane

@@ -34,6 +34,7 @@ from mqlayer.parking import (
     Span,
     Turn,
     Written,
+    tried,
 )
 from mqlayer.redis.partitions import Taken
 
@@ -305,15 +306,16 @@ def _turn_of(held: Held, lane: Lane, parking: Parking) -> Turn:
     go_on = held.state is State.OPEN and not held.finished
     careful = parking.careful > 0
     turn = Turn(parking.ref, handled=list(lane.line), alone=careful, careful=careful)
+    turn.given_s = max(0.0, clock() - parking.given)
     match lane.verdict:
         case Bury(attempts, cause, reason, keep):
             turn.burial, turn.go_on = Burial(lane.records[0], cause, reason, attempts, keep), go_on
         case Park(attempts, cause, seconds):
             turn.entry = KeyEntry(parking.ref, cause, seconds, attempts)
-            turn.failed = lane.records[0].identity
+            turn.failed, turn.tried = lane.records[0].identity, tried(lane.records[0], attempts)
         case Wait(attempts, seconds):
             turn.entry = KeyEntry(parking.ref, "retry", seconds, attempts)
-            turn.failed = lane.records[0].identity
+            turn.failed, turn.tried = lane.records[0].identity, tried(lane.records[0], attempts)
         case None:
             turn.go_on, turn.alone = go_on, careful or (not turn.handled and parking.attempts > 0)
     return turn

@@ -121,6 +121,8 @@ class Member:
         self._database, self._routes, self._application = database, routes, application
         self.rules = group.rules
         self.tag_filter = TagFilter.of(group.tag_filter)
+        # Whether what becomes of messages is told to an archiver; by the heartbeat, before anything is held.
+        self.archived = False
         self._holdings = Holdings()
         self._links = Links()
         self._allocation = -1
@@ -460,6 +462,7 @@ class Member:
             self.dispatcher.hurry()
         # Counts for what is read from here on; what is read already was chosen.
         self.tag_filter = TagFilter.of(answer.tag_filter)
+        self.archived = answer.archived
         wanted = {assigned.partition: assigned for assigned in answer.assignments}
         self._assigned = frozenset(partition for partition, assigned in wanted.items() if not assigned.release)
         for held in self._holdings.all():

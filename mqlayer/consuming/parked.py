@@ -25,7 +25,7 @@ NEVER: Final = float("inf")
 class Parking:
     """One parked key of a holding."""
 
-    __slots__ = ("attempts", "careful", "died", "due", "entry", "full", "lane", "ref", "unsettled")
+    __slots__ = ("attempts", "careful", "died", "due", "entry", "full", "given", "lane", "ref", "unsettled")
 
     def __init__(self, ref: KeyRef, *, attempts: int = 0, due: float = NEVER, entry: KeyEntry | None = None) -> None:
         self.ref, self.attempts, self.due = ref, attempts, due
@@ -33,6 +33,8 @@ class Parking:
         self.entry = entry
         # What workers have of it.
         self.lane: Lane | None = None
+        # When they got that.
+        self.given = 0.0
         # Offsets that a former owner parked and may not have settled: handled now, they could come once more later.
         self.unsettled: set[int] = set()
         # The limit that keeps what follows of it in the stream, as was said last.

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
+from mqlayer.consuming.clock import clock
 from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.holdings import Held, Lane, State
 from mqlayer.consuming.node_thread import NodeThread
@@ -41,6 +42,7 @@ class ReadingOwner(Protocol):
 
     dispatcher: Dispatcher
     tag_filter: TagFilter | None
+    archived: bool
 
     def holdings_on(self, node_id: NodeId) -> list[Held]:
         """Return the holdings on a node that are not gone."""
@@ -204,6 +206,7 @@ class Reader(NodeThread):
             missing = selected.last - held.next_read + 1 - len(records) - left_out
             if missing > 0:
                 self._say_missing(held, held.next_read, selected.last, missing)
+            self._note_read(held, selected.last)
             self._owner.dispatcher.put(held, records, last=selected.last, unmatched=unmatched)
         if left_out:
             self._owner.left_out(left_out)
@@ -215,8 +218,14 @@ class Reader(NodeThread):
         if entries:
             records = records_of(entries)
             self._look_for_holes(held, records)
+            self._note_read(held, records[-1].offset)
             self._owner.dispatcher.put(held, records)
         self._note_command(held, command)
+
+    def _note_read(self, held: Held, last: int) -> None:
+        """Of an archived topic, note when these were given to us."""
+        if self._owner.archived:
+            held.reads.note(held.next_read, last, clock())
 
     def _note_command(self, held: Held, command: CommandRecord | None) -> None:
         if command is not None:

@@ -13,13 +13,14 @@ from typing import Any, Final, Protocol, TypeVar
 
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.dispatch import Dispatcher
-from mqlayer.consuming.holdings import Held, Start, State
+from mqlayer.consuming.holdings import EVERY_OFFSET, Held, Start, State
 from mqlayer.consuming.node_thread import NodeThread
 from mqlayer.domain.message import Record
 from mqlayer.domain.offsets import Range, as_ranges, covers, joined
 from mqlayer.domain.routing import NodeId
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.nodes import Command, NodeConnection, is_missing_script, raise_for_reply
+from mqlayer.redis.outcomes import RangeWord, told_of
 from mqlayer.redis.partitions import (
     Fenced,
     Kept,
@@ -48,6 +49,7 @@ class SettlingOwner(Protocol):
     """What a settler asks of its member."""
 
     dispatcher: Dispatcher
+    archived: bool
 
     def holdings_on(self, node_id: NodeId) -> list[Held]:
         """Return the holdings on a node that are not gone."""
@@ -93,7 +95,7 @@ class Settler(NodeThread):
         holdings = self._owner.holdings_on(self._line.node.node_id)
         # Once each: what comes in meanwhile waits for the next pass, or a busy partition would starve the others.
         for held in holdings:
-            if held.settled or held.unmatched or held.failed or held.starts:
+            if held.settled or held.passed or held.unmatched or held.failed or held.starts:
                 self._send(held)
         for held in holdings:
             if held.state is State.DRAINING and self._idle(held):
@@ -103,17 +105,21 @@ class Settler(NodeThread):
 
     def _send(self, held: Held) -> None:
         """Send what one holding has."""
-        records, failed, starts = _all_of(held.settled), _all_of(held.failed), _all_of(held.starts)
-        unmatched = joined(_all_of(held.unmatched))
-        ranges = as_ranges(record.offset for record in records)
-        if unmatched:
-            ranges = joined([*ranges, *unmatched])
+        handled, passed = _all_of(held.settled), _all_of(held.passed)
+        failed, starts = _all_of(held.failed), _all_of(held.starts)
+        unmatched, records = joined(_all_of(held.unmatched)), [*handled, *passed]
         forget = self._failed_of(held, records, unmatched)
         try:
-            answers = self._ask(held, ranges, forget, failed, starts)
+            if self._owner.archived:
+                settles = self._told_commands(held, _worded(handled, passed, unmatched), forget)
+            else:
+                ranges = as_ranges(record.offset for record in records)
+                settles = self._settle_commands(held, joined([*ranges, *unmatched]) if unmatched else ranges, forget)
+            answers = self._ask(held, settles, failed, starts)
         except BaseException:
             held.unmatched.extendleft(reversed(unmatched))
-            held.settled.extendleft(reversed(records))
+            held.settled.extendleft(reversed(handled))
+            held.passed.extendleft(reversed(passed))
             held.failed.extendleft(reversed(failed))
             held.starts.extendleft(reversed(starts))
             raise
@@ -131,6 +137,7 @@ class Settler(NodeThread):
             for offset in forget:
                 held.attempts.pop(offset, None)
         committed = max((answer.committed for answer in answers if isinstance(answer, Kept)), default=0)
+        held.reads.forget(committed)
         self._owner.acknowledged(held, records, committed)
         if unmatched:
             self._owner.dispatcher.left_out(held, unmatched)
@@ -138,15 +145,14 @@ class Settler(NodeThread):
     def _ask(
         self,
         held: Held,
-        ranges: list[Range],
-        forget: list[int],
+        settles: list[Command],
         failed: list[tuple[int, int]],
         starts: list[Start],
     ) -> list[int | Kept | Fenced | Refused | None]:
         """Send failed attempts, what is to be started, then settled offsets; return what the node says of each call."""
         counts = [attempt_command(self._line, held.holder, offset, attempts) for offset, attempts in failed]
         begun = [start_command(self._line, held.holder, start.offset, alone=start.alone) for start in starts]
-        commands = [*counts, *begun, *self._settle_commands(held, ranges, forget)]
+        commands = [*counts, *begun, *settles]
         failpoint("ack.before_send")
         replies = self._call(commands)
         failpoint("ack.after_send")
@@ -173,6 +179,22 @@ class Settler(NodeThread):
             forget = []
         return commands
 
+    def _told_commands(self, held: Held, worded: list[tuple[Range, RangeWord]], forget: list[int]) -> list[Command]:
+        """Return the same for an archived topic: with what became of each range, and when it was given."""
+        commands: list[Command] = []
+        now = clock()
+        for at in range(0, len(worded), RANGES_PER_CALL):
+            some = worded[at : at + RANGES_PER_CALL]
+            ranges = [one for one, _ in some]
+            # Counts go with the call that settles their offsets, which tells them.
+            upto = ranges[-1][1] if at + RANGES_PER_CALL < len(worded) else EVERY_OFFSET
+            of_these = [offset for offset in forget if offset <= upto]
+            forget = [offset for offset in forget if offset > upto]
+            reads = held.reads.ages((one for one, word in some if word == "h"), now)
+            told = told_of("".join(word for _, word in some), reads)
+            commands.append(settle_command(self._line, held.holder, ranges, of_these, told))
+        return commands
+
     def _call(self, commands: Sequence[Command]) -> list[Any]:
         replies = self._line.call(commands)
         if any(map(is_missing_script, replies)):
@@ -189,7 +211,7 @@ class Settler(NodeThread):
 
     def _idle(self, held: Held) -> bool:
         """Say whether a draining holding can be released: nothing runs and all is sent, or it took too long."""
-        if self._owner.dispatcher.drained(held) and not held.settled and not held.unmatched and not held.failed:
+        if self._owner.dispatcher.drained(held) and not (held.settled or held.passed or held.unmatched or held.failed):
             return True
         late = clock() > held.drain_until
         if late:
@@ -208,3 +230,11 @@ class Settler(NodeThread):
 def _all_of(line: deque[Item]) -> list[Item]:
     """Take everything out that is in a line now; others may go on appending."""
     return [line.popleft() for _ in range(len(line))]
+
+
+def _worded(handled: list[Record], passed: list[Record], unmatched: list[Range]) -> list[tuple[Range, RangeWord]]:
+    """Return sorted ranges, each with what became of it. What was passed over, others tell: it is parked or dead."""
+    words: list[tuple[Range, RangeWord]] = [(one, "u") for one in unmatched]
+    words += [(one, "h") for one in as_ranges(record.offset for record in handled)]
+    words += [(one, "-") for one in as_ranges(record.offset for record in passed)]
+    return sorted(words)

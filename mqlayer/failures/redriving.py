@@ -267,6 +267,7 @@ class _Work:
         self._database, self._redrive_id, self._worker, self._batch = database, redrive_id, worker, batch
         found = redrive_of(database, redrive_id)
         self._group = find_group(database, found.topic, found.group)
+        self._actor = found.actor
         self._alone = not self._group.ordered or self._group.strategy != "strict"
 
     def keep(self) -> float | None:
@@ -336,7 +337,7 @@ class _Work:
     def _give_back(self, connection: Connection, picked: Sequence[_Picked]) -> dict[int, Result]:
         """Let messages join their keys' lines in this order; return what became of each."""
         results: dict[int, Result] = {one.dead_id: "no_body" if one.bodiless else "already" for one in picked}
-        marked = _run(connection, "redrive_mark", {"dead_ids": list(results)}).fetchall()
+        marked = _run(connection, "redrive_mark", {"dead_ids": list(results), "actor": self._actor}).fetchall()
         dead = {row[0] for row in marked}
         facts = {"dead_ids": [dead_id for dead_id in results if dead_id in dead], "alone": self._alone}
         if not dead:

@@ -54,7 +54,7 @@ class Beat:
     """The answer to a heartbeat. `known` is False when the lease had run out or another process took the id.
 
     `rules`: the group's settings for messages that fail; `tag_filter`: which messages it wants. `parking`: how often
-    operators and scans acted on its parked keys.
+    operators and scans acted on its parked keys; `archived`: whether what becomes of messages is told to an archiver.
     """
 
     known: bool
@@ -63,6 +63,7 @@ class Beat:
     rules: RetryRules | None = None
     parking: int = 0
     tag_filter: str = NO_FILTER
+    archived: bool = False
     assignments: tuple[Assigned, ...] = ()
 
 
@@ -134,10 +135,11 @@ def beat(database: Database, session: Session, *, lease_s: float, own: Collectio
         _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
     with database.connection() as connection:
         rows = connection.execute(query("member_assignments"), facts).fetchall()
-    assigned = tuple(Assigned(*row[: -3 - RULES_COUNT]) for row in rows if row[0] is not None)
-    tag_filter, parking, allocation, *columns = rows[0][-3 - RULES_COUNT :] if rows else (NO_FILTER, 0, 0)
+    assigned = tuple(Assigned(*row[: -4 - RULES_COUNT]) for row in rows if row[0] is not None)
+    facts_of_group = rows[0][-4 - RULES_COUNT :] if rows else (False, NO_FILTER, 0, 0)
+    archived, tag_filter, parking, allocation, *columns = facts_of_group
     rules = RetryRules.of(columns) if columns else None
-    return Beat(True, False, allocation, rules, parking, tag_filter, assigned)
+    return Beat(True, False, allocation, rules, parking, tag_filter, archived, assigned)
 
 
 def release(database: Database, session: Session, *assigned: Assigned) -> None:

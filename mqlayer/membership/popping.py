@@ -18,7 +18,8 @@ from mqlayer.postgres.queries import query
 class PopPartition:
     """A partition of a group with ordered pop. `epoch`: None while it was never readable.
 
-    `start`, `seek`, `replay` and `cut` as of an assignment, see `Assigned`. `readable`: whether it is given out now.
+    `start`, `seek`, `replay` and `cut` as of an assignment, see `Assigned`. `readable`: whether it is given out now;
+    `archived`: whether what becomes of messages is told to an archiver.
     """
 
     partition: PartitionId
@@ -29,6 +30,7 @@ class PopPartition:
     replay: int
     cut: bool
     readable: bool
+    archived: bool = False
 
 
 def pop_partitions(database: Database, group_id: int) -> list[PopPartition]:

@@ -19,6 +19,7 @@ from mqlayer.parking.ledger import (
     Span,
     Turn,
     Written,
+    tried,
 )
 
 __all__ = [
@@ -40,4 +41,5 @@ __all__ = [
     "Span",
     "Turn",
     "Written",
+    "tried",
 ]

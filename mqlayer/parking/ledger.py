@@ -84,6 +84,16 @@ class Burial(NamedTuple):
     attempts: int
     keep: bool
 
+    @property
+    def tried(self) -> int:
+        """How many of its attempts nobody has written as yet: of a parked message all but those before this turn."""
+        return tried(self.record, self.attempts)
+
+
+def tried(record: Record, attempts: int) -> int:
+    """Return how many of a message's failed attempts are new since it was read, or handed out."""
+    return max(0, attempts - (record.attempts if isinstance(record, ParkedRecord) else 0))
+
 
 class AttemptNote(NamedTuple):
     """A failed attempt, for people. `timed_out`: it took longer than its time limit."""
@@ -110,7 +120,8 @@ class Turn:
 
     `handled`: of its messages; `burial`: its first message that is not handled. Then `go_on` hands out the next ones:
     `alone`, one only, or as many as go at a time; `careful`: to blame if nobody ever says how that ended. Else it waits
-    as `entry` says, for its message that `failed`, or just rests.
+    as `entry` says, for its message that `failed`, `tried` so many times more, or just rests. `given_s`: how long ago
+    it was handed out.
     """
 
     ref: KeyRef
@@ -121,6 +132,8 @@ class Turn:
     careful: bool = False
     entry: KeyEntry | None = None
     failed: Identity | None = None
+    tried: int = 0
+    given_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -341,13 +354,17 @@ class Ledger:
             written.full = dict.fromkeys(written.refused, room.full)
         written.gone = set(refs) - set(parked) - written.refused
         self._leave(connection, page, room, parked, written)
+        # What failed is the first one of its key, and has been counted there.
+        counted = {entry.ref: entry.attempts for entry in page.entries}
         rows = [
             (*ref, record.identity.source, record.identity.seq, record.offset, record.key, record.m, record.body,
-             page.attempts.get(record.identity, 0))
+             before, counted.pop(ref, before))
             for ref, record in page.messages
             if ref in parked and record.identity not in written.left
+            for before in [page.attempts.get(record.identity, 0)]
         ]  # fmt: skip
-        columns = _columns(("lps", "names", "sources", "seqs", "offsets", "keys", "ms", "bodies", "attempts"), rows)
+        names = ("lps", "names", "sources", "seqs", "offsets", "keys", "ms", "bodies", "attempts", "tried")
+        columns = _columns(names, rows)
         put = connection.execute(query("parked_messages_put"), facts | columns).fetchall()
         # What comes again, after a seek or a death, may be in front of what failed. New keys have their own counts.
         new = {entry.ref for entry in page.entries}
@@ -397,46 +414,47 @@ class Ledger:
         if not burials:
             return Counter()
         rows = [
-            (lp, source, seq, record.offset, record.key, record.m, record.body if keep else None, cause, reason, count)
-            for (record, cause, reason, count, keep) in burials
+            (lp, source, seq, record.offset, record.key, record.m, record.body if burial.keep else None, burial.cause,
+             burial.reason, burial.attempts, burial.tried)
+            for burial in burials
+            for record in [burial.record]
             for source, lp, seq in [record.identity]
-        ]
-        names = ("lps", "sources", "seqs", "offsets", "keys", "ms", "bodies", "causes", "reasons", "attempts")
+        ]  # fmt: skip
+        names = ("lps", "sources", "seqs", "offsets", "keys", "ms", "bodies", "causes", "reasons", "attempts", "tried")
         put = connection.execute(query("dead_put"), facts | _columns(names, rows)).fetchall()
         return Counter("dead" if kept else "skipped" for (kept,) in put)
 
     def _take(self, connection: Connection, facts: dict[str, object], turn: Turn, written: Written) -> bool:
         """Do what an owner says of a key; say whether that is in line again."""
         key = facts | turn.ref._asdict()
-        ended = [*turn.handled, *([turn.burial.record] if turn.burial else [])]
+        ended = [*((record, True) for record in turn.handled), *([(turn.burial.record, False)] if turn.burial else [])]
         if ended:
-            rows = [(lp, source, seq) for source, lp, seq in (record.identity for record in ended)]
-            connection.execute(query("parked_messages_end"), key | _columns(("lps", "sources", "seqs"), rows))
+            rows = [(lp, source, seq, handled) for record, handled in ended for source, lp, seq in [record.identity]]
+            columns = _columns(("lps", "sources", "seqs", "handled"), rows)
+            connection.execute(query("parked_messages_end"), key | columns | {"given_s": turn.given_s})
         if turn.go_on:
             records = written.next[turn.ref] = self._next(connection, turn, key, written)
             return not records and turn.ref not in written.early
         if turn.entry is None:
             connection.execute(query("parked_key_rest"), key | {"ended": bool(ended)})
             return False
-        put = self._put_off(connection, turn.entry, turn.failed, key)
+        put = self._put_off(connection, turn, turn.entry, key)
         if put is None:
             connection.execute(query("parked_key_rest"), key | {"ended": bool(ended)})
         # Released while it was in hand, or not the head any more: its owner has to look again.
         written.changed |= put is not False
         return False
 
-    def _put_off(
-        self, connection: Connection, entry: KeyEntry, failed: Identity | None, key: dict[str, object]
-    ) -> bool | None:
+    def _put_off(self, connection: Connection, turn: Turn, entry: KeyEntry, key: dict[str, object]) -> bool | None:
         """Let a parked key wait for its head, which failed; say whether it was released meanwhile: then it is due.
 
         None where another message is its head by now.
         """
-        if failed is None:
+        if turn.failed is None:
             return None
-        facts = {"cause": entry.cause, "wait_s": entry.wait_s, "attempts": entry.attempts}
-        put = connection.execute(query("parked_key_put"), key | facts | {"source": failed.source, "seq": failed.seq})
-        row = put.fetchone()
+        facts = {"cause": entry.cause, "wait_s": entry.wait_s, "attempts": entry.attempts, "tried": turn.tried}
+        head = {"source": turn.failed.source, "seq": turn.failed.seq}
+        row = connection.execute(query("parked_key_put"), key | facts | head).fetchone()
         return None if row is None else bool(row[0])
 
     def _next(self, connection: Connection, turn: Turn, key: dict[str, object], written: Written) -> list[ParkedRecord]:

@@ -199,7 +199,7 @@ class Asker:
                 found.append(message_of(record, attempt=times, token=token, replay=spot.one.replay))
         if beyond:
             log.warning("records_cut_off", extra={"partition": spot.one.partition, "count": len(beyond)})
-            self._settler.settle("ack", beyond)
+            self._settler.settle("ack", beyond, handled=False)
         return found
 
     def _is_cut_off(self, spot: Spot, record: Record) -> bool:

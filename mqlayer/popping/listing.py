@@ -29,8 +29,10 @@ class Listing:
         self._spots: dict[int, Spot] = {}
         # Also those that are not readable now: what is out of them can be settled.
         self._nodes: dict[int, NodeId] = {}
+        self.archived = False
         self._read_at = -LIST_AGE_S
         self._reading: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._read()
 
     @property
@@ -45,12 +47,13 @@ class Listing:
     def refresh(self) -> None:
         """Have it read again if it is old, beside what the caller does: a Postgres that is away must not hold it up.
 
-        What is known serves on meanwhile: nodes refuse what is void. For one thread at a time.
+        What is known serves on meanwhile: nodes refuse what is void. For any thread.
         """
-        reading = self._reading is not None and self._reading.is_alive()
-        if not reading and time.monotonic() - self._read_at >= LIST_AGE_S:
-            self._reading = threading.Thread(target=self._try_read, name="mqlayer-lists-partitions", daemon=True)
-            self._reading.start()
+        with self._starting:
+            reading = self._reading is not None and self._reading.is_alive()
+            if not reading and time.monotonic() - self._read_at >= LIST_AGE_S:
+                self._reading = threading.Thread(target=self._try_read, name="mqlayer-lists-partitions", daemon=True)
+                self._reading.start()
 
     def close(self) -> None:
         """Wait for a reading that is under way."""
@@ -78,6 +81,8 @@ class Listing:
 
     def _note(self, found: Sequence[PopPartition]) -> None:
         self._nodes = {**self._nodes, **{one.partition: one.node for one in found}}
+        # Whether what becomes of messages is told to an archiver: said of the topic, so of all alike.
+        self.archived = any(one.archived for one in found)
 
     def _spot(self, one: PopPartition) -> Spot:
         """Return a partition as it is known, or anew where anything about it changed."""

@@ -213,7 +213,7 @@ class Receiver:
         asking, telling = Lines(routes, settings), Lines(routes, settings)
         cleanup.callback(asking.close)
         cleanup.callback(telling.close)
-        settler = Settler(group, listing, telling, routes, prefix=prefix)
+        settler = Settler(group, listing, telling, routes, prefix=prefix, name=f"r-{uuid.uuid4().hex}")
         asker = Asker(
             group, listing, asking, settler,
             settings=settings, database=database, application=application, routes=routes,

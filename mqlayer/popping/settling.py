@@ -15,6 +15,7 @@ from mqlayer.popping.lines import Lines, call_scripts
 from mqlayer.popping.listing import Listing
 from mqlayer.popping.messages import Token
 from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.outcomes import told_by
 from mqlayer.redis.partitions import Refused
 from mqlayer.redis.popping import BATCH_LIMIT, Place, Settled, SettleWord, pop_settle_command, pop_settle_reply
 from mqlayer.routes.cache import RouteCache
@@ -26,6 +27,7 @@ class _Word:
 
     word: SettleWord
     ms: int
+    told: bytes
     stale: list[Token] = field(default_factory=list)
     unknown: list[Token] = field(default_factory=list)
 
@@ -36,16 +38,22 @@ Calls = Sequence[tuple[Place, Sequence[Token]]]
 class Settler:
     """Tells nodes, on connections of its own. Safe to use from many threads, one at a time is served."""
 
-    def __init__(self, group: Group, listing: Listing, lines: Lines, routes: RouteCache, *, prefix: str) -> None:
+    def __init__(
+        self, group: Group, listing: Listing, lines: Lines, routes: RouteCache, *, prefix: str, name: str
+    ) -> None:
         self._group, self._listing, self._lines, self._routes, self._prefix = group, listing, lines, routes, prefix
-        self._lock = threading.Lock()
+        self._name, self._lock = name, threading.Lock()
 
-    def settle(self, word: SettleWord, tokens: Sequence[Token], *, ms: int = 0) -> None:
+    def settle(self, word: SettleWord, tokens: Sequence[Token], *, ms: int = 0, handled: bool = True) -> None:
         """Say a word of messages: one call per partition, epoch and 500 messages, one write per node.
 
-        Raises InvalidInput for offsets that nobody has, StaleToken for messages that others have: the rest is done.
+        `handled`: False where they are settled here and handled elsewhere, so that nothing is told of them. Raises
+        InvalidInput for offsets that nobody has, StaleToken for messages that others have: the rest is done.
         """
-        said = _Word(word, ms)
+        # Whether the topic is archived may have changed; whoever only settles has no other reason to look.
+        self._listing.refresh()
+        told = told_by(self._name) if handled and word == "ack" and self._listing.archived else b""
+        said = _Word(word, ms, told)
         by_place: dict[tuple[int, int], list[Token]] = {}
         for token in tokens:
             by_place.setdefault((token.partition, token.epoch), []).append(token)
@@ -93,7 +101,9 @@ class Settler:
 
     def _ask(self, line: NodeConnection, said: _Word, calls: Calls) -> list[Any]:
         commands = [
-            pop_settle_command(line, place, said.word, [(token.batch, token.offset) for token in tokens], ms=said.ms)
+            pop_settle_command(
+                line, place, said.word, [(token.batch, token.offset) for token in tokens], ms=said.ms, told=said.told
+            )
             for place, tokens in calls
         ]
         return call_scripts(line, commands)

@@ -8,9 +8,10 @@ different partitions have different tags. Groups are named by their id: a name m
 <prefix>:{<partition>}:meta                 hash    state, topic, lp_from, lp_to, next, first; of route changes:
                                                     change, sealed_for, seal, lost
 <prefix>:{<partition>}:marks                hash    <source>:<lp> -> highest seq in the partition
-<prefix>:{<partition>}:g<group>:lock        hash    owner, epoch, refreshed_at, committed, base, top, seek
+<prefix>:{<partition>}:g<group>:lock        hash    owner, epoch, refreshed_at, committed, base, top, seek, told
 <prefix>:{<partition>}:g<group>:acks        string  ack bitmap, bit i is offset base + i
 <prefix>:{<partition>}:g<group>:attempts    hash    offset -> <failed attempts>:<ms of the first>:<ms of the last>
+<prefix>:{<partition>}:g<group>:outcomes    stream  what became of offsets (archived topics); id <epoch>-<told>
 
 of a group with ordered pop, besides (see pop_receive):
 <prefix>:{<partition>}:g<group>:pops        hash    offset -> <batch>:<ms when it is visible>:<lane>
@@ -72,3 +73,9 @@ def pop_keys(prefix: str, partition: int, group_id: int) -> PopKeys:
     """Return the keys that a group with ordered pop has besides."""
     stem = f"{prefix}:{{{partition}}}:g{group_id}:".encode()
     return PopKeys(stem + b"pops", stem + b"lines", stem + b"due", stem + b"batches", stem + b"wake")
+
+
+@cache
+def outcomes_key(prefix: str, partition: int, group_id: int) -> bytes:
+    """Return the stream of what became of a partition's messages for a group, until an archiver has fetched it."""
+    return f"{prefix}:{{{partition}}}:g{group_id}:outcomes".encode()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from mqlayer.domain.offsets import is_settled
-from mqlayer.redis.keys import group_keys, partition_keys, pop_keys
+from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys, pop_keys
 from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 
 RunWord = Literal["ok", "dup", "gap", "unowned"]
@@ -136,13 +136,23 @@ def pass_command(
     return line.script("mark_pass", (keys.meta, keys.marks), f"{source}:{lp}", after, to)
 
 
-def retire_command(line: NodeConnection, prefix: str, partition: int, groups: Iterable[int]) -> Command:
-    """Return the command that leaves nothing of a partition but its tombstone."""
-    keys = partition_keys(prefix, partition)
+def retire_command(
+    line: NodeConnection, prefix: str, partition: int, groups: Iterable[int], *, archived: bool = False
+) -> Command:
+    """Return the command that leaves nothing of a partition but its tombstone; `archived`: and outcomes not fetched."""
+    keys, groups = partition_keys(prefix, partition), list(groups)
     of_groups = [
         key for group in groups for keys_of in (group_keys, pop_keys) for key in keys_of(prefix, partition, group)
     ]
-    return line.script("partition_retire", (keys.meta, keys.log, keys.marks, *of_groups))
+    streams = [outcomes_key(prefix, partition, group) for group in groups]
+    return line.script(
+        "partition_retire", (keys.meta, keys.log, keys.marks, *of_groups, *streams), len(streams) * archived
+    )
+
+
+def retire_reply(reply: Any, address: str) -> bool:
+    """Say whether nothing but the tombstone is left; False: outcomes are to be fetched first."""
+    return bool(raise_for_reply(reply, address)[0] == b"retired")
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,16 +257,18 @@ def settle_command(
     holder: Holder,
     ranges: Sequence[tuple[int, int]],
     forget_attempts: Iterable[int] = (),
+    told: bytes = b"",
 ) -> Command:
-    """Return the command that settles ranges of offsets [first, last]; at most 500 ranges."""
+    """Return the command that settles ranges of offsets [first, last]; at most 500 ranges. `told`: see `outcomes`."""
     keys, group = partition_keys(holder.prefix, holder.partition), _group(holder)
     flat = [bound for pair in ranges for bound in pair]
     return line.script(
         "offsets_settle",
-        (keys.meta, group.lock, group.acks, group.attempts),
+        (keys.meta, *group, outcomes_key(holder.prefix, holder.partition, holder.group_id)),
         holder.member,
         holder.epoch,
         len(ranges),
+        told,
         *flat,
         *forget_attempts,
     )

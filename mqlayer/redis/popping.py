@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 from mqlayer.domain.message import Record
-from mqlayer.redis.keys import group_keys, partition_keys, pop_keys
+from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys, pop_keys
 from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import Fenced, Refused
 
@@ -112,19 +112,37 @@ def receive_reply(reply: Any, address: str) -> Given | Nothing | Drained | Fence
 
 
 def pop_settle_command(
-    line: NodeConnection, place: Place, word: SettleWord, tokens: Iterable[tuple[int, int]], *, ms: int = 0
+    line: NodeConnection,
+    place: Place,
+    word: SettleWord,
+    tokens: Iterable[tuple[int, int]],
+    *,
+    ms: int = 0,
+    told: bytes = b"",
 ) -> Command:
-    """Return the command that says what became of messages; `tokens`: batch and offset of each, at most BATCH_LIMIT."""
+    """Return the command that says what became of messages; `tokens`: batch and offset of each, at most BATCH_LIMIT.
+
+    `told`: see `outcomes`.
+    """
     keys, group = partition_keys(place.prefix, place.partition), _group(place)
     pops = pop_keys(place.prefix, place.partition, place.group_id)
     flat = [number for token in tokens for number in token]
     return line.script(
         "pop_settle",
-        (keys.meta, *group, pops.pops, pops.lines, pops.due, pops.wake),
+        (
+            keys.meta,
+            *group,
+            pops.pops,
+            pops.lines,
+            pops.due,
+            pops.wake,
+            outcomes_key(place.prefix, place.partition, place.group_id),
+        ),
         place.epoch,
         word,
         ms,
         len(flat) // 2,
+        told,
         *flat,
     )
 

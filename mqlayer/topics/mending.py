@@ -143,7 +143,11 @@ class Mender:
         rows = self._connection.execute(query("node_tombstones"), {"node_id": self._line.node.node_id}).fetchall()
         for at in range(0, len(rows), TOMBSTONES_PER_WRITE):
             some = rows[at : at + TOMBSTONES_PER_WRITE]
-            for reply in self._line.call([retire_command(self._line, self._prefix, p, groups) for p, groups in some]):
+            commands = [
+                retire_command(self._line, self._prefix, partition, groups, archived=archived)
+                for partition, groups, archived in some
+            ]
+            for reply in self._line.call(commands):
                 raise_for_reply(reply, self._line.node.address)
 
     def _look(self) -> dict[int, Found]:

@@ -216,12 +216,12 @@ WHERE c.change_id = p.ended_in AND c.state = 'done' AND p.state = 'sealed'
 RETURNING p.partition_id;
 
 -- name: partition_unburied
--- Deleted partitions of which more than a tombstone may be left in Redis, with the groups that have keys there; but for
--- those on some nodes.
+-- Deleted partitions of which more than a tombstone may be left in Redis, with the groups that have keys there, and whether
+-- the archive wants what became of messages; but for those on some nodes.
 SELECT p.partition_id, p.node_id,
        (SELECT coalesce(array_agg(g.group_id ORDER BY g.group_id), '{}')
-        FROM mqlayer.consumer_group g WHERE g.topic_id = p.topic_id) AS group_ids
-FROM mqlayer.partition p
+        FROM mqlayer.consumer_group g WHERE g.topic_id = p.topic_id) AS group_ids, t.archived
+FROM mqlayer.partition p JOIN mqlayer.topic t USING (topic_id)
 WHERE p.state = 'deleted' AND p.retired_at IS NULL AND p.node_id <> ALL(%(passed_by)s::int[])
 ORDER BY p.partition_id LIMIT %(limit)s;
 

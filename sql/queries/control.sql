@@ -31,11 +31,13 @@ ORDER BY p.partition_id;
 
 -- name: node_tombstones
 -- The partitions of which a node must hold nothing but a tombstone, with the groups that may have keys there: deleted
--- ones, and copies of those that were made anew elsewhere while the node was given up.
+-- ones, and copies of those that were made anew elsewhere while the node was given up. And whether it may hold what became
+-- of messages, which the archive has yet to fetch.
 SELECT p.partition_id,
        (SELECT coalesce(array_agg(g.group_id ORDER BY g.group_id), '{}')
-        FROM mqlayer.consumer_group g WHERE g.topic_id = p.topic_id) AS group_ids
-FROM mqlayer.partition p
+        FROM mqlayer.consumer_group g WHERE g.topic_id = p.topic_id) AS group_ids,
+       t.archived AND p.node_id = %(node_id)s AND p.retired_at IS NULL AS archived
+FROM mqlayer.partition p JOIN mqlayer.topic t USING (topic_id)
 WHERE (p.node_id = %(node_id)s AND p.state = 'deleted')
    OR EXISTS (SELECT FROM mqlayer.abandoned a WHERE a.partition_id = p.partition_id AND a.node_id = %(node_id)s)
 ORDER BY p.partition_id;

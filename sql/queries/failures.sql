@@ -151,6 +151,10 @@ WITH gone AS (
            ORDER BY place, seq LIMIT %(limit)s) AS first
     WHERE p.group_id = %(group_id)s AND p.lp = %(lp)s AND p.source = first.source AND p.seq = first.seq
     RETURNING p.*
+), told AS (
+    INSERT INTO mqlayer_archive.outcome_queue (topic_id, group_id, partition_id, log_offset, word, attempts, actor, reason)
+    SELECT g.topic_id, e.group_id, e.partition_id, e.log_offset, 'discarded', e.tried, %(actor)s, %(reason)s
+    FROM gone e JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id) WHERE t.archived
 )
 INSERT INTO mqlayer.dead_message AS d
     (group_id, lp, source, seq, partition_id, log_offset, key, m, body, cause, reason, attempts, actor)
@@ -209,11 +213,19 @@ ORDER BY t.name, g.name;
 
 -- name: dead_rule
 -- An operator's last word on a dead message: it is to stay so, and why. What was said of it before.
-UPDATE mqlayer.dead_message d SET cause = 'discarded', reason = %(reason)s, actor = %(actor)s
-FROM (SELECT dead_id, cause, reason FROM mqlayer.dead_message
-      WHERE dead_id = %(dead_id)s AND redriven_at IS NULL FOR UPDATE) AS before, mqlayer.consumer_group g, mqlayer.topic t
-WHERE d.dead_id = before.dead_id AND g.group_id = d.group_id AND t.topic_id = g.topic_id
-RETURNING before.cause, before.reason, d.group_id, t.name, g.name;
+WITH ruled AS (
+    UPDATE mqlayer.dead_message d SET cause = 'discarded', reason = %(reason)s, actor = %(actor)s
+    FROM (SELECT dead_id, cause, reason FROM mqlayer.dead_message
+          WHERE dead_id = %(dead_id)s AND redriven_at IS NULL FOR UPDATE) AS before
+    WHERE d.dead_id = before.dead_id
+    RETURNING before.cause, before.reason, d.group_id, d.partition_id, d.log_offset, d.attempts
+), told AS (
+    INSERT INTO mqlayer_archive.outcome_queue (topic_id, group_id, partition_id, log_offset, word, attempts, actor, reason)
+    SELECT g.topic_id, r.group_id, r.partition_id, r.log_offset, 'discarded', r.attempts, %(actor)s, %(reason)s
+    FROM ruled r JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id) WHERE t.archived
+)
+SELECT r.cause, r.reason, r.group_id, t.name, g.name
+FROM ruled r JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id);
 
 -- name: skip_ways
 -- The partitions that a group has not drained and that hold an LP, parents before successors.
@@ -248,15 +260,22 @@ SELECT EXISTS (
 
 -- name: dead_ruled_put
 -- A message that an operator ruled dead; again, where it died before and was given back.
-INSERT INTO mqlayer.dead_message AS d
-    (group_id, lp, source, seq, partition_id, log_offset, key, m, body, cause, reason, attempts, actor)
-VALUES (%(group_id)s, %(lp)s, %(source)s, %(seq)s, %(partition_id)s, %(log_offset)s, %(key)s, %(m)s, %(body)s, 'discarded',
-        %(reason)s, %(attempts)s, %(actor)s)
-ON CONFLICT (group_id, lp, source, seq) DO UPDATE
-SET partition_id = excluded.partition_id, log_offset = excluded.log_offset, body = excluded.body, cause = excluded.cause,
-    reason = excluded.reason, attempts = excluded.attempts, actor = excluded.actor, died_at = clock_timestamp(),
-    redriven_at = NULL, redriven_seek = NULL
-RETURNING dead_id;
+WITH put AS (
+    INSERT INTO mqlayer.dead_message AS d
+        (group_id, lp, source, seq, partition_id, log_offset, key, m, body, cause, reason, attempts, actor)
+    VALUES (%(group_id)s, %(lp)s, %(source)s, %(seq)s, %(partition_id)s, %(log_offset)s, %(key)s, %(m)s, %(body)s,
+            'discarded', %(reason)s, %(attempts)s, %(actor)s)
+    ON CONFLICT (group_id, lp, source, seq) DO UPDATE
+    SET partition_id = excluded.partition_id, log_offset = excluded.log_offset, body = excluded.body,
+        cause = excluded.cause, reason = excluded.reason, attempts = excluded.attempts, actor = excluded.actor,
+        died_at = clock_timestamp(), redriven_at = NULL, redriven_seek = NULL
+    RETURNING d.*
+), told AS (
+    INSERT INTO mqlayer_archive.outcome_queue (topic_id, group_id, partition_id, log_offset, word, attempts, actor, reason)
+    SELECT g.topic_id, p.group_id, p.partition_id, p.log_offset, p.cause, p.attempts, p.actor, p.reason
+    FROM put p JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id) WHERE t.archived
+)
+SELECT dead_id FROM put;
 
 -- name: fence_state
 -- The epoch that the fence of an LP is at, and whether it has the effect of a message.
@@ -347,10 +366,18 @@ ORDER BY 1;
 
 -- name: redrive_mark
 -- These live in the group again: which of them were dead until now.
-UPDATE mqlayer.dead_message d SET redriven_at = clock_timestamp(), redriven_seek = g.seek
-FROM mqlayer.consumer_group g
-WHERE d.dead_id = ANY(%(dead_ids)s::bigint[]) AND d.redriven_at IS NULL AND d.body IS NOT NULL AND g.group_id = d.group_id
-RETURNING d.dead_id, d.lp, d.source, d.seq;
+WITH marked AS (
+    UPDATE mqlayer.dead_message d SET redriven_at = clock_timestamp(), redriven_seek = g.seek
+    FROM mqlayer.consumer_group g
+    WHERE d.dead_id = ANY(%(dead_ids)s::bigint[]) AND d.redriven_at IS NULL AND d.body IS NOT NULL
+      AND g.group_id = d.group_id
+    RETURNING d.dead_id, d.lp, d.source, d.seq, d.group_id, d.partition_id, d.log_offset, d.attempts, g.topic_id
+), told AS (
+    INSERT INTO mqlayer_archive.outcome_queue (topic_id, group_id, partition_id, log_offset, word, attempts, actor)
+    SELECT m.topic_id, m.group_id, m.partition_id, m.log_offset, 'redriven', m.attempts, %(actor)s
+    FROM marked m JOIN mqlayer.topic t USING (topic_id) WHERE t.archived
+)
+SELECT dead_id, lp, source, seq FROM marked;
 
 -- name: redrive_keys_put
 -- The keys of redriven messages are parked and due; those that are parked stay as they are, locked. A message that stands

@@ -163,10 +163,11 @@ ORDER BY g.group_id;
 -- an old process must not learn the epochs of the one that took its id.
 SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_offset, 1) AS start_offset,
        a.target IS DISTINCT FROM a.member_id AS release, coalesce(e.cut, false) AS cut, g.seek, g.replay,
-       g.tag_filter, g.parking, g.allocation, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors,
-       g.retried_errors, g.time_limit_s, g.time_cap_s, g.parked_keys_limit, g.parked_messages_limit, g.parked_bytes_limit,
-       g.key_messages_limit, g.key_bytes_limit
+       t.archived, g.tag_filter, g.parking, g.allocation, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy,
+       g.final_errors, g.retried_errors, g.time_limit_s, g.time_cap_s, g.parked_keys_limit, g.parked_messages_limit,
+       g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit
 FROM mqlayer.consumer_group g
+JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN mqlayer.member m ON m.group_id = g.group_id AND m.member_id = %(member_id)s AND m.session = %(session)s
 LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.member_id = m.member_id
 LEFT JOIN mqlayer.partition p ON p.partition_id = a.partition_id AND p.state <> 'deleted'
@@ -309,8 +310,9 @@ SELECT pg_notify('mqlayer_group', group_id::text) FROM raised;
 -- name: pop_partitions
 -- The partitions of a group with ordered pop, under which epoch they are given out, and whether they are now.
 SELECT p.partition_id, p.node_id, a.epoch, coalesce(s.start_offset, 1) AS start_offset, g.seek, g.replay,
-       coalesce(e.cut, false) AS cut, r.partition_id IS NOT NULL AS readable
+       coalesce(e.cut, false) AS cut, r.partition_id IS NOT NULL AS readable, t.archived
 FROM mqlayer.consumer_group g
+JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')
 LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.partition_id = p.partition_id
 LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id

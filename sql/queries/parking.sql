@@ -90,19 +90,27 @@ WHERE EXISTS (SELECT FROM mqlayer.parked_message m
 -- name: parked_messages_put
 -- Park messages of parked keys, in order. One whose source's next message of the key is there takes its place, in front
 -- of it; what is there itself stays.
-INSERT INTO mqlayer.parked_message (group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body, attempts)
-SELECT %(group_id)s, lp, name, source, seq,
-       coalesce((SELECT o.place FROM mqlayer.parked_message o
-                 WHERE o.group_id = %(group_id)s AND o.lp = given.lp AND o.source = given.source
-                   AND o.seq > given.seq AND o.name = given.name ORDER BY o.seq LIMIT 1),
-                nextval('mqlayer.parked_place')),
-       %(partition_id)s, log_offset, key, m, body, attempts
-FROM (SELECT * FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[],
-                           %(offsets)s::bigint[], %(keys)s::bytea[], %(ms)s::bytea[], %(bodies)s::bytea[],
-                           %(attempts)s::int[])
-          WITH ORDINALITY AS u (lp, name, source, seq, log_offset, key, m, body, attempts, n) ORDER BY n) AS given
-ON CONFLICT (group_id, lp, source, seq) DO NOTHING
-RETURNING lp, name, source, seq;
+WITH put AS (
+    INSERT INTO mqlayer.parked_message
+        (group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body, attempts, tried)
+    SELECT %(group_id)s, lp, name, source, seq,
+           coalesce((SELECT o.place FROM mqlayer.parked_message o
+                     WHERE o.group_id = %(group_id)s AND o.lp = given.lp AND o.source = given.source
+                       AND o.seq > given.seq AND o.name = given.name ORDER BY o.seq LIMIT 1),
+                    nextval('mqlayer.parked_place')),
+           %(partition_id)s, log_offset, key, m, body, attempts, tried
+    FROM (SELECT * FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[],
+                               %(offsets)s::bigint[], %(keys)s::bytea[], %(ms)s::bytea[], %(bodies)s::bytea[],
+                               %(attempts)s::int[], %(tried)s::int[])
+              WITH ORDINALITY AS u (lp, name, source, seq, log_offset, key, m, body, attempts, tried, n) ORDER BY n) AS given
+    ON CONFLICT (group_id, lp, source, seq) DO NOTHING
+    RETURNING lp, name, source, seq, group_id, partition_id, log_offset, tried
+), told AS (
+    INSERT INTO mqlayer_archive.outcome_queue (topic_id, group_id, partition_id, log_offset, word, attempts, actor)
+    SELECT g.topic_id, p.group_id, p.partition_id, p.log_offset, 'parked', p.tried, %(member_id)s
+    FROM put p JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id) WHERE t.archived
+)
+SELECT lp, name, source, seq FROM put;
 
 -- name: parked_heads_put
 -- Where one of these messages is its key's head now, what was counted of the former head is not its own.
@@ -115,25 +123,42 @@ WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name
 
 -- name: parked_messages_end
 -- Messages of parked keys that are handled, or dead.
-DELETE FROM mqlayer.parked_message m
-USING unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[]) AS given (lp, source, seq)
-WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.source = given.source AND m.seq = given.seq;
+WITH gone AS (
+    DELETE FROM mqlayer.parked_message m
+    USING unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[], %(handled)s::boolean[])
+          AS given (lp, source, seq, handled)
+    WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.source = given.source AND m.seq = given.seq
+    RETURNING m.group_id, m.partition_id, m.log_offset, m.tried, given.handled
+)
+INSERT INTO mqlayer_archive.outcome_queue
+    (topic_id, group_id, partition_id, log_offset, word, attempts, delivered_at, actor)
+SELECT g.topic_id, e.group_id, e.partition_id, e.log_offset, 'handled', e.tried + 1,
+       statement_timestamp() - make_interval(secs => %(given_s)s), %(member_id)s
+FROM gone e JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+WHERE e.handled AND t.archived;
 
 -- name: parked_key_put
 -- How it goes on with a parked key whose message failed: why it waits, for how long, and how often that one failed; not
 -- where another one took its place at the head meanwhile. Released since it was started, it is due with all its attempts.
-UPDATE mqlayer.parked_key k
-SET cause = %(cause)s, attempts = CASE WHEN k.released THEN 0 ELSE %(attempts)s END,
-    due_at = CASE WHEN k.released THEN clock_timestamp()
-                  ELSE clock_timestamp() + make_interval(secs => %(wait_s)s) END,
-    started = NULL, started_alone = false, released = false
-FROM (SELECT released FROM mqlayer.parked_key
-      WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s FOR UPDATE) AS before
-WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s
-  AND (%(source)s::int, %(seq)s::bigint) = (
-      SELECT m.source, m.seq FROM mqlayer.parked_message m
-      WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name ORDER BY m.place, m.seq LIMIT 1)
-RETURNING before.released;
+WITH put AS (
+    UPDATE mqlayer.parked_key k
+    SET cause = %(cause)s, attempts = CASE WHEN k.released THEN 0 ELSE %(attempts)s END,
+        due_at = CASE WHEN k.released THEN clock_timestamp()
+                      ELSE clock_timestamp() + make_interval(secs => %(wait_s)s) END,
+        started = NULL, started_alone = false, released = false
+    FROM (SELECT released FROM mqlayer.parked_key
+          WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s FOR UPDATE) AS before
+    WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s
+      AND (%(source)s::int, %(seq)s::bigint) = (
+          SELECT m.source, m.seq FROM mqlayer.parked_message m
+          WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name ORDER BY m.place, m.seq LIMIT 1)
+    RETURNING before.released, k.group_id, k.lp
+), counted AS (
+    UPDATE mqlayer.parked_message m SET tried = m.tried + %(tried)s::int FROM put
+    WHERE m.group_id = put.group_id AND m.lp = put.lp AND m.source = %(source)s::int AND m.seq = %(seq)s::bigint
+      AND %(tried)s::int > 0
+)
+SELECT released FROM put;
 
 -- name: parked_key_start
 -- Messages of a parked key are started under an epoch: several, or its first one alone and to blame if nobody answers.
@@ -172,18 +197,33 @@ WHERE (before < %(bytes)s OR before = 0) AND next ORDER BY place, seq;
 
 -- name: dead_put
 -- Messages that leave the group without their effect, and why.
-INSERT INTO mqlayer.dead_message AS d
-    (group_id, lp, source, seq, partition_id, log_offset, key, m, body, cause, reason, attempts, actor)
-SELECT %(group_id)s, lp, source, seq, %(partition_id)s, log_offset, key, m, body, cause, reason, attempts, %(member_id)s
-FROM unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[], %(offsets)s::bigint[], %(keys)s::bytea[],
-            %(ms)s::bytea[], %(bodies)s::bytea[], %(causes)s::text[], %(reasons)s::text[], %(attempts)s::int[])
-     AS given (lp, source, seq, log_offset, key, m, body, cause, reason, attempts)
-ON CONFLICT (group_id, lp, source, seq) DO UPDATE
-SET partition_id = excluded.partition_id, log_offset = excluded.log_offset, body = excluded.body, cause = excluded.cause,
-    reason = excluded.reason, attempts = excluded.attempts, actor = excluded.actor, died_at = excluded.died_at,
-    redriven_at = NULL, redriven_seek = NULL
-WHERE d.redriven_at IS NOT NULL
-RETURNING d.body IS NOT NULL;
+WITH given AS (
+    SELECT * FROM unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[], %(offsets)s::bigint[],
+                         %(keys)s::bytea[], %(ms)s::bytea[], %(bodies)s::bytea[], %(causes)s::text[], %(reasons)s::text[],
+                         %(attempts)s::int[], %(tried)s::int[])
+         AS u (lp, source, seq, log_offset, key, m, body, cause, reason, attempts, tried)
+), put AS (
+    INSERT INTO mqlayer.dead_message AS d
+        (group_id, lp, source, seq, partition_id, log_offset, key, m, body, cause, reason, attempts, actor)
+    SELECT %(group_id)s, lp, source, seq, %(partition_id)s, log_offset, key, m, body, cause, reason, attempts,
+           %(member_id)s FROM given
+    ON CONFLICT (group_id, lp, source, seq) DO UPDATE
+    SET partition_id = excluded.partition_id, log_offset = excluded.log_offset, body = excluded.body,
+        cause = excluded.cause, reason = excluded.reason, attempts = excluded.attempts, actor = excluded.actor,
+        died_at = excluded.died_at, redriven_at = NULL, redriven_seek = NULL
+    WHERE d.redriven_at IS NOT NULL
+    RETURNING group_id, lp, source, seq, partition_id, log_offset, body IS NOT NULL AS kept, cause, reason, actor
+), told AS (
+    INSERT INTO mqlayer_archive.outcome_queue
+        (topic_id, group_id, partition_id, log_offset, word, attempts, actor, reason)
+    SELECT g.topic_id, d.group_id, coalesce(m.partition_id, d.partition_id), d.log_offset, d.cause,
+           coalesce(m.tried, 0) + given.tried, d.actor, d.reason
+    FROM put d JOIN given USING (lp, source, seq) JOIN mqlayer.consumer_group g USING (group_id)
+    JOIN mqlayer.topic t USING (topic_id)
+    LEFT JOIN mqlayer.parked_message m USING (group_id, lp, source, seq)
+    WHERE t.archived
+)
+SELECT kept FROM put;
 
 -- name: failed_attempts_put
 -- Failed attempts, for people.

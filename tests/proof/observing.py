@@ -102,14 +102,16 @@ def observe_retiring(history: History, topic: str) -> None:
     Whoever retires it does so, and whoever arms its node again.
     """
 
-    def bury(line: NodeConnection, prefix: str, partition: int, groups: Iterable[int]) -> Command:
+    def bury(
+        line: NodeConnection, prefix: str, partition: int, groups: Iterable[int], *, archived: bool = False
+    ) -> Command:
         try:
             with redis.Redis.from_url(line.node.url) as client:
                 for event in read_records(client, prefix, partition, topic):
                     history.note(event)
         except redis.RedisError as error:
             raise StoreUnavailable(line.node.address, str(error)) from error
-        return retire_command(line, prefix, partition, groups)
+        return retire_command(line, prefix, partition, groups, archived=archived)
 
     for module in (retiring, mending):
         _replace(module, retire_command=bury)

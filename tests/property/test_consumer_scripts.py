@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,9 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from mqlayer.domain.offsets import is_settled
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import StoreUnavailable
-from mqlayer.redis.keys import group_keys, partition_keys
+from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys
 from mqlayer.redis.looking import FIND_LIMIT, Head, find_command, find_reply, look_command, look_reply
 from mqlayer.redis.nodes import Node, NodeConnection
+from mqlayer.redis.outcomes import NOWHERE, Place, Stretch, entries_of, fetch_command, forget_command, told_of
 from mqlayer.redis.partitions import (
     Failures,
     Fenced,
@@ -50,8 +52,41 @@ GROUP = 7
 WINDOW = 1_048_576
 IN_HAND = 20_000
 MEMBERS = ("a", "b")
+KEPT = 4
+"""How many entries wait to be fetched, here."""
 REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 """Bytes with their bits in reverse: in a bitmap of the server, the first bit of a byte is its highest."""
+
+
+@dataclass
+class Telling:
+    """What one call told: bit i of a letter's number stands for offset i; when they were given by `early` and `ago`."""
+
+    place: Place
+    member: str
+    said: dict[str, int] = field(default_factory=lambda: {"h": 0, "u": 0, "-": 0})
+    failed: dict[int, int] = field(default_factory=dict)
+    early: int = 0
+    dropped: int = 0
+
+    @property
+    def count(self) -> int:
+        return self.said["h"].bit_count() + self.said["u"].bit_count()
+
+    def check(self, stretches: Sequence[Stretch]) -> None:
+        """Say that these stretches are this, divided where they have not all in common."""
+        bits = {"handled": 0, "unmatched": 0}
+        for one in stretches:
+            mask = (1 << one.last + 1) - (1 << one.first)
+            assert not bits[one.word] & mask
+            bits[one.word] |= mask
+            if one.word == "handled":
+                assert one.given_ms == (40 if one.last <= self.early else 3)
+                assert one.last <= self.early or one.first > self.early
+        assert bits == {"handled": self.said["h"], "unmatched": self.said["u"]}
+        failed = {offset: count for offset, count in self.failed.items() if self.said["h"] >> offset & 1}
+        assert {one.first: one.attempts - 1 for one in stretches if one.attempts > 1} == failed
+        assert all(one.first == one.last for one in stretches if one.attempts > 1)
 
 
 @dataclass
@@ -72,6 +107,8 @@ class Model:
     failures: dict[int, Failures] = field(default_factory=dict)
     deaths: int = 0
     suspect: int = 0
+    told: int = 0
+    tellings: list[Telling] = field(default_factory=list)
 
     def owns(self, member: str, epoch: int) -> bool:
         return (self.owner, self.epoch) == (member, epoch)
@@ -99,7 +136,7 @@ class Model:
         )  # fmt: skip
 
     def settle(
-        self, member: str, epoch: int, ranges: list[tuple[int, int]], forget: list[int]
+        self, member: str, epoch: int, ranges: list[tuple[int, int]], forget: list[int], words: str
     ) -> Kept | Fenced | Refused:
         if not self.owns(member, epoch):
             return Fenced(self.epoch)
@@ -108,14 +145,28 @@ class Model:
                 return Refused("unknown", str(self.next))
             if last >= self.committed + WINDOW:
                 return Refused("beyond", str(self.committed + WINDOW))
-        for first, last in ranges:
+        telling = Telling(Place(epoch, self.told + 1), member, early=self.committed + 5)
+        before = self.settled | (1 << self.committed) - 1
+        for (first, last), word in zip(ranges, words or "-" * len(ranges), strict=True):
+            telling.said[word] |= ((1 << last + 1) - (1 << first)) & ~before
+            before |= (1 << last + 1) - (1 << first)
             self.settled |= (1 << last + 1) - (1 << first)
+        telling.failed = {offset: self.attempts[offset] for offset in forget if self.attempts.get(offset)}
+        if telling.count:
+            self.tell(telling)
         unsettled = ~(self.settled >> self.committed)
         self.committed += (unsettled & -unsettled).bit_length() - 1
         for offset in forget:
             self.attempts.pop(offset, None)
             self.failures.pop(offset, None)
         return Kept(self.committed)
+
+    def tell(self, telling: Telling) -> None:
+        while len(self.tellings) >= KEPT:
+            oldest = self.tellings.pop(0)
+            telling.dropped += oldest.count + oldest.dropped
+        self.told += 1
+        self.tellings.append(telling)
 
     def count(self, member: str, epoch: int, offset: int, attempts: int) -> int | Fenced:
         if not self.owns(member, epoch):
@@ -181,11 +232,24 @@ class ConsumerScripts(RuleBasedStateMachine):
         else:
             assert answer == expected
 
-    def settle(self, ranges: list[tuple[int, int]], forget: list[int], epoch_step: int = 0) -> None:
+    def settle(self, ranges: list[tuple[int, int]], forget: list[int], epoch_step: int = 0, words: str = "") -> None:
         member, epoch = self.model.owner or "a", self.model.epoch + epoch_step
-        command = settle_command(self.line, self.holder(member, epoch), ranges, forget)
+        reads = [(self.model.committed + 5, 40), (self.model.next + 20, 3)]
+        told = told_of(words, reads, kept=KEPT) if words else b""
+        command = settle_command(self.line, self.holder(member, epoch), ranges, forget, told)
         answer = settle_reply(self.ask(command), "")
-        assert answer == self.model.settle(member, epoch, ranges, forget)
+        assert answer == self.model.settle(member, epoch, ranges, forget, words)
+
+    def entries(self) -> Any:
+        return self.ask(fetch_command(self.prefix, self.partition, GROUP, NOWHERE, count=100))
+
+    @precondition(lambda self: self.model.tellings)
+    @rule(data=st.data())
+    def fetch(self, data: st.DataObject) -> None:
+        """An archiver has some of what was told, the oldest first; the node drops that."""
+        upto = data.draw(st.sampled_from([telling.place for telling in self.model.tellings]))
+        self.ask(forget_command(self.prefix, self.partition, GROUP, upto))
+        self.model.tellings = [telling for telling in self.model.tellings if telling.place > upto]
 
     @precondition(lambda self: self.model.committed)
     @rule(data=st.data(), epoch_step=st.sampled_from([0, 0, 0, 0, -1, 1]))
@@ -195,18 +259,19 @@ class ConsumerScripts(RuleBasedStateMachine):
         first = st.integers(low, min(high, low + 30)) | st.integers(low, high)
         pair = first.flatmap(lambda begin: st.tuples(st.just(begin), st.integers(begin, min(high, begin + 12))))
         ranges = data.draw(st.lists(pair, min_size=1, max_size=6))
-        forget = data.draw(st.lists(st.integers(low, high), max_size=3))
-        self.settle(ranges, forget, epoch_step)
+        forget = data.draw(st.lists(st.integers(low, high), max_size=3, unique=True))
+        words = data.draw(st.lists(st.sampled_from("hhhu-"), min_size=len(ranges), max_size=len(ranges)))
+        self.settle(ranges, forget, epoch_step, data.draw(st.sampled_from(["".join(words), ""])))
 
     @precondition(lambda self: self.model.next - self.model.committed > 1)
-    @rule()
-    def settle_all_behind_the_head(self) -> None:
-        self.settle([(self.model.committed + 1, self.model.next - 1)], [])
+    @rule(words=st.sampled_from(["", "h", "u"]))
+    def settle_all_behind_the_head(self, words: str) -> None:
+        self.settle([(self.model.committed + 1, self.model.next - 1)], [], words=words)
 
     @precondition(lambda self: self.model.next > self.model.committed > 0)
-    @rule()
-    def settle_the_head(self) -> None:
-        self.settle([(self.model.committed, self.model.committed)], [])
+    @rule(words=st.sampled_from(["", "h", "-"]))
+    def settle_the_head(self, words: str) -> None:
+        self.settle([(self.model.committed, self.model.committed)], [], words=words)
 
     @rule(member=st.sampled_from(MEMBERS), step=st.sampled_from([0, 0, -1, 1]))
     def release(self, member: str, step: int) -> None:
@@ -338,6 +403,14 @@ class ConsumerScripts(RuleBasedStateMachine):
         assert {offset: failures.attempts for offset, failures in noted.items()} == self.model.attempts
         assert noted == self.model.failures
         assert length == len(self.model.log)
+
+    @invariant()
+    def each_offset_is_told_by_the_call_that_settled_it(self) -> None:
+        entries = entries_of(self.entries())
+        told = [(telling.place, telling.member, telling.dropped) for telling in self.model.tellings]
+        assert [(entry.place, entry.member, entry.dropped) for entry in entries] == told
+        for entry, telling in zip(entries, self.model.tellings, strict=True):
+            telling.check(entry.stretches)
 
     def check_bits(self, base: int, bits: bytes) -> None:
         theirs = int.from_bytes(bits.translate(REVERSED), "little") << base
@@ -493,3 +566,42 @@ def test_a_search_is_bounded(line: NodeConnection, key_prefix: str, count: int) 
     command = find_command(line, key_prefix, 1, GROUP, key=b"k", first=1, count=count, seek=0)
     with pytest.raises(StoreUnavailable, match="1 to 1000 offsets"):
         find_reply(line.call([command])[0], b"k", "")
+
+
+def test_what_was_settled_by_whole_bytes_is_not_told_again(line: NodeConnection, key_prefix: str) -> None:
+    """Single offsets far above a blocked head first, then all at once: each is told once, by its own call."""
+    partition = Partition(line, key_prefix, 1_001)
+    single = [(offset, offset) for offset in range(30, 900, 7)]
+    told = [told_of("h" * len(single), [(1_000, 1)]), told_of("h", [(1_000, 1)])]
+    line.call([settle_command(line, partition.holder, single, (), told[0])])
+    line.call([settle_command(line, partition.holder, [(2, 1_000)], (), told[1])])
+    line.call([settle_command(line, partition.holder, [(1, 1_000)], (), told[1])])
+    key = outcomes_key(key_prefix, 1, GROUP)
+    first, second, third = entries_of(line.call([("XRANGE", key, "-", "+")])[0])
+    offsets = [offset for one in second.stretches for offset in range(one.first, one.last + 1)]
+    assert [(one.first, one.last) for one in first.stretches] == single
+    assert offsets == sorted({*range(2, 1_001)} - {one for one, _ in single})
+    assert third.stretches == [Stretch(1, 1, "handled", 1, 1)]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_retiring_leaves_what_is_told_until_it_is_fetched(line: NodeConnection, key_prefix: str, kept: bool) -> None:
+    """Of an archived topic; of another one nothing is left but the tombstone."""
+    partition = Partition(line, key_prefix, 11)
+    line.call([settle_command(line, partition.holder, [(1, 10)], (), told_of("h", [(10, 1)]))])
+    keys, key = partition_keys(key_prefix, 1), outcomes_key(key_prefix, 1, GROUP)
+    retire = retire_command(line, key_prefix, 1, [GROUP, 8], archived=kept)
+    assert line.call([retire]) == [[b"untold", 1] if kept else [b"retired"]]
+    assert line.call([("HGETALL", keys.meta), ("EXISTS", key)]) == [[b"state", b"deleted"], int(kept)]
+    line.call([forget_command(key_prefix, 1, GROUP, Place(5, 1))])
+    assert line.call([retire, ("EXISTS", key)]) == [[b"retired"], 0]
+
+
+def test_what_is_settled_again_above_a_blocked_head_is_not_told_again(line: NodeConnection, key_prefix: str) -> None:
+    """Bit by bit: at the edges of a range, within one call and over calls."""
+    partition = Partition(line, key_prefix, 101)
+    for ranges in ([(5, 6), (6, 7)], [(4, 9)], [(4, 9)]):
+        told = told_of("h" * len(ranges), [(100, 1)])
+        line.call([settle_command(line, partition.holder, ranges, (), told)])
+    entries = entries_of(line.call([("XRANGE", outcomes_key(key_prefix, 1, GROUP), "-", "+")])[0])
+    assert [[one[:2] for one in entry.stretches] for entry in entries] == [[(5, 7)], [(4, 4), (8, 9)]]

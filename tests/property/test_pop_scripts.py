@@ -27,6 +27,8 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.redis.keys import group_keys, partition_keys, pop_keys
 from mqlayer.redis.looking import look_command, look_reply
 from mqlayer.redis.nodes import Node, NodeConnection
+from mqlayer.redis.outcomes import NOWHERE, entries_of, fetch_command, told_by
+from mqlayer.redis.outcomes import Place as At
 from mqlayer.redis.partitions import Fenced, Refused, create, raise_command, retire_command
 from mqlayer.redis.popping import (
     Given,
@@ -48,6 +50,8 @@ HOUR_MS = 3_600_000
 BRIEF_MS = 1
 """Over before the next call: each call is followed by a look at the server's clock until it has moved on."""
 
+KEPT: Final = 4
+"""How many entries of what was told wait to be fetched, here."""
 WORDS: Final[tuple[SettleWord, ...]] = ("ack", "nack", "extend")
 
 Token = tuple[int, int, int]
@@ -77,6 +81,17 @@ class Model:
     times: dict[int, int] = field(default_factory=dict)
     out: dict[int, Out] = field(default_factory=dict)
     batches: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    # What acks told: place, offsets with how often they were given, offsets that were dropped before.
+    told: list[tuple[At, dict[int, int], int]] = field(default_factory=list)
+    tellings: int = 0
+
+    def tell(self, said: dict[int, int]) -> None:
+        dropped = 0
+        while len(self.told) >= KEPT:
+            _, oldest, before = self.told.pop(0)
+            dropped += len(oldest) + before
+        self.tellings += 1
+        self.told.append((At(self.epoch, self.tellings), said, dropped))
 
     @property
     def committed(self) -> int:
@@ -138,6 +153,8 @@ class Model:
             if (o not in self.out or self.out[o].batch != b or b == 0)
             and not (word == "ack" and (o in self.settled or o < self.start))
         ]  # fmt: skip
+        if word == "ack" and ours:
+            self.tell({offset: self.times[offset] for offset in sorted(ours)})
         for offset in sorted(ours):
             if word == "ack":
                 self.settled.add(offset)
@@ -320,7 +337,8 @@ class PopScripts(RuleBasedStateMachine):
         ms = 0 if brief else HOUR_MS
         for at in range(0, len(pairs), 500):
             piece = pairs[at : at + 500]
-            command = pop_settle_command(self.line, self.place(epoch, self.seek), word, piece, ms=ms)
+            told = told_by("r", kept=KEPT)
+            command = pop_settle_command(self.line, self.place(epoch, self.seek), word, piece, ms=ms, told=told)
             expected = self.model.settle(word, epoch, piece, invisible=not brief)
             assert pop_settle_reply(self.ask(command), "") == expected
 
@@ -346,6 +364,17 @@ class PopScripts(RuleBasedStateMachine):
         self.seek += 1
         self.epoch = max(self.epoch, self.model.epoch) + 1
         self.start = start
+
+    @invariant()
+    def each_ack_tells_what_it_settled_and_how_often_that_was_given(self) -> None:
+        command = fetch_command(self.prefix, self.partition, GROUP, NOWHERE, count=100)
+        told = []
+        for entry in entries_of(self.line.call([command])[0]):
+            assert entry.member == "r"
+            assert all((one.given_ms or -1) >= 0 for one in entry.stretches if one.given_ms != 0)
+            times = {o: one.attempts for one in entry.stretches for o in range(one.first, one.last + 1)}
+            told.append((entry.place, times, entry.dropped))
+        assert told == self.model.told
 
     @invariant()
     def the_servers_state_is_the_models(self) -> None:

@@ -1,0 +1,467 @@
+"""What becomes of messages of archived topics is in the archive, once, whoever dies and whatever comes again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from mqlayer import Context, Receiver
+from mqlayer.archiving import archive_outcomes, archive_pass
+from mqlayer.changes import retire_partitions, split
+from mqlayer.domain.message import records_of
+from mqlayer.errors import Reject, Skip
+from mqlayer.failpoints import arm, disarm_all
+from mqlayer.failures import (
+    DeadFilter,
+    dead_messages,
+    discard_dead,
+    discard_parked,
+    new_worker,
+    release_parked,
+    skip_head,
+    start_redrive,
+    work_on,
+)
+from mqlayer.membership import apply_seek, planned_seek
+from mqlayer.redis.keys import outcomes_key
+from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.outcomes import Place, told_of
+from mqlayer.redis.partitions import Holder, settle_command, take_command
+from mqlayer.routes.cache import RouteCache
+from mqlayer.topics import list_nodes, set_archived
+from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
+from tests.fixtures.telling import Spot, Told
+from tests.fixtures.waiting import wait_until
+
+LATER_S: Final = 3600.0
+HANDLED: Final = [("handled", 1)]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_armed() -> Iterator[None]:
+    yield
+    disarm_all()
+
+
+@pytest.fixture
+def told(stage: Stage) -> Told:
+    """What the groups of a topic of two partitions tell."""
+    return Told(stage.database, stage.topic, stage.prefix)
+
+
+class Fault(Exception):
+    """What a handler fails with."""
+
+
+def spots(stage: Stage) -> dict[bytes, Spot]:
+    """Return where each body is."""
+    found: dict[bytes, Spot] = {}
+    with stage.line() as line:
+        for partition in stage.partitions:
+            for record in records_of(line.call([("XRANGE", stage.keys(partition).log, "-", "+")])[0]):
+                found[record.body] = (partition, record.offset)
+    return found
+
+
+def failing(*bodies: bytes, times: int = 10**6, error: Exception | None = None) -> Recorder:
+    """Return a handler that fails so many times for each of some bodies."""
+
+    def act(body: bytes, ctx: Context) -> None:
+        if body in bodies and len([one for one in recorder.begun if one.body == body]) <= times:
+            raise error or Fault("no stock")
+
+    recorder = Recorder(act)
+    return recorder
+
+
+# -- what is told ------------------------------------------------------------------------------------------------------
+
+
+def test_each_handled_message_is_told_once_by_whom_and_when(stage: Stage, told: Told) -> None:
+    """Case 79: with the times at which the member was given it and settled it."""
+    stage.send_numbers(4, 25)
+    app = stage.consume(Recorder())
+    stage.wait_settled()
+    report = told.fetch()
+    assert report.archived == {stage.topic: report.total}
+    outcomes = told.all()
+    assert sorted(outcomes) == sorted(
+        (partition, offset) for partition, at in stage.positions().items() for offset in range(1, at.next)
+    )
+    assert {spot: words for spot, words in told.words().items() if words != HANDLED} == {}
+    for (one,) in outcomes.values():
+        assert one.actor == member_of(app).member_id
+        assert one.delivered_at is not None
+        assert one.delivered_at <= one.settled_at
+    assert told.fetch().total == 0
+    assert told.rows("SELECT count(*), max(batch) FROM mqlayer_archive.outcome") == [(report.total, 1)]
+
+
+def test_a_topic_that_is_not_archived_tells_nothing(stage: Stage) -> None:
+    stage.send_numbers(2, 10)
+    told = Told(stage.database, stage.topic, stage.prefix, archived=False)
+    stage.consume(failing(b"3", error=Skip("no")), policy="skip")
+    stage.wait_settled()
+    assert stage.redis.keys(f"{stage.prefix}:*:outcomes") == []
+    assert told.rows("SELECT count(*) FROM mqlayer_archive.outcome_queue") == [(0,)]
+
+
+def test_a_topic_that_becomes_archived_tells_from_then_on_without_a_restart(stage: Stage) -> None:
+    """And back: members hear of it by their heartbeats."""
+    told = Told(stage.database, stage.topic, stage.prefix, archived=False)
+    app = stage.consume(Recorder())
+    member = member_of(app)
+    for archived in (True, False, True):
+        set_archived(stage.database, stage.topic, archived=archived)
+        wait_until(lambda now=archived: member.archived is now, what="heard of it")  # type: ignore[misc]
+        before, count = set(told.all()), len(spots(stage))
+        new = {b"%d" % number for number in range(count, count + 5)}
+        stage.send(("k", body) for body in sorted(new))
+        stage.wait_settled()
+        if archived:
+            told.fetch()
+            assert {spots(stage)[body] for body in new} == set(told.all()) - before
+    assert (len(spots(stage)), len(told.all())) == (15, 10)
+
+
+def test_what_failed_and_then_was_handled_tells_all_its_attempts(stage: Stage, told: Told) -> None:
+    """Cases 61, 79."""
+    stage.send([("k", b"a"), ("k", b"b"), ("other", b"c")])
+    stage.consume(failing(b"a", times=2), backoff_s=(0.02,))
+    stage.wait_settled()
+    told.fetch()
+    at = spots(stage)
+    assert told.words() == {at[b"a"]: [("handled", 3)], at[b"b"]: HANDLED, at[b"c"]: HANDLED}
+
+
+def test_what_is_parked_and_released_is_told_from_postgres(stage: Stage, told: Told) -> None:
+    """Case 64: two attempts in the stream, one more after the release, and what waited behind it."""
+    stage.send([("k", b"a"), ("k", b"b"), ("other", b"c")])
+    stage.consume(failing(b"a", times=3), backoff_s=(0.02,), attempt_limit=2, policy="park")
+    stage.wait_settled()
+    told.fetch()
+    at = spots(stage)
+    parked = {at[b"a"]: [("parked", 2)], at[b"b"]: [("parked", 0)]}
+    assert told.words() == parked | {at[b"c"]: HANDLED}
+    release_parked(stage.database, stage.topic, "g", key="k", actor="olga")
+    wait_until(lambda: told.rows("SELECT count(*) FROM mqlayer.parked_key") == [(0,)], what="in line again")
+    told.fetch()
+    assert told.words()[at[b"a"]] == [("parked", 2), ("handled", 4)]
+    assert told.words()[at[b"b"]] == [("parked", 0), ("handled", 1)]
+    assert told.final() == {at[b"a"]: ("handled", 4), at[b"b"]: ("handled", 1), at[b"c"]: ("handled", 1)}
+    outcomes = told.all()[at[b"a"]]
+    assert outcomes[1].delivered_at is not None
+    assert outcomes[1].delivered_at <= outcomes[1].settled_at
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "word", "attempts"),
+    [
+        ("dead_letter", Fault("no stock"), "exhausted", 2),
+        ("dead_letter", Reject("not for us"), "rejected", 1),
+        ("skip", Fault("no stock"), "skipped", 2),
+        ("park", Skip("old"), "skipped", 0),
+    ],
+)
+def test_what_leaves_without_effect_tells_why(
+    stage: Stage, told: Told, policy: Any, error: Exception, word: str, attempts: int
+) -> None:
+    """Cases 65, 69: and it is not told as handled, though its offset is settled."""
+    stage.send([("k", b"a"), ("k", b"b")])
+    app = stage.consume(failing(b"a", error=error), backoff_s=(0.02,), attempt_limit=2, policy=policy)
+    stage.wait_settled()
+    told.fetch()
+    at = spots(stage)
+    assert told.words() == {at[b"a"]: [(word, attempts)], at[b"b"]: HANDLED}
+    (one,) = told.all()[at[b"a"]]
+    assert one.actor == member_of(app).member_id
+    assert str(error) in (one.reason or "")
+
+
+def test_a_redrive_is_told_and_how_it_ended(stage: Stage, told: Told) -> None:
+    """Case 68."""
+    stage.send([("k", b"a"), ("k", b"b")])
+    stage.consume(failing(b"a", times=2), backoff_s=(0.02,), attempt_limit=2, policy="dead_letter")
+    stage.wait_settled()
+    (dead,) = dead_messages(stage.database)
+    discard_dead(stage.database, dead.dead_id, reason="nobody wants it", actor="olga")
+    worker = new_worker()
+    redrive = start_redrive(stage.database, stage.topic, "g", DeadFilter(), actor="otto", worker=worker)
+    work_on(stage.database, redrive, worker=worker)
+    wait_until(lambda: told.rows("SELECT count(*) FROM mqlayer.parked_key") == [(0,)], what="handled")
+    told.fetch()
+    at = spots(stage)[b"a"]
+    told_of_a = told.all()[at]
+    assert told.words()[at] == [("exhausted", 2), ("discarded", 2), ("redriven", 2), ("handled", 1)]
+    assert [one.actor for one in told_of_a[1:3]] == ["olga", "otto"]
+    assert told_of_a[1].reason == "nobody wants it"
+    assert told.final()[at] == ("handled", 1)
+
+
+def test_what_operators_let_die_is_told_with_reason_and_actor(stage: Stage, told: Told) -> None:
+    """Case 67: the head of a key in the stream, and what waits in a parked one."""
+    stage.send([("k", b"a"), ("k", b"b"), ("p", b"c"), ("p", b"d")])
+    held = threading.Event()
+
+    def act(body: bytes, ctx: Context) -> None:
+        if body == b"a" and not held.is_set():
+            raise Fault("for some seconds")
+        if body == b"c":
+            raise Reject("never")
+
+    stage.consume(Recorder(act), backoff_s=(5.0,), policy="park")
+    wait_until(lambda: told.rows("SELECT count(*) FROM mqlayer.parked_message") == [(2,)], what="one key is parked")
+    skip_head(stage.database, stage.topic, "g", "k", reason="broken", actor="olga", prefix=stage.prefix)
+    held.set()
+    discard_parked(stage.database, stage.topic, "g", key="p", reason="all of it", actor="otto")
+    stage.wait_settled()
+    told.fetch()
+    at = spots(stage)
+    words = {body: [word for word, _ in told.words()[spot]] for body, spot in at.items()}
+    assert words == {
+        b"a": ["discarded"], b"b": ["handled"], b"c": ["parked", "discarded"], b"d": ["parked", "discarded"],
+    }  # fmt: skip
+    ends = {body: (told.all()[spot][-1].actor, told.all()[spot][-1].reason) for body, spot in at.items()}
+    assert ends[b"a"] == ("olga", "broken")
+    assert ends[b"c"] == ends[b"d"] == ("otto", "all of it")
+
+
+def test_what_a_filter_leaves_out_is_told_as_unmatched(stage: Stage, told: Told) -> None:
+    """Case 62."""
+    stage.send_numbers(3, 5)
+    stage.consume(Recorder(), tag_filter="any:eu")
+    stage.wait_settled()
+    told.fetch()
+    assert set(told.final().values()) == {("unmatched", 0)}
+    assert len(told.final()) == 15
+
+
+def test_what_comes_again_after_a_seek_is_told_again(stage: Stage, told: Told) -> None:
+    """Case 31: a row for each time, the last one counts; also where it died before, and where clocks differ."""
+    stage.send([("k", b"a"), ("k", b"b")])
+    app = stage.consume(failing(b"b", times=1, error=Reject("once")), policy="park")
+    stage.wait_settled()
+    app.stop(5.0)
+    with closing(RouteCache(stage.database)) as routes:
+        plan = planned_seek(stage.database, routes, topic=stage.topic, name="g", to="earliest", prefix=stage.prefix)
+    told.fetch()
+    told.rows("UPDATE mqlayer_archive.outcome SET settled_at = settled_at + interval '1 hour' RETURNING 1")
+    apply_seek(stage.database, plan, prefix=stage.prefix, actor="a test")
+    stage.consume(failing(b"b", times=0))
+    stage.wait_settled()
+    release_parked(stage.database, stage.topic, "g", key="k", actor="olga")
+    wait_until(lambda: told.rows("SELECT count(*) FROM mqlayer.parked_key") == [(0,)], what="handled")
+    told.fetch()
+    at = spots(stage)
+    # The key is parked: what comes of it again joins its line, in front of what waits there.
+    assert [word for word, _ in told.words()[at[b"a"]]] == ["handled", "parked", "handled"]
+    assert [word for word, _ in told.words()[at[b"b"]]] == ["parked", "handled"]
+    assert told.final() == {at[b"a"]: ("handled", 1), at[b"b"]: ("handled", 2)}
+
+
+def test_a_seek_over_the_stream_gives_a_second_row_behind_the_first(stage: Stage, told: Told) -> None:
+    stage.send_numbers(2, 20)
+    for _ in range(2):
+        app = stage.consume(Recorder())
+        stage.wait_settled()
+        app.stop(5.0)
+        with closing(RouteCache(stage.database)) as routes:
+            plan = planned_seek(stage.database, routes, topic=stage.topic, name="g", to="earliest", prefix=stage.prefix)
+        apply_seek(stage.database, plan, prefix=stage.prefix, actor="a test")
+    told.fetch()
+    assert set(map(tuple, told.words().values())) == {(("handled", 1), ("handled", 1))}
+    assert len(told.final()) == 40
+
+
+def test_receivers_tell_what_they_acknowledge_and_how_often_it_was_given(
+    start_stage: StartStage, redis_url: str
+) -> None:
+    """Cases 51, 58."""
+    stage = start_stage(redis_url, partitions=1)
+    told = Told(stage.database, stage.topic, stage.prefix)
+    stage.send([("k", b"1"), ("k", b"2"), ("other", b"3"), ("third", b"4")])
+    with Receiver(stage.topic, group="g", settings=stage.settings()) as receiver:
+        first = receiver.receive(4, wait_s=5)
+        receiver.nack(first[0])
+        again = receiver.receive(4, wait_s=5)
+        receiver.ack([*again, first[2], first[3]])
+        receiver.ack([first[3]])
+        told.fetch()
+        assert told.words() == {
+            (1, 1): [("handled", 2)], (1, 2): [("handled", 2)], (1, 3): HANDLED, (1, 4): HANDLED,
+        }  # fmt: skip
+        outcomes = told.all()
+        assert len({one.actor for (one,) in outcomes.values()}) == 1
+        for (one,) in outcomes.values():
+            assert one.delivered_at is not None
+            assert one.delivered_at <= one.settled_at
+        set_archived(stage.database, stage.topic, archived=False)
+        wait_until(lambda: not _tells(stage, receiver), what="heard of it")
+
+
+def _tells(stage: Stage, receiver: Receiver) -> bool:
+    stage.send([("k", b"more")])
+    receiver.ack(receiver.receive(1, wait_s=5))
+    key = outcomes_key(stage.prefix, 1, stage.group_id())
+    return bool(stage.redis.xlen(key) and not stage.redis.delete(key))
+
+
+# -- crashes, and what comes again -------------------------------------------------------------------------------------
+
+PROGRAM: Final = """
+import sys
+from mqlayer.archiving import archive_outcomes
+from mqlayer.postgres.database import Database
+archive_outcomes(Database(sys.argv[1]), prefix=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["outcomes.after_fetch", "outcomes.before_commit", "outcomes.after_commit", "outcomes.before_acts_commit"],
+)
+def test_an_archiver_that_is_killed_loses_and_repeats_nothing(stage: Stage, told: Told, place: str) -> None:
+    """Case 80."""
+    stage.send_numbers(3, 20)
+    stage.consume(failing(b"7", error=Reject("never")), policy="dead_letter")
+    stage.wait_settled()
+    killed = subprocess.run(
+        [sys.executable, "-c", PROGRAM, stage.dsn, stage.prefix],
+        env=os.environ | {"MQLAYER_FAILPOINTS": f"{place}=kill"},
+        check=False,
+    )
+    assert killed.returncode == -9
+    told.fetch()
+    words = told.words()
+    assert len(words) == 60
+    assert sorted(map(tuple, words.values())).count((("rejected", 1),)) == 3
+    assert {len(one) for one in words.values()} == {1}
+    assert all(stage.redis.xlen(key) == 0 for key in stage.redis.keys(f"{stage.prefix}:*:outcomes"))
+
+
+def test_two_archivers_at_once_archive_each_outcome_once(stage: Stage, told: Told, tmp_path: Path) -> None:
+    """The one that comes second writes nothing, and drops from the node only what is in the archive."""
+    stage.send_numbers(3, 20)
+    app = stage.consume(Recorder())
+    stage.wait_settled()
+    gate, mark = tmp_path / "gate", tmp_path / "mark"
+    arm("outcomes.after_fetch", f"mark:{mark}")
+    arm("outcomes.after_fetch", f"wait:{gate}")
+    slow = threading.Thread(target=archive_outcomes, args=(stage.database,), kwargs={"prefix": stage.prefix})
+    slow.start()
+    wait_until(mark.exists, what="it has read")
+    told.fetch()
+    stage.send_numbers(3, 5, first=21)
+    wait_until(lambda: member_of(app).stats.settled == 75, what="more settled")
+    gate.touch()
+    slow.join(10)
+    told.fetch()
+    assert len(told.words()) == 75
+    assert set(map(tuple, told.words().values())) == {(("handled", 1),)}
+
+
+def test_entries_that_a_node_gives_back_are_not_archived_again(stage: Stage, told: Told) -> None:
+    """A node that fell back has them again; they are below the place that Postgres has."""
+    stage.send_numbers(3, 20)
+    stage.consume(Recorder())
+    stage.wait_settled()
+    keys = stage.redis.keys(f"{stage.prefix}:*:outcomes")
+    before: dict[Any, Any] = {key: stage.redis.xrange(key) for key in keys}
+    told.fetch()
+    for key, entries in before.items():
+        stage.redis.delete(key)
+        for entry_id, fields in entries[: len(entries) // 2 + 1]:
+            stage.redis.xadd(key, fields, id=entry_id)
+    assert told.fetch().total == 0
+    assert {len(one) for one in told.words().values()} == {1}
+    assert all(stage.redis.xlen(key) == 0 for key in keys)
+
+
+@pytest.mark.parametrize(
+    "place", ["ack.before_send@3", "ack.after_send@3", "parking.before_commit", "parking.after_commit"]
+)
+def test_a_member_that_is_killed_leaves_one_end_for_each_message(stage: Stage, told: Told, place: str) -> None:
+    """Cases 53, 64, 71: what it settled is told, what it did not is told by the next one."""
+    stage.send_numbers(4, 100)
+    name, _, nth = place.partition("@")
+    environment = os.environ | {
+        "MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix, "MQLAYER_LEASE_S": "1",
+        "MQLAYER_FAILPOINTS": f"{name}=kill@{nth or 1}",
+    }  # fmt: skip
+    killed = subprocess.run([sys.executable, "-c", MEMBER], env=environment, check=False, timeout=30)
+    assert killed.returncode == -9
+    told.fetch()
+    stage.consume(failing(b"50", error=Reject("never")), policy="park", backoff_s=None)
+    stage.wait_settled()
+    told.fetch()
+    words = told.words()
+    assert len(words) == 400
+    ends = [one[-1][0] for one in words.values()]
+    assert (ends.count("handled"), ends.count("parked")) == (196, 204)
+    # An offset that is settled is settled once; and what is parked, parked once.
+    assert {len(one) for one in words.values()} == {1}
+    assert set(told.final()) == set(words)
+
+
+MEMBER: Final = """
+import time
+import mqlayer
+app = mqlayer.App(mqlayer.Settings())
+@app.consumer("orders", group="g", policy="park")
+def handle(body, ctx):
+    if body == b"50":
+        raise mqlayer.Reject("never")
+app.start()
+time.sleep(25)
+"""
+
+
+# -- bounds ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_no_archiver_fetches_is_dropped_at_a_bound_and_counted(stage: Stage, told: Told) -> None:
+    """The oldest goes first; settling goes on; how much was lost travels with what stays."""
+    stage.consume(Recorder()).stop(5.0)
+    stage.send([("k", b"%d" % number) for number in range(10)])
+    partition = next(partition for partition, offset in spots(stage).values())
+    node = list_nodes(stage.database)[0]
+    holder = Holder(stage.prefix, partition, stage.group_id(), "m", 10**6)
+    with NodeConnection(node) as line:
+        line.call([take_command(line, holder, start=1, afresh=True)])
+        for first in range(1, 10, 2):
+            one = told_of("h", [(first + 1, 5)], kept=2)
+            line.call([settle_command(line, holder, [(first, first + 1)], told=one)])
+    key = outcomes_key(stage.prefix, partition, stage.group_id())
+    assert stage.redis.xlen(key) == 2
+    report = told.fetch()
+    assert report.dropped == 6
+    assert told.rows("SELECT dropped FROM mqlayer_archive.outcome_progress WHERE dropped > 0") == [(6,)]
+    assert sorted(told.words()) == [(partition, offset) for offset in range(7, 11)]
+    assert Place(0, 0) < Place(1, 0)
+
+
+def test_a_partition_is_not_buried_before_its_outcomes_are_archived(stage: Stage, told: Told) -> None:
+    """Case 80: nor with what died of it in Postgres."""
+    stage.send_numbers(4, 10)
+    stage.consume(failing(b"3", error=Reject("never")), policy="dead_letter")
+    stage.wait_settled()
+    old = stage.partitions[0]
+    lps = stage.route.ranges[0]
+    split(stage.database, stage.topic, old, at=[(lps.lp_from + lps.lp_to) // 2], prefix=stage.prefix)
+    sql = "SELECT count(*) FROM mqlayer.drained WHERE partition_id = %s"
+    wait_until(lambda: told.rows(sql, old) == [(1,)], what="drained")
+    archive_pass(stage.database, prefix=stage.prefix)
+    key = outcomes_key(stage.prefix, old, stage.group_id())
+    assert retire_partitions(stage.database, prefix=stage.prefix) == ([] if stage.redis.xlen(key) else [old])
+    told.fetch()
+    assert retire_partitions(stage.database, prefix=stage.prefix) in ([old], [])
+    assert stage.redis.keys(f"{stage.prefix}:{{{old}}}:*") == [stage.keys(old).meta]
+    assert len(told.final()) == 40
