@@ -158,8 +158,12 @@ class Keeper:
     def _serve(self, held: Held, work: ParkingWork, *, reload: bool) -> None:
         if work:
             self._keep(held, work)
-        if reload and held.state is State.OPEN:
+        # Looked at before what is parked is read: a replay that is over then has parked all that it was to give.
+        over = held.resting and not held.assigned.resting
+        if (reload or over) and held.state is State.OPEN:
             self._reload(held)
+            if over:
+                held.resting = False
 
     def _keep(self, held: Held, work: ParkingWork) -> None:
         """Write what there is of one holding, and go on from what the server says."""

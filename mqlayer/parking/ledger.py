@@ -304,8 +304,8 @@ class Ledger:
             return []
         connection.execute(query("parked_key_start"), key | {"alone": turn.careful, "attempts": attempts})
         return [
-            ParkedRecord.of((offset, m, name, body), attempts=0 if at else attempts, redriven=redriven)
-            for at, (offset, m, name, body, redriven) in enumerate(rows)
+            ParkedRecord.of((offset, m, name, body), attempts=0 if at else attempts, redriven=redriven, replay=replay)
+            for at, (offset, m, name, body, redriven, replay) in enumerate(rows)
         ]
 
 
