@@ -35,6 +35,31 @@ class ParkedKeyStanding:
     head: Identity | None
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayStanding:
+    """What a group is being given of the archive of its topic. `kind`: replay or backfill.
+
+    `rests`: its streams rest till the end. `sent`: messages given; `at_batch` of `upto_batch`: how far it is in the
+    archive; `waiting`: messages of it that are not handled.
+    """
+
+    replay_id: int
+    kind: str
+    rests: bool
+    sent: int
+    at_batch: int
+    upto_batch: int
+    waiting: int
+    since: datetime
+
+
+def running_replays(database: Database, group_ids: Iterable[int]) -> Mapping[int, ReplayStanding]:
+    """Return what groups are being given of archives; nothing for the others."""
+    with database.connection() as connection:
+        rows = connection.execute(query("inspected_replays"), {"group_ids": list(group_ids)}).fetchall()
+    return {group_id: ReplayStanding(*facts) for group_id, *facts in rows}
+
+
 def parked_counts(database: Database, group_ids: Iterable[int]) -> Mapping[int, ParkedCounts]:
     """Return what groups have parked; nothing for those that have not."""
     with database.connection() as connection:

@@ -146,7 +146,7 @@ def test_messages_of_several_sources_come_in_the_order_of_the_log_before_what_is
     lp = int(lp_of(b"key-0"))
     given: Counter[int] = Counter()
     for number, source in enumerate((1, 2, 1, 3, 2), start=1):
-        stage._seqs[lp] = given[source]  # noqa: SLF001 - the stage numbers for one source
+        stage._seqs[lp] = given[source]
         stage.send([("key-0", b"%d" % number)], source=source)
         given[source] += 1
     scene.settle()
@@ -200,7 +200,7 @@ def test_every_act_has_its_audit_row_and_replays_are_listed(scene: Scene) -> Non
     )  # fmt: skip
     for act in (resume_replay, cancel_replay):
         with pytest.raises(Conflict, match="cancelled"):
-            act(scene.stage.database, replay_id, actor="x", **({"worker": "w"} if act is resume_replay else {}))  # type: ignore[operator]
+            act(scene.stage.database, replay_id, actor="x", **({"worker": "w"} if act is resume_replay else {}))
 
 
 def test_what_no_replay_can_be_is_refused(scene: Scene) -> None:
