@@ -258,10 +258,9 @@ def _show_lag(standing: GroupStanding) -> None:
             f"wait for an operator: mqlayer parked list {named}"
         )
     if (replay := standing.replay) is not None:
-        typer.echo(
-            f"{replay.kind} {replay.replay_id}: {counted(replay.sent, 'message')} given, {replay.waiting} of them wait; "
-            f"batch {replay.at_batch} of {replay.upto_batch} of the archive: mqlayer replay show {replay.replay_id}"
-        )
+        how_far = f"{counted(replay.sent, 'message')} given, {replay.waiting} of them wait"
+        place = f"batch {replay.at_batch} of {replay.upto_batch} of the archive"
+        typer.echo(f"{replay.kind} {replay.replay_id}: {how_far}; {place}: mqlayer replay show {replay.replay_id}")
     settled = len(standing.undrained) - len(behind)
     show_rows(map(version_row, standing.versions()), as_json=False, nothing="it has no partitions yet")
     if behind:
