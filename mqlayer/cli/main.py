@@ -12,6 +12,7 @@ import typer
 
 import mqlayer
 from mqlayer.cli import (
+    archive,
     consume,
     dead,
     doctor,
@@ -76,4 +77,5 @@ replay.add_to(app)
 relay.add_to(app)
 outbox.add_to(app)
 trim.add_to(app)
+archive.add_to(app)
 doctor.add_to(app)
