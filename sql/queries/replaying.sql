@@ -1,7 +1,8 @@
 -- name: replay_topic
--- What the archive holds of a group's topic: its last batch; nothing where it was never archived.
+-- What the archive holds of a group's topic: its last batch; nothing where it was never archived. Held, so that nothing is
+-- dropped before a replay of it is there.
 SELECT a.batch FROM mqlayer.consumer_group g JOIN mqlayer_archive.topic a USING (topic_id)
-WHERE g.group_id = %(group_id)s;
+WHERE g.group_id = %(group_id)s FOR SHARE OF a;
 
 -- name: replay_snapshot
 -- A snapshot by name, and its last batch of a group's topic.

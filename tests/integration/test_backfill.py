@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from mqlayer import App, Context
+from mqlayer.archiving import archive_pass
 from mqlayer.changes import retire_partitions
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.failures import (
@@ -29,9 +30,10 @@ from mqlayer.failures.jobs import take_left
 from mqlayer.inspecting import group_standings
 from mqlayer.membership import GroupSettings, ensure_group
 from mqlayer.membership.groups import settings_of
+from mqlayer.postgres.queries import query
 from mqlayer.routes.cache import RouteCache
+from mqlayer.topics import set_archived
 from mqlayer.trimming import trim_pass
-from tests.fixtures.archives import Archive
 from tests.fixtures.consuming import Recorder
 from tests.fixtures.waiting import wait_until
 from tests.integration.test_route_gates import KEYS, Scene, database, scene, world
@@ -47,8 +49,7 @@ class Library:
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.database = scene, scene.database
-        self.archive = Archive(scene.database, "orders", prefix=scene.world.key_prefix, per_batch=25)
-        self.archive.sql("UPDATE mqlayer.topic SET archived = true")
+        set_archived(scene.database, "orders", archived=True)
         self._apps: list[App] = []
         self._stop = threading.Event()
         self._feeder: threading.Thread | None = None
@@ -77,9 +78,19 @@ class Library:
         app = self.start(ledger, "ledger")
         wait_until(lambda: self.lag("ledger") == 0, timeout_s=20, what="all settled")
         app.stop(5.0)
-        self.archive.take()
+        self.take()
         trim_pass(self.database, prefix=self.scene.world.key_prefix)
         retire_partitions(self.database, prefix=self.scene.world.key_prefix)
+
+    def take(self) -> None:
+        """Archive what is there."""
+        archive_pass(self.database, prefix=self.scene.world.key_prefix)
+
+    def sql(self, text: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        """Run a statement on the control database."""
+        with self.database.connection() as connection:
+            cursor = connection.execute(text.encode(), parameters)
+            return cursor.fetchall() if cursor.description else []
 
     def lag(self, group: str) -> int:
         """Return what a group has not settled, or is not through with in Postgres."""
@@ -114,8 +125,9 @@ class Library:
 
 
 @pytest.fixture
-def library(scene: Scene) -> Iterator[Library]:
-    """An archived topic of two partitions on two nodes."""
+def library(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    """An archived topic of two partitions on two nodes, in small batches."""
+    monkeypatch.setattr("mqlayer.archiving.archiver.piece_of", lambda _: 25)
     library = Library(scene)
     yield library
     library.close()
@@ -130,7 +142,8 @@ def test_a_late_group_gets_the_archive_then_the_streams_in_order_and_once(librar
     library.settle_and_trim()
     assert "deleted" in scene.states().values()
     scene.publish(3)
-    library.archive.take(leave=5)
+    library.take()
+    scene.publish(1)
     recorder = Recorder()
     replay_id = library.ensure()
     scene.publish(3)
@@ -142,7 +155,7 @@ def test_a_late_group_gets_the_archive_then_the_streams_in_order_and_once(librar
     scene.publish(2)
     library.expect(recorder)
     done = replay_of(library.database, replay_id)
-    assert (done.kind, done.state, done.results) == ("backfill", "done", {"sent": 15 * KEYS - 5 * 3})
+    assert (done.kind, done.state, done.results) == ("backfill", "done", {"sent": 15 * KEYS})
     wait_until(lambda: library.lag(LATE) == 0, what="all settled")
 
 
@@ -170,7 +183,7 @@ def test_a_start_of_a_time_takes_what_was_published_since(library: Library) -> N
     scene = library.scene
     scene.publish(4)
     library.settle_and_trim()
-    library.archive.sql("UPDATE mqlayer_archive.record SET published_at = '2026-01-01' WHERE body IN ('0', '1')")
+    library.sql("UPDATE mqlayer_archive.record SET published_at = '2026-01-01' WHERE body IN ('0', '1')")
     recorder, late = Recorder(), Recorder()
     replay_id = library.ensure(start=datetime(2026, 1, 2, tzinfo=UTC))
     scene.publish(2)
@@ -197,10 +210,11 @@ def test_a_route_that_changes_meanwhile_changes_no_order(library: Library) -> No
     scene = library.scene
     scene.publish(4)
     first, second = scene.in_force()
-    library.archive.take(leave=7)
+    library.take()
+    scene.publish(1)
     scene.split(first, 256)
     scene.publish(4)
-    library.archive.take()
+    library.take()
     replay_id = library.ensure()
     library.feed(replay_id, waiting=30)
     recorder = Recorder()
@@ -216,15 +230,15 @@ def test_a_child_of_a_parent_that_is_not_archived_is_read_from_its_stream(librar
     scene = library.scene
     scene.publish(4)
     first = scene.in_force()[0]
-    library.archive.take()
+    library.take()
     children = scene.split(first, 256)
     scene.publish(4)
     # An archiver that took the children first.
-    library.archive.sql("UPDATE mqlayer_archive.progress SET complete = true WHERE partition_id = %s", first)
-    library.archive.take()
-    library.archive.sql("UPDATE mqlayer_archive.progress SET complete = false WHERE partition_id = %s", first)
+    library.sql("UPDATE mqlayer_archive.progress SET complete = true WHERE partition_id = %s", first)
+    library.take()
+    library.sql("UPDATE mqlayer_archive.progress SET complete = false WHERE partition_id = %s", first)
     replay_id = library.ensure()
-    rows = library.archive.sql(
+    rows = library.sql(
         "SELECT partition_id FROM mqlayer.group_start s JOIN mqlayer.consumer_group g USING (group_id) "
         "WHERE g.name = 'late' AND s.start_offset = 1 ORDER BY 1"
     )
@@ -254,15 +268,16 @@ def test_a_replay_of_an_archive_taken_during_a_split_has_the_order_of_live_consu
     scene.publish(3)
     live = Recorder()
     app = library.start(live, "ledger")
-    library.archive.take(leave=3)
+    library.take()
+    scene.publish(1)
     scene.split(scene.in_force()[0], 256)
     scene.publish(3)
-    library.archive.take()
+    library.take()
     scene.merge(*scene.in_force()[:2])
     scene.publish(3)
     wait_until(lambda: library.lag("ledger") == 0, timeout_s=20, what="all settled")
     app.stop(5.0)
-    library.archive.take()
+    library.take()
     again = Recorder()
     worker = new_worker()
     replay_id = start_replay(
@@ -276,10 +291,27 @@ def test_a_replay_of_an_archive_taken_during_a_split_has_the_order_of_live_consu
     )
     library.start(again, "ledger")
     done = work_on_replay(library.database, replay_id, worker=worker, batch=17, waiting=60)
-    assert done.results == {"sent": 9 * KEYS}
+    assert done.results == {"sent": 10 * KEYS}
     library.expect(again)
     for key in scene.expected():
         assert again.bodies(key) == live.bodies(key)
+
+
+def test_retention_spares_what_a_backfill_has_yet_to_read(library: Library) -> None:
+    """And drops it afterwards."""
+    library.scene.publish(4)
+    library.settle_and_trim()
+    days = [row[0] for row in library.sql("SELECT DISTINCT day FROM mqlayer_archive.day")]
+    assert days
+    replay_id = library.ensure()
+
+    def needed() -> bool:
+        with library.database.connection() as connection:
+            return any(connection.execute(query("archive_day_needed"), {"day": day}).fetchone() for day in days)
+
+    assert needed()
+    cancel_replay(library.database, replay_id, actor="a test")
+    assert not needed()
 
 
 def test_what_can_not_begin_with_the_archive_is_refused(library: Library) -> None:
@@ -289,7 +321,7 @@ def test_what_can_not_begin_with_the_archive_is_refused(library: Library) -> Non
     with pytest.raises(InvalidInput, match="another start"):
         library.ensure(mode="pop")
     assert settings_of(from_archive=True).from_archive
-    library.archive.sql("UPDATE mqlayer.topic SET archived = false")
+    library.sql("UPDATE mqlayer.topic SET archived = false")
     with pytest.raises(Conflict, match="not archived"):
         library.ensure()
 
