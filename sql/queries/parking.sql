@@ -11,9 +11,10 @@ FROM mqlayer.parked_key
 WHERE group_id = %(group_id)s AND lp >= %(lp_from)s AND lp < %(lp_to)s ORDER BY lp, name;
 
 -- name: parked_unsettled
--- What is parked of a partition from an offset on: its owner may have died before that was settled.
+-- What is parked of a partition from an offset on: its owner may have died before that was settled. What a replay gave was
+-- settled before; that its offset is given out again is for its node, which fell back.
 SELECT lp, name, log_offset FROM mqlayer.parked_message
-WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND log_offset >= %(committed)s;
+WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND log_offset >= %(committed)s AND replay IS NULL;
 
 -- name: dead_unsettled
 -- What is dead of a partition from an offset on: it is passed over. Also what was given back since the group was last sent
@@ -116,8 +117,8 @@ RETURNING k.lp;
 
 -- name: parked_next
 -- The first messages of a parked key, up to so many and so many bytes of bodies; one at the least. Not beyond one of a
--- partition that the group has yet to come to: a group that was sent back gets what lies before it first. Nor what was
--- parked since a replay began that has newer messages wait.
+-- partition that the group has yet to come to: a group that was sent back gets what lies before it first. Nor, while a
+-- replay runs that has newer messages wait, what is behind all that it gave so far: the next ones may come before it.
 SELECT log_offset, m, key, body, redriven, replay
 FROM (SELECT *, sum(octet_length(body)) OVER (ORDER BY place, seq) - octet_length(body) AS before,
              bool_and(come_to) OVER (ORDER BY place, seq) AS next
@@ -127,8 +128,11 @@ FROM (SELECT *, sum(octet_length(body)) OVER (ORDER BY place, seq) - octet_lengt
                        WHERE d.group_id = m.group_id AND d.partition_id = m.partition_id))
                    AND NOT EXISTS (
                        SELECT FROM mqlayer.redrive r
-                       WHERE r.group_id = m.group_id AND r.state = 'running' AND r.newer = 'wait' AND r.place <= m.place
-                         AND (r.name IS NULL OR r.name = m.name)) AS come_to
+                       WHERE r.group_id = m.group_id AND r.state = 'running' AND r.newer = 'wait'
+                         AND (r.name IS NULL OR r.name = m.name) AND m.replay IS DISTINCT FROM r.redrive_id
+                         AND NOT EXISTS (SELECT FROM mqlayer.parked_message o
+                                         WHERE o.group_id = m.group_id AND o.lp = m.lp AND o.name = m.name
+                                           AND o.place > m.place AND o.replay = r.redrive_id)) AS come_to
             FROM mqlayer.parked_message m JOIN mqlayer.partition p USING (partition_id)
             WHERE m.group_id = %(group_id)s AND m.lp = %(lp)s AND m.name = %(name)s
             ORDER BY m.place, m.seq LIMIT %(count)s) AS head) AS line

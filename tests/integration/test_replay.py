@@ -296,6 +296,25 @@ def test_newer_messages_wait_until_all_is_given(scene: Scene, wanted: ReplayFilt
     wait_until(lambda: scene.failing.key_row("key-0") is None, what="the key to be in line")
 
 
+@pytest.mark.parametrize("wanted", [ReplayFilter(key="key-0"), ALL])
+def test_what_was_parked_before_waits_in_its_place(scene: Scene, wanted: ReplayFilter) -> None:
+    """Though it is due: what is replayed later comes before it, what is replayed already behind an earlier one."""
+    a = [one for one in scene.failing.records() if one[1].key == b"key-0"]
+    scene.failing.park(a[1], cause="retry", due_in_s=0.0)
+    scene.failing.park(a[8], cause="retry", due_in_s=0.0)
+    replay_id, worker = scene.begin(wanted, per_s=10.0)
+    thread = threading.Thread(
+        target=work_on_replay, args=(scene.stage.database, replay_id), kwargs={"worker": worker, "batch": 3}
+    )
+    thread.start()
+    wait_until(lambda: replay_of(scene.stage.database, replay_id).sent >= 2, what="the first ones")
+    recorder = Recorder()
+    scene.stage.consume(recorder, backoff_s=None)
+    thread.join(20)
+    wait_until(lambda: len(recorder.bodies("key-0")) == 10, what="all of it")
+    assert recorder.bodies("key-0") == numbers(1, 10)
+
+
 def test_newer_messages_may_come_between(scene: Scene) -> None:
     """Where that is wanted: the group's streams go on."""
     recorder = Recorder()
