@@ -32,6 +32,7 @@ from mqlayer.failures import (
     work_on_replay,
 )
 from mqlayer.membership.seeking import apply_seek, planned_seek
+from mqlayer.postgres.queries import query
 from mqlayer.routes.cache import RouteCache
 from tests.fixtures.archives import Archive
 from tests.fixtures.consuming import Recorder, Stage
@@ -241,6 +242,27 @@ def test_a_replay_of_a_snapshot_that_is_dropped_ends(scene: Scene) -> None:
     scene.archive.sql("DELETE FROM mqlayer_archive.snapshot")
     done = work_on_replay(scene.stage.database, replay_id, worker=worker)
     assert (done.state, done.sent) == ("cancelled", 0)
+
+
+@pytest.mark.parametrize("found", [{}, {"key": b"key-7", "lp": 7, "partitions": [3, 5]}])
+def test_reads_go_along_the_batches_however_much_the_archive_holds(database_dsn: str, found: dict[str, Any]) -> None:
+    """Their plans, on real rows: by the index, never through all of it."""
+    nothing = dict.fromkeys(("key", "lp", "tag", "since", "until", "snapshot_id", "partitions"))
+    facts = nothing | {"topic_id": 1, "batch": 50, "upto": 100, "rows": 500, "first": 50, "last": 52, "at_batch": 50,
+                       "at_record": 10_100, "limit": 200, "bytes": 1_000_000} | found  # fmt: skip
+    with psycopg.connect(database_dsn, autocommit=True) as connection:
+        connection.execute("CREATE TABLE mqlayer_archive.record_all PARTITION OF mqlayer_archive.record DEFAULT")
+        connection.execute(
+            "INSERT INTO mqlayer_archive.record (topic_id, batch, version, partition_id, log_offset, source, lp, seq, "
+            "published_at, archived_at, key, body) SELECT 1, n / 200, 1, n / 200 % 8, n, 1, n % 1024, n / 1024 + 1, "
+            "now(), now(), convert_to('key-' || n % 100, 'UTF8'), repeat('x', 100)::bytea "
+            "FROM generate_series(1, 20000) AS n"
+        )
+        connection.execute("ANALYZE mqlayer_archive.record")
+        for name in ("replay_window", "replay_read"):
+            plan = "\n".join(row[0] for row in connection.execute(b"EXPLAIN " + query(name).encode(), facts))
+            assert "Seq Scan on record" not in plan, plan
+            assert "record_all_topic_id_batch_partition_id_idx" in plan, plan
 
 
 # -- members ---------------------------------------------------------------------------------------------------------
