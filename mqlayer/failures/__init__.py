@@ -1,5 +1,6 @@
 """What operators do with parked keys and dead messages: list, show, release, discard, pass over, give back."""
 
+from mqlayer.failures.counting import FailureCounts, failure_counts
 from mqlayer.failures.filters import DeadFilter, ParkedFilter, ReplayFilter
 from mqlayer.failures.jobs import new_worker
 from mqlayer.failures.listing import (
@@ -44,6 +45,7 @@ __all__ = [
     "Attempt",
     "DeadFilter",
     "DeadMessage",
+    "FailureCounts",
     "ParkedFilter",
     "ParkedKey",
     "ParkedMessage",
@@ -62,6 +64,7 @@ __all__ = [
     "dead_messages",
     "discard_dead",
     "discard_parked",
+    "failure_counts",
     "find_dead",
     "new_worker",
     "parked_keys",

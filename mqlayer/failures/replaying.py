@@ -36,13 +36,15 @@ from mqlayer.domain.tags import TagFilter, tags_text
 from mqlayer.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.failures.filters import ReplayFilter
-from mqlayer.failures.jobs import LEASE_S, State, cancel, go_on, take_over
+from mqlayer.failures.jobs import LEASE_S, LOOK_S, State, cancel, go_on, take_over
 from mqlayer.failures.listing import page
+from mqlayer.failures.noting import ANY_KEY, raise_parking
 from mqlayer.membership.groups import Group, find_group
 from mqlayer.membership.positions import Spot, look_at
 from mqlayer.membership.rebalance import change_group
 from mqlayer.membership.seeking import fence_old_owners, refuse_beside_replay
 from mqlayer.membership.starts import kept_partitions
+from mqlayer.parking import Room
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
@@ -305,8 +307,9 @@ def _hold_newer(
     """Have newer messages wait from this commit on; return the partitions whose owners are fenced, and the epochs."""
     facts: dict[str, Any] = {"group_id": group.group_id}
     if key is not None:
-        connection.execute(query("replay_key_put"), facts | {"lp": wanted.facts()["lp"], "name": key})
-        connection.execute(query("parking_raise"), {"group_ids": [group.group_id]})
+        lp = wanted.facts()["lp"]
+        connection.execute(query("replay_key_put"), facts | {"lp": lp, "name": key})
+        raise_parking(connection, group.group_id, [(lp, key)])
     if not rests:
         return []
     # What owners have read is given up: it would come between what is replayed.
@@ -383,8 +386,12 @@ class _Work:
             self._reads = facts | {"partitions": _partitions(connection, facts)}
 
     def pause_s(self) -> float:
-        """Wait while too much of it waits in the group."""
+        """Wait while too much of it waits in the group, or the group has as much parked as it may."""
         self._look = look = self._look_again()
+        with self._database.connection() as connection:
+            row = connection.execute(query("parked_room"), {"group_id": self._group.group_id}).fetchone()
+        if row is not None and Room(*row).full is not None:
+            return LOOK_S
         return FULL_WAIT_S if look.waiting >= self._waiting or look.waiting_bytes >= WAITING_BYTES else 0.0
 
     def give(self) -> None:
@@ -475,7 +482,7 @@ class _Work:
         if joined:
             heads = _columns(("lps", "names"), [row[:2] for row in joined])
             connection.execute(query("parked_heads_put"), facts | heads | {"identities": list(map(str, put))})
-            connection.execute(query("parking_raise"), {"group_ids": [self._group.group_id]})
+            raise_parking(connection, self._group.group_id, {(lp, bytes(name)) for lp, name, _, _ in joined})
         return words
 
     def _row(self, one: _Archived) -> tuple[Any, ...]:
@@ -512,7 +519,7 @@ def _cancel(connection: Connection, replay_id: int, actor: str, group_id: int, w
 
 def _let_newer_go_on(connection: Connection, group_id: int) -> None:
     """Let members know that streams may be read again, and look at what is parked."""
-    connection.execute(query("parking_raise"), {"group_ids": [group_id]})
+    raise_parking(connection, group_id, ANY_KEY)
     connection.execute(query("allocation_raise"), {"group_id": group_id})
 
 
