@@ -458,7 +458,7 @@ class Ledger:
         connection.execute(query("parked_key_start"), key | {"alone": turn.careful, "attempts": attempts})
         return [
             ParkedRecord.of((offset, m, name, body), attempts=own if at else attempts, redriven=redriven, replay=replay)
-            for at, (offset, m, name, body, redriven, own, replay) in enumerate(rows)
+            for at, (offset, m, name, body, redriven, replay, own) in enumerate(rows)
         ]
 
 

@@ -163,7 +163,7 @@ RETURNING k.lp;
 -- The first messages of a parked key, up to so many and so many bytes of bodies; one at the least. Not beyond one of a
 -- partition that the group has yet to come to: a group that was sent back gets what lies before it first. Nor, while a
 -- replay runs that has newer messages wait, what is behind all that it gave so far: the next ones may come before it.
-SELECT log_offset, m, key, body, redriven, attempts, replay
+SELECT log_offset, m, key, body, redriven, replay, attempts
 FROM (SELECT *, sum(octet_length(body)) OVER (ORDER BY place, seq) - octet_length(body) AS before,
              bool_and(come_to) OVER (ORDER BY place, seq) AS next
       FROM (SELECT m.place, m.seq, m.log_offset, m.m, m.key, m.body, m.redriven, m.attempts, m.replay,
