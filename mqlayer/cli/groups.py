@@ -21,6 +21,7 @@ from mqlayer.cli.standings import (
     parked_facts,
     partition_facts,
     partition_row,
+    replay_facts,
     rules_words,
     settings_row,
     stall_row,
@@ -32,7 +33,7 @@ from mqlayer.domain.tags import NO_FILTER
 from mqlayer.errors import InvalidInput
 from mqlayer.failures import failure_counts
 from mqlayer.inspecting import GroupStanding, group_members, group_standings
-from mqlayer.membership import SeekPlan, Start, apply_seek, planned_seek
+from mqlayer.membership import GroupSettings, SeekPlan, Start, apply_seek, ensure_group, planned_seek
 from mqlayer.membership.steering import evict_member, pause_group, resume_group, set_group
 from mqlayer.postgres.database import Database
 from mqlayer.routes.cache import RouteCache
@@ -151,6 +152,28 @@ def evict(
     typer.echo(f"member {member} of group {group} of topic {topic} is out")
 
 
+@groups.command()
+def create(
+    topic: TopicArgument,
+    group: GroupArgument,
+    start: Annotated[
+        str, typer.Option(metavar="WHERE", help="earliest, latest, or a time with zone: 2026-11-21T09:30:00+00:00.")
+    ] = "earliest",
+    from_archive: Annotated[
+        bool, typer.Option("--from-archive", help="Begin with what the archive holds, then go on with the streams.")
+    ] = False,
+) -> None:
+    """Create a group where its first member would; one that is there stays as it is."""
+    settings = settings_here()
+    said = GroupSettings(start=_start(start), from_archive=from_archive)
+    prefix, unsafe = settings.key_prefix, settings.allow_unsafe_redis
+    with Database(settings.control_dsn()) as database, closing(RouteCache(database)) as routes:
+        ensure_group(database, routes, topic=topic, name=group, prefix=prefix, settings=said, unsafe=unsafe)
+        (standing,) = group_standings(database, topic, group, prefix=prefix, unsafe=unsafe)
+    given = "" if standing.replay is None else f"; first it is given the archive: replay {standing.replay.replay_id}"
+    typer.echo(f"group {group} of topic {topic} is {standing.facts.state}{given}")
+
+
 @groups.command("list")
 def list_(
     topic: Annotated[str | None, typer.Argument(help="Only of this topic.")] = None, as_json: JsonOption = False
@@ -235,6 +258,7 @@ def _lag_told(standing: GroupStanding) -> dict[str, Any]:
         "partitions": [partition_facts(one) for one in standing.undrained],
         "away": dict(standing.away),
         "parked": parked_facts(standing),
+        "replay": replay_facts(standing),
     }
 
 
@@ -248,6 +272,10 @@ def _show_lag(standing: GroupStanding) -> None:
             f"parked: {counted(parked.messages, 'message')} of {counted(parked.keys, 'key')}, {parked.waiting} of them "
             f"wait for an operator: mqlayer parked list {named}"
         )
+    if (replay := standing.replay) is not None:
+        how_far = f"{counted(replay.sent, 'message')} given, {replay.waiting} of them wait"
+        place = f"batch {replay.at_batch} of {replay.upto_batch} of the archive"
+        typer.echo(f"{replay.kind} {replay.replay_id}: {how_far}; {place}: mqlayer replay show {replay.replay_id}")
     settled = len(standing.undrained) - len(behind)
     show_rows(map(version_row, standing.versions()), as_json=False, nothing="it has no partitions yet")
     if behind:

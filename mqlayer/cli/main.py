@@ -23,6 +23,7 @@ from mqlayer.cli import (
     outbox,
     parked,
     relay,
+    replay,
     routes,
     stack,
     topics,
@@ -72,6 +73,7 @@ groups.add_to(app)
 keys.add_to(app)
 parked.add_to(app)
 dead.add_to(app)
+replay.add_to(app)
 relay.add_to(app)
 outbox.add_to(app)
 trim.add_to(app)

@@ -42,7 +42,7 @@ def list_(
     topic: Annotated[str | None, typer.Argument(help="Only of this topic.")] = None,
     group: Annotated[str | None, typer.Argument(help="Only of this group.")] = None,
     key: Annotated[str | None, typer.Option(help="Only this message key.")] = None,
-    cause: Annotated[str | None, typer.Option(help="retry, exhausted, rejected, paused or redriven.")] = None,
+    cause: Annotated[str | None, typer.Option(help="retry, exhausted, rejected, paused, redriven or replayed.")] = None,
     error: Annotated[str | None, typer.Option(help="A part of what a failed attempt said.")] = None,
     since: Annotated[str | None, typer.Option(help="Parked then or later: a time with its zone.")] = None,
     until: Annotated[str | None, typer.Option(help="Parked before: a time with its zone.")] = None,

@@ -103,6 +103,13 @@ def partition_facts(one: PartitionStanding) -> dict[str, Any]:
     }
 
 
+def replay_facts(group: GroupStanding) -> dict[str, Any] | None:
+    """Return what a group is being given of the archive, for programs; None for nothing."""
+    if group.replay is None:
+        return None
+    return asdict(group.replay) | {"since": group.replay.since.isoformat()}
+
+
 def parked_facts(group: GroupStanding) -> dict[str, Any]:
     """Return what a group has parked, for programs."""
     parked = group.parked

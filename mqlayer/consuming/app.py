@@ -87,6 +87,7 @@ class App:
         group: str,
         body: Any = None,
         start: Start = "earliest",
+        from_archive: bool = False,
         ordered: bool | None = None,
         balance: Balance | None = None,
         tag_filter: str | None = None,
@@ -102,7 +103,8 @@ class App:
         raise RetryLater, Reject, Skip or PauseKey to say what is to become of the message.
         `start` serves when the group is created; an existing one keeps its own: "earliest" (all that is kept, along
         the lineage of partitions), "latest" (what is published from then on) or a datetime with a time zone: the first
-        message of that time or later, by the publishers' clocks. `tag_filter`: which messages the group wants, as
+        message of that time or later, by the publishers' clocks. `from_archive`: it is given what the archive of its
+        topic holds from there on, then the streams. `tag_filter`: which messages the group wants, as
         `any_of("eu", "vip")` or `all_of("eu", "vip")` says, or "none" for all; others are settled unseen. `ordered`,
         `balance`, `tag_filter` and the rules for messages that fail (`backoff_s`, `jitter`, `attempt_limit`, `policy`,
         `final_errors`, `retried_errors`, `time_limit_s`, `time_cap_s`) live with the group too, see GroupSettings and
@@ -113,7 +115,9 @@ class App:
         check_name("group", group)
         if any((c.topic, c.group) == (topic, group) for c in self.consumers):
             raise Conflict(f"group {group!r} of topic {topic!r} has a handler already", "use another group")
-        said = settings_of(start, ordered=ordered, balance=balance, tag_filter=tag_filter, **rules)
+        said = settings_of(
+            start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive, **rules
+        )
         group_settings = replace(said, mode="exclusive")
 
         def register(handler: Handler) -> Handler:

@@ -133,14 +133,19 @@ class Context:
 
     def _fence_facts(self) -> Mapping[str, Any]:
         source, lp, seq = self._record.identity
-        # Of a message that was sent again, later ones of its key may have been applied.
-        alone = not self._held.ordered or (isinstance(self._record, ParkedRecord) and self._record.redriven)
+        # Out of order a lower seq may come after a higher one of its key: each message stands alone then.
+        key = self.key if self._held.ordered else None
+        if isinstance(self._record, ParkedRecord) and self._record.redriven:
+            # Of a message that was sent again, later ones of its key may have been applied.
+            key = None
+            if self._record.replay is not None:
+                # Once more for each replay. Sources below 0 have no keys, so nothing else is noted there.
+                source, key = -source, f"{self._record.replay}:{seq}"
         return {
             "group_id": self._group_id,
             "lp": lp,
             "source": source,
-            # Out of order a lower seq may come after a higher one of its key: each message stands alone then.
-            "key": None if alone else self.key,
+            "key": key,
             "seq": seq,
             "epoch": self._held.epoch,
             "replay": self._held.assigned.replay,

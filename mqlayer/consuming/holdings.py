@@ -110,6 +110,7 @@ class Held:
         "passed",
         "reads",
         "record_bytes",
+        "resting",
         "settled",
         "settled_before",
         "starts",
@@ -124,6 +125,8 @@ class Held:
     def __init__(self, assigned: Assigned, holder: Holder, *, ordered: bool = True) -> None:
         self.assigned, self.holder, self.ordered = assigned, holder, ordered
         self.state = State.NEW
+        # Nothing is read of its stream: a replay has newer messages wait. Until the keeper knows what that has parked.
+        self.resting = assigned.resting
         self.lanes: dict[bytes, Lane] = {}  # (lock)
         self.busy = 0  # (lock) lanes that workers have in hand
         self.count_in_hand = 0  # (lock) read and not acknowledged as settled

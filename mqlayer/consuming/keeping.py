@@ -177,8 +177,14 @@ class Keeper:
     def _serve(self, held: Held, work: ParkingWork, heard: int) -> None:
         if work:
             self._keep(held, work)
+        # Looked at before what is parked is read: a replay that is over then has parked all that it was to give.
+        over = held.resting and not held.assigned.resting
+        if over:
+            held.followed = UNKNOWN
         if held.followed < heard and held.state is State.OPEN:
             self._reload(held, heard)
+            if over:
+                held.resting = False
 
     def _keep(self, held: Held, work: ParkingWork) -> None:
         """Write what there is of one holding, and go on from what the server says."""

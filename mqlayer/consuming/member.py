@@ -20,7 +20,7 @@ import random
 import re
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from mqlayer.consuming.caution import Caution
@@ -501,11 +501,22 @@ class Member:
                 self._give_back(assigned)
             elif held.state in (State.NEW, State.OPEN):
                 self._drain(held, clock() + self.options.drain_limit_s)
-        elif held is None and not self._stopping:
+        elif held is not None:
+            self._rest(held, assigned)
+        elif not self._stopping:
             if self._refused.get(assigned.partition) == assigned.epoch:
                 self._heart.renew(assigned)
             else:
                 self._hold(assigned)
+
+    def _rest(self, held: Held, assigned: Assigned) -> None:
+        """Follow what a replay wants of a stream; the keeper lets it be read again, see `Keeper`."""
+        if assigned.resting != held.assigned.resting:
+            held.assigned = replace(held.assigned, resting=assigned.resting)
+        if assigned.resting:
+            held.resting = True
+        elif held.resting:
+            self._keeper.wake.set()
 
     def _give_back(self, assigned: Assigned) -> None:
         """Release what is not held any more, once no handler of an earlier holding runs on, or not for long."""

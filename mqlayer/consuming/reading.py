@@ -98,7 +98,7 @@ class Reader(NodeThread):
             return
         for held in opened:
             self._refill(held)
-        growing = [held for held in opened if held.command is None]
+        growing = [held for held in opened if held.command is None and not held.resting]
         readable, count = self._choose(growing)
         if readable:
             wanted, block_ms = self._owner.tag_filter, self._block_ms(opened, held_back=len(readable) < len(growing))

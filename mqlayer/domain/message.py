@@ -100,17 +100,21 @@ class Record(NamedTuple):
 class ParkedRecord(Record):
     """A message of a parked key. `attempts`: the failed ones before this.
 
-    `redriven`: an operator sent it again, so later ones of its key may have had their effects.
+    `redriven`: an operator sent it again, so later ones of its key may have had their effects. `replay`: which replay
+    or backfill gave it, None where it was parked or dead.
     """
 
     attempts: int = 0
     redriven: bool = False
+    replay: int | None = None
 
     @classmethod
-    def of(cls, record: tuple[int, bytes, bytes, bytes], *, attempts: int, redriven: bool) -> ParkedRecord:
+    def of(
+        cls, record: tuple[int, bytes, bytes, bytes], *, attempts: int, redriven: bool, replay: int | None = None
+    ) -> ParkedRecord:
         """Return a record with what is known of it besides."""
         parked = cls(*record)
-        parked.attempts, parked.redriven = attempts, redriven
+        parked.attempts, parked.redriven, parked.replay = attempts, redriven, replay
         return parked
 
 

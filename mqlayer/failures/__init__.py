@@ -1,7 +1,8 @@
 """What operators do with parked keys and dead messages: list, show, release, discard, pass over, give back."""
 
 from mqlayer.failures.counting import FailureCounts, failure_counts
-from mqlayer.failures.filters import DeadFilter, ParkedFilter
+from mqlayer.failures.filters import DeadFilter, ParkedFilter, ReplayFilter
+from mqlayer.failures.jobs import new_worker
 from mqlayer.failures.listing import (
     PAGE_LIMIT,
     DeadMessage,
@@ -16,12 +17,23 @@ from mqlayer.failures.redriving import (
     RedriveResult,
     cancel_redrive,
     count_dead,
-    new_worker,
     redrive_results,
     redrives,
     resume_redrive,
     start_redrive,
     work_on,
+)
+from mqlayer.failures.replaying import (
+    Replay,
+    ReplayResult,
+    cancel_replay,
+    count_archived,
+    replay_of,
+    replay_results,
+    replays,
+    resume_replay,
+    start_replay,
+    work_on_replay,
 )
 from mqlayer.failures.ruling import discard_dead, discard_parked, release_all, release_parked
 from mqlayer.failures.scanning import clean_attempts, retry_scan
@@ -39,10 +51,15 @@ __all__ = [
     "ParkedMessage",
     "Redrive",
     "RedriveResult",
+    "Replay",
+    "ReplayFilter",
+    "ReplayResult",
     "Shown",
     "Skipped",
     "cancel_redrive",
+    "cancel_replay",
     "clean_attempts",
+    "count_archived",
     "count_dead",
     "dead_messages",
     "discard_dead",
@@ -56,11 +73,17 @@ __all__ = [
     "redrives",
     "release_all",
     "release_parked",
+    "replay_of",
+    "replay_results",
+    "replays",
     "resume_redrive",
+    "resume_replay",
     "retry_scan",
     "show_dead",
     "show_parked",
     "skip_head",
     "start_redrive",
+    "start_replay",
     "work_on",
+    "work_on_replay",
 ]

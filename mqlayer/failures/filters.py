@@ -1,4 +1,4 @@
-"""Which parked keys and dead messages an operator means."""
+"""Which parked keys, dead messages and records of the archive an operator means."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from datetime import datetime
 from typing import Any, Final
 
 from mqlayer.domain.names import encode_key
+from mqlayer.domain.routing import lp_of
+from mqlayer.domain.tags import check_tags
 from mqlayer.errors import InvalidInput
 
 NAMED_LIMIT: Final = 1_000
 """How many messages may be named one by one."""
-PARKED_CAUSES: Final = ("retry", "exhausted", "rejected", "paused", "redriven")
+PARKED_CAUSES: Final = ("retry", "exhausted", "rejected", "paused", "redriven", "replayed")
 DEAD_CAUSES: Final = ("exhausted", "rejected", "skipped", "discarded")
 
 
@@ -95,6 +97,51 @@ class DeadFilter:
         times = {name: datetime.fromisoformat(told[name]) for name in ("since", "until") if name in told}
         named = {"dead_ids": tuple(told["dead_ids"])} if "dead_ids" in told else {}
         return cls(**{**told, **times, **named})
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayFilter:
+    """Records of the archive: what is None does not narrow them; all of it has to fit.
+
+    `since` and `until`: when they were published, by their publishers' clocks, with a zone; `snapshot`: those of one,
+    by its name.
+    """
+
+    key: str | None = None
+    tag: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    snapshot: str | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the parameters of queries. Raises InvalidInput: no key, no tag, a time without its zone."""
+        _check_times(self.since, self.until)
+        if self.tag is not None:
+            check_tags([self.tag])
+        key = None if self.key is None else encode_key(self.key)
+        return {
+            "key": key,
+            "lp": None if key is None else int(lp_of(key)),
+            "tag": self.tag,
+            "since": self.since,
+            "until": self.until,
+        }
+
+    def told(self) -> dict[str, Any]:
+        """Return it as JSON has it, without what does not narrow."""
+        facts = {
+            "key": self.key,
+            "tag": self.tag,
+            "since": self.since and self.since.isoformat(),
+            "until": self.until and self.until.isoformat(),
+            "snapshot": self.snapshot,
+        }
+        return {name: value for name, value in facts.items() if value is not None}
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> ReplayFilter:
+        """Return the filter that `told` gave."""
+        return cls(**{**told, **{n: datetime.fromisoformat(told[n]) for n in ("since", "until") if n in told}})
 
 
 def check_cause(cause: str | None, known: tuple[str, ...]) -> None:

@@ -1,22 +1,16 @@
-"""Give dead messages back to their group: a job that may be stopped, killed, cancelled and gone on with.
+"""Give dead messages back to their group: a job (see `jobs`) that may be stopped, killed, cancelled and gone on with.
 
-A redrive is a row. Whoever works on it has a lease on it and sends batch by batch, each in one transaction that holds
-the group's lock and the row: dead rows are marked, the messages join their keys' lines, each gets a result, and the
-place that was come to is noted. So a message is given back once, however many work on it and wherever they die: what
-was committed is behind the place, what was not is before it. The members of the group handle it from there.
+In each batch dead rows are marked, the messages join their keys' lines, each gets a result. The members of the group
+handle them from there.
 
 Messages go key by key, each key's as they were published: by their source's numbers, and between sources by where they
 lay in the partitions of their lineage. In a line that is there a message comes before the later ones of its source.
-
-States: *running* -> *done* or *cancelled*, both for good. A running redrive whose worker died is gone on with by
-`resume_redrive` at once, or by the retry scan once the lease ran out.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -29,6 +23,7 @@ from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.events import Event, EventKind, tell
 from mqlayer.failpoints import failpoint
 from mqlayer.failures.filters import NAMED_LIMIT, DeadFilter
+from mqlayer.failures.jobs import LEASE_S, State, cancel, go_on, take_over
 from mqlayer.failures.listing import page, shown
 from mqlayer.failures.noting import count_act, raise_parking
 from mqlayer.failures.room import FULL_WAIT_S, SAYS, find_room
@@ -45,11 +40,7 @@ BATCH: Final = 100
 """How many messages one transaction gives back, at most; with a rate, what a second gives."""
 LOOK_AHEAD: Final = 500
 """How far beyond a batch's end a message of its last key is looked for that is earlier by its source's numbers."""
-LEASE_S: Final = 10.0
-LOOK_S: Final = 1.0
-"""How often whoever waits for the rate looks whether it was cancelled."""
 
-State = Literal["running", "done", "cancelled"]
 Result = Literal["sent", "already", "no_body", "gone"]
 """sent: given back; already: it lives in the group; no_body: it died without its body; gone: no row is left."""
 
@@ -137,14 +128,7 @@ def start_redrive(
 def resume_redrive(database: Database, redrive_id: int, *, actor: str, worker: str) -> None:
     """Take a running redrive over, whoever works on it. Raises NotFound, Conflict where it is over."""
     _running(database, redrive_id)
-
-    def work(connection: Connection) -> None:
-        facts = {"redrive_id": redrive_id, "worker": worker, "lease_s": LEASE_S, "instead": True}
-        if connection.execute(query("redrive_take"), facts).fetchone() is None:
-            raise Conflict(f"redrive {redrive_id} is over", "see what it did: mqlayer dead results")
-        note(connection, actor, "dead redrive resume", str(redrive_id), {})
-
-    database.transaction(work)
+    take_over(database, redrive_id, act="dead redrive resume", over=_over(redrive_id), actor=actor, worker=worker)
 
 
 def cancel_redrive(database: Database, redrive_id: int, *, actor: str) -> Redrive:
@@ -153,15 +137,8 @@ def cancel_redrive(database: Database, redrive_id: int, *, actor: str) -> Redriv
     Raises NotFound, Conflict where it is over.
     """
     _running(database, redrive_id)
-
-    def work(connection: Connection) -> None:
-        facts = {"redrive_id": redrive_id, "state": "cancelled", "gone": 0}
-        row = connection.execute(query("redrive_end"), facts).fetchone()
-        if row is None:
-            raise Conflict(f"redrive {redrive_id} is over", "see what it did: mqlayer dead results")
-        note(connection, actor, "dead redrive cancel", str(redrive_id), {"sent": row[2], "not_sent": row[3]})
-
-    database.transaction(work)
+    said: dict[str, Any] = {"act": "dead redrive cancel", "over": _over(redrive_id), "actor": actor}
+    database.transaction(lambda connection: cancel(connection, redrive_id, **said))
     found = redrive_of(database, redrive_id)
     tell(Event("redrive_ended", found.topic, found.group, cause="cancelled", actor=actor))
     return found
@@ -196,18 +173,6 @@ def redrive_results(database: Database, redrive_id: int, *, after: int = 0, limi
     ]
 
 
-def new_worker() -> str:
-    """Return a name for whoever is to work on a redrive, which nobody else has."""
-    return uuid.uuid4().hex
-
-
-def take_left(database: Database, redrive_id: int, worker: str) -> bool:
-    """Begin to work on a redrive that nobody works on; False where somebody does, or it is over."""
-    facts = {"redrive_id": redrive_id, "worker": worker, "lease_s": LEASE_S, "instead": False}
-    row = database.transaction(lambda connection: connection.execute(query("redrive_take"), facts).fetchone())
-    return row is not None
-
-
 def work_on(
     database: Database,
     redrive_id: int,
@@ -222,17 +187,8 @@ def work_on(
     `worker` has its lease. Where it is stopped it leaves the lease, so that anybody goes on at once; also where the
     rate has it wait for longer than `longest_wait_s`.
     """
-    stop = stop or threading.Event()
     work = _Work(database, redrive_id, worker, batch)
-    while not stop.is_set() and (pause_s := work.keep()) is not None:
-        if pause_s == 0:
-            work.send()
-        elif pause_s > longest_wait_s:
-            break
-        else:
-            stop.wait(min(pause_s, LOOK_S))
-    facts = {"redrive_id": redrive_id, "worker": worker}
-    database.transaction(lambda connection: connection.execute(query("redrive_leave"), facts))
+    go_on(database, redrive_id, work, worker=worker, stop=stop, longest_wait_s=longest_wait_s)
     return redrive_of(database, redrive_id)
 
 
@@ -270,13 +226,11 @@ class _Work:
         self._actor = found.actor
         self._alone = not self._group.ordered or self._group.strategy != "strict"
 
-    def keep(self) -> float | None:
-        """Extend the lease; return for how many seconds the rate has it wait. None: over, or another worker's."""
-        facts = {"redrive_id": self._redrive_id, "worker": self._worker, "lease_s": LEASE_S}
-        row = self._database.transaction(lambda connection: connection.execute(query("redrive_keep"), facts).fetchone())
-        return None if row is None else float(row[0])
+    def pause_s(self) -> float:
+        """Nothing but the rate has it wait."""
+        return 0.0
 
-    def send(self) -> None:
+    def give(self) -> None:
         """Give the next batch back, and end the redrive where there is nothing more."""
         event = change_group(self._database, self._group.group_id, self._send)
         failpoint("redrive.after_commit")
@@ -406,6 +360,10 @@ def _running(database: Database, redrive_id: int) -> None:
     found = redrive_of(database, redrive_id)
     if found.state != "running":
         raise Conflict(f"redrive {redrive_id} is {found.state}", f"see what it did: mqlayer dead results {redrive_id}")
+
+
+def _over(redrive_id: int) -> Conflict:
+    return Conflict(f"redrive {redrive_id} is over", "see what it did: mqlayer dead results")
 
 
 def _listed(database: Database, **facts: Any) -> list[Redrive]:

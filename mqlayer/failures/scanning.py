@@ -1,7 +1,7 @@
-"""What the worker does for parked keys: keys that nobody takes up, redrives that nobody works on, old attempts.
+"""What the worker does for parked keys: keys that nobody takes up, jobs that nobody works on, old attempts.
 
-Idempotent, safe to run twice at once: a notice says only that a look pays, a redrive has a lease and its row, and rows
-go by age.
+Idempotent, safe to run twice at once: a notice says only that a look pays, a job (`jobs`) has a lease and its row, and
+rows go by age.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Final
 from mqlayer.errors import MqlayerError
 from mqlayer.events import Event, tell
 from mqlayer.failpoints import failpoint
+from mqlayer.failures.jobs import new_worker, take_left
 from mqlayer.failures.noting import ANY_KEY, count_act, raise_parking
-from mqlayer.failures.redriving import new_worker, take_left, work_on
+from mqlayer.failures.redriving import work_on
+from mqlayer.failures.replaying import work_on_replay
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
@@ -34,7 +36,7 @@ ROUNDS: Final = 200
 
 
 def retry_scan(database: Database, *, at_most_s: float = 5.0) -> int:
-    """Tell groups again whose keys have been due for a while, and work on redrives that stand still.
+    """Tell groups again whose keys have been due for a while, and work on redrives and replays that stand still.
 
     Returns how many groups were told. Within `at_most_s`, but for the batch that is being sent then.
     """
@@ -79,8 +81,8 @@ def _tell_group(connection: Connection, group_id: int) -> None:
 
 def _work_on_left(database: Database, until: float) -> None:
     with database.connection() as connection:
-        left = [row[0] for row in connection.execute(query("redrives_left")).fetchall()]
-    for number, redrive_id in enumerate(left):
+        left = connection.execute(query("redrives_left")).fetchall()
+    for number, (redrive_id, kind) in enumerate(left):
         remaining = until - time.monotonic()
         worker = new_worker()
         if remaining <= 0:
@@ -93,7 +95,8 @@ def _work_on_left(database: Database, until: float) -> None:
         timer.daemon = True
         timer.start()
         try:
-            work_on(database, redrive_id, worker=worker, stop=stop, longest_wait_s=LONGEST_WAIT_S)
+            go_on = work_on if kind == "dead" else work_on_replay
+            go_on(database, redrive_id, worker=worker, stop=stop, longest_wait_s=LONGEST_WAIT_S)
         except MqlayerError as error:
             log.warning("redrive_waits", extra={"redrive": redrive_id, "reason": str(error)})
         finally:

@@ -2,7 +2,7 @@
 
 from mqlayer.inspecting.facts import GroupFacts, MemberFacts, PartitionFacts, group_facts, group_members
 from mqlayer.inspecting.keys import SCAN_LIMIT, Crossing, KeyStanding, Search, explain_key
-from mqlayer.inspecting.parked import ParkedCounts, ParkedKeyStanding
+from mqlayer.inspecting.parked import ParkedCounts, ParkedKeyStanding, ReplayStanding
 from mqlayer.inspecting.standing import (
     GroupStanding,
     PartitionStanding,
@@ -23,6 +23,7 @@ __all__ = [
     "ParkedKeyStanding",
     "PartitionFacts",
     "PartitionStanding",
+    "ReplayStanding",
     "Search",
     "Stall",
     "VersionLag",

@@ -300,6 +300,8 @@ def _of_servers(one: PartitionStanding, group: GroupStanding) -> str | None:
         if not group.facts.alive:
             return "mqlayer consume MODULE:APP  # no member of the group lives"
         return f"{NOTHING}the next heartbeat of a member gives partition {one.facts.partition} an owner"
+    if reason == "replayed" and one.stall is not None:
+        return f"{NOTHING}{one.stall.says}"
     if reason == "not_taken":
         return f"{NOTHING}{one.facts.owner} is about to take partition {one.facts.partition}"
     return None

@@ -41,6 +41,31 @@ class ParkedKeyStanding:
     head: Identity | None
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayStanding:
+    """What a group is being given of the archive of its topic. `kind`: replay or backfill.
+
+    `rests`: its streams rest till the end. `sent`: messages given; `at_batch` of `upto_batch`: how far it is in the
+    archive; `waiting`: messages of it that are not handled.
+    """
+
+    replay_id: int
+    kind: str
+    rests: bool
+    sent: int
+    at_batch: int
+    upto_batch: int
+    waiting: int
+    since: datetime
+
+
+def running_replays(database: Database, group_ids: Iterable[int]) -> Mapping[int, ReplayStanding]:
+    """Return what groups are being given of archives; nothing for the others."""
+    with database.connection() as connection:
+        rows = connection.execute(query("inspected_replays"), {"group_ids": list(group_ids)}).fetchall()
+    return {group_id: ReplayStanding(*facts) for group_id, *facts in rows}
+
+
 def full_words(rules: RetryRules, group: ParkedCounts, key: tuple[int, int] | None) -> str | None:
     """Return why nothing more of a key is parked, which has so many messages and bytes parked (None: it is not).
 

@@ -14,15 +14,22 @@ from typing import Literal
 from mqlayer.domain.message import NO_KEY, Record
 from mqlayer.domain.tags import TagFilter
 from mqlayer.inspecting.facts import GroupFacts, PartitionFacts, group_facts, partition_facts
-from mqlayer.inspecting.parked import ParkedCounts, full_words, parked_counts, parked_heads
+from mqlayer.inspecting.parked import (
+    ParkedCounts,
+    ReplayStanding,
+    full_words,
+    parked_counts,
+    parked_heads,
+    running_replays,
+)
 from mqlayer.membership.positions import Spot, look_at
 from mqlayer.postgres.database import Database
 from mqlayer.redis.looking import Head, Look
 from mqlayer.routes.cache import load_nodes
 
 Reason = Literal[
-    "node_away", "partition_missing", "hidden", "paused", "no_owner", "lease_over", "not_taken", "parking_full",
-    "failing",
+    "node_away", "partition_missing", "hidden", "paused", "no_owner", "lease_over", "not_taken", "replayed",
+    "parking_full", "failing",
 ]  # fmt: skip
 """Why a partition stands still: facts on the servers, in the order in which they are looked at."""
 
@@ -93,13 +100,14 @@ class VersionLag:
 class GroupStanding:
     """Where a group stands. `away`: nodes that did not answer, with the reason; only a live group has partitions.
 
-    What is `parked` is settled in its partitions, so it is no part of the lag.
+    What is `parked` is settled in its partitions, so it is no part of the lag; nor is what a `replay` has yet to give.
     """
 
     facts: GroupFacts
     partitions: Sequence[PartitionStanding]
     away: Mapping[str, str]
     parked: ParkedCounts = field(default_factory=ParkedCounts)
+    replay: ReplayStanding | None = None
 
     @property
     def undrained(self) -> list[PartitionStanding]:
@@ -149,6 +157,7 @@ def group_standings(
     looks = look_at(nodes, spots, prefix=prefix, unsafe=unsafe)
     names = {node.node_id: node.name for node in nodes}
     by_id = {group.group_id: group for group in groups}
+    replays = running_replays(database, by_id)
     partitions: dict[int, list[PartitionStanding]] = {group.group_id: [] for group in groups}
     away: dict[int, dict[str, str]] = {group.group_id: {} for group in groups}
     parked = parked_counts(database, by_id)
@@ -165,13 +174,18 @@ def group_standings(
         full = None
         if head is not None and (of_key is not None or head.attempts):
             full = full_words(group.rules, counts, of_key)
-        stall = stall_of(one, look, head, group, away=reason, full=full)
+        replay = replays.get(one.group_id)
+        stall = stall_of(one, look, head, group, away=reason, full=full, replay=replay)
         partitions[one.group_id].append(PartitionStanding(one, names[one.node], look, head, stall))
         if reason is not None:
             away[one.group_id][names[one.node]] = reason
     return [
         GroupStanding(
-            group, partitions[group.group_id], away[group.group_id], parked.get(group.group_id, ParkedCounts())
+            group,
+            partitions[group.group_id],
+            away[group.group_id],
+            parked.get(group.group_id, ParkedCounts()),
+            replays.get(group.group_id),
         )
         for group in groups
     ]
@@ -205,11 +219,12 @@ def waiting(head: Head | None, now_ms: int, group: GroupFacts) -> Waiting | None
 
 def stall_of(
     facts: PartitionFacts, look: Look | None, head: Waiting | None, group: GroupFacts, *, away: str | None,
-    full: str | None = None,
+    full: str | None = None, replay: ReplayStanding | None = None,
 ) -> Stall | None:  # fmt: skip
     """Return why a partition stands still; None where nothing waits in it, or its head is being handled.
 
-    `away`: what its node answers; `full`: why its head finds no room among the parked messages.
+    `away`: what its node answers; `full`: why its head finds no room among the parked messages; `replay`: what the
+    group is being given of the archive.
     """
     if facts.drained:
         return None
@@ -226,7 +241,16 @@ def stall_of(
         return Stall("paused", group.paused_at, "an operator paused the group")
     if group.mode == "pop":
         return _failing(head)
-    return _unowned(facts, group) or _untaken(facts, look) or _unparkable(head, full) or _failing(head)
+    return (
+        _unowned(facts, group) or _untaken(facts, look) or _resting(replay) or _unparkable(head, full) or _failing(head)
+    )
+
+
+def _resting(replay: ReplayStanding | None) -> Stall | None:
+    if replay is None or not replay.rests:
+        return None
+    says = f"the group is given what the archive holds first: mqlayer replay show {replay.replay_id}"
+    return Stall("replayed", replay.since, says)
 
 
 def _unowned(facts: PartitionFacts, group: GroupFacts) -> Stall | None:

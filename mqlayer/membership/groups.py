@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any, Final, Literal, TypedDict, Unpack
 
+from psycopg.types.json import Jsonb
+
 from mqlayer.domain.names import check_name
 from mqlayer.domain.retrying import (
     PARKING_LIMITS,
@@ -27,7 +29,8 @@ from mqlayer.domain.retrying import (
 from mqlayer.domain.tags import NO_FILTER, TagFilter
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
-from mqlayer.membership.starts import Beginning, Beginnings, Start, kept_partitions, still_hold
+from mqlayer.membership.starts import Beginning, Beginnings, Start, behind_archive, kept_partitions, still_hold
+from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.routes.cache import RouteCache
@@ -48,9 +51,11 @@ class GroupSettings:
 
     Settings live with the group on the server. `start` counts at its creation only; of the others a member may say
     what is in force, or nothing. `ordered`: one message of a key at a time (default), or each message by itself; said
-    once. `balance`: whether partitions are spread over members by their count (default) or by the rate of what is
-    published to them. `tag_filter`: which messages it wants by their tags, as `any_of` and `all_of` say; "none"
-    (default) for all. `mode`: by members with partitions of their own (default), or by receivers (ordered pop), with
+    once. `from_archive`: it begins with what the archive of its topic holds from its start on, then goes on with the
+    streams, without gap or repeat; `start` is earliest or a time then. `balance`: whether partitions are spread over
+    members by their count (default) or by the rate of what is published to them. `tag_filter`: which messages it wants
+    by their tags, as `any_of` and `all_of` say; "none" (default) for all. `mode`: by members with partitions of their
+    own (default), or by receivers (ordered pop), with
     its `scope`, by key unless said otherwise; both said once. The others are those of RetryRules; a time without end,
     `math.inf`, says that there is no limit. The policy of ordered pop is "block", and it has no filter.
     """
@@ -74,6 +79,7 @@ class GroupSettings:
     key_bytes_limit: int | None = None
     mode: Mode | None = None
     scope: Scope | None = None
+    from_archive: bool = False
 
     def rules(self) -> RetryRules:
         """Return the rules of a group that is created with these."""
@@ -133,6 +139,7 @@ class Group:
     mode: Mode = "exclusive"
     scope: Scope | None = None
     tag_filter: str = NO_FILTER
+    from_archive: bool = False
 
 
 def find_group(database: Database, topic: str, name: str) -> Group:
@@ -141,8 +148,8 @@ def find_group(database: Database, topic: str, name: str) -> Group:
         row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
     if row is None:
         raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
-    group_id, topic_id, state, start, start_at, *rest, mode, scope, tag_filter = row[:-RULES_COUNT]
-    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), mode, scope, tag_filter]
+    group_id, topic_id, state, start, start_at, *rest, mode, scope, tag_filter, from_archive = row[:-RULES_COUNT]
+    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), mode, scope, tag_filter, from_archive]
     return Group(group_id, topic_id, topic, name, state, start_at or start, *values)
 
 
@@ -152,8 +159,8 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
 
     A start other than earliest asks every node that has partitions of the topic. An existing group keeps its start and
     its settings. Raises InvalidInput for a time without a zone, NotFound for an unknown topic, Conflict for a retired
-    group and for settings that are said here and are others on the server, StoreUnavailable where a node can't be
-    asked.
+    group, for settings that are said here and are others on the server, and for a start from the archive of a topic
+    that has none, StoreUnavailable where a node can't be asked.
     """
     check_name("topic", topic)
     check_name("group", name)
@@ -167,6 +174,7 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
         "name": name,
         "start": start,
         "start_at": at,
+        "from_archive": settings.from_archive,
         "ordered": settings.ordered is not False,
         "balance": settings.balance or "count",
         "tag_filter": settings.tag_filter or NO_FILTER,
@@ -183,7 +191,8 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
     refuse_others(group, settings)
     if group.state == "creating":
         failpoint("group.after_insert")
-        while not _store_starts(database, routes, group, prefix=prefix, unsafe=unsafe):
+        store = begin_from_archive if group.from_archive else _store_starts
+        while not store(database, routes, group, prefix=prefix, unsafe=unsafe):
             log.info("group_starts_again", extra={"topic": topic, "group": name})
     return find_group(database, topic, name)
 
@@ -194,6 +203,7 @@ def settings_of(
     ordered: bool | None = None,
     balance: Balance | None = None,
     tag_filter: str | None = None,
+    from_archive: bool = False,
     **rules: Unpack[Rules],
 ) -> GroupSettings:
     """Return settings as a program says them. Raises InvalidInput for those that no group can have."""
@@ -210,7 +220,9 @@ def settings_of(
     if tag_filter is not None:
         # As the server has it: tags sorted, once each.
         tag_filter = str(TagFilter.of(tag_filter) or NO_FILTER)
-    settings = GroupSettings(start=start, ordered=ordered, balance=balance, tag_filter=tag_filter, **said)
+    settings = GroupSettings(
+        start=start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive, **said
+    )
     check_start(start)
     check_settings(settings)
     return settings
@@ -261,6 +273,8 @@ def _check_mode(settings: GroupSettings) -> None:
         raise InvalidInput("ordered pop gives out every message: it has no tag filter")
     if settings.mode == "pop":
         refuse_policy(settings.policy)
+    if settings.from_archive and (settings.mode == "pop" or settings.start == "latest"):
+        raise InvalidInput("from the archive a group with members starts, at earliest or a time: say another start")
 
 
 def refuse_policy(policy: Policy | None) -> None:
@@ -332,6 +346,52 @@ def _store_starts(database: Database, routes: RouteCache, group: Group, *, prefi
         failpoint("group.before_live")
         connection.execute(query("group_live"), {"group_id": group.group_id})
     return True
+
+
+def begin_from_archive(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool) -> bool:
+    """Store where a new group goes from the archive to the streams, and what the archive is to give it before.
+
+    What the archive lacks is in the streams: while this transaction holds the topic's archive nothing is added to it,
+    so that no trimming that did not see this group drops more than it holds. False where nodes were armed in between:
+    then nothing is stored.
+    """
+    with database.connection() as connection:
+        kept = kept_partitions(connection, group.topic_id)
+    found = Beginnings(routes, kept, prefix=prefix, unsafe=unsafe).of(group.start)
+
+    def work(connection: Connection) -> bool:
+        facts = {"group_id": group.group_id, "topic_id": group.topic_id}
+        if connection.execute(query("group_creating"), facts).fetchone() is None:
+            return True
+        held = connection.execute(query("backfill_topic_hold"), facts).fetchone()
+        if held is None:
+            raise Conflict(
+                f"topic {group.topic!r} is not archived", "let its archive be switched on, or start without it"
+            )
+        if kept_partitions(connection, group.topic_id) != kept:
+            return False
+        rows = connection.execute(query("backfill_progress"), facts).fetchall()
+        beginnings, bounds = behind_archive(kept, found, {partition: (upto, done) for partition, upto, done in rows})
+        if not still_hold(connection, kept, beginnings):
+            return False
+        put_beginnings(connection, group.group_id, beginnings)
+        raise_group_version(connection, group.group_id)
+        if held[0]:
+            _put_backfill(connection, group, int(held[0]), bounds)
+        failpoint("group.before_backfill_commit")
+        connection.execute(query("group_live"), facts)
+        return True
+
+    return database.transaction(work)
+
+
+def _put_backfill(connection: Connection, group: Group, upto_batch: int, bounds: Mapping[str, int]) -> None:
+    told = {"since": group.start.isoformat()} if isinstance(group.start, datetime) else {}
+    facts = {"group_id": group.group_id, "filter": Jsonb(told), "per_s": 0.0, "actor": "group", "worker": None,
+             "lease_s": 0.0, "kind": "backfill", "upto_batch": upto_batch, "snapshot_id": None, "bounds": Jsonb(bounds),
+             "newer": "wait", "name": None}  # fmt: skip
+    ((redrive_id,),) = connection.execute(query("replay_insert"), facts).fetchall()
+    note(connection, "group", "group backfill", f"{group.topic}/{group.name}", {"replay": redrive_id, "filter": told})
 
 
 def put_beginnings(connection: Connection, group_id: int, beginnings: Iterable[Beginning]) -> None:

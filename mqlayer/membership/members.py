@@ -34,7 +34,8 @@ class Assigned:
 
     `cut`: it holds messages beyond the marks it was sealed with, which its successors hold too (see `seal_marks`).
     `seek`: how often the group was sent elsewhere; what was committed before is void, `start` counts. `replay`: the
-    same number where fenced effects are applied again since, else 0.
+    same number where fenced effects are applied again since, else 0. `resting`: a replay or backfill has newer messages
+    wait: only what is parked is handled.
     """
 
     partition: PartitionId
@@ -47,6 +48,7 @@ class Assigned:
     cut: bool = False
     seek: int = 0
     replay: int = 0
+    resting: bool = False
 
 
 @dataclass(frozen=True, slots=True)

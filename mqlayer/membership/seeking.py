@@ -81,13 +81,14 @@ def apply_seek(
     epochs = change_group(database, plan.group.group_id, work)
     failpoint("seek.after_commit")
     log.info("group_sought", extra={"topic": plan.group.topic, "group": plan.group.name, "to": _told(plan.to)})
-    return _fence_old_owners(nodes, plan.group.group_id, epochs, prefix=prefix, unsafe=unsafe)
+    return fence_old_owners(nodes, plan.group.group_id, epochs, prefix=prefix, unsafe=unsafe)
 
 
 def _change_position(connection: Connection, plan: SeekPlan, *, replay: bool) -> dict[Kept, int]:
     """Let a group whose lock is held begin anew; return the new epoch of each partition that it ever held."""
     group_id = plan.group.group_id
     facts = {"group_id": group_id, "seek": plan.group.seek, "replay": replay}
+    refuse_beside_replay(connection, plan.group)
     if connection.execute(query("group_seek"), facts).fetchone() is None:
         raise Conflict(
             f"group {plan.group.name!r} of topic {plan.group.topic!r} was sent elsewhere in the meantime",
@@ -111,7 +112,20 @@ def _change_position(connection: Connection, plan: SeekPlan, *, replay: bool) ->
     return {kept[partition]: epoch for partition, epoch in epochs if partition in kept}
 
 
-def _fence_old_owners(
+def refuse_beside_replay(connection: Connection, group: Group) -> None:
+    """Raise Conflict where a group is being replayed or backfilled: it goes by where the group stood at its beginning.
+
+    Call with the group's lock held.
+    """
+    row = connection.execute(query("replay_running"), {"group_id": group.group_id}).fetchone()
+    if row is not None:
+        raise Conflict(
+            f"group {group.name!r} of topic {group.topic!r} is given what the archive holds, by {row[1]} {row[0]}",
+            f"wait for its end, or: mqlayer replay cancel {row[0]}",
+        )
+
+
+def fence_old_owners(
     nodes: Mapping[NodeId, Node], group_id: int, epochs: Mapping[Kept, int], *, prefix: str, unsafe: bool
 ) -> list[str]:
     """Put higher epochs in force on all nodes; return the names of those that can't be asked."""

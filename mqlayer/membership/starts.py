@@ -12,7 +12,7 @@ arms one later corrects what is stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -71,6 +71,39 @@ def still_hold(connection: Connection, partitions: Sequence[Kept], beginnings: S
     return now == found
 
 
+def behind_archive(
+    partitions: Sequence[Kept], beginnings: Sequence[Beginning], progress: Mapping[int, tuple[int, bool]]
+) -> tuple[list[Beginning], dict[str, int]]:
+    """Return where a group begins in each partition behind what the archive gives it, and what it must not give.
+
+    `progress`: per partition the first offset that is not archived, and whether all of it is. A partition of which the
+    group reads a parent is read as a whole: its bound is 1, the first offset that the archive must leave out. Those
+    without a bound are given as far as they are archived.
+    """
+    found: dict[int, Beginning] = {}
+    bounds: dict[str, int] = {}
+    for kept, own in zip(partitions, beginnings, strict=True):
+        upto, complete = progress.get(kept.partition, (1, False))
+        if any(not found[parent.partition].drained for parent in parents_of(kept, partitions)):
+            found[kept.partition] = Beginning(kept.partition, 1, drained=False)
+            bounds[str(kept.partition)] = 1
+        else:
+            drained = own.drained or (kept.sealed and complete)
+            found[kept.partition] = Beginning(kept.partition, max(own.offset, upto), drained=drained)
+    return list(found.values()), bounds
+
+
+def parents_of(kept: Kept, partitions: Sequence[Kept]) -> list[Kept]:
+    """Return those of some partitions that a partition took LPs over from."""
+    if kept.born_in is None:
+        return []
+    return [
+        other
+        for other in partitions
+        if other.ended_in == kept.born_in and other.lp_from < kept.lp_to and kept.lp_from < other.lp_to
+    ]
+
+
 class Beginnings:
     """Finds the beginnings of one group. `partitions` come parents first."""
 
@@ -85,7 +118,7 @@ class Beginnings:
         lines: dict[NodeId, NodeConnection] = {}
         try:
             for kept in self._partitions:
-                if any(not found[parent.partition].drained for parent in self._parents(kept)):
+                if any(not found[parent.partition].drained for parent in parents_of(kept, self._partitions)):
                     found[kept.partition] = Beginning(kept.partition, 1, drained=False)
                     continue
                 line = lines.get(kept.node)
@@ -97,15 +130,6 @@ class Beginnings:
             for line in lines.values():
                 line.close()
         return list(found.values())
-
-    def _parents(self, kept: Kept) -> list[Kept]:
-        if kept.born_in is None:
-            return []
-        return [
-            other
-            for other in self._partitions
-            if other.ended_in == kept.born_in and other.lp_from < kept.lp_to and kept.lp_from < other.lp_to
-        ]
 
     def _in_partition(self, line: NodeConnection, kept: Kept, start: Start) -> Beginning:
         meta = self._ask(line, "HMGET", partition_keys(self._prefix, kept.partition).meta, "state", "next", "first")

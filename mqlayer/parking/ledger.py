@@ -475,8 +475,8 @@ class Ledger:
         attempts = attempts or rows[0][-1]
         connection.execute(query("parked_key_start"), key | {"alone": turn.careful, "attempts": attempts})
         return [
-            ParkedRecord.of((offset, m, name, body), attempts=own if at else attempts, redriven=redriven)
-            for at, (offset, m, name, body, redriven, own) in enumerate(rows)
+            ParkedRecord.of((offset, m, name, body), attempts=own if at else attempts, redriven=redriven, replay=replay)
+            for at, (offset, m, name, body, redriven, replay, own) in enumerate(rows)
         ]
 
 

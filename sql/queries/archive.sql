@@ -134,9 +134,14 @@ GROUP BY topic_id, source, lp;
 SELECT topic_id FROM mqlayer_archive.topic WHERE topic_id = ANY(%(topic_ids)s::int[]) ORDER BY topic_id FOR UPDATE;
 
 -- name: archive_day_needed
--- Whether a kept snapshot may cover a row of a day.
-SELECT 1 FROM mqlayer_archive.day d JOIN mqlayer_archive.snapshot_topic s USING (topic_id)
-WHERE d.day = %(day)s AND s.batch >= d.first_batch LIMIT 1;
+-- Whether a kept snapshot may cover a row of a day, or a replay or backfill that runs has yet to read one.
+SELECT 1 FROM mqlayer_archive.day d
+WHERE d.day = %(day)s
+  AND (EXISTS (SELECT FROM mqlayer_archive.snapshot_topic s WHERE s.topic_id = d.topic_id AND s.batch >= d.first_batch)
+       OR EXISTS (SELECT FROM mqlayer.redrive r JOIN mqlayer.consumer_group g USING (group_id)
+                  WHERE g.topic_id = d.topic_id AND r.state = 'running' AND r.upto_batch >= d.first_batch
+                    AND r.at_batch <= d.last_batch))
+LIMIT 1;
 
 -- name: archive_day_lock
 -- Keep readers and writers out of the archive's tables, which dropping a part of them needs.

@@ -297,7 +297,7 @@ RETURNING redrive_id;
 SELECT r.redrive_id, t.name, g.name, r.filter, r.per_s, r.actor, r.state, r.sent, r.not_sent, r.started_at, r.ended_at,
        r.worker, r.lease_until IS NOT NULL AND r.lease_until >= clock_timestamp() AS worked_on, r.waits
 FROM mqlayer.redrive r JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
-WHERE (%(redrive_id)s::bigint IS NULL OR r.redrive_id = %(redrive_id)s)
+WHERE r.kind = 'dead' AND (%(redrive_id)s::bigint IS NULL OR r.redrive_id = %(redrive_id)s)
   AND (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NULL OR g.name = %(group)s)
   AND (%(after)s::bigint IS NULL OR r.redrive_id < %(after)s)
 ORDER BY r.redrive_id DESC LIMIT %(limit)s;
@@ -460,8 +460,8 @@ WHERE redrive_id = %(redrive_id)s AND state = 'running'
 RETURNING redrive_id, group_id, sent, not_sent;
 
 -- name: redrives_left
--- Redrives that nobody works on and that may go on.
-SELECT redrive_id FROM mqlayer.redrive
+-- Redrives, replays and backfills that nobody works on and that may go on.
+SELECT redrive_id, kind FROM mqlayer.redrive
 WHERE state = 'running' AND (lease_until IS NULL OR lease_until < clock_timestamp()) AND next_at <= clock_timestamp()
 ORDER BY redrive_id;
 

@@ -1,21 +1,21 @@
 -- name: group_insert
 -- Create a group that is not live yet; nothing where the name is taken.
-INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, ordered, balance, mode, scope, tag_filter, backoff_s,
-       backoff_jitter, attempt_limit, policy, final_errors, retried_errors, time_limit_s, time_cap_s,
+INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, from_archive, ordered, balance, mode, scope, tag_filter,
+       backoff_s, backoff_jitter, attempt_limit, policy, final_errors, retried_errors, time_limit_s, time_cap_s,
        parked_keys_limit, parked_messages_limit, parked_bytes_limit, key_messages_limit, key_bytes_limit)
-SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(ordered)s, %(balance)s, %(mode)s, %(scope)s, %(tag_filter)s,
-       %(backoff_s)s, %(jitter)s, %(attempt_limit)s, %(policy)s, %(final_errors)s, %(retried_errors)s, %(time_limit_s)s,
-       %(time_cap_s)s, %(parked_keys_limit)s, %(parked_messages_limit)s, %(parked_bytes_limit)s, %(key_messages_limit)s,
-       %(key_bytes_limit)s
+SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(from_archive)s, %(ordered)s, %(balance)s, %(mode)s, %(scope)s,
+       %(tag_filter)s, %(backoff_s)s, %(jitter)s, %(attempt_limit)s, %(policy)s, %(final_errors)s, %(retried_errors)s,
+       %(time_limit_s)s, %(time_cap_s)s, %(parked_keys_limit)s, %(parked_messages_limit)s, %(parked_bytes_limit)s,
+       %(key_messages_limit)s, %(key_bytes_limit)s
 FROM mqlayer.topic WHERE name = %(topic)s
 ON CONFLICT (topic_id, name) DO NOTHING;
 
 -- name: group_find
 -- One group of a topic.
 SELECT g.group_id, g.topic_id, g.state, g.start, g.start_at, t.strategy, g.version, g.seek, g.ordered, g.balance,
-       g.settings_version, g.paused_at, g.mode, g.scope, g.tag_filter, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy,
-       g.final_errors, g.retried_errors, g.time_limit_s, g.time_cap_s, g.parked_keys_limit, g.parked_messages_limit,
-       g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit
+       g.settings_version, g.paused_at, g.mode, g.scope, g.tag_filter, g.from_archive, g.backoff_s, g.backoff_jitter,
+       g.attempt_limit, g.policy, g.final_errors, g.retried_errors, g.time_limit_s, g.time_cap_s, g.parked_keys_limit,
+       g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE t.name = %(topic)s AND g.name = %(name)s;
 
@@ -159,10 +159,12 @@ WHERE g.state = 'live'
 ORDER BY g.group_id;
 
 -- name: member_assignments
--- What a member holds: partition, node, epoch, start, and whether it shall release it. Nothing for an earlier session:
--- an old process must not learn the epochs of the one that took its id.
+-- What a member holds: partition, node, epoch, start, whether it shall release it, and whether its stream rests for a
+-- replay. Nothing for an earlier session: an old process must not learn the epochs of the one that took its id.
 SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_offset, 1) AS start_offset,
        a.target IS DISTINCT FROM a.member_id AS release, coalesce(e.cut, false) AS cut, g.seek, g.replay,
+       EXISTS (SELECT FROM mqlayer.redrive d WHERE d.group_id = g.group_id AND d.state = 'running' AND d.newer = 'wait'
+               AND d.name IS NULL) AS resting,
        t.archived, g.tag_filter, g.parking, g.allocation, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy,
        g.final_errors, g.retried_errors, g.time_limit_s, g.time_cap_s, g.parked_keys_limit, g.parked_messages_limit,
        g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit

@@ -78,3 +78,9 @@ LEFT JOIN LATERAL (
     SELECT m.source, m.seq FROM mqlayer.parked_message m
     WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name ORDER BY m.place, m.seq LIMIT 1) AS h ON true
 WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s;
+
+-- name: inspected_replays
+-- What groups are being given of the archive.
+SELECT r.group_id, r.redrive_id, r.kind, r.newer = 'wait' AND r.name IS NULL AS rests, r.sent, r.at_batch, r.upto_batch,
+       (SELECT count(*) FROM mqlayer.parked_message m WHERE m.replay = r.redrive_id), r.started_at
+FROM mqlayer.redrive r WHERE r.group_id = ANY(%(group_ids)s::int[]) AND r.state = 'running' AND r.kind <> 'dead';

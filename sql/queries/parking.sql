@@ -28,10 +28,12 @@ FROM mqlayer.parked_key k JOIN unnest(%(lps)s::smallint[], %(names)s::bytea[]) A
 WHERE k.group_id = %(group_id)s;
 
 -- name: parked_unsettled
--- What is parked of partitions from an offset of each on: its owner may have died before that was settled.
+-- What is parked of partitions from an offset of each on: its owner may have died before that was settled. What a replay
+-- gave was settled before; that its offset is given out again is for its node, which fell back.
 SELECT s.partition_id, m.lp, m.name, m.log_offset
 FROM unnest(%(partitions)s::int[], %(committed)s::bigint[]) AS s (partition_id, committed)
-JOIN mqlayer.parked_message m ON m.group_id = %(group_id)s AND m.partition_id = s.partition_id AND m.log_offset >= s.committed;
+JOIN mqlayer.parked_message m ON m.group_id = %(group_id)s AND m.partition_id = s.partition_id AND m.log_offset >= s.committed
+    AND m.replay IS NULL;
 
 -- name: dead_unsettled
 -- What is dead of partitions from an offset of each on: it is passed over. Also what was given back since the group was
@@ -173,23 +175,33 @@ SET started = NULL, started_alone = false, released = false, attempts = CASE WHE
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 
 -- name: parked_key_end
--- A key is not parked any more, if nothing of it waits.
+-- A key is not parked any more, if nothing of it waits and no replay is for it alone.
 DELETE FROM mqlayer.parked_key k
 WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s
   AND NOT EXISTS (SELECT FROM mqlayer.parked_message m
                   WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name)
+  AND NOT EXISTS (SELECT FROM mqlayer.redrive r
+                  WHERE r.group_id = k.group_id AND r.name = k.name AND r.state = 'running')
 RETURNING k.lp;
 
 -- name: parked_next
 -- The first messages of a parked key, up to so many and so many bytes of bodies; one at the least. Not beyond one of a
--- partition that the group has yet to come to: a group that was sent back gets what lies before it first.
-SELECT log_offset, m, key, body, redriven, attempts
+-- partition that the group has yet to come to: a group that was sent back gets what lies before it first. Nor, while a
+-- replay runs that has newer messages wait, what is behind all that it gave so far: the next ones may come before it.
+SELECT log_offset, m, key, body, redriven, replay, attempts
 FROM (SELECT *, sum(octet_length(body)) OVER (ORDER BY place, seq) - octet_length(body) AS before,
              bool_and(come_to) OVER (ORDER BY place, seq) AS next
-      FROM (SELECT m.place, m.seq, m.log_offset, m.m, m.key, m.body, m.redriven, m.attempts,
-                   m.partition_id = %(partition_id)s OR p.state = 'deleted' OR EXISTS (
+      FROM (SELECT m.place, m.seq, m.log_offset, m.m, m.key, m.body, m.redriven, m.attempts, m.replay,
+                   (m.partition_id = %(partition_id)s OR p.state = 'deleted' OR EXISTS (
                        SELECT FROM mqlayer.drained d
-                       WHERE d.group_id = m.group_id AND d.partition_id = m.partition_id) AS come_to
+                       WHERE d.group_id = m.group_id AND d.partition_id = m.partition_id))
+                   AND NOT EXISTS (
+                       SELECT FROM mqlayer.redrive r
+                       WHERE r.group_id = m.group_id AND r.state = 'running' AND r.newer = 'wait'
+                         AND (r.name IS NULL OR r.name = m.name) AND m.replay IS DISTINCT FROM r.redrive_id
+                         AND NOT EXISTS (SELECT FROM mqlayer.parked_message o
+                                         WHERE o.group_id = m.group_id AND o.lp = m.lp AND o.name = m.name
+                                           AND o.place > m.place AND o.replay = r.redrive_id)) AS come_to
             FROM mqlayer.parked_message m JOIN mqlayer.partition p USING (partition_id)
             WHERE m.group_id = %(group_id)s AND m.lp = %(lp)s AND m.name = %(name)s
             ORDER BY m.place, m.seq LIMIT %(count)s) AS head) AS line

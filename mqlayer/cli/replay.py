@@ -1,0 +1,189 @@
+"""`replay`: what the archive holds, given to a group again; and what groups that begin with the archive are given."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, cast
+
+import typer
+
+from mqlayer.cli.actor import actor
+from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.messages import LimitOption, identity_given
+from mqlayer.cli.options import TopicArgument, time_given
+from mqlayer.cli.showing import JsonOption, counted, show_rows
+from mqlayer.errors import InvalidInput
+from mqlayer.failures import (
+    Replay,
+    ReplayFilter,
+    cancel_replay,
+    count_archived,
+    new_worker,
+    replay_of,
+    replay_results,
+    replays,
+    resume_replay,
+    start_replay,
+    work_on_replay,
+)
+from mqlayer.failures.replaying import Newer
+from mqlayer.postgres.database import Database
+
+IdArgument = Annotated[int, typer.Argument(metavar="ID", help="The replay's id.")]
+
+replay = typer.Typer(no_args_is_help=True, help="What the archive holds, given to a group again.")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Put the commands into the application."""
+    app.add_typer(replay, name="replay")
+
+
+@replay.command()
+def start(
+    topic: TopicArgument,
+    group: Annotated[str, typer.Argument(help="The group's name.")],
+    key: Annotated[str | None, typer.Option(help="Only of this message key.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Only with this tag.")] = None,
+    since: Annotated[str | None, typer.Option(help="Published then or later: a time with its zone.")] = None,
+    until: Annotated[str | None, typer.Option(help="Published before: a time with its zone.")] = None,
+    snapshot: Annotated[str | None, typer.Option(help="Only what this snapshot holds.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All that the archive holds of the topic.")] = False,
+    newer: Annotated[
+        str, typer.Option(help="What newer messages do meanwhile: wait (of the key, or of all), or come between.")
+    ] = "wait",
+    rate: Annotated[float, typer.Option(min=0, help="Messages a second, at most; 0: no limit.")] = 0.0,
+    plan: Annotated[bool, typer.Option("--plan", help="Say how many there are; give none.")] = False,
+    background: Annotated[bool, typer.Option("--background", help="Let the worker do it.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Give a group again what it has come past and the archive holds, each key's messages in their order."""
+    settings = settings_here()
+    wanted = ReplayFilter(key, tag, time_given(since), time_given(until), snapshot)
+    if (wanted == ReplayFilter()) != every:
+        raise InvalidInput("say which: --key, --tag, --since, --until, --snapshot; or --all of them")
+    with Database(settings.control_dsn()) as database:
+        if plan:
+            found = count_archived(database, topic, group, wanted)
+            typer.echo(f"{counted(found, 'record')} of the archive; nothing was done")
+            return
+        worker = new_worker()
+        started = start_replay(
+            database,
+            topic,
+            group,
+            wanted,
+            prefix=settings.key_prefix,
+            actor=actor(),
+            newer=cast("Newer", newer),
+            per_s=rate,
+            worker=None if background else worker,
+            unsafe=settings.allow_unsafe_redis,
+        )
+        if background:
+            typer.echo(f"replay {started} is left to the worker: see mqlayer replay show {started}")
+            return
+        typer.echo(f"replay {started}; if it is cut off: mqlayer replay resume {started}", err=True)
+        _finish(database, started, worker, as_json=as_json)
+
+
+@replay.command()
+def resume(replay_id: IdArgument, as_json: JsonOption = False) -> None:
+    """Go on with a replay or backfill that was cut off, whoever works on it."""
+    with Database(settings_here().control_dsn()) as database:
+        worker = new_worker()
+        resume_replay(database, replay_id, actor=actor(), worker=worker)
+        _finish(database, replay_id, worker, as_json=as_json)
+
+
+@replay.command("list")
+def list_(
+    topic: Annotated[str | None, typer.Argument(help="Only of this topic.")] = None,
+    group: Annotated[str | None, typer.Argument(help="Only of this group.")] = None,
+    limit: LimitOption = 50,
+    after: Annotated[int | None, typer.Option(help="Go on behind this replay, the last of the page before.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List replays and backfills, newest first."""
+    with Database(settings_here().control_dsn()) as database:
+        found = replays(database, topic=topic, group=group, after=after, limit=limit)
+    show_rows(map(_row, found), as_json=as_json, nothing="nothing was ever replayed")
+
+
+@replay.command()
+def show(replay_id: IdArgument, as_json: JsonOption = False) -> None:
+    """Show a replay or backfill: what it is for, how far it is, what became of its messages, what waits of it."""
+    with Database(settings_here().control_dsn()) as database:
+        found = replay_of(database, replay_id)
+    if as_json:
+        show_rows([_row(found)], as_json=True, nothing="")
+        return
+    for name, value in _row(found).items():
+        typer.echo(f"{name.replace('_', ' ')}: {'' if value is None else value}")
+
+
+@replay.command()
+def results(
+    replay_id: IdArgument,
+    limit: LimitOption = 50,
+    after: Annotated[str | None, typer.Option(help="Go on behind this message, the last of the page before.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say which messages a replay did not give: already (it waits), dead, ahead (the group comes to it by itself)."""
+    with Database(settings_here().control_dsn()) as database:
+        behind = None if after is None else identity_given(after)
+        found = replay_results(database, replay_id, after=behind, limit=limit)
+    rows = (
+        {"message": str(one.identity), "result": one.result, "at": one.at.isoformat(timespec="milliseconds")}
+        for one in found
+    )
+    show_rows(rows, as_json=as_json, nothing="no message behind that")
+    if len(found) == limit and not as_json:
+        typer.echo(f"there may be more: --after {found[-1].identity}")
+
+
+@replay.command()
+def cancel(replay_id: IdArgument) -> None:
+    """End a replay or backfill, whoever works on it; what it gave is handled, the rest of the archive is not given."""
+    with Database(settings_here().control_dsn()) as database:
+        found = cancel_replay(database, replay_id, actor=actor())
+    typer.echo(f"{found.kind} {replay_id} is cancelled: {_counts(found)}")
+
+
+def _finish(database: Database, replay_id: int, worker: str, *, as_json: bool) -> None:
+    try:
+        done = work_on_replay(database, replay_id, worker=worker)
+    except KeyboardInterrupt:
+        # Without a lease the worker's scan goes on with it: whoever breaks it off here wants it to rest or to end.
+        typer.echo(f"cut off; the worker goes on with it, or: mqlayer replay cancel {replay_id}", err=True)
+        raise
+    if as_json:
+        show_rows([_row(done)], as_json=True, nothing="")
+        return
+    over = "somebody else works on it" if done.state == "running" else done.state
+    typer.echo(f"{done.kind} {replay_id} is {over}: {_counts(done)}; mqlayer replay results {replay_id}")
+
+
+def _counts(found: Replay) -> str:
+    others = ", ".join(f"{count} {word}" for word, count in sorted(found.results.items()) if word != "sent" and count)
+    return f"{counted(found.sent, 'message')} given" + (f", {others}" if others else "")
+
+
+def _row(one: Replay) -> dict[str, Any]:
+    return {
+        "replay": one.replay_id,
+        "kind": one.kind,
+        "topic": one.topic,
+        "group": one.group,
+        "state": one.state,
+        "results": dict(one.results),
+        "waiting": one.waiting,
+        "at_batch": one.at_batch,
+        "upto_batch": one.upto_batch,
+        "per_s": one.per_s,
+        "newer": one.newer,
+        "filter": one.filter.told(),
+        "actor": one.actor,
+        "started_at": one.started_at.isoformat(timespec="seconds"),
+        "ended_at": one.ended_at and one.ended_at.isoformat(timespec="seconds"),
+        "worked_on": one.worked_on,
+    }

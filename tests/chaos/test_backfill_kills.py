@@ -1,0 +1,88 @@
+"""Cases 79, 80: members, and whoever gives the archive, killed while a group is given it: effects in order, once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from mqlayer.archiving import archive_pass
+from mqlayer.failures import new_worker, replay_of, replays, work_on_replay
+from mqlayer.failures.jobs import take_left
+from mqlayer.membership import GroupSettings, ensure_group
+from mqlayer.postgres.database import Database
+from mqlayer.routes.cache import RouteCache
+from mqlayer.topics import set_archived
+from tests.chaos.actors import GROUP, TOPIC
+from tests.chaos.test_consumer_kills import COUNT, Scene, judge, scene
+from tests.chaos.test_parking_kills import Shop
+from tests.fixtures.waiting import wait_until
+
+__all__ = ["scene"]
+
+
+@pytest.fixture
+def database(scene: Scene) -> Iterator[Database]:
+    """The control database."""
+    with Database(scene.settings.control_dsn()) as database:
+        yield database
+
+
+def begin_with_archive(scene: Scene, database: Database) -> int:
+    """Create the group that consumers join; return the backfill that it begins with."""
+    prefix = scene.settings.key_prefix
+    set_archived(database, TOPIC, archived=True)
+    assert archive_pass(database, prefix=prefix).total == COUNT
+    settings = GroupSettings(from_archive=True, backoff_s=(0.01,))
+    with closing(RouteCache(database)) as routes:
+        ensure_group(database, routes, topic=TOPIC, name=GROUP, prefix=prefix, settings=settings)
+    (found,) = replays(database)
+    return found.replay_id
+
+
+def test_kills_while_the_archive_is_given(scene: Scene, database: Database) -> None:
+    """What it gives comes before the streams, each effect once, whoever is killed at whatever step."""
+    shop = Shop(scene)
+    shop.fail()
+    scene.publish()
+    replay_id = begin_with_archive(scene, database)
+    scene.publish()
+    given = subprocess.run(
+        [sys.executable, "-m", "mqlayer", "replay", "resume", str(replay_id)],
+        env=os.environ
+        | {
+            "MQLAYER_DSN": scene.settings.control_dsn(),
+            "MQLAYER_KEY_PREFIX": scene.settings.key_prefix,
+            "MQLAYER_FAILPOINTS": "replay.before_commit=kill@2",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert given.returncode == -9, given.stderr
+    shop.killed("parking.before_resume=kill@2")
+    shop.killed("fence.after=kill@30")
+    # What the killed one had its lease on: after that anybody goes on.
+    worker = new_worker()
+    wait_until(lambda: take_left(database, replay_id, worker), timeout_s=20, what="its lease to end")
+    stop = threading.Event()
+    giver = threading.Thread(
+        target=work_on_replay, args=(database, replay_id), kwargs={"worker": worker, "stop": stop, "batch": 20}
+    )
+    giver.start()
+    try:
+        for failpoint in ("parking.before_commit=kill@2", "parking.after_commit=kill@3", "read.after_reply=kill"):
+            shop.killed(failpoint)
+        shop.start("last")
+        scene.wait_until_drained()
+    finally:
+        stop.set()
+        giver.join(20)
+    done = replay_of(database, replay_id)
+    assert (done.state, done.results, done.waiting) == ("done", {"sent": COUNT}, 0)
+    judge(scene)
