@@ -13,6 +13,7 @@ pytest_plugins = [
     "tests.fixtures.consuming",
     "tests.fixtures.outboxes",
     "tests.fixtures.servers",
+    "tests.fixtures.spark",
 ]
 
 TESTS = Path(__file__).parent
