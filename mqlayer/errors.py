@@ -11,6 +11,7 @@ MqlayerError
 ├── Conflict                it exists already, otherwise; nothing was changed
 ├── ConfigurationRefused    a server's settings void the promise: says which to change
 ├── SchemaMismatch          the database's schema is missing, older or newer
+├── SparkMissing            Spark or its Java is not there: says what to install
 ├── StoreUnavailable        Redis or Postgres can't be reached: try again
 │   └── NodeNotArmed        the Redis answers, but it is not the one Postgres knows
 ├── PublishError
@@ -139,6 +140,17 @@ class Conflict(MqlayerError):
 
     def __str__(self) -> str:
         return self.what + (f": {self.hint}" if self.hint else "")
+
+
+class SparkMissing(MqlayerError):
+    """Spark can't run on this machine."""
+
+    def __init__(self, reason: str, hint: str) -> None:
+        super().__init__(reason, hint)
+        self.reason, self.hint = reason, hint
+
+    def __str__(self) -> str:
+        return f"Spark can't run here, {self.reason}: {self.hint}"
 
 
 class ConfigurationRefused(MqlayerError):

@@ -19,6 +19,8 @@ BOTTOM: Final = 26
 TOP: Final = 10
 POINTS: Final = 480
 """More points than this on a line are drawn as the highest of each group of neighbours."""
+LONG: Final = 28
+"""From this length on a text may be broken."""
 ROWS: Final = 200
 """Rows of a table that are shown; Parquet has them all."""
 
@@ -60,11 +62,15 @@ class Table:
         head = f"<h3>{escape(self.title)}</h3>"
         if not self.rows:
             return f'{head}<p class="quiet">{escape(self.nothing)}</p>'
-        names = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in self.rows[0])
+        names = "".join(
+            f"<th{_kind(value)}>{escape(name.replace('_', ' '))}</th>" for name, value in self.rows[0].items()
+        )
         body = "".join(f"<tr>{''.join(map(_cell, row.values()))}</tr>" for row in self.rows[:ROWS])
         left = len(self.rows) - ROWS
         more = f'<p class="quiet">{left:,} more are in the Parquet files</p>' if left > 0 else ""
-        return f'{head}<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>{more}'
+        return (
+            f'{head}<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>{more}'
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +131,11 @@ class Lines:
             _line(number, name, points, scale, step_s, self.unit) for number, (name, points) in enumerate(drawn.items())
         )
         legend = "".join(f'<span class="s{number}">{escape(name)}</span>' for number, name in enumerate(self.series))
-        notes = [self.unit, *(["logarithmic"] if scale.logarithmic else []), *(["highest of neighbours"] if thin else [])]
+        notes = [
+            self.unit,
+            *(["logarithmic"] if scale.logarithmic else []),
+            *(["highest of neighbours"] if thin else []),
+        ]
         legend = legend if len(self.series) > 1 else ""
         head = f'<h3>{escape(self.title)} <small>{escape(", ".join(notes))}</small></h3><p class="legend">{legend}</p>'
         return f"{head}{_svg(scale.axes() + paths, self.title)}"
@@ -291,8 +301,15 @@ def _svg(inner: str, title: str) -> str:
 
 def _cell(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return f"<td>{escape(_text(value))}</td>"
+        return f"<td{_kind(value)}>{escape(_text(value))}</td>"
     return f'<td class="n">{value:,}</td>' if isinstance(value, int) else f'<td class="n">{value:,.2f}</td>'
+
+
+def _kind(value: object) -> str:
+    """Return the class of a cell: numbers are ordered below each other, long texts may be broken."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return ' class="n"'
+    return ' class="long"' if isinstance(value, str) and len(value) > LONG else ""
 
 
 def _text(value: object) -> str:
@@ -302,9 +319,9 @@ def _text(value: object) -> str:
 
 
 def _nice(value: float) -> float:
-    """Return the next 1, 2, 4 or 5 times a power of ten."""
+    """Return the next step of a scale: few digits, and its quarters too."""
     power = 10 ** math.floor(math.log10(value))
-    return next(step * power for step in (1, 2, 4, 5, 10) if step * power >= value * 0.999999)
+    return next(step * power for step in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10) if step * power >= value * 0.999999)
 
 
 def _short(value: float) -> str:
@@ -332,7 +349,8 @@ section{background:var(--card);border:1px solid var(--edge);border-radius:10px;p
 .note.good,.note.bad{font-weight:600;padding:8px 12px;border-radius:8px;margin:0 0 14px}.note.good{background:var(--goodbg)}
 .note.bad{background:var(--badbg)}.wide{overflow-x:auto}table{border-collapse:collapse;font-size:13.5px;min-width:50%}
 th{text-align:left;font-weight:600;color:var(--quiet)}th,td{padding:4px 14px 4px 0;border-bottom:1px solid var(--grid);
-vertical-align:top;overflow-wrap:anywhere}td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+vertical-align:top;white-space:nowrap}th.n,td.n{text-align:right;font-variant-numeric:tabular-nums}
+td.long{white-space:pre-wrap;overflow-wrap:anywhere;min-width:180px}
 .bars{display:grid;grid-template-columns:minmax(90px,max-content) 1fr max-content;gap:5px 12px;align-items:center;font-size:13.5px}
 .name{white-space:pre;overflow:hidden;text-overflow:ellipsis;max-width:300px}.track{position:relative;height:15px;background:var(--track);border-radius:3px}
 .track u{position:absolute;inset:0 auto 0 0;background:var(--fill);border-radius:3px;min-width:1px}

@@ -12,6 +12,7 @@ import typer
 
 import mqlayer
 from mqlayer.cli import (
+    analytics,
     consume,
     dead,
     doctor,
@@ -74,4 +75,5 @@ dead.add_to(app)
 relay.add_to(app)
 outbox.add_to(app)
 trim.add_to(app)
+analytics.add_to(app)
 doctor.add_to(app)

@@ -13,8 +13,8 @@ def balancing_points(
 ) -> dict[tuple[int, int], list[int]]:
     """Return for each LP range the LPs to split it at, so that the heaviest of so many partitions is as light as can be.
 
-    `loads`: messages per LP. Ranges are only split, never joined; what can't get lighter (a single LP, a range without
-    load) is not split, so there may be fewer partitions than wanted. Raises InvalidInput for fewer than there are.
+    `loads`: messages per LP. Ranges are only split, never joined. What a split makes no lighter (all of its load is in
+    one LP) is left whole, so there may be fewer partitions than wanted. Raises InvalidInput for fewer than there are.
     """
     if partitions < len(ranges):
         raise InvalidInput(
@@ -22,23 +22,29 @@ def balancing_points(
             "mqlayer route merge makes fewer"
         )
     limit = _lightest(loads, ranges, partitions)
-    found = {r: _even(loads, r, len(_cuts(loads, r, limit)) + 1) for r in ranges}
-    for _ in range(partitions - sum(len(points) + 1 for points in found.values())):
-        heaviest = max(found, key=lambda r: _heaviest(loads, r, found[r]))
-        points = _even(loads, heaviest, len(found[heaviest]) + 2)
-        if _heaviest(loads, heaviest, points) >= _heaviest(loads, heaviest, found[heaviest]):
+    pieces = [piece for r in ranges for piece in _pieces(r, _even(loads, r, len(_cuts(loads, r, limit)) + 1))]
+    while len(pieces) < partitions:
+        # The heaviest is as light as can be; what is left of the wish goes to the next heaviest that can be parted.
+        parted = ((piece, _even(loads, piece, 2)) for piece in sorted(pieces, key=lambda p: -_load(loads, p)))
+        heaviest = next(((piece, points) for piece, points in parted if points), None)
+        if heaviest is None:
             break
-        found[heaviest] = points
-    return found
+        pieces.remove(heaviest[0])
+        pieces += _pieces(*heaviest)
+    return {(lo, hi): sorted(start for start, _ in pieces if lo < start < hi) for lo, hi in ranges}
 
 
 def piece_loads(loads: Mapping[int, int], lp_from: int, lp_to: int, points: Sequence[int]) -> list[int]:
     """Return the load of each part of a range that is split at these LPs."""
-    return [sum(loads.get(lp, 0) for lp in range(lo, hi)) for lo, hi in pairwise((lp_from, *points, lp_to))]
+    return [_load(loads, piece) for piece in _pieces((lp_from, lp_to), points)]
 
 
-def _heaviest(loads: Mapping[int, int], r: tuple[int, int], points: Sequence[int]) -> int:
-    return max(piece_loads(loads, *r, points))
+def _pieces(r: tuple[int, int], points: Sequence[int]) -> list[tuple[int, int]]:
+    return list(pairwise((r[0], *points, r[1])))
+
+
+def _load(loads: Mapping[int, int], r: tuple[int, int]) -> int:
+    return sum(loads.get(lp, 0) for lp in range(*r))
 
 
 def _even(loads: Mapping[int, int], r: tuple[int, int], pieces: int) -> list[int]:
@@ -49,7 +55,7 @@ def _even(loads: Mapping[int, int], r: tuple[int, int], pieces: int) -> list[int
 def _lightest(loads: Mapping[int, int], ranges: Sequence[tuple[int, int]], pieces: int) -> int:
     """Return the least limit of load under which so many pieces are enough for all ranges."""
     low = max((loads.get(lp, 0) for lo, hi in ranges for lp in range(lo, hi)), default=0)
-    high = max((piece_loads(loads, lo, hi, ())[0] for lo, hi in ranges), default=0)
+    high = max((_load(loads, r) for r in ranges), default=0)
     while low < high:
         middle = (low + high) // 2
         if sum(len(_cuts(loads, r, middle)) + 1 for r in ranges) <= pieces:

@@ -37,7 +37,12 @@ def run(tables: Tables, _wish: Wish) -> Found:
 
 
 def _parts(
-    sums: Mapping[str, int], topics: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], *, good: bool, whole: bool
+    sums: Mapping[str, int],
+    topics: Sequence[Mapping[str, Any]],
+    found: Sequence[Mapping[str, Any]],
+    *,
+    good: bool,
+    whole: bool,
 ) -> list[Part]:
     word = "Clean: every record is in order, once, and in its place." if good else "Not clean: see the findings below."
     tiles = [Tile(name, f"{sums[name]:,}") for name in ("records", "chains")]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Final
+
 from mqlayer.spark.jobs.framework import Found, Tables, Wish, rows_of
 from mqlayer.spark.report import Bar, Bars, Part, Section, Table, Tile, Tiles
 from mqlayer.spark.transforms.failing import DEAD, by_attempts, by_error, by_member, by_word
 
-BARS = 15
+BARS: Final = 15
 
 
 def run(tables: Tables, _wish: Wish) -> Found:
@@ -21,14 +24,16 @@ def run(tables: Tables, _wish: Wish) -> Found:
     outcomes.unpersist()
     facts = {"words": words, "errors": errors, "members": members, "attempts": attempts}
     shown = {"messages by what became of them": words, "dead letters by error": errors, "members": members}
-    sums = {word: sum(row["messages"] for row in words if row["word"] == word) for word in ("parked", "redriven", *DEAD)}
+    sums = {
+        word: sum(row["messages"] for row in words if row["word"] == word) for word in ("parked", "redriven", *DEAD)
+    }
     dead = sum(sums[word] for word in DEAD)
     tiles = [Tile("retries", f"{sum(row['retries'] for row in members):,}"), Tile("parked", f"{sums['parked']:,}")]
     tiles += [Tile("dead", f"{dead:,}", "bad" if dead else ""), Tile("redriven", f"{sums['redriven']:,}")]
-    bars = [
-        Bar(f"{row['group']}: {row['reason'] or row['word']}", row["messages"], f"{row['messages']:,} {row['word']}")
-        for row in errors[:BARS]
-    ]
+    died = Counter[str]()
+    for row in errors:
+        died[f"{row['group']}: {row['reason'] or row['word']}"] += row["messages"]
+    bars = [Bar(label, count, f"{count:,}") for label, count in died.most_common(BARS)]
     tried = [
         Bar(f"{row['group']}: {row['attempts']} attempts", row["messages"], f"{row['messages']:,}")
         for row in attempts

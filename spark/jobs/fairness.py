@@ -19,13 +19,17 @@ def run(tables: Tables, _wish: Wish) -> Found:
     each = [_rounded(row) for row in rows_of(members, "topic", "group", "-messages", "actor")]
     groups = [_rounded(row) for row in rows_of(frames["groups"], "-messages", "topic", "group")]
     parts: list[Part] = [
-        Note("Gini 0: all members did the same. Near 1: one did it all. Busy: the time with at least one message in hand."),
+        Note(
+            "Gini 0: all members did the same. Near 1: one did it all. Busy: the time with at least one message in hand."
+        ),
         Table("Groups", groups, "no group handled anything of this snapshot"),
     ]
     for group in groups[:CHARTS]:
         own = [row for row in each if (row["topic"], row["group"]) == (group["topic"], group["group"])]
         bars = [
-            Bar(row["actor"], row["messages"], f"{row['messages']:,} · {row['share']:.1%} · busy {row['busy_s']:,.1f} s")
+            Bar(
+                row["actor"], row["messages"], f"{row['messages']:,} · {row['share']:.1%} · busy {row['busy_s']:,.1f} s"
+            )
             for row in own[:BARS]
         ]
         mean = group["messages"] / group["members"]

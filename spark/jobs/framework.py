@@ -74,7 +74,12 @@ class Found:
 
 
 def rows_of(frame: DataFrame, *by: str, most: int | None = None) -> list[dict[str, Any]]:
-    """Return rows as dicts, ordered; `-name` counts down."""
-    order = [F.desc(name[1:]) if name.startswith("-") else F.asc(name) for name in by]
-    ordered = frame.orderBy(*order) if order else frame
-    return [row.asDict() for row in (ordered if most is None else ordered.limit(most)).collect()]
+    """Return rows as dicts, ordered; `-name` counts down. Only with `most` is it Spark that orders them: all come here
+    anyway, and few they are."""
+    if most is not None:
+        order = [F.desc(name[1:]) if name.startswith("-") else F.asc(name) for name in by]
+        return [row.asDict() for row in frame.orderBy(*order).limit(most).collect()]
+    rows = [row.asDict() for row in frame.collect()]
+    for name in reversed(by):
+        rows.sort(key=lambda row, name=name.removeprefix("-"): row[name], reverse=name.startswith("-"))  # type: ignore[misc]
+    return rows

@@ -83,6 +83,19 @@ def tables_of(
 
 
 @contextmanager
+def lent_session(name: str, **settings: str) -> Iterator[SparkSession]:
+    """Lend the running session as it is, or a new one with these settings that ends with the block."""
+    if (running_already := SparkSession.getActiveSession()) is not None:
+        yield running_already
+        return
+    spark = session(name, **LOCAL | settings)
+    try:
+        yield spark
+    finally:
+        spark.stop()
+
+
+@contextmanager
 def running(tables: Tables, jobs: Sequence[str], wish: Wish | None = None) -> Iterator[Iterator[Found]]:
     """Run jobs one after the other, as what they found is taken. Records that several of them want are read once."""
     kept = tables.records.persist(StorageLevel.MEMORY_AND_DISK) if len(jobs) > 1 else None
@@ -101,7 +114,6 @@ def report_of(snapshot: str, found: Sequence[Found], *, made_at: datetime) -> st
 
 
 def perform(
-    spark: SparkSession,
     tables: Tables,
     jobs: Sequence[str],
     *,
@@ -149,7 +161,6 @@ def submit(job: str, arguments: Sequence[str] | None = None) -> int:
         spark = session(f"mqlayer {job}")
         tables = tables_of(spark, wish.snapshot, way=wish.way, topics=wish.topic)
         done = perform(
-            spark,
             tables,
             names_of(job),
             wish=Wish(wish.partitions, wish.split_report),

@@ -44,7 +44,9 @@ def run(tables: Tables, wish: Wish) -> Found:
             raise InvalidInput(f"a split report is of one topic, the snapshot holds {len(reports)}: add --topic NAME")
         write_split_report(wish.split_report, reports[0])
     shown = [_partition(report.topic, one) for report in reports for one in report.partitions]
-    parts = [part for report in reports[:CHARTS] for part in _parts(report, _of(lps, report.topic), _of(keys, report.topic))]
+    parts = [
+        part for report in reports[:CHARTS] for part in _parts(report, _of(lps, report.topic), _of(keys, report.topic))
+    ]
     facts = {"topics": msgspec.to_builtins(reports), "hottest_keys": [row for row in keys if row["rank"] <= KEYS_SHOWN]}
     hot = [{name: row[name] for name in ("topic", "key", "lp", "records", "share")} for row in keys if row["rank"] <= 5]
     section = Section("skew", "Skew and heat", parts)
@@ -52,7 +54,9 @@ def run(tables: Tables, wish: Wish) -> Found:
 
 
 def _versions(tables: Tables) -> Any:
-    return tables.lineage.groupBy("topic").agg({"first_version": "max"}).withColumnRenamed("max(first_version)", "version")
+    return (
+        tables.lineage.groupBy("topic").agg({"first_version": "max"}).withColumnRenamed("max(first_version)", "version")
+    )
 
 
 def _of(rows: Sequence[Row], topic: str) -> list[Row]:

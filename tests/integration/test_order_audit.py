@@ -12,7 +12,19 @@ from mqlayer.spark.transforms import order
 from mqlayer.spark.transforms.placing import lp_of_key
 from tests.fixtures.archived import CUT, LINEAGE, RECORDS, ArchivedTopic, Row, random_topic
 
-KEYS: Final = ["", "a", "k1", "Größe", "鍵", "🔑", "a\x00b", "x" * 512, " ", "'\"<&>", *(f"key-{n}" for n in range(200))]
+KEYS: Final = [
+    "",
+    "a",
+    "k1",
+    "Größe",
+    "鍵",
+    "🔑",
+    "a\x00b",
+    "x" * 512,
+    " ",
+    "'\"<&>",
+    *(f"key-{n}" for n in range(200)),
+]
 
 
 def audit(spark: Any, topics: Sequence[ArchivedTopic], *, cut: bool = True) -> tuple[list[Row], dict[str, Row]]:
@@ -200,7 +212,9 @@ def test_histories_with_splits_merges_and_moves_are_clean(spark: Any) -> None:
 
 def test_without_a_cut_only_missing_ends_go_unnoticed(spark: Any) -> None:
     topics = [Spoilt(fault.__name__) for fault in (missing_head, missing_tail, gap)]
-    expected = [said for topic, fault in zip(topics, (missing_head, missing_tail, gap), strict=True) for said in fault(topic)]
+    expected = [
+        said for topic, fault in zip(topics, (missing_head, missing_tail, gap), strict=True) for said in fault(topic)
+    ]
     found, _ = audit(spark, topics, cut=False)
     assert found == expected[-1:]
 

@@ -125,7 +125,9 @@ def test_heat_is_counted_per_lp_key_and_partition_in_force(spark: Any) -> None:
     assert (first["key"], first["records"], first["lp"]) == ("k1", 7, lp_of(b"k1"))
     assert first["share"] == pytest.approx(7 / 11)
     assert (second["key"], second["rank"]) == ("k2", 2)
-    partitions = {row["partition"]: row["records"] for row in rows_of(heat.partition_heat(per_lp, lineage), "partition")}
+    partitions = {
+        row["partition"]: row["records"] for row in rows_of(heat.partition_heat(per_lp, lineage), "partition")
+    }
     below = sum(count for lp, count in ((lp_of(b"k1"), 7), (lp_of(b"k2"), 2), (0, 2)) if lp < 512)
     assert partitions == {2: below, 3: 11 - below}
 
@@ -144,7 +146,10 @@ def test_failures_are_counted_by_word_error_and_member(spark: Any) -> None:
     assert {row["word"]: row["messages"] for row in failing.by_word(frame).collect()} == {
         "handled": 12, "parked": 1, "exhausted": 3, "skipped": 1,
     }  # fmt: skip
-    dead = {(row["word"], row["reason"], row["actor"]): (row["messages"], row["attempts"]) for row in failing.by_error(frame).collect()}
+    dead = {
+        (row["word"], row["reason"], row["actor"]): (row["messages"], row["attempts"])
+        for row in failing.by_error(frame).collect()
+    }
     assert dead == {("exhausted", "ValueError", "m1"): (3, 12), ("skipped", "", "operator"): (1, 0)}
     members = {row["actor"]: row.asDict() for row in failing.by_member(frame).collect()}
     wanted = {"messages": 15, "retried": 5, "retries": 2 + 16 + 8 + 1, "most_attempts": 17, "parked": 1, "dead": 3}

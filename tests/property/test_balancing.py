@@ -47,9 +47,10 @@ def test_a_skewed_topic_is_balanced() -> None:
 
 
 def test_one_hot_lp_is_as_light_as_it_gets() -> None:
-    found = balancing_points({700: 1_000, 3: 1}, even_ranges(2), 6)
-    assert heaviest({700: 1_000, 3: 1}, found) == 1_000
-    assert all(cuts == [] for cuts in found.values()), "splits that don't help are not made"
+    """The rest of the wish goes to those that can be parted, and no further."""
+    loads = {700: 1_000, 3: 1, 5: 1, 6: 2}
+    assert balancing_points(loads, even_ranges(2), 3) == {(0, 512): [6], (512, 1024): []}
+    assert balancing_points(loads, even_ranges(2), 9) == {(0, 512): [5, 6], (512, 1024): []}
 
 
 def test_a_topic_without_load_is_not_split() -> None:
