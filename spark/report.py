@@ -96,7 +96,7 @@ class Bars:
         head = f"<h3>{escape(self.title)}</h3>"
         if not self.bars:
             return f'{head}<p class="quiet">{escape(self.nothing)}</p>'
-        longest = max(max(bar.value for bar in self.bars), self.mean or 0) or 1
+        longest = max([*(bar.value for bar in self.bars), self.mean or 0]) or 1
         mean = "" if self.mean is None else f'<i style="left:{100 * self.mean / longest:.2f}%"></i>'
         rows = (
             f'<span class="name" title="{escape(bar.label)}">{escape(shortened(bar.label))}</span>'
@@ -275,8 +275,9 @@ def _line(
         joined = before is not None and (moment - before).total_seconds() <= step_s * 1.5
         path.append(f"{'L' if joined else 'M'}{scale.x(moment):.1f} {scale.y(value):.1f}")
         before = moment
+    radius = 3 if len(points) < 60 else 1.5
     dots = "".join(
-        f'<circle class="d{number}" cx="{scale.x(moment):.1f}" cy="{scale.y(value):.1f}" r="{3 if len(points) < 60 else 1.5}">'
+        f'<circle class="d{number}" cx="{scale.x(moment):.1f}" cy="{scale.y(value):.1f}" r="{radius}">'
         f"<title>{escape(name)} {moment:%Y-%m-%d %H:%M}: {value:,.4g} {escape(unit)}</title></circle>"
         for moment, value in points
     )
@@ -314,13 +315,13 @@ def _kind(value: object) -> str:
 
 def _text(value: object) -> str:
     if value is None:
-        return "–"
+        return "-"
     return f"{value:%Y-%m-%d %H:%M:%S}" if isinstance(value, datetime) else shortened(str(value), 200)
 
 
 def _nice(value: float) -> float:
     """Return the next step of a scale: few digits, and its quarters too."""
-    power = 10 ** math.floor(math.log10(value))
+    power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10) if step * power >= value * 0.999999)
 
 
@@ -332,38 +333,43 @@ def _short(value: float) -> str:
 
 
 STYLE: Final = """
-:root{color-scheme:light dark;--page:#f9f9f7;--card:#fcfcfb;--ink:#0b0b0b;--quiet:#66645f;--edge:#e1e0d9;--grid:#e9e8e2;
---fill:#2a78d6;--track:#efeee9;--s0:#86b6ef;--s1:#2a78d6;--s2:#104281;--s3:#eb6834;--good:#006300;--goodbg:#e3f3e0;
---bad:#b52626;--badbg:#fbe7e5;--cut:#eb6834}
+:root{color-scheme:light dark;--page:#f9f9f7;--card:#fcfcfb;--ink:#0b0b0b;--quiet:#66645f;--edge:#e1e0d9;
+--grid:#e9e8e2;--fill:#2a78d6;--track:#efeee9;--s0:#86b6ef;--s1:#2a78d6;--s2:#104281;--s3:#eb6834;--good:#006300;
+--goodbg:#e3f3e0;--bad:#b52626;--badbg:#fbe7e5;--cut:#eb6834}
 @media(prefers-color-scheme:dark){:root{--page:#0d0d0d;--card:#1a1a19;--ink:#f4f4f2;--quiet:#a9a79f;--edge:#33332f;
 --grid:#2a2a28;--fill:#3987e5;--track:#262624;--s0:#256abf;--s1:#6da7ec;--s2:#cde2fb;--s3:#f08a5d;--good:#7fd67f;
---goodbg:#12300f;--bad:#ff9d94;--badbg:#3d1512;--cut:#f08a5d}}
-*{box-sizing:border-box}body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
-main{max-width:1080px;margin:0 auto;padding:28px 20px 60px}h1{font-size:26px;margin:0}h2{font-size:20px;margin:0 0 12px}
-h3{font-size:15px;margin:26px 0 6px}h3 small{font-weight:400;color:var(--quiet)}.lead,.quiet{color:var(--quiet);margin:4px 0}
-nav{margin:14px 0 22px;display:flex;flex-wrap:wrap;gap:16px}a{color:var(--fill)}
-section{background:var(--card);border:1px solid var(--edge);border-radius:10px;padding:20px 22px 22px;margin:0 0 20px}
-.tiles{display:flex;flex-wrap:wrap;gap:10px}.tile{border:1px solid var(--edge);border-radius:8px;padding:8px 14px;min-width:112px}
+--goodbg:#12300f;--bad:#ff9d94;--badbg:#3d1512;--cut:#f08a5d}}*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
+main{max-width:1080px;margin:0 auto;padding:28px 20px 60px}h1{font-size:26px;margin:0}
+h2{font-size:20px;margin:0 0 12px}h3{font-size:15px;margin:26px 0 6px}h3 small{font-weight:400;color:var(--quiet)}
+.lead,.quiet{color:var(--quiet);margin:4px 0}nav{margin:14px 0 22px;display:flex;flex-wrap:wrap;gap:16px}
+a{color:var(--fill)}
+section{background:var(--card);border:1px solid var(--edge);border-radius:10px;padding:20px 22px 22px;
+margin:0 0 20px}.tiles{display:flex;flex-wrap:wrap;gap:10px}
+.tile{border:1px solid var(--edge);border-radius:8px;padding:8px 14px;min-width:112px}
 .tile b{display:block;font-size:21px;font-weight:600}.tile span{color:var(--quiet);font-size:13px}
 .tile.good b,.note.good{color:var(--good)}.tile.bad b,.note.bad{color:var(--bad)}
-.note.good,.note.bad{font-weight:600;padding:8px 12px;border-radius:8px;margin:0 0 14px}.note.good{background:var(--goodbg)}
-.note.bad{background:var(--badbg)}.wide{overflow-x:auto}table{border-collapse:collapse;font-size:13.5px;min-width:50%}
-th{text-align:left;font-weight:600;color:var(--quiet)}th,td{padding:4px 14px 4px 0;border-bottom:1px solid var(--grid);
-vertical-align:top;white-space:nowrap}th.n,td.n{text-align:right;font-variant-numeric:tabular-nums}
+.note.good,.note.bad{font-weight:600;padding:8px 12px;border-radius:8px;margin:0 0 14px}
+.note.good{background:var(--goodbg)}.note.bad{background:var(--badbg)}.wide{overflow-x:auto}
+table{border-collapse:collapse;font-size:13.5px;min-width:50%}th{text-align:left;font-weight:600;color:var(--quiet)}
+th,td{padding:4px 14px 4px 0;border-bottom:1px solid var(--grid);vertical-align:top;white-space:nowrap}
+th.n,td.n{text-align:right;font-variant-numeric:tabular-nums}
 td.long{white-space:pre-wrap;overflow-wrap:anywhere;min-width:180px}
-.bars{display:grid;grid-template-columns:minmax(90px,max-content) 1fr max-content;gap:5px 12px;align-items:center;font-size:13.5px}
-.name{white-space:pre;overflow:hidden;text-overflow:ellipsis;max-width:300px}.track{position:relative;height:15px;background:var(--track);border-radius:3px}
+.bars{display:grid;grid-template-columns:minmax(90px,max-content) 1fr max-content;gap:5px 12px;align-items:center;
+font-size:13.5px}.name{white-space:pre;overflow:hidden;text-overflow:ellipsis;max-width:300px}
+.track{position:relative;height:15px;background:var(--track);border-radius:3px}
 .track u{position:absolute;inset:0 auto 0 0;background:var(--fill);border-radius:3px;min-width:1px}
-.track i{position:absolute;top:-3px;bottom:-3px;width:2px;background:var(--cut)}.said{color:var(--quiet);font-variant-numeric:tabular-nums}
-svg{width:100%;height:auto;display:block}svg text{fill:var(--quiet);font-size:11.5px}path{fill:none;stroke-width:2;stroke-linejoin:round}
+.track i{position:absolute;top:-3px;bottom:-3px;width:2px;background:var(--cut)}
+.said{color:var(--quiet);font-variant-numeric:tabular-nums}svg{width:100%;height:auto;display:block}
+svg text{fill:var(--quiet);font-size:11.5px}path{fill:none;stroke-width:2;stroke-linejoin:round}
 .grid{stroke:var(--grid)}.axis{stroke:var(--edge)}.heat{fill:var(--fill)}.bound{stroke:var(--quiet);stroke-width:1}
-.cut{stroke:var(--cut);stroke-width:2;stroke-dasharray:5 3}
-.p0{stroke:var(--s0)}.p1{stroke:var(--s1)}.p2{stroke:var(--s2)}.p3{stroke:var(--s3)}
-.d0{fill:var(--s0)}.d1{fill:var(--s1)}.d2{fill:var(--s2)}.d3{fill:var(--s3)}
-.legend{margin:0 0 4px;font-size:13px;color:var(--quiet)}.legend span{margin-right:16px}.legend span::before{content:"";
-display:inline-block;width:14px;height:3px;margin-right:6px;vertical-align:middle;background:var(--fill)}
-.legend .s0::before{background:var(--s0)}.legend .s1::before{background:var(--s1)}.legend .s2::before{background:var(--s2)}
-.legend .s3::before{background:var(--s3)}.legend .lb::before{background:var(--quiet)}.legend .lc::before{background:var(--cut)}
+.cut{stroke:var(--cut);stroke-width:2;stroke-dasharray:5 3}.p0{stroke:var(--s0)}.p1{stroke:var(--s1)}
+.p2{stroke:var(--s2)}.p3{stroke:var(--s3)}.d0{fill:var(--s0)}.d1{fill:var(--s1)}.d2{fill:var(--s2)}
+.d3{fill:var(--s3)}.legend{margin:0 0 4px;font-size:13px;color:var(--quiet)}.legend span{margin-right:16px}
+.legend span::before{content:"";display:inline-block;width:14px;height:3px;margin-right:6px;vertical-align:middle;
+background:var(--fill)}.legend .s0::before{background:var(--s0)}.legend .s1::before{background:var(--s1)}
+.legend .s2::before{background:var(--s2)}.legend .s3::before{background:var(--s3)}
+.legend .lb::before{background:var(--quiet)}.legend .lc::before{background:var(--cut)}
 """
 
 PAGE: Final = """<!doctype html>

@@ -95,7 +95,9 @@ class SnapshotReader(DataSourceReader):
         yield from read_batches(self._address, [there, chosen(statement, self._schema)], self._schema)
 
 
-def read_batches(address: ReadAddress, statements: Sequence[str], schema: StructType) -> Iterator[pyarrow.RecordBatch]:
+def read_batches(
+    address: ReadAddress, statements: Sequence[str], schema: StructType
+) -> Iterator[pyarrow.RecordBatch]:
     """Return what the last statement answers, in the columns of this schema."""
     from pyspark.sql.pandas.types import to_arrow_schema
 

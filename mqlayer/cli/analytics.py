@@ -9,7 +9,7 @@ import typer
 
 from mqlayer.archiving import find_snapshot
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.showing import JsonOption, shown_key, show_rows
+from mqlayer.cli.showing import JsonOption, show_rows, shown_key
 from mqlayer.cli.spark_programs import check_spark
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database

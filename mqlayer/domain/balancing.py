@@ -11,7 +11,7 @@ from mqlayer.errors import InvalidInput
 def balancing_points(
     loads: Mapping[int, int], ranges: Sequence[tuple[int, int]], partitions: int
 ) -> dict[tuple[int, int], list[int]]:
-    """Return for each LP range the LPs to split it at, so that the heaviest of so many partitions is as light as can be.
+    """Return per LP range the LPs to split it at, so that the heaviest of so many partitions is as light as can be.
 
     `loads`: messages per LP. Ranges are only split, never joined. What a split makes no lighter (all of its load is in
     one LP) is left whole, so there may be fewer partitions than wanted. Raises InvalidInput for fewer than there are.

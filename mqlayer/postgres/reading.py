@@ -83,7 +83,9 @@ def arrow_batches(
         raise InvalidInput("reading as Arrow needs more packages: pip install 'mqlayer[parquet]'") from None
     try:
         with dbapi.connect(address.conninfo(application=application)) as connection, connection.cursor() as cursor:
-            cursor.adbc_statement.set_options(**{adbc.StatementOptions.BATCH_SIZE_HINT_BYTES.value: str(BATCH_BYTES)})
+            cursor.adbc_statement.set_options(
+                **{adbc.StatementOptions.BATCH_SIZE_HINT_BYTES.value: str(BATCH_BYTES)}
+            )
             for statement in statements[:-1]:
                 cursor.execute(statement)
                 cursor.fetchall()

@@ -19,9 +19,7 @@ def run(tables: Tables, _wish: Wish) -> Found:
     each = [_rounded(row) for row in rows_of(members, "topic", "group", "-messages", "actor")]
     groups = [_rounded(row) for row in rows_of(frames["groups"], "-messages", "topic", "group")]
     parts: list[Part] = [
-        Note(
-            "Gini 0: all members did the same. Near 1: one did it all. Busy: the time with at least one message in hand."
-        ),
+        Note("Gini 0: all members did the same. Near 1: one did it all. Busy: with at least one message in hand."),
         Table("Groups", groups, "no group handled anything of this snapshot"),
     ]
     for group in groups[:CHARTS]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,8 +36,8 @@ class Tables:
             raise InvalidInput(f"snapshot {self.snapshot!r} has no topic {', '.join(unknown)}; it holds {holds}")
         chosen = F.col("topic").isin(*topics)
         cut = None if self.cut is None else self.cut.filter(chosen)
-        parts = [frame.filter(chosen) for frame in (self.records, self.outcomes, self.lineage)]
-        return Tables(self.snapshot, *parts, cut)
+        records, outcomes, lineage = (frame.filter(chosen) for frame in (self.records, self.outcomes, self.lineage))
+        return Tables(self.snapshot, records, outcomes, lineage, cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,5 +82,5 @@ def rows_of(frame: DataFrame, *by: str, most: int | None = None) -> list[dict[st
         return [row.asDict() for row in frame.orderBy(*order).limit(most).collect()]
     rows = [row.asDict() for row in frame.collect()]
     for name in reversed(by):
-        rows.sort(key=lambda row, name=name.removeprefix("-"): row[name], reverse=name.startswith("-"))  # type: ignore[misc]
+        rows.sort(key=itemgetter(name.removeprefix("-")), reverse=name.startswith("-"))
     return rows

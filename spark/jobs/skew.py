@@ -128,7 +128,7 @@ def _parts(report: SplitReport, lps: Sequence[Row], keys: Sequence[Row]) -> list
 
 def _to_mean(loads: Sequence[int]) -> str:
     total = sum(loads)
-    return f"{max(loads) * len(loads) / total:.2f}" if total else "–"
+    return f"{max(loads) * len(loads) / total:.2f}" if total else "-"
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ def by_error(outcomes: DataFrame) -> DataFrame:
 
 
 def by_member(outcomes: DataFrame) -> DataFrame:
-    """Return per topic, group and actor what it settled: messages, those of several attempts, attempts beyond the first,
-    the most of one, and how many were parked or died."""
+    """Return per topic, group and actor what it settled: messages, those of several attempts, attempts beyond the
+    first, the most of one, and how many were parked or died."""
     tried, messages = F.col("attempts") > 1, _messages()
     return outcomes.groupBy("topic", "group", "actor").agg(
         F.sum(messages).alias("messages"),

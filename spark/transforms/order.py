@@ -2,8 +2,8 @@
 
 Per topic, source and LP, records are looked at twice: in the order of their seqs, where each is one more than the last
 (else a *gap* or a *duplicate*), and in the order of the lineage (parents wholly before successors, then by offset),
-where seqs only grow (else an *inversion*). A record is *misplaced* where its LP is not that of its key, or its partition
-never served its LP. A break of the chain is one finding, with the positions of both records beside it.
+where seqs only grow (else an *inversion*). A record is *misplaced* where its LP is not that of its key, or its
+partition never served its LP. A break of the chain is one finding, with the positions of both records beside it.
 
 An LP is served by one partition at a time, so the partitions of an LP in the order of the versions that brought them
 into force are its lineage.
@@ -11,7 +11,7 @@ into force are its lineage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from pyspark.sql import Column, DataFrame, Window, WindowSpec
@@ -27,8 +27,8 @@ FINDING: Final = (
     "struct<kind:string,key:string,first_seq:bigint,last_seq:bigint,partition:int,offset:bigint,"
     "behind_seq:bigint,behind_partition:int,behind_offset:bigint,reason:string>"
 )
-"""`first_seq` to `last_seq`: what is concerned (of a gap, what is missing). `partition`, `offset`: the record, or the one
-behind the gap. `behind_*`: the record in front of it that makes it a finding, or the one in front of the gap."""
+"""`first_seq` to `last_seq`: what is concerned (of a gap, what is missing). `partition`, `offset`: the record, or the
+one behind the gap. `behind_*`: the record in front of it that makes it a finding, or the one in front of the gap."""
 
 KEY_BROKEN: Final = "order of the key"
 LP_BROKEN: Final = "order of the LP, not of a key"
@@ -48,7 +48,7 @@ def audited(records: DataFrame, lineage: DataFrame, cut: DataFrame | None = None
     spot = F.struct("seq", "partition", "offset")
     rows = rows.withColumn("last", F.lag(spot).over(by_seq)).withColumn("last_is_end", F.lag("is_end").over(by_seq))
     rows = rows.withColumn("again", ~F.col("is_end") & ~F.col("last_is_end") & (F.col("seq") == F.col("last.seq")))
-    rows = rows.withColumn("again", F.coalesce("again", F.lit(False)))  # noqa: FBT003
+    rows = rows.withColumn("again", F.coalesce("again", F.lit(False)))
     # Copies and what is in no place of the lineage are findings of their own; they have no turn.
     turn = F.when(~F.col("is_end") & ~F.col("again") & F.col("in_place"), spot)
     rows = rows.withColumn("turn", turn)
@@ -94,7 +94,9 @@ def clean(total: Mapping[str, int]) -> bool:
 
 _FIELDS: Final = tuple(
     f"finding.{name}"
-    for name in ("first_seq", "last_seq", "partition", "offset", "behind_seq", "behind_partition", "behind_offset", "reason")
+    for name in (
+        "first_seq", "last_seq", "partition", "offset", "behind_seq", "behind_partition", "behind_offset", "reason",
+    )
 )  # fmt: skip
 
 
@@ -102,7 +104,7 @@ def _plural(kind: str) -> str:
     return "misplaced" if kind == "misplaced" else f"{kind}s"
 
 
-def _is_of(kind: str):  # noqa: ANN202
+def _is_of(kind: str) -> Callable[[Column], Column]:
     return lambda finding: finding["kind"] == kind
 
 
@@ -113,9 +115,9 @@ def _placed(records: DataFrame, lineage: DataFrame) -> DataFrame:
     served = (F.col("lp") >= F.col("lp_from")) & (F.col("lp") < F.col("lp_to"))
     return rows.select(
         *(name for name in rows.columns if name not in ("lp_from", "lp_to")),
-        F.coalesce(served, F.lit(False)).alias("in_place"),  # noqa: FBT003
+        F.coalesce(served, F.lit(False)).alias("in_place"),
         _misplaced(served).alias("misplaced"),
-        F.lit(False).alias("is_end"),  # noqa: FBT003
+        F.lit(False).alias("is_end"),
     )
 
 
@@ -134,14 +136,14 @@ def _misplaced(served: Column) -> Column:
 
 
 def _ends(cut: DataFrame) -> DataFrame:
-    """Return a row below the first and one above the last seq of each chain, so that missing ends are gaps like others."""
+    """Return a row below the first and one above the last seq of each chain: missing ends are gaps like others."""
     ends = F.explode(F.array(F.col("first_seq") - 1, F.col("last_seq") + 1)).alias("seq")
     return cut.select(
         *CHAIN,
         ends,
-        F.lit(False).alias("in_place"),  # noqa: FBT003
+        F.lit(False).alias("in_place"),
         F.lit("").alias("misplaced"),
-        F.lit(True).alias("is_end"),  # noqa: FBT003
+        F.lit(True).alias("is_end"),
     )
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, Final
@@ -50,25 +51,26 @@ def archive(database: Database) -> None:
     with database.connection() as connection:
         connection.execute("UPDATE mqlayer.topic SET archived = true")
         for table in ("record", "outcome"):
-            connection.execute(f"CREATE TABLE mqlayer_archive.{table}_all PARTITION OF mqlayer_archive.{table} DEFAULT")  # type: ignore[arg-type]
+            connection.execute(f"CREATE TABLE mqlayer_archive.{table}_all PARTITION OF mqlayer_archive.{table} DEFAULT")
         connection.execute("INSERT INTO mqlayer_archive.topic VALUES (1, 1)")
         connection.execute(
             "INSERT INTO mqlayer.consumer_group (group_id, topic_id, name, start, backoff_s) OVERRIDING SYSTEM VALUE "
             "VALUES (1, 1, 'billing', 'earliest', '{1}')"
         )
-        marks: dict[int, int] = {}
+        marks: Counter[int] = Counter()
         offsets = {1: 0, 2: 0}
         for key in [*KEYS, *["hot"] * 60]:
             lp = lp_of(key.encode())
-            marks[lp] = marks.get(lp, 0) + 1
+            marks[lp] += 1
             partition = 1 if lp < 512 else 2
             offsets[partition] += 1
             connection.execute(
-                "INSERT INTO mqlayer_archive.record VALUES (1, 1, 1, %s, %s, 1, %s, %s, %s, %s, %s, NULL, NULL, 'secret body')",
+                "INSERT INTO mqlayer_archive.record "
+                "VALUES (1, 1, 1, %s, %s, 1, %s, %s, %s, %s, %s, NULL, NULL, 'secret body')",
                 (partition, offsets[partition], lp, marks[lp], BEGAN, BEGAN, key.encode()),
             )
-        for lp, seq in marks.items():
-            connection.execute("INSERT INTO mqlayer_archive.mark VALUES (1, 1, %s, 1, %s)", (lp, seq))
+        for found, seq in marks.items():
+            connection.execute("INSERT INTO mqlayer_archive.mark VALUES (1, 1, %s, 1, %s)", (found, seq))
         for partition, last in offsets.items():
             for first, until, word, reason in ((1, last - 1, "handled", None), (last, last, "exhausted", EVIL)):
                 connection.execute(
