@@ -251,6 +251,10 @@ SELECT DISTINCT n.name FROM mqlayer.seal s
 JOIN mqlayer.partition p USING (partition_id) JOIN mqlayer.node n USING (node_id)
 WHERE s.away AND p.state = 'sealed' ORDER BY n.name;
 
+-- name: nodes_given_up
+-- Nodes that an operator said are lost, and that are not back.
+SELECT name FROM mqlayer.node WHERE lost_at IS NOT NULL;
+
 -- name: outbox_sources
 -- The outboxes that may publish.
 SELECT source_id, outbox_uuid FROM mqlayer.source WHERE kind = 'outbox' AND closed_at IS NULL ORDER BY source_id;
