@@ -123,7 +123,7 @@ class _GivingUp:
         self._refuse_if_it_answers()
         facts = {"partition_id": partition, "to_node_id": self._emptiest(topic_id)}
         names = ("abandoned_put", "abandoned_remove", "partition_relocate", "group_starts_reset",
-                 "assignments_of_partition_raise")  # fmt: skip
+                 "archive_progress_reset", "assignments_of_partition_raise")  # fmt: skip
 
         def work(connection: Connection) -> None:
             for name in names:

@@ -192,7 +192,7 @@ WHERE g.state = 'live'
 ORDER BY g.group_id;
 
 -- name: partition_retire
--- Sealed partitions that every group has drained; a topic without any group keeps everything. Its rows of the route in
+-- Sealed partitions that every group has drained, and the archive has, where it is to; a topic without any group keeps everything. Its rows of the route in
 -- force are others by then. The groups are locked, so that none is sent back to a partition that this takes away; one that
 -- was sent elsewhere since this statement began to look, or that is being changed now, keeps all until the next pass.
 WITH looked_at AS MATERIALIZED (
@@ -210,6 +210,9 @@ WHERE c.change_id = p.ended_in AND c.state = 'done' AND p.state = 'sealed'
                     AND NOT EXISTS (SELECT FROM mqlayer.drained d JOIN looked_at l USING (group_id)
                                     WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id
                                       AND l.seek = g.seek))
+  AND NOT EXISTS (SELECT FROM mqlayer.topic t
+                  LEFT JOIN mqlayer_archive.progress a ON a.partition_id = p.partition_id
+                  WHERE t.topic_id = p.topic_id AND t.archived AND a.complete IS NOT TRUE)
 RETURNING p.partition_id;
 
 -- name: partition_unburied
