@@ -14,7 +14,7 @@ FACTS = b"0"
 SOURCE = 1_000_000
 
 
-def fill(system: System, count: int, *, keys: Sequence[str] = KEYS, start: int = 0) -> None:
+def fill(system: System, count: int, *, keys: Sequence[str] = KEYS, start: int = 0, body: bytes = BODY) -> None:
     """Append messages of the keys in turn, as a source of the bench's own; `start` are already there."""
     encoded = [key.encode() for key in keys]
     seqs = [0] * LP_COUNT
@@ -23,10 +23,10 @@ def fill(system: System, count: int, *, keys: Sequence[str] = KEYS, start: int =
     with NodeConnection(list_nodes(system.database)[0]) as line:
         for first in range(start, start + count, BATCH):
             last = min(first + BATCH, start + count)
-            _append(system, line, [encoded[n % len(encoded)] for n in range(first, last)], seqs)
+            _append(system, line, [encoded[n % len(encoded)] for n in range(first, last)], seqs, body)
 
 
-def _append(system: System, line: NodeConnection, keys: list[bytes], seqs: list[int]) -> None:
+def _append(system: System, line: NodeConnection, keys: list[bytes], seqs: list[int], body: bytes) -> None:
     by_partition: dict[PartitionId, dict[Lp, list[bytes]]] = {}
     for key in keys:
         lp = lp_of(key)
@@ -36,7 +36,7 @@ def _append(system: System, line: NodeConnection, keys: list[bytes], seqs: list[
     for partition, by_lp in by_partition.items():
         runs = []
         for lp, group in by_lp.items():
-            fields = [field for key in group for field in (FACTS, key, BODY)]
+            fields = [field for key in group for field in (FACTS, key, body)]
             runs.append(Run(lp, seqs[lp] + 1, len(group), fields))
             seqs[lp] += len(group)
         commands.append(append_command(line, system.settings.key_prefix, partition, SOURCE, runs))

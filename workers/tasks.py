@@ -56,8 +56,15 @@ def repair_routes() -> None:
     if claimed(control(), jobs.REPAIR_ROUTES):
         unsafe, prefix = settings().allow_unsafe_redis, settings().key_prefix
         finish_changes(control(), prefix=prefix, application=application(), unsafe=unsafe)
-        bring_back_nodes(control(), prefix=prefix, application=application(), unsafe=unsafe)
         retire_partitions(control(), prefix=prefix, unsafe=unsafe)
+
+
+@app.task(name=task_name(jobs.REARM_NODES))
+def rearm_nodes() -> None:
+    """Bring nodes back into service that restarted and that nobody else met since."""
+    if claimed(control(), jobs.REARM_NODES):
+        unsafe, prefix = settings().allow_unsafe_redis, settings().key_prefix
+        bring_back_nodes(control(), prefix=prefix, application=application(), unsafe=unsafe)
 
 
 @app.task(name=task_name(jobs.REBALANCE))

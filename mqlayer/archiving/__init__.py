@@ -1,5 +1,9 @@
-"""The archive: what was published and what became of it; snapshots of it."""
+"""The archive: what was published, kept in Postgres for as long as an operator wants, and snapshots of it.
 
+See docs/archive.md.
+"""
+
+from mqlayer.archiving.archiver import ArchiveReport, archive_pass
 from mqlayer.archiving.snapshots import (
     Snapshot,
     SnapshotTopic,
@@ -11,8 +15,10 @@ from mqlayer.archiving.snapshots import (
 )
 
 __all__ = [
+    "ArchiveReport",
     "Snapshot",
     "SnapshotTopic",
+    "archive_pass",
     "create_snapshot",
     "drop_snapshot",
     "find_snapshot",

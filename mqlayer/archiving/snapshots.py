@@ -158,7 +158,8 @@ def verify_snapshot(database: Database, name: str) -> list[Broken]:
     Reads all of its records. Raises NotFound.
     """
     found = find_snapshot(database, name)
-    with database.connection() as connection:
+    with database.connection() as connection, connection.transaction():
+        connection.execute(query("snapshot_plan"))
         rows = connection.execute(query("snapshot_verify"), {"snapshot_id": found.snapshot_id}).fetchall()
     return [Broken(*row) for row in rows]
 

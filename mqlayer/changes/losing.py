@@ -15,7 +15,7 @@ from mqlayer.changes.changing import apply_change, choose_node
 from mqlayer.changes.steps import finish_changes
 from mqlayer.domain.changes import emptiest, plan_move
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import Conflict, MqlayerError, StoreUnavailable
+from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
@@ -123,7 +123,7 @@ class _GivingUp:
         self._refuse_if_it_answers()
         facts = {"partition_id": partition, "to_node_id": self._emptiest(topic_id)}
         names = ("abandoned_put", "abandoned_remove", "partition_relocate", "group_starts_reset",
-                 "assignments_of_partition_raise")  # fmt: skip
+                 "archive_progress_reset", "assignments_of_partition_raise")  # fmt: skip
 
         def work(connection: Connection) -> None:
             for name in names:
@@ -171,14 +171,37 @@ class _GivingUp:
 def bring_back_nodes(
     database: Database, *, prefix: str, application: Database | None = None, unsafe: bool = False
 ) -> dict[str, str]:
-    """Arm nodes that have to seal a partition which was moved off them while they were away; say why where not."""
+    """Arm nodes that came back and that nobody else arms; say what became of each, and why where not.
+
+    Those that restarted while no member, relay or producer uses them, and those that have to seal a partition which was
+    moved off them while they were away. A node that an operator gave up is left to him, unless it has to seal.
+    """
     with database.connection() as connection:
-        names = [row[0] for row in connection.execute(query("seals_away")).fetchall()]
+        sealing = [row[0] for row in connection.execute(query("seals_away")).fetchall()]
+        given_up = {row[0] for row in connection.execute(query("nodes_given_up")).fetchall()}
+    restarted = [
+        node.name
+        for node in load_nodes(database)
+        if node.name not in given_up and node.name not in sealing and _is_another_run(node, unsafe=unsafe)
+    ]
     came_to: dict[str, str] = {}
-    for name in names:
+    for name in sealing + restarted:
         try:
             rearm_node(database, name, prefix=prefix, application=application, actor="worker", unsafe=unsafe)
             came_to[name] = "armed"
         except MqlayerError as error:
             came_to[name] = str(error)
+            log.warning("node_stays_unarmed", extra={"node": name, "reason": str(error)})
     return came_to
+
+
+def _is_another_run(node: Node, *, unsafe: bool) -> bool:
+    """Say whether a node answers, but not as the run that is armed."""
+    try:
+        with NodeConnection(node, connect_timeout_s=ANSWER_WITHIN_S, timeout_s=ANSWER_WITHIN_S, unsafe=unsafe) as line:
+            line.connect()
+    except NodeNotArmed:
+        return True
+    except MqlayerError:
+        return False
+    return False

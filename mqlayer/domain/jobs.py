@@ -29,6 +29,7 @@ ROTATE_OUTBOX: Final = Job("rotate_outbox", 60)
 CLEAN_FENCE: Final = Job("clean_fence", 300)
 CLEAN_MARKS: Final = Job("clean_marks", 300)
 REPAIR_ROUTES: Final = Job("repair_routes", 2)
+REARM_NODES: Final = Job("rearm_nodes", 5)
 REBALANCE: Final = Job("rebalance", 2)
 BALANCE_BY_RATE: Final = Job("balance_by_rate", 10)
 RETRY_SCAN: Final = Job("retry_scan", 5)
@@ -41,6 +42,7 @@ JOBS: Final = (
     CLEAN_FENCE,
     CLEAN_MARKS,
     REPAIR_ROUTES,
+    REARM_NODES,
     REBALANCE,
     BALANCE_BY_RATE,
     RETRY_SCAN,

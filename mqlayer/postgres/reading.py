@@ -19,8 +19,11 @@ from mqlayer.postgres.queries import query
 if TYPE_CHECKING:
     import pyarrow
 
-READ_ONLY: Final = "-c default_transaction_read_only=on -c default_transaction_isolation=repeatable\\ read"
-"""One view of the data for all statements of a transaction, and nothing is ever written."""
+READ_ONLY: Final = (
+    "-c default_transaction_read_only=on -c default_transaction_isolation=repeatable\\ read -c enable_nestloop=off"
+)
+"""One view of the data for all statements of a transaction, and nothing is ever written. Tables that were filled since
+they were last looked at are no reason to look a cut through once for each record."""
 BATCH_BYTES: Final = 8_000_000
 """About how much one Arrow batch holds."""
 # The address that the host's name had, and what only newer client libraries know: these are for another process.

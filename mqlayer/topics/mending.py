@@ -131,6 +131,7 @@ class Mender:
         offsets = [found.next_offset for found in self._found.values()]
         facts = {"partitions": list(self._found), "offsets": offsets}
         self._connection.execute(query("group_starts_lower"), facts)
+        self._connection.execute(query("archive_progress_lower"), facts)
         for wanted in self._wanted:
             if not self._is_right(wanted):
                 self._mend_one(wanted)

@@ -11,7 +11,7 @@ States of a creation, and who repairs a crash between two of them:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT, check_name
 from mqlayer.domain.routing import NodeId, Route, even_ranges, spread
@@ -26,6 +26,8 @@ from mqlayer.routes.cache import load_nodes, load_route
 
 Strategy = Literal["strict", "best_effort"]
 
+PATIENCE: Final = {"lock_wait": "5s", "idle": "30s"}
+
 
 @dataclass(frozen=True, slots=True)
 class TopicSummary:
@@ -38,6 +40,7 @@ class TopicSummary:
     backlog_limit: int
     version: int | None
     partitions: int
+    archived: bool
 
 
 def create_topic(
@@ -49,6 +52,7 @@ def create_topic(
     strategy: Strategy = "strict",
     body_limit: int = DEFAULT_BODY_LIMIT,
     backlog_limit: int = 0,
+    archived: bool = False,
     application: Database | None = None,
     actor: str = "api",
     unsafe: bool = False,
@@ -56,7 +60,8 @@ def create_topic(
     """Create a topic with `partitions` partitions spread over all nodes, and its first route version.
 
     Idempotent: the same again finishes what a crash left open and returns the route; two at once make one version.
-    `backlog_limit` is in messages per partition, 0 for none. `application` is a database whose outbox shall publish to
+    `backlog_limit` is in messages per partition, 0 for none. `archived` keeps every record in the archive, and in the
+    streams until it is there (see `set_archived`). `application` is a database whose outbox shall publish to
     the topic. Raises Conflict when it exists with other limits.
     """
     check_name("topic", name)
@@ -67,18 +72,20 @@ def create_topic(
     nodes = [node.node_id for node in load_nodes(database)]
     if not nodes:
         raise NotFound("node", "(any)", "register one first: mqlayer node register NAME URL")
-    limits = {"strategy": strategy, "body_limit": body_limit, "backlog_limit": backlog_limit}
+    limits = {"strategy": strategy, "body_limit": body_limit, "backlog_limit": backlog_limit, "archived": archived}
 
     def allocate(connection: Connection) -> int:
         connection.execute(query("topic_insert"), {"name": name} | limits)
         row = connection.execute(query("topic_lock"), {"name": name}).fetchone()
         if row is None:
             raise NotFound("topic", name, "somebody removed it while it was created: try again")
-        _check_same(name, dict(zip(limits, row[1:4], strict=True)), limits)
+        _check_same(name, dict(zip(limits, row[1:5], strict=True)), limits)
         if not connection.execute(query("partition_list"), {"topic_id": row[0]}).fetchall():
             for (lp_from, lp_to), node in zip(ranges, spread(len(ranges), nodes), strict=True):
                 facts = {"topic_id": row[0], "node_id": node, "lp_from": lp_from, "lp_to": lp_to}
                 connection.execute(query("partition_insert"), facts)
+            if archived:
+                connection.execute(query("archive_topic_put"), {"topic_id": row[0]})
             note(connection, actor, "topic create", name, limits | {"partitions": partitions})
         return int(row[0])
 
@@ -91,6 +98,34 @@ def create_topic(
     if application is not None:
         _attach(application, topic_id, name, body_limit)
     return load_route(database, name)
+
+
+def set_archived(database: Database, name: str, *, archived: bool, actor: str = "api") -> bool:
+    """Switch a topic's archiving on or off; say whether that changed anything. Written into the audit log.
+
+    On: what its streams hold is archived from the first record kept on, and nothing is trimmed before it is there. Off:
+    streams are trimmed by what groups have settled alone, so what is published then is a gap in the archive, should it
+    be switched on again; what is in the archive stays. Raises NotFound; TransactionConflict while a pass of trimming,
+    or a batch of the archiver, takes longer than a few seconds.
+    """
+
+    def work(connection: Connection) -> bool:
+        connection.execute(query("transaction_patience"), PATIENCE)
+        row = connection.execute(query("topic_archived"), {"name": name}).fetchone()
+        if row is None:
+            raise NotFound("topic", name, f"create it: mqlayer topic create {name}")
+        topic_id, before = row
+        if before == archived:
+            return False
+        # A pass of trimming that began before would drop by what groups settled alone.
+        connection.execute(query("trim_keep_out"))
+        if archived:
+            connection.execute(query("archive_topic_put"), {"topic_id": topic_id})
+        connection.execute(query("topic_archived_set"), {"topic_id": topic_id, "archived": archived})
+        note(connection, actor, "topic set", name, {"archived": archived})
+        return True
+
+    return database.transaction(work)
 
 
 def list_topics(database: Database) -> list[TopicSummary]:
@@ -144,7 +179,7 @@ def _activate(database: Database, name: str, topic_id: int) -> None:
 
     def work(connection: Connection) -> None:
         row = connection.execute(query("topic_lock"), {"name": name}).fetchone()
-        if row is None or row[4] is not None:
+        if row is None or row[5] is not None:
             return
         connection.execute(query("partition_open"), {"topic_id": topic_id})
         connection.execute(query("route_insert_first"), {"topic_id": topic_id})

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
-from mqlayer.postgres.database import Database
+from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import GroupStart, trim_command
@@ -24,6 +24,8 @@ ENTRY_LIMIT: Final = 10_000
 ROUNDS: Final = 100
 NO_FLOOR: Final = 2**53
 """An offset above all others: only the groups bound what is dropped."""
+PATIENCE: Final = {"lock_wait": "10s", "idle": "120s"}
+"""A pass waits for its nodes with a transaction open, which holds nothing but its right to trim."""
 
 
 @dataclass(slots=True)
@@ -40,20 +42,30 @@ class TrimReport:
 
 
 class Work(NamedTuple):
-    """A partition to trim, and the groups that bound it."""
+    """A partition to trim, and what bounds it: groups, and the first offset that is not in the archive."""
 
     partition: int
     starts: list[GroupStart]
+    floor: int
 
 
 def trim_pass(database: Database, *, prefix: str, topic: str | None = None, unsafe: bool = False) -> TrimReport:
     """Drop records that every group of their topic has settled (invariant 10); of one topic, or of all.
+
+    Of an archived topic only what is in the archive.
 
     A group that has settled nothing counts with its start, so nothing that it shall see is dropped; a topic without
     any group keeps everything, and so does a successor whose parents are not retired. Streams are cut at whole nodes of
     theirs, so up to some hundred settled records stay.
     Safe to run twice at once. A node that can't be reached is passed by and reported.
     """
+    return database.transaction(lambda connection: _pass(database, connection, prefix, topic, unsafe=unsafe))
+
+
+def _pass(database: Database, connection: Connection, prefix: str, topic: str | None, *, unsafe: bool) -> TrimReport:
+    # Held to the end: what is switched on to be archived meanwhile must not be dropped by what was asked before.
+    connection.execute(query("transaction_patience"), PATIENCE)
+    connection.execute(query("trim_enter"))
     names = [topic] if topic is not None else [summary.name for summary in list_topics(database)]
     work = _work_by_node(database, names)
     nodes = {node.node_id: node for node in load_nodes(database)}
@@ -73,10 +85,10 @@ def _work_by_node(database: Database, names: Iterable[str]) -> dict[NodeId, list
     found: dict[NodeId, list[Work]] = {}
     with database.connection() as connection:
         for name in names:
-            for partition, node_id, *starts in connection.execute(query("trim_work"), {"topic": name}):
+            for partition, node_id, *starts, floor in connection.execute(query("trim_work"), {"topic": name}):
                 groups = list(map(GroupStart, *starts))
                 if groups:
-                    found.setdefault(node_id, []).append(Work(partition, groups))
+                    found.setdefault(node_id, []).append(Work(partition, groups, NO_FLOOR if floor is None else floor))
     return found
 
 
@@ -85,7 +97,8 @@ def _trim_node(node: Node, work: list[Work], report: TrimReport, *, prefix: str,
     with NodeConnection(node, unsafe=unsafe) as line:
         for _ in range(ROUNDS):
             commands = [
-                trim_command(line, prefix, one.partition, one.starts, floor=NO_FLOOR, limit=ENTRY_LIMIT) for one in work
+                trim_command(line, prefix, one.partition, one.starts, floor=one.floor, limit=ENTRY_LIMIT)
+                for one in work
             ]
             replies = line.call(commands)
             failpoint("trim.after_round")

@@ -192,7 +192,7 @@ WHERE g.state = 'live'
 ORDER BY g.group_id;
 
 -- name: partition_retire
--- Sealed partitions that every group has drained; a topic without any group keeps everything. Its rows of the route in
+-- Sealed partitions that every group has drained, and the archive has, where it is to; a topic without any group keeps everything. Its rows of the route in
 -- force are others by then. The groups are locked, so that none is sent back to a partition that this takes away; one that
 -- was sent elsewhere since this statement began to look, or that is being changed now, keeps all until the next pass.
 WITH looked_at AS MATERIALIZED (
@@ -210,6 +210,9 @@ WHERE c.change_id = p.ended_in AND c.state = 'done' AND p.state = 'sealed'
                     AND NOT EXISTS (SELECT FROM mqlayer.drained d JOIN looked_at l USING (group_id)
                                     WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id
                                       AND l.seek = g.seek))
+  AND NOT EXISTS (SELECT FROM mqlayer.topic t
+                  LEFT JOIN mqlayer_archive.progress a ON a.partition_id = p.partition_id
+                  WHERE t.topic_id = p.topic_id AND t.archived AND a.complete IS NOT TRUE)
 RETURNING p.partition_id;
 
 -- name: partition_unburied
@@ -250,6 +253,10 @@ FROM mqlayer.audit WHERE act = 'node rearm';
 SELECT DISTINCT n.name FROM mqlayer.seal s
 JOIN mqlayer.partition p USING (partition_id) JOIN mqlayer.node n USING (node_id)
 WHERE s.away AND p.state = 'sealed' ORDER BY n.name;
+
+-- name: nodes_given_up
+-- Nodes that an operator said are lost, and that are not back.
+SELECT name FROM mqlayer.node WHERE lost_at IS NOT NULL;
 
 -- name: outbox_sources
 -- The outboxes that may publish.

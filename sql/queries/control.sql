@@ -54,19 +54,28 @@ RETURNING a.group_id, a.partition_id, a.epoch;
 
 -- name: topic_insert
 -- Create a topic without a route; nothing where the name is taken.
-INSERT INTO mqlayer.topic (name, strategy, body_limit, backlog_limit)
-VALUES (%(name)s, %(strategy)s, %(body_limit)s, %(backlog_limit)s)
+INSERT INTO mqlayer.topic (name, strategy, body_limit, backlog_limit, archived)
+VALUES (%(name)s, %(strategy)s, %(body_limit)s, %(backlog_limit)s, %(archived)s)
 ON CONFLICT (name) DO NOTHING;
 
 -- name: topic_lock
 -- Lock one topic.
-SELECT topic_id, strategy, body_limit, backlog_limit, version FROM mqlayer.topic WHERE name = %(name)s FOR UPDATE;
+SELECT topic_id, strategy, body_limit, backlog_limit, archived, version FROM mqlayer.topic WHERE name = %(name)s FOR UPDATE;
 
 -- name: topic_list
 -- All topics with their limits and the number of partitions in force.
 SELECT t.topic_id, t.name, t.strategy, t.body_limit, t.backlog_limit, t.version,
-       (SELECT count(*) FROM mqlayer.route r WHERE r.topic_id = t.topic_id AND r.version = t.version) AS partitions
+       (SELECT count(*) FROM mqlayer.route r WHERE r.topic_id = t.topic_id AND r.version = t.version) AS partitions,
+       t.archived
 FROM mqlayer.topic t ORDER BY t.name;
+
+-- name: topic_archived
+-- Whether a topic is archived.
+SELECT topic_id, archived FROM mqlayer.topic WHERE name = %(name)s;
+
+-- name: topic_archived_set
+-- Switch a topic's archiving.
+UPDATE mqlayer.topic SET archived = %(archived)s WHERE topic_id = %(topic_id)s;
 
 -- name: partition_insert
 -- Allocate a partition that waits to be made in Redis.
@@ -145,16 +154,26 @@ SELECT p.partition_id, p.node_id,
        coalesce(array_agg(g.group_id ORDER BY g.group_id) FILTER (WHERE g.group_id IS NOT NULL), '{}') AS group_ids,
        coalesce(array_agg(g.seek ORDER BY g.group_id) FILTER (WHERE g.group_id IS NOT NULL), '{}') AS seeks,
        coalesce(array_agg(coalesce(s.start_offset, 1) ORDER BY g.group_id)
-                FILTER (WHERE g.group_id IS NOT NULL), '{}') AS starts
+                FILTER (WHERE g.group_id IS NOT NULL), '{}') AS starts,
+       CASE WHEN t.archived AND bool_and(a.complete) IS NOT TRUE THEN coalesce(min(a.upto_offset), 1) END AS archive_floor
 FROM mqlayer.topic t
 JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.state IN ('open', 'sealed')
 LEFT JOIN mqlayer.consumer_group g ON g.topic_id = t.topic_id AND g.state <> 'retired'
 LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id
+LEFT JOIN mqlayer_archive.progress a ON a.partition_id = p.partition_id
 WHERE t.name = %(topic)s
   AND NOT EXISTS (SELECT FROM mqlayer.partition parent
                   WHERE parent.ended_in = p.born_in AND parent.lp_from < p.lp_to AND p.lp_from < parent.lp_to
                     AND parent.state <> 'deleted')
-GROUP BY p.partition_id, p.node_id ORDER BY p.partition_id;
+GROUP BY p.partition_id, p.node_id, t.archived ORDER BY p.partition_id;
+
+-- name: trim_enter
+-- Trim to the end of this transaction: nobody switches a topic's archiving meanwhile.
+SELECT pg_advisory_xact_lock_shared(hashtext('mqlayer.trim'));
+
+-- name: trim_keep_out
+-- Wait until no pass of trimming is on its way, and let none begin before the end of this transaction.
+SELECT pg_advisory_xact_lock(hashtext('mqlayer.trim'));
 
 -- name: job_claim
 -- Claim a periodic job that is due; whoever gets a row runs it.

@@ -94,21 +94,27 @@ WHERE p.snapshot_id = %(snapshot_id)s;
 -- Drop a snapshot; the archive keeps what it covered until retention comes by.
 DELETE FROM mqlayer_archive.snapshot WHERE name = %(name)s;
 
+-- name: snapshot_plan
+-- Look a cut up in a table made of it, for the rest of the transaction: what statistics know of it is old.
+SELECT set_config('enable_nestloop', 'off', true);
+
 -- name: snapshot_verify
 -- Where the archive does not hold a stretch of the cut as it was: each seq once.
-SELECT t.name, c.source, c.lp::int, c.last_seq - c.first_seq + 1, coalesce(f.rows, 0), coalesce(f.seqs, 0)
-FROM mqlayer_archive.cut c
-JOIN mqlayer.topic t USING (topic_id)
+WITH stretch AS MATERIALIZED (
+    SELECT t.name, c.topic_id, c.source, c.lp, c.first_seq, c.last_seq, p.batch
+    FROM mqlayer_archive.snapshot_topic p
+    JOIN mqlayer.topic t USING (topic_id)
+    JOIN mqlayer_archive.cut c USING (snapshot_id, topic_id)
+    WHERE p.snapshot_id = %(snapshot_id)s)
+SELECT c.name, c.source, c.lp::int, c.last_seq - c.first_seq + 1 AS wanted, coalesce(f.rows, 0), coalesce(f.seqs, 0)
+FROM stretch c
 LEFT JOIN (SELECT r.topic_id, r.source, r.lp, count(*) AS rows, count(DISTINCT r.seq) AS seqs
-           FROM mqlayer_archive.snapshot_topic p
-           JOIN mqlayer_archive.cut i USING (snapshot_id, topic_id)
-           JOIN mqlayer_archive.record r ON r.topic_id = i.topic_id AND r.source = i.source AND r.lp = i.lp
-               AND r.seq BETWEEN i.first_seq AND i.last_seq AND r.batch <= p.batch
-           WHERE p.snapshot_id = %(snapshot_id)s
+           FROM mqlayer_archive.record r
+           JOIN stretch i ON r.topic_id = i.topic_id AND r.source = i.source AND r.lp = i.lp
+               AND r.seq BETWEEN i.first_seq AND i.last_seq AND r.batch <= i.batch
            GROUP BY r.topic_id, r.source, r.lp) f USING (topic_id, source, lp)
-WHERE c.snapshot_id = %(snapshot_id)s
-  AND (c.last_seq - c.first_seq + 1 IS DISTINCT FROM f.rows OR f.rows IS DISTINCT FROM f.seqs)
-ORDER BY t.name, c.source, c.lp;
+WHERE c.last_seq - c.first_seq + 1 IS DISTINCT FROM f.rows OR f.rows IS DISTINCT FROM f.seqs
+ORDER BY c.name, c.source, c.lp;
 
 -- name: snapshot_there
 -- An error where a snapshot was dropped. Asked in the transaction that reads it.
@@ -116,15 +122,19 @@ SELECT mqlayer_archive.snapshot_v1(%(snapshot_id)s::int);
 
 -- name: snapshot_records
 -- The records of a snapshot in a range of LPs. Key, headers and numbers are as they are stored; readers bring them into
--- the declared form.
-SELECT t.name AS topic, r.version, r.partition_id AS partition, r.log_offset AS "offset", r.source, r.lp, r.seq,
+-- the declared form. The cut is small and put together first, so that each record is looked up once.
+WITH stretch AS MATERIALIZED (
+    SELECT t.name, c.topic_id, c.source, c.lp, c.first_seq, c.last_seq, p.batch
+    FROM mqlayer_archive.snapshot_topic p
+    JOIN mqlayer.topic t USING (topic_id)
+    JOIN mqlayer_archive.cut c USING (snapshot_id, topic_id)
+    WHERE p.snapshot_id = %(snapshot_id)s::int)
+SELECT c.name AS topic, r.version, r.partition_id AS partition, r.log_offset AS "offset", r.source, r.lp, r.seq,
        r.published_at, r.archived_at, r.key, r.tags, r.headers, r.body
-FROM mqlayer_archive.snapshot_topic p
-JOIN mqlayer.topic t USING (topic_id)
-JOIN mqlayer_archive.cut c USING (snapshot_id, topic_id)
-JOIN mqlayer_archive.record r ON r.topic_id = c.topic_id AND r.source = c.source AND r.lp = c.lp
-    AND r.seq BETWEEN c.first_seq AND c.last_seq AND r.batch <= p.batch
-WHERE p.snapshot_id = %(snapshot_id)s::int AND r.lp >= %(lp_from)s::smallint AND r.lp < %(lp_to)s::smallint;
+FROM mqlayer_archive.record r
+JOIN stretch c ON r.topic_id = c.topic_id AND r.source = c.source AND r.lp = c.lp
+    AND r.seq BETWEEN c.first_seq AND c.last_seq AND r.batch <= c.batch
+WHERE r.lp >= %(lp_from)s::smallint AND r.lp < %(lp_to)s::smallint;
 
 -- name: snapshot_outcomes
 -- The outcomes of a snapshot, of partitions whose LPs begin in a range; where they begin, for readers that divide them.

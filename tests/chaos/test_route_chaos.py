@@ -29,7 +29,15 @@ import pytest
 import redis
 from pydantic import SecretStr
 
-from mqlayer.changes import drain_progress, finish_changes, merge, move, retire_partitions, route_history
+from mqlayer.changes import (
+    bring_back_nodes,
+    drain_progress,
+    finish_changes,
+    merge,
+    move,
+    retire_partitions,
+    route_history,
+)
 from mqlayer.membership.groups import find_group
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys

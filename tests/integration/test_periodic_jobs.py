@@ -12,13 +12,16 @@ import pytest
 import redis
 
 from mqlayer import Producer, failpoints
-from mqlayer.changes import split
+from mqlayer.changes import finish_changes, give_up_node, move, split
 from mqlayer.domain.jobs import JOBS, Job
+from mqlayer.errors import NodeNotArmed
 from mqlayer.membership.groups import GroupSettings, ensure_group
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
 from mqlayer.relay import relay_once
 from mqlayer.routes.cache import RouteCache, load_route
+from mqlayer.topics import register_node
+from mqlayer.topics.nodes import find_node
 from mqlayer.trimming import clean_fence
 from mqlayer.workers import stores, tasks
 from mqlayer.workers.claims import claimed
@@ -118,6 +121,41 @@ def test_a_partition_that_every_group_has_drained_is_retired_by_the_job(world: O
     keys = redis.Redis.from_url(world.urls[0], decode_responses=True).keys(f"{world.key_prefix}:{{1}}:*")
     assert keys == [f"{world.key_prefix}:{{1}}:meta"]
     assert world.rows("SELECT DISTINCT version FROM mqlayer.consumer_group") == [(2,)]
+
+
+def test_a_node_that_restarted_while_nobody_used_it_is_armed_by_the_job(
+    world: OutboxWorld, start_redis: StartRedis
+) -> None:
+    """Else what changes or retires a partition there would wait for a visitor that never comes."""
+    server = start_redis()
+    with Database(world.dsn) as database:
+        register_node(database, name="idle", url=server.url)
+        move(database, "orders", 1, prefix=world.key_prefix, to="idle")
+        server.kill()
+        server.start()
+        split(database, "orders", load_route(database, "orders").ranges[1].partition, at=[700], prefix=world.key_prefix)
+        with pytest.raises(NodeNotArmed):
+            move(database, "orders", load_route(database, "orders").ranges[0].partition, prefix=world.key_prefix)
+        tasks.rearm_nodes()
+        assert find_node(database, "idle").armed_run_id == redis.Redis.from_url(server.url).info("server")["run_id"]
+        tasks.repair_routes()
+        assert set(finish_changes(database, prefix=world.key_prefix)) == set()
+
+
+def test_a_node_that_is_away_or_was_given_up_is_left_alone_by_the_job(
+    world: OutboxWorld, start_redis: StartRedis
+) -> None:
+    server = start_redis()
+    with Database(world.dsn) as database:
+        armed = register_node(database, name="idle", url=server.url).armed_run_id
+        server.kill()
+        tasks.rearm_nodes()
+        assert find_node(database, "idle").armed_run_id == armed
+        give_up_node(database, "idle", prefix=world.key_prefix, application=database)
+        server.start()
+        due_again(world)
+        tasks.rearm_nodes()
+        assert find_node(database, "idle").armed_run_id is None
 
 
 def test_a_topic_without_groups_keeps_its_sealed_partitions(world: OutboxWorld) -> None:

@@ -8,3 +8,7 @@ BEGIN
     END IF;
     RETURN p_snapshot;
 END $$;
+
+-- What a stream of the archive reads next; what is asked of one topic among many.
+CREATE INDEX record_by_batch ON mqlayer_archive.record (topic_id, batch);
+CREATE INDEX outcome_by_batch ON mqlayer_archive.outcome (topic_id, batch);

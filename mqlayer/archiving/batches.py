@@ -1,0 +1,70 @@
+"""Batches: each of the archive's transactions is one, numbered per topic, and holds the topic's archive to its commit.
+
+Who locks more than one topic's archive takes them in the order of their ids, before anything else of the archive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, datetime
+from typing import Final, TypeVar
+
+from mqlayer.errors import StoreUnavailable
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+
+Result = TypeVar("Result")
+
+PATIENCE: Final = {"lock_wait": "10s", "idle": "30s"}
+"""A process that is stopped in a batch must not keep all others from archiving the topic."""
+TRIES: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A topic's archive, held by this transaction. `number`: of the batch to write; `at`: when it is archived."""
+
+    topic_id: int
+    number: int
+    stretch: int
+    at: datetime
+    day: date
+
+    def put(self, connection: Connection, *, records: int = 0, outcomes: int = 0) -> None:
+        """Say what was written under this number: the last act of the transaction, once."""
+        facts = {"topic_id": self.topic_id, "batch": self.number, "day": self.day}
+        connection.execute(query("archive_day_put"), facts | {"records": records, "outcomes": outcomes})
+        connection.execute(query("archive_batch_put"), facts)
+
+
+def in_batch(
+    database: Database, topic_id: int, work: Callable[[Connection, Batch], Result], *, timeout_s: float = 10.0
+) -> Result | None:
+    """Run `work` in a transaction that holds a topic's archive; None where the topic is not archived.
+
+    The table partitions of the batch's day are there. Whatever `work` writes goes under `batch.number`, by `batch.put`.
+    Repeated as a whole after a conflict.
+    """
+
+    def attempt(connection: Connection) -> tuple[bool, Result | None]:
+        connection.execute(query("transaction_patience"), PATIENCE)
+        row = connection.execute(query("archive_topic_hold"), {"topic_id": topic_id}).fetchone()
+        if row is None:
+            return True, None
+        number, stretch, at, day, made = row
+        if not made:
+            return False, None
+        return True, work(connection, Batch(topic_id, number + 1, stretch, at, day))
+
+    for _ in range(TRIES):
+        done, result = database.transaction(attempt, timeout_s=timeout_s)
+        if done:
+            return result
+        make_days(database)
+    raise StoreUnavailable(database.address, "the archive's table partitions of today are dropped as soon as made")
+
+
+def make_days(database: Database) -> None:
+    """Make the table partitions of today and tomorrow, by the database's clock, where they are not there."""
+    database.transaction(lambda connection: connection.execute(query("archive_days_make")).fetchall())

@@ -1,0 +1,235 @@
+"""One batch: a stretch of a partition's stream, with the marks and the offset behind it, in one transaction.
+
+The rows go to Postgres while the next piece comes from the node; nothing but some pieces is in memory.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final
+
+import psycopg
+
+from mqlayer.archiving.batches import Batch
+from mqlayer.archiving.reading import Entry, Pieces, Source, is_command, offset_of
+from mqlayer.archiving.rows import COPY, ENDING, NOTHING, OPENING, Chain, Chains, Gap, microseconds, row_start
+from mqlayer.errors import NodeNotArmed
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Connection
+from mqlayer.postgres.queries import query
+
+RECORDS: Final = 50_000
+BYTES: Final = 16_000_000
+"""Bounds of a batch: it ends with the piece that reaches one of them."""
+
+
+@dataclass(slots=True)
+class Written:
+    """What became of a stretch: how many records are new, up to which offset it was looked at.
+
+    `complete`: the partition is; `stopped`: it stands before a gap that nobody accepted; `moved`: somebody else moved
+    the partition on, or its node fell back, so that nothing was written; `more`: there may be something behind it.
+    """
+
+    upto: int
+    records: int = 0
+    complete: bool = False
+    stopped: bool = False
+    moved: bool = False
+    more: bool = False
+    batch: Batch | None = None
+    gaps: list[Gap] = field(default_factory=list)
+
+
+class Writer:
+    """Writes one batch of one partition, inside a transaction that holds the topic's archive."""
+
+    def __init__(self, connection: Connection, batch: Batch, chains: Chains, since: int) -> None:
+        self._connection, self._batch, self._chains = connection, batch, chains
+        self._source: Source = chains.partition
+        self._since = since
+        self._start, self._at = row_start(self._source, batch.number), microseconds(batch.at)
+        self._written = Written(since)
+        self._copy = _Copying(connection)
+        self._seen: dict[tuple[int, int], int] = {}
+
+    def write(self, pieces: Pieces) -> Written:
+        """Write what stands in the pieces. Raises NodeNotArmed where the node is not what it was when they were read."""
+        written = self._written
+        place = {"partition_id": self._source.partition}
+        row = self._connection.execute(query("archive_progress"), place).fetchone()
+        if (row or (1, False)) != (self._since, False):
+            written.moved = True
+            return written
+        failpoint("archive.before_copy")
+        with closing(pieces), self._copy:
+            self._write_pieces(pieces)
+        failpoint("archive.after_copy")
+        # What a run said that is not the armed one any more may have been taken back, and its offsets given to others.
+        armed = self._connection.execute(query("archive_run"), place).fetchone()
+        if armed is None or armed[0] != pieces.run_id:
+            raise NodeNotArmed(f"partition {self._source.partition}", "its node is armed anew: the next pass goes on")
+        self._put_progress()
+        self._put_marks()
+        if written.records:
+            self._batch.put(self._connection, records=written.records)
+        written.batch = self._batch
+        failpoint("archive.before_commit")
+        return written
+
+    def _write_pieces(self, pieces: Pieces) -> None:
+        written, count, size = self._written, 0, 0
+        for entries in pieces:
+            if written.stopped:
+                self._look_behind(entries)
+            else:
+                size += self._write_piece(entries)
+            count += len(entries)
+            if count >= RECORDS or size >= BYTES:
+                break
+        written.more = pieces.more
+
+    def _write_piece(self, entries: list[Entry]) -> int:
+        """Write a piece; return the bytes of its rows."""
+        at, size = 0, 0
+        while at < len(entries) and not self._written.stopped:
+            rows: list[bytes] = []
+            at = self._chains.rows(entries, at, self._start, self._at, rows)
+            if rows:
+                data = b"".join(rows)
+                self._copy.write(data)
+                # Each row is five pieces.
+                self._written.records += len(rows) // 5
+                size += len(data)
+            if at < len(entries):
+                at = self._decide(entries, at)
+        if not self._written.stopped:
+            self._written.upto = offset_of(entries[-1]) + 1
+        return size
+
+    def _decide(self, entries: list[Entry], at: int) -> int:
+        """Do what an entry needs, and return where to go on."""
+        entry = entries[at]
+        if is_command(entry):
+            self._written.complete = entry[1][5].decode() == self._source.seal_id
+            return at + 1
+        self._copy.end()
+        unknown = self._chains.unknown(entries[at:])
+        if unknown:
+            facts = {
+                "topic_id": self._batch.topic_id,
+                "sources": unknown,
+                "lp_from": self._source.lp_from,
+                "lp_to": self._source.lp_to,
+            }
+            self._chains.load(unknown, self._connection.execute(query("archive_marks"), facts).fetchall())
+        chain, seq = self._chains.met(entry)
+        if chain is None or chain.last in (seq - 1, NOTHING) or seq <= chain.last:
+            return at
+        return self._at_gap(chain, seq, entries, at)
+
+    def _at_gap(self, chain: Chain, seq: int, entries: list[Entry], at: int) -> int:
+        """Pass a gap that was accepted, or that a switch of the topic explains; stop before any other."""
+        switched = chain.stretch < self._batch.stretch and chain.last == chain.stored
+        accepted = switched or self._is_accepted(chain, seq)
+        gap = Gap(chain.source, chain.lp, chain.last, seq, offset_of(entries[at]), accepted)
+        self._written.gaps.append(gap)
+        if accepted:
+            chain.first, chain.last = seq, seq - 1
+            return at
+        self._written.stopped, self._written.upto = True, gap.offset
+        self._seen[chain.source, chain.lp] = seq
+        self._look_behind(entries[at + 1 :])
+        return at
+
+    def _is_accepted(self, chain: Chain, seq: int) -> bool:
+        facts = {
+            "topic_id": self._batch.topic_id,
+            "source": chain.source,
+            "lp": chain.lp,
+            "after": chain.last,
+            "next": seq,
+        }
+        return self._connection.execute(query("archive_gap_accepted"), facts).fetchone() is not None
+
+    def _look_behind(self, entries: list[Entry]) -> None:
+        """Find the first gaps of other chains: who accepts one wants to know of all."""
+        for entry in entries:
+            if is_command(entry):
+                continue
+            chain, seq = self._chains.met(entry)
+            if chain is None or chain.last == NOTHING:
+                continue
+            pair = (chain.source, chain.lp)
+            last = self._seen.get(pair, chain.last)
+            if seq > last + 1 and pair not in self._seen:
+                self._written.gaps.append(Gap(*pair, last, seq, offset_of(entry), accepted=False))
+            self._seen[pair] = max(last, seq)
+
+    def _put_progress(self) -> None:
+        written = self._written
+        written.complete = written.complete and not written.stopped
+        facts = {
+            "partition_id": self._source.partition,
+            "topic_id": self._batch.topic_id,
+            "upto": written.upto,
+            "since": self._since,
+            "complete": written.complete,
+        }
+        if self._connection.execute(query("archive_progress_put"), facts).fetchone() is None:
+            raise NodeNotArmed(f"partition {self._source.partition}", "its node fell back while it was archived")
+
+    def _put_marks(self) -> None:
+        gaps, changed = self._written.gaps, self._chains.changed()
+        if gaps:
+            names = ("sources", "lps", "afters", "nexts", "offsets", "accepted")
+            facts: dict[str, Any] = {name: [gap[number] for gap in gaps] for number, name in enumerate(names)}
+            facts |= {"topic_id": self._batch.topic_id, "partition_id": self._source.partition}
+            self._connection.execute(query("archive_gaps_put"), facts)
+        if changed:
+            facts = {
+                "topic_id": self._batch.topic_id,
+                "stretch": self._batch.stretch,
+                "sources": [chain.source for chain in changed],
+                "lps": [chain.lp for chain in changed],
+                "firsts": [chain.first for chain in changed],
+                "lasts": [chain.last for chain in changed],
+            }
+            self._connection.execute(query("archive_marks_put"), facts)
+
+
+class _Copying:
+    """COPY into the archive's records, begun when there are rows, ended before anything else is asked."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._open: tuple[AbstractContextManager[psycopg.Copy], psycopg.Copy] | None = None
+
+    def write(self, rows: bytes) -> None:
+        """Write rows."""
+        if self._open is None:
+            manager = self._connection.cursor().copy(COPY)
+            self._open = (manager, manager.__enter__())
+            self._open[1].write(OPENING)
+        self._open[1].write(rows)
+
+    def end(self) -> None:
+        """Have Postgres take what was written."""
+        if self._open is not None:
+            (manager, copy), self._open = self._open, None
+            copy.write(ENDING)
+            manager.__exit__(None, None, None)
+
+    def __enter__(self) -> _Copying:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.end()
+        elif self._open is not None:
+            (manager, _), self._open = self._open, None
+            manager.__exit__(kind, error, trace)

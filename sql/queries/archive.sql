@@ -1,0 +1,115 @@
+-- name: archive_topics
+-- Topics that are archived; of one name, or all.
+SELECT t.topic_id, t.name, t.body_limit FROM mqlayer.topic t
+WHERE t.archived AND t.version IS NOT NULL AND (%(topic)s::text IS NULL OR t.name = %(topic)s) ORDER BY t.topic_id;
+
+-- name: archive_work
+-- Partitions of a topic that are not complete in the archive: where they are, the route version that brought them into
+-- force, the first offset to archive, and how they were sealed. A successor comes when all its parents are complete, or
+-- deleted: until then what is missing at its beginning is in them.
+SELECT p.partition_id, p.node_id, coalesce(c.version, 1), p.lp_from, p.lp_to, coalesce(g.upto_offset, 1), s.seal_id::text,
+       CASE WHEN s.cut THEN s.marks END AS cut
+FROM mqlayer.partition p
+LEFT JOIN mqlayer.route_change c ON c.change_id = p.born_in
+LEFT JOIN mqlayer_archive.progress g ON g.partition_id = p.partition_id
+LEFT JOIN mqlayer.seal s ON s.partition_id = p.partition_id
+WHERE p.topic_id = %(topic_id)s AND p.state IN ('open', 'sealed') AND g.complete IS NOT TRUE
+  AND NOT EXISTS (SELECT FROM mqlayer.partition parent
+                  LEFT JOIN mqlayer_archive.progress done ON done.partition_id = parent.partition_id
+                  WHERE parent.ended_in = p.born_in AND parent.lp_from < p.lp_to AND p.lp_from < parent.lp_to
+                    AND parent.state <> 'deleted' AND done.complete IS NOT TRUE)
+ORDER BY p.partition_id;
+
+-- name: archive_topic_put
+-- Let a topic be locked by who writes to its archive. Switched on once more, it begins a new stretch.
+INSERT INTO mqlayer_archive.topic AS a (topic_id) VALUES (%(topic_id)s)
+ON CONFLICT (topic_id) DO UPDATE SET stretch = a.stretch + 1;
+
+-- name: archive_topic_hold
+-- Hold a topic's archive to the end of the transaction, and say where it is: nobody else writes a batch, drops a day or
+-- makes a snapshot of it meanwhile. Nothing where it is not archived any more.
+SELECT a.batch, a.stretch, now() AS at, (now() AT TIME ZONE 'UTC')::date AS day,
+       mqlayer_archive.day_made_v1((now() AT TIME ZONE 'UTC')::date) AS made
+FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id)
+WHERE a.topic_id = %(topic_id)s AND t.archived FOR UPDATE OF a;
+
+-- name: archive_days_make
+-- Make the table partitions of today and of tomorrow.
+SELECT mqlayer_archive.day_make_v1((now() AT TIME ZONE 'UTC')::date + ahead) FROM generate_series(0, 1) AS ahead;
+
+-- name: archive_batch_put
+-- A batch is in the archive.
+UPDATE mqlayer_archive.topic SET batch = %(batch)s WHERE topic_id = %(topic_id)s;
+
+-- name: archive_day_put
+-- What a batch adds to its day.
+INSERT INTO mqlayer_archive.day AS d (day, topic_id, first_batch, last_batch, records, outcomes)
+VALUES (%(day)s, %(topic_id)s, %(batch)s, %(batch)s, %(records)s, %(outcomes)s)
+ON CONFLICT (day, topic_id) DO UPDATE
+SET last_batch = excluded.last_batch, records = d.records + excluded.records, outcomes = d.outcomes + excluded.outcomes;
+
+-- name: archive_progress
+-- How far a partition is in the archive.
+SELECT upto_offset, complete FROM mqlayer_archive.progress WHERE partition_id = %(partition_id)s;
+
+-- name: archive_run
+-- The run that a partition's node is armed for, wherever the partition is now; nobody arms another one before this
+-- transaction ends. Nothing while somebody does.
+SELECT n.armed_run_id FROM mqlayer.partition p JOIN mqlayer.node n USING (node_id)
+WHERE p.partition_id = %(partition_id)s FOR SHARE OF n SKIP LOCKED;
+
+-- name: archive_progress_put
+-- A partition is archived up to an offset; nothing where it is not where the archiver thought it was.
+INSERT INTO mqlayer_archive.progress AS g (partition_id, topic_id, upto_offset, complete)
+VALUES (%(partition_id)s, %(topic_id)s, %(upto)s, %(complete)s)
+ON CONFLICT (partition_id) DO UPDATE SET upto_offset = excluded.upto_offset, complete = excluded.complete
+WHERE g.upto_offset = %(since)s AND NOT g.complete
+RETURNING upto_offset;
+
+-- name: archive_progress_lower
+-- Partitions fell back: the offsets from there on are given out again, to what may not be in the archive.
+UPDATE mqlayer_archive.progress g SET upto_offset = fallen.next
+FROM unnest(%(partitions)s::int[], %(offsets)s::bigint[]) AS fallen(partition_id, next)
+WHERE g.partition_id = fallen.partition_id AND g.upto_offset > fallen.next;
+
+-- name: archive_progress_reset
+-- A partition is made anew elsewhere: its offsets begin anew.
+UPDATE mqlayer_archive.progress SET upto_offset = 1 WHERE partition_id = %(partition_id)s;
+
+-- name: archive_marks
+-- How far sources are in the archive, per LP of a range, and in which stretch.
+SELECT source, lp, last_seq, stretch FROM mqlayer_archive.mark
+WHERE topic_id = %(topic_id)s AND source = ANY(%(sources)s::int[]) AND lp >= %(lp_from)s AND lp < %(lp_to)s;
+
+-- name: archive_gap_accepted
+-- Whether somebody accepted that nothing is archived between two seqs, or more than that.
+SELECT 1 FROM mqlayer_archive.gap
+WHERE topic_id = %(topic_id)s AND source = %(source)s AND lp = %(lp)s AND after_seq = %(after)s AND next_seq >= %(next)s
+  AND accepted_at IS NOT NULL;
+
+-- name: archive_marks_put
+-- Raise marks. A first seq of 0 leaves the one that is there.
+INSERT INTO mqlayer_archive.mark AS m (topic_id, source, lp, first_seq, last_seq, stretch)
+SELECT %(topic_id)s, source, lp, first_seq, last_seq, %(stretch)s
+FROM unnest(%(sources)s::int[], %(lps)s::smallint[], %(firsts)s::bigint[], %(lasts)s::bigint[])
+     AS raised(source, lp, first_seq, last_seq)
+ON CONFLICT (topic_id, source, lp) DO UPDATE
+SET last_seq = excluded.last_seq, stretch = excluded.stretch,
+    first_seq = CASE WHEN excluded.first_seq = 0 THEN m.first_seq ELSE excluded.first_seq END;
+
+-- name: archive_gaps_put
+-- Note gaps; those that a switch of the topic explains are accepted. One that grew needs another word.
+INSERT INTO mqlayer_archive.gap AS g
+    (topic_id, source, lp, after_seq, next_seq, partition_id, log_offset, accepted_at)
+SELECT %(topic_id)s, source, lp, after_seq, next_seq, %(partition_id)s, log_offset,
+       CASE WHEN accepted THEN clock_timestamp() END
+FROM unnest(%(sources)s::int[], %(lps)s::smallint[], %(afters)s::bigint[], %(nexts)s::bigint[], %(offsets)s::bigint[],
+            %(accepted)s::boolean[]) AS found(source, lp, after_seq, next_seq, log_offset, accepted)
+ON CONFLICT (topic_id, source, lp, after_seq) DO UPDATE
+SET next_seq = excluded.next_seq, partition_id = excluded.partition_id, log_offset = excluded.log_offset,
+    accepted_at = excluded.accepted_at, actor = NULL
+WHERE g.next_seq <> excluded.next_seq OR (g.accepted_at IS NULL AND excluded.accepted_at IS NOT NULL);
+
+-- name: archive_passed
+-- An archiver came to the end of what it could read of a topic.
+UPDATE mqlayer_archive.topic SET passed_at = clock_timestamp() WHERE topic_id = %(topic_id)s;
