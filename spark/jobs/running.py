@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from pyspark import StorageLevel
+from pyspark import SparkContext, StorageLevel
 from pyspark.sql import SparkSession
 
 from mqlayer.archiving import Snapshot, find_snapshot
@@ -88,11 +89,13 @@ def lent_session(name: str, **settings: str) -> Iterator[SparkSession]:
     if (running_already := SparkSession.getActiveSession()) is not None:
         yield running_already
         return
+    # It tells its connections' ends, as a library that logs for its own developers.
+    logging.getLogger("py4j").setLevel(logging.WARNING)
     spark = session(name, **LOCAL | settings)
     try:
         yield spark
     finally:
-        spark.stop()
+        _end(spark)
 
 
 @contextmanager
@@ -172,6 +175,16 @@ def submit(job: str, arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"mqlayer: {error}\n")
         return 1
     return 0 if all(found.good for found in done) else 1
+
+
+def _end(spark: SparkSession) -> None:
+    """End a session and the Java process that it started, which outlives it otherwise until this process ends."""
+    gateway = spark.sparkContext._gateway  # noqa: SLF001 - there is no public way to the process
+    spark.stop()
+    gateway.shutdown()
+    gateway.proc.stdin.close()
+    gateway.proc.wait()
+    SparkContext._gateway = SparkContext._jvm = None  # noqa: SLF001 - the next session starts another one
 
 
 def _cut(database: Database, snapshot: Snapshot) -> list[tuple[Any, ...]]:

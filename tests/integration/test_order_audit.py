@@ -7,10 +7,14 @@ from typing import Any, Final
 
 import pytest
 
+from mqlayer.changes import merge, split
 from mqlayer.domain.routing import LP_COUNT, lp_of
+from mqlayer.postgres.database import Database
 from mqlayer.spark.transforms import order
 from mqlayer.spark.transforms.placing import lp_of_key
 from tests.fixtures.archived import CUT, LINEAGE, RECORDS, ArchivedTopic, Row, random_topic
+from tests.proof.audit import archive_and_audit
+from tests.proof.outbox_world import OutboxWorld
 
 KEYS: Final = [
     "",
@@ -227,6 +231,35 @@ def test_findings_are_counted_per_key(spark: Any) -> None:
     lineage = spark.createDataFrame(topic.lineage + other.lineage, LINEAGE)
     (row,) = order.by_key(order.findings(order.audited(records, lineage))).collect()
     assert row.asDict() == {"topic": "orders", "key": "k1", "inversions": 1, "duplicates": 0, "misplaced": 0}
+
+
+def test_what_a_real_system_archives_over_changes_is_clean_until_it_is_tampered_with(
+    spark: Any, database_dsn: str, redis_url: str, key_prefix: str
+) -> None:
+    """Case 79: outbox, relay, splits and a merge between messages, archive, snapshot, audit."""
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+    world.add_topic("orders", partitions=2, archived=True)
+    with world.relay(), Database(database_dsn) as database:
+        world.publish(200)
+        split(database, "orders", 1, at=[200], prefix=key_prefix, application=database)
+        world.publish(200)
+        merged = merge(database, "orders", [4, 2], prefix=key_prefix, application=database)
+        world.publish(200)
+        world.wait_until_whole()
+    found = archive_and_audit(spark, database_dsn, prefix=key_prefix)
+    assert found.good, found.facts
+    assert (found.facts["records"], found.facts["keys"]) == (600, 20)
+    last = merged.ranges[-1].partition
+    (row,) = world.rows(
+        "UPDATE mqlayer_archive.record SET log_offset = log_offset + 100000 WHERE ctid = (SELECT ctid FROM "
+        "mqlayer_archive.record r WHERE partition_id = 2 AND seq < (SELECT max(seq) FROM mqlayer_archive.record l "
+        "WHERE l.lp = r.lp AND l.partition_id = 2) ORDER BY seq DESC LIMIT 1) RETURNING lp, seq, log_offset"
+    )
+    assert last != 2
+    tampered = archive_and_audit(spark, database_dsn, prefix=key_prefix)
+    assert not tampered.good
+    (said,) = tampered.facts["findings"]
+    assert (said["kind"], said["lp"], said["first_seq"], said["offset"]) == ("inversion", *row)
 
 
 @pytest.mark.parametrize("source", ["made up", "hypothesis"])
