@@ -9,6 +9,7 @@ MqlayerError
 │   └── ReservedHeader
 ├── NotFound                a topic, group, node or partition that nobody created
 ├── Conflict                it exists already, otherwise; nothing was changed
+├── ArchiveBroken           the archive, or an export of it, does not hold what a reader was to find
 ├── ConfigurationRefused    a server's settings void the promise: says which to change
 ├── SchemaMismatch          the database's schema is missing, older or newer
 ├── StoreUnavailable        Redis or Postgres can't be reached: try again
@@ -139,6 +140,17 @@ class Conflict(MqlayerError):
 
     def __str__(self) -> str:
         return self.what + (f": {self.hint}" if self.hint else "")
+
+
+class ArchiveBroken(MqlayerError):
+    """The archive, or an export of it, does not hold what a reader was to find; nothing of it counts."""
+
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__(what, hint)
+        self.what, self.hint = what, hint
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.hint}"
 
 
 class ConfigurationRefused(MqlayerError):

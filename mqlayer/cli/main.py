@@ -23,6 +23,7 @@ from mqlayer.cli import (
     parked,
     relay,
     routes,
+    snapshot,
     stack,
     topics,
     trim,
@@ -74,4 +75,5 @@ dead.add_to(app)
 relay.add_to(app)
 outbox.add_to(app)
 trim.add_to(app)
+snapshot.add_to(app)
 doctor.add_to(app)
