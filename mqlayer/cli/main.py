@@ -12,6 +12,7 @@ import typer
 
 import mqlayer
 from mqlayer.cli import (
+    archive,
     consume,
     dead,
     doctor,
@@ -75,5 +76,6 @@ dead.add_to(app)
 relay.add_to(app)
 outbox.add_to(app)
 trim.add_to(app)
+archive.add_to(app)
 snapshot.add_to(app)
 doctor.add_to(app)
