@@ -20,8 +20,8 @@ COUNT = 200_000
 BODY = b"x" * 128
 ROUNDS = 3
 COLUMNS = (
-    "topic_id, batch, version, partition_id, log_offset, source, lp, seq, published_at, archived_at, key, tags, headers, "
-    "body"
+    "topic_id, batch, version, partition_id, log_offset, source, lp, seq, published_at, archived_at, "
+    "key, tags, headers, body"
 )
 PLAIN = "CREATE TABLE plain (LIKE mqlayer_archive.record)"
 Row = tuple[Any, ...]
@@ -29,7 +29,7 @@ Row = tuple[Any, ...]
 
 @bench("archive")
 def archive(stage: Stage) -> Iterator[Line]:
-    """Records per second from a stream into the archive, with marks, chain check and commits; COPY has the rows ready."""
+    """Records per second from a stream into the archive, with chain check, marks, commits; COPY has its rows ready."""
     system = stage.system()
     set_archived(system.database, "bench", archived=True)
     fill(system, COUNT, keys=KEYS, body=BODY)

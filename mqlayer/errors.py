@@ -9,6 +9,7 @@ MqlayerError
 │   └── ReservedHeader
 ├── NotFound                a topic, group, node or partition that nobody created
 ├── Conflict                it exists already, otherwise; nothing was changed
+├── ArchiveBroken           the archive, or an export of it, does not hold what a reader was to find
 ├── ConfigurationRefused    a server's settings void the promise: says which to change
 ├── SchemaMismatch          the database's schema is missing, older or newer
 ├── SparkMissing            Spark or its Java is not there: says what to install
@@ -151,6 +152,17 @@ class SparkMissing(MqlayerError):
 
     def __str__(self) -> str:
         return f"Spark can't run here, {self.reason}: {self.hint}"
+
+
+class ArchiveBroken(MqlayerError):
+    """The archive, or an export of it, does not hold what a reader was to find; nothing of it counts."""
+
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__(what, hint)
+        self.what, self.hint = what, hint
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.hint}"
 
 
 class ConfigurationRefused(MqlayerError):

@@ -6,11 +6,11 @@ plans, so no address is ever one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, Filter, InputPartition
 from pyspark.sql.types import StructType
 
 from mqlayer.archiving.ranges import lp_ranges
@@ -49,7 +49,7 @@ class ArchiveSource(DataSource):
         named = options.get("columns")
         self.columns = chosen_columns(self.table, [part.strip() for part in named.split(",")] if named else None)
         self.parts = whole_number(options, "partitions", DEFAULT_PARTITIONS)
-        self.snapshot_id = None
+        self.snapshot_id: int | None = None
         if "snapshot" in options:
             check_options(options, BATCH_OPTIONS)
             # Found once: a frame goes on to mean this snapshot, or fails once it is dropped.
@@ -69,7 +69,16 @@ class ArchiveSource(DataSource):
         """Return the reader of a snapshot."""
         if self.snapshot_id is None:
             raise InvalidInput("option snapshot: name the snapshot to read; mqlayer snapshot list shows them")
-        return SnapshotReader(self.address, self.snapshot_id, self.table, schema, self.parts)
+        kind = PushingReader if self.pushing else SnapshotReader
+        return kind(self.address, self.snapshot_id, self.table, schema, self.parts)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
+        """Return the reader of what the archive takes in."""
+        from mqlayer.spark.growth import GrowthReader, growth_options
+
+        if self.table == "lineage":
+            raise InvalidInput("option table: lineage does not stream; choose records or outcomes")
+        return GrowthReader(self.address, growth_options(self.options), self.table, schema, self.parts)
 
 
 class SnapshotReader(DataSourceReader):
@@ -78,6 +87,7 @@ class SnapshotReader(DataSourceReader):
     def __init__(self, address: ReadAddress, snapshot_id: int, table: Table, schema: StructType, parts: int) -> None:
         self._address, self._snapshot_id, self._table, self._schema = address, snapshot_id, table, schema
         self._parts = parts
+        self._conditions: list[str] = []
 
     def partitions(self) -> Sequence[InputPartition]:
         """Return ranges of LPs with about as many records each."""
@@ -92,7 +102,22 @@ class SnapshotReader(DataSourceReader):
         there = bound("snapshot_there", {"snapshot_id": self._snapshot_id})
         facts = {"snapshot_id": self._snapshot_id, "lp_from": partition.lp_from, "lp_to": partition.lp_to}
         statement = bound(f"snapshot_{self._table}", facts)
-        yield from read_batches(self._address, [there, chosen(statement, self._schema)], self._schema)
+        yield from read_batches(self._address, [there, chosen(statement, self._schema, self._conditions)], self._schema)
+
+
+class PushingReader(SnapshotReader):
+    """The same, and Postgres looks at filters. Spark refuses such a reader where its own setting is off."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
+        """Note filters that Postgres can judge; give back those that it can't."""
+        from mqlayer.spark.filters import condition
+
+        for one in filters:
+            text = condition(one, self._table)
+            if text is None:
+                yield one
+            else:
+                self._conditions.append(text)
 
 
 def read_batches(

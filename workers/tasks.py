@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mqlayer.archiving import archive_pass
 from mqlayer.changes import bring_back_nodes, finish_changes, retire_partitions
 from mqlayer.domain import jobs
 from mqlayer.failures import clean_attempts, retry_scan
@@ -93,3 +94,11 @@ def clean_failed_attempts() -> None:
     """Forget old failed attempts of messages that are neither parked nor dead."""
     if claimed(control(), jobs.CLEAN_ATTEMPTS):
         clean_attempts(control())
+
+
+@app.task(name=task_name(jobs.ARCHIVE))
+def archive() -> None:
+    """Move what stands in the streams of archived topics into the archive."""
+    if claimed(control(), jobs.ARCHIVE):
+        unsafe, at_most_s = settings().allow_unsafe_redis, 0.8 * jobs.ARCHIVE.every_s
+        archive_pass(control(), prefix=settings().key_prefix, at_most_s=at_most_s, unsafe=unsafe)

@@ -4,6 +4,8 @@ See docs/archive.md.
 """
 
 from mqlayer.archiving.archiver import ArchiveReport, archive_pass
+from mqlayer.archiving.gaps import ArchiveGap, accept_gaps, list_gaps
+from mqlayer.archiving.retention import DayDropped, retain
 from mqlayer.archiving.snapshots import (
     Snapshot,
     SnapshotTopic,
@@ -13,15 +15,23 @@ from mqlayer.archiving.snapshots import (
     list_snapshots,
     verify_snapshot,
 )
+from mqlayer.archiving.standing import ArchiveStanding, archive_status
 
 __all__ = [
+    "ArchiveGap",
     "ArchiveReport",
+    "ArchiveStanding",
+    "DayDropped",
     "Snapshot",
     "SnapshotTopic",
+    "accept_gaps",
     "archive_pass",
+    "archive_status",
     "create_snapshot",
     "drop_snapshot",
     "find_snapshot",
+    "list_gaps",
     "list_snapshots",
+    "retain",
     "verify_snapshot",
 ]

@@ -15,14 +15,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
 from mqlayer.archiving.batches import Batch, in_batch, make_days
 from mqlayer.archiving.reading import Pieces, Source, piece_of
 from mqlayer.archiving.rows import Chains
 from mqlayer.archiving.writing import Writer, Written
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import MqlayerError, StoreUnavailable, TransactionConflict
+from mqlayer.errors import Conflict, MqlayerError, StoreUnavailable, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 class ArchiveReport:
     """What a pass did: records archived per topic, partitions that are complete since, partitions that stand before a
     gap nobody accepted, nodes that were passed by, with the reason, topics that somebody else holds, and
-    partitions whose records Postgres refused. `ended`: nothing that can be read is left."""
+    partitions with a record that can't be archived. `ended`: nothing that can be read is left."""
 
     archived: dict[str, int] = field(default_factory=dict)
     completed: list[int] = field(default_factory=list)
@@ -57,9 +56,9 @@ def archive_pass(
 ) -> ArchiveReport:
     """Archive what stands in the streams of archived topics; of one, or of all.
 
-    Each partition is read to its end, batches of all of them in turn; after `at_most_s` no further batch is begun. A node
-    that is away or not armed is passed by and reported, and keeps nothing else waiting. Safe to run twice at once, and
-    to be killed at any line: every record is in the archive once.
+    Each partition is read to its end, batches of all of them in turn; after `at_most_s` no further batch is begun. A
+    node that is away or not armed is passed by and reported, and keeps nothing else waiting. Safe to run twice at
+    once, and to be killed at any line: every record is in the archive once.
     """
     report = ArchiveReport()
     until = float("inf") if at_most_s is None else time.monotonic() + at_most_s
@@ -193,14 +192,14 @@ class _Turn:
 
         try:
             written = in_batch(self._database, self._topic_id, work)
-        except StoreUnavailable as error:
+        except (StoreUnavailable, Conflict) as error:
             return self._failed(source, since, error)
         failpoint("archive.after_commit")
         return self._noted(source, written or Written(since))
 
-    def _failed(self, source: Source, since: int, error: StoreUnavailable) -> Written:
-        """Leave a node, or a partition of which Postgres does not take what it was given, for the next pass."""
-        if error.address != self._database.address:
+    def _failed(self, source: Source, since: int, error: StoreUnavailable | Conflict) -> Written:
+        """Leave a node, or a partition with a record that can't be archived, for the next pass."""
+        if isinstance(error, StoreUnavailable) and error.address != self._database.address:
             self._lines.pass_by(source.node, error)
         else:
             self._report.failed[source.partition] = str(error)

@@ -14,7 +14,7 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection, raise_for_reply
 
-PIECE_BYTES: Final = 32_000_000
+PIECE_BYTES: Final = 64_000_000
 PIECE_RECORDS: Final = 500
 """Bounds of one reply: by its records, and by its bytes even where every body is as large as the topic takes."""
 

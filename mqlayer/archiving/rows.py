@@ -17,7 +17,7 @@ import msgspec
 from mqlayer.archiving.reading import Entry, Source, is_command, offset_of
 from mqlayer.domain.message import NO_KEY
 from mqlayer.domain.tags import TAGS_HEADER, tags_of
-from mqlayer.errors import StoreUnavailable
+from mqlayer.errors import Conflict
 
 COPY: Final = (
     "COPY mqlayer_archive.record (topic_id, batch, version, partition_id, log_offset, source, lp, seq, published_at, "
@@ -94,9 +94,9 @@ class Chains:
             source, lp, seq, _ = entry[1][1].split(b":", 3)
             return self.of(source, lp), int(seq)
         except ValueError as error:
-            raise StoreUnavailable(
-                f"partition {self.partition.partition}",
-                f"the record at offset {offset_of(entry)} has no identity: somebody wrote it by hand",
+            raise Conflict(
+                f"the record at offset {offset_of(entry)} of partition {self.partition.partition} has no identity",
+                "somebody wrote it by hand; delete it (XDEL), then accept the gap",
             ) from error
 
     def load(self, sources: Iterable[int], marks: Iterable[tuple[int, int, int, int]]) -> None:

@@ -95,7 +95,6 @@ def create_snapshot(
     def work(connection: Connection) -> Snapshot:
         if _find(connection, name) is not None:
             raise _taken(name)
-        connection.execute(query("snapshot_topics_begin"), {"topics": wanted})
         _check_topics(connection, wanted)
         locked = connection.execute(query("snapshot_topics_lock"), {"topics": wanted}).fetchall()
         failpoint("snapshot.after_lock")

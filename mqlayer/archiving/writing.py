@@ -56,7 +56,7 @@ class Writer:
         self._seen: dict[tuple[int, int], int] = {}
 
     def write(self, pieces: Pieces) -> Written:
-        """Write what stands in the pieces. Raises NodeNotArmed where the node is not what it was when they were read."""
+        """Write what stands in the pieces. Raises NodeNotArmed where their node is armed anew since."""
         written = self._written
         place = {"partition_id": self._source.partition}
         row = self._connection.execute(query("archive_progress"), place).fetchone()

@@ -84,9 +84,27 @@ def check_parked(asked: AskedDatabase, limits: Limits) -> list[Finding]:
     return found or [Finding("parked", asked.subject, Verdict.OK, seen)]
 
 
+def check_archive(asked: AskedDatabase, limits: Limits) -> list[Finding]:
+    """What is not archived is not trimmed: an archiver that stands still fills the nodes."""
+    rows, found = asked.rows("check_archive"), []
+    for topic, gaps, passed_s in rows:
+        if gaps:
+            seen = f"the archive of topic {topic} waits at {gaps} gaps, and holds trimming up"
+            fix = f"mqlayer archive gaps {topic}, then mqlayer archive accept-gap {topic} --reason TEXT"
+            found.append(Finding("archive", asked.subject, Verdict.BROKEN, seen, fix))
+        elif passed_s is None or passed_s > limits.waiting_s:
+            since = "never" if passed_s is None else f"for the last time {shown_s(passed_s)} ago"
+            seen = f"an archiver came to the end of topic {topic} {since}, and that holds trimming up"
+            fix = "see worker and beat, or mqlayer archive run; mqlayer archive status says how far it is behind"
+            found.append(Finding("archive", asked.subject, Verdict.WARNING, seen, fix))
+    seen = f"{len(rows)} topics are archived, and none is behind" if rows else "no topic is archived"
+    return found or [Finding("archive", asked.subject, Verdict.OK, seen)]
+
+
 CHECKS: Final[dict[str, Check[AskedDatabase]]] = {
     "beat": check_beat,
     "routes": check_changes,
     "groups": check_groups,
     "parked": check_parked,
+    "archive": check_archive,
 }

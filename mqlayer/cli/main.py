@@ -13,6 +13,7 @@ import typer
 import mqlayer
 from mqlayer.cli import (
     analytics,
+    archive,
     consume,
     dead,
     doctor,
@@ -24,6 +25,7 @@ from mqlayer.cli import (
     parked,
     relay,
     routes,
+    snapshot,
     stack,
     topics,
     trim,
@@ -75,5 +77,7 @@ dead.add_to(app)
 relay.add_to(app)
 outbox.add_to(app)
 trim.add_to(app)
+archive.add_to(app)
+snapshot.add_to(app)
 analytics.add_to(app)
 doctor.add_to(app)

@@ -1,4 +1,4 @@
-"""`topic`: create and list topics."""
+"""`topic`: create, list and set topics."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.options import TopicArgument
 from mqlayer.cli.showing import JsonOption, show_rows
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.postgres.database import Database
-from mqlayer.topics import create_topic, list_topics
+from mqlayer.topics import create_topic, list_topics, set_archived
 
-topics = typer.Typer(no_args_is_help=True, help="Topics: create and list.")
+topics = typer.Typer(no_args_is_help=True, help="Topics: create, list, set.")
 
 
 class Strategy(StrEnum):
@@ -39,6 +40,7 @@ def create(
     ),
     body_limit: Annotated[int, typer.Option(min=1, max=BODY_LIMIT, help="Bytes.")] = DEFAULT_BODY_LIMIT,
     backlog_limit: Annotated[int, typer.Option(min=0, help="Messages per partition; 0 for no limit.")] = 0,
+    archived: Annotated[bool, typer.Option("--archived", help="Keep every record in the archive.")] = False,
 ) -> None:
     """Create a topic with its partitions and first route. The same again finishes or changes nothing."""
     settings = settings_here()
@@ -51,11 +53,23 @@ def create(
             strategy=strategy.value,
             body_limit=body_limit,
             backlog_limit=backlog_limit,
+            archived=archived,
             application=application,
             actor=actor(),
             unsafe=settings.allow_unsafe_redis,
         )
     typer.echo(f"{name} has {len(route.ranges)} partitions, route version {route.version}")
+
+
+@topics.command("set")
+def set_(
+    name: TopicArgument,
+    archived: Annotated[bool, typer.Option("--archived/--not-archived", help="Whether its records are archived.")],
+) -> None:
+    """Switch a topic's archiving. What is published while it is off is a gap in the archive for ever."""
+    with Database(settings_here().control_dsn()) as database:
+        changed = set_archived(database, name, archived=archived, actor=actor())
+    typer.echo(f"topic {name} is {'archived' if archived else 'not archived'}{'' if changed else ', as before'}")
 
 
 @topics.command("list")
@@ -71,6 +85,7 @@ def list_(as_json: JsonOption = False) -> None:
             "version": topic.version,
             "body_limit": topic.body_limit,
             "backlog_limit": topic.backlog_limit,
+            "archived": topic.archived,
         }
         for topic in found
     )

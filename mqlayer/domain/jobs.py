@@ -34,6 +34,7 @@ REBALANCE: Final = Job("rebalance", 2)
 BALANCE_BY_RATE: Final = Job("balance_by_rate", 10)
 RETRY_SCAN: Final = Job("retry_scan", 5)
 CLEAN_ATTEMPTS: Final = Job("clean_attempts", 300)
+ARCHIVE: Final = Job("archive", 5)
 
 JOBS: Final = (
     RELAY,
@@ -47,4 +48,5 @@ JOBS: Final = (
     BALANCE_BY_RATE,
     RETRY_SCAN,
     CLEAN_ATTEMPTS,
+    ARCHIVE,
 )

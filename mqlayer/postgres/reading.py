@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from psycopg.conninfo import make_conninfo
 
-from mqlayer.errors import InvalidInput, MqlayerError, NotFound, SchemaMismatch, StoreUnavailable, TransactionConflict
+from mqlayer.errors import ArchiveBroken, InvalidInput, MqlayerError, NotFound, SchemaMismatch, StoreUnavailable, TransactionConflict
 from mqlayer.postgres.database import address_of, connect
 from mqlayer.postgres.queries import query
 
@@ -102,8 +102,10 @@ def _translated(error: Exception, address: ReadAddress) -> MqlayerError:
     state = getattr(error, "sqlstate", None) or ""
     # What the driver says in front of the server's own words has the statement in it, and so what was asked for.
     text = str(error).splitlines()[0].rpartition("ERROR:")[2].strip()
-    if state == "MQ005":
+    if state == "MQ007":
         return NotFound("snapshot", "(dropped)", "it was dropped while it was read: create another one")
+    if state == "MQ008":
+        return ArchiveBroken(text, "a stream goes on where it was; begin a new one, with a new checkpoint")
     if state in _CONFLICTS:
         return TransactionConflict(state, text)
     if state in _MISSING:

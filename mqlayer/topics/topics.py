@@ -79,7 +79,7 @@ def create_topic(
         row = connection.execute(query("topic_lock"), {"name": name}).fetchone()
         if row is None:
             raise NotFound("topic", name, "somebody removed it while it was created: try again")
-        _check_same(name, dict(zip(limits, row[1:5], strict=True)), limits)
+        _check_same(name, dict(zip(limits, (*row[1:4], row[5]), strict=True)), limits)
         if not connection.execute(query("partition_list"), {"topic_id": row[0]}).fetchall():
             for (lp_from, lp_to), node in zip(ranges, spread(len(ranges), nodes), strict=True):
                 facts = {"topic_id": row[0], "node_id": node, "lp_from": lp_from, "lp_to": lp_to}
@@ -179,7 +179,7 @@ def _activate(database: Database, name: str, topic_id: int) -> None:
 
     def work(connection: Connection) -> None:
         row = connection.execute(query("topic_lock"), {"name": name}).fetchone()
-        if row is None or row[5] is not None:
+        if row is None or row[4] is not None:
             return
         connection.execute(query("partition_open"), {"topic_id": topic_id})
         connection.execute(query("route_insert_first"), {"topic_id": topic_id})

@@ -113,3 +113,85 @@ WHERE g.next_seq <> excluded.next_seq OR (g.accepted_at IS NULL AND excluded.acc
 -- name: archive_passed
 -- An archiver came to the end of what it could read of a topic.
 UPDATE mqlayer_archive.topic SET passed_at = clock_timestamp() WHERE topic_id = %(topic_id)s;
+
+-- name: archive_days_old
+-- Days of the archive that ended longer ago than asked for, oldest first.
+SELECT DISTINCT day FROM mqlayer_archive.day
+WHERE (day + 1)::timestamp AT TIME ZONE 'UTC' <= now() - %(older_than)s::interval ORDER BY day;
+
+-- name: archive_day
+-- What a day of the archive holds, per topic.
+SELECT topic_id, first_batch, last_batch, records, outcomes FROM mqlayer_archive.day WHERE day = %(day)s ORDER BY topic_id;
+
+-- name: archive_day_ends
+-- The last seq per source and LP that a day of the archive holds.
+SELECT topic_id, source, lp, max(seq) FROM mqlayer_archive.record
+WHERE archived_at >= %(day)s::timestamp AT TIME ZONE 'UTC' AND archived_at < (%(day)s::date + 1)::timestamp AT TIME ZONE 'UTC'
+GROUP BY topic_id, source, lp;
+
+-- name: archive_topics_hold
+-- Hold the archives of topics to the end of the transaction, in the order of their ids.
+SELECT topic_id FROM mqlayer_archive.topic WHERE topic_id = ANY(%(topic_ids)s::int[]) ORDER BY topic_id FOR UPDATE;
+
+-- name: archive_day_needed
+-- Whether a kept snapshot may cover a row of a day.
+SELECT 1 FROM mqlayer_archive.day d JOIN mqlayer_archive.snapshot_topic s USING (topic_id)
+WHERE d.day = %(day)s AND s.batch >= d.first_batch LIMIT 1;
+
+-- name: archive_day_lock
+-- Keep readers and writers out of the archive's tables, which dropping a part of them needs.
+SELECT mqlayer_archive.lock_v1();
+
+-- name: archive_marks_begin
+-- The archive's stretches begin behind what is dropped.
+UPDATE mqlayer_archive.mark m SET first_seq = gone.last + 1
+FROM unnest(%(topics)s::int[], %(sources)s::int[], %(lps)s::smallint[], %(lasts)s::bigint[]) AS gone(topic_id, source, lp, last)
+WHERE m.topic_id = gone.topic_id AND m.source = gone.source AND m.lp = gone.lp AND m.first_seq <= gone.last;
+
+-- name: archive_day_drop
+-- Drop a day's table partitions, and what is noted of it.
+WITH forgotten AS (DELETE FROM mqlayer_archive.day WHERE day = %(day)s)
+SELECT mqlayer_archive.day_drop_v1(%(day)s);
+
+-- name: archive_gaps
+-- Gaps of the archive, oldest first; of one topic or all, those that wait or all.
+SELECT t.name, g.source, g.lp, g.after_seq, g.next_seq, g.partition_id, g.log_offset, g.found_at, g.accepted_at, g.actor
+FROM mqlayer_archive.gap g JOIN mqlayer.topic t USING (topic_id)
+WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (g.accepted_at IS NULL OR NOT %(waiting)s)
+ORDER BY t.name, g.found_at, g.source, g.lp, g.after_seq;
+
+-- name: archive_gaps_accept
+-- Accept the gaps that a topic's archive waits at, or one partition; say how many seqs each is.
+UPDATE mqlayer_archive.gap g SET accepted_at = clock_timestamp(), actor = %(actor)s
+FROM mqlayer.topic t
+WHERE t.topic_id = g.topic_id AND t.name = %(topic)s AND g.accepted_at IS NULL
+  AND (%(partition)s::int IS NULL OR g.partition_id = %(partition)s)
+RETURNING g.next_seq - g.after_seq - 1 AS missing;
+
+-- name: archive_standings
+-- Topics that are archived, or were: how far, what the archive holds of them, and gaps that wait.
+SELECT t.topic_id, t.name, t.archived, a.batch,
+       coalesce((SELECT sum(d.records) FROM mqlayer_archive.day d WHERE d.topic_id = t.topic_id), 0)::bigint AS records,
+       (SELECT count(*) FROM mqlayer_archive.gap g WHERE g.topic_id = t.topic_id AND g.accepted_at IS NULL)::int AS gaps,
+       a.passed_at,
+       (SELECT min(d.day)::text FROM mqlayer_archive.day d WHERE d.topic_id = t.topic_id) AS first_day,
+       (SELECT max(d.day)::text FROM mqlayer_archive.day d WHERE d.topic_id = t.topic_id) AS last_day
+FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id)
+WHERE %(topic)s::text IS NULL OR t.name = %(topic)s ORDER BY t.name;
+
+-- name: archive_spots
+-- The partitions of archived topics, the first offset of each that is not archived (null: it is complete), and where
+-- groups start that bound its trimming.
+SELECT p.topic_id, p.partition_id, p.node_id,
+       CASE WHEN a.complete IS NOT TRUE THEN coalesce(a.upto_offset, 1) END AS upto,
+       coalesce(array_agg(g.group_id ORDER BY g.group_id) FILTER (WHERE g.group_id IS NOT NULL), '{}') AS group_ids,
+       coalesce(array_agg(g.seek ORDER BY g.group_id) FILTER (WHERE g.group_id IS NOT NULL), '{}') AS seeks,
+       coalesce(array_agg(coalesce(s.start_offset, 1) ORDER BY g.group_id)
+                FILTER (WHERE g.group_id IS NOT NULL), '{}') AS starts
+FROM mqlayer.partition p
+JOIN mqlayer.topic t ON t.topic_id = p.topic_id AND t.archived
+LEFT JOIN mqlayer_archive.progress a ON a.partition_id = p.partition_id
+LEFT JOIN mqlayer.consumer_group g ON g.topic_id = p.topic_id AND g.state <> 'retired'
+LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id
+WHERE p.topic_id = ANY(%(topic_ids)s::int[]) AND p.state IN ('open', 'sealed')
+GROUP BY p.topic_id, p.partition_id, p.node_id, a.complete, a.upto_offset ORDER BY p.partition_id;

@@ -114,3 +114,9 @@ WHERE c.seq > coalesce(r.seq, 0) AND s.lp IS NULL;
 -- How many LPs a row set aside holds, and the reason of the oldest.
 SELECT count(*)::int, min(reason) FILTER (WHERE first)
 FROM (SELECT reason, row_number() OVER (ORDER BY set_aside_at, topic_id, lp) = 1 AS first FROM mqlayer_app.set_aside) AS s;
+
+-- name: check_archive
+-- Topics that are archived: gaps that partitions wait at, and how long ago an archiver came to their end.
+SELECT t.name, (SELECT count(*) FROM mqlayer_archive.gap g WHERE g.topic_id = t.topic_id AND g.accepted_at IS NULL)::int,
+       extract(epoch FROM clock_timestamp() - a.passed_at)::float8 AS passed_s
+FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id) WHERE t.archived ORDER BY t.name;

@@ -60,7 +60,7 @@ ON CONFLICT (name) DO NOTHING;
 
 -- name: topic_lock
 -- Lock one topic.
-SELECT topic_id, strategy, body_limit, backlog_limit, archived, version FROM mqlayer.topic WHERE name = %(name)s FOR UPDATE;
+SELECT topic_id, strategy, body_limit, backlog_limit, version, archived FROM mqlayer.topic WHERE name = %(name)s FOR UPDATE;
 
 -- name: topic_list
 -- All topics with their limits and the number of partitions in force.

@@ -1,12 +1,4 @@
 
--- name: snapshot_topics_begin
--- Give archived topics that no archiver has served yet their row, so that a snapshot finds them empty.
-INSERT INTO mqlayer_archive.topic (topic_id)
-SELECT t.topic_id FROM mqlayer.topic t
-WHERE t.archived AND t.version IS NOT NULL AND (%(topics)s::text[] IS NULL OR t.name = ANY (%(topics)s::text[]))
-ORDER BY t.topic_id
-ON CONFLICT DO NOTHING;
-
 -- name: snapshot_topics_lock
 -- Hold topics as they are in the archive, in the order in which everybody locks them: no batch is added and nothing is
 -- dropped meanwhile. What they hold is read afterwards, or it would be of the time before the wait.
@@ -122,7 +114,8 @@ SELECT mqlayer_archive.snapshot_v1(%(snapshot_id)s::int);
 
 -- name: snapshot_records
 -- The records of a snapshot in a range of LPs. Key, headers and numbers are as they are stored; readers bring them into
--- the declared form. The cut is small and put together first, so that each record is looked up once.
+-- the declared form. The cut is small and put together first, so that each record is looked up once; days that began
+-- after it are left out.
 WITH stretch AS MATERIALIZED (
     SELECT t.name, c.topic_id, c.source, c.lp, c.first_seq, c.last_seq, p.batch
     FROM mqlayer_archive.snapshot_topic p
@@ -134,7 +127,10 @@ SELECT c.name AS topic, r.version, r.partition_id AS partition, r.log_offset AS 
 FROM mqlayer_archive.record r
 JOIN stretch c ON r.topic_id = c.topic_id AND r.source = c.source AND r.lp = c.lp
     AND r.seq BETWEEN c.first_seq AND c.last_seq AND r.batch <= c.batch
-WHERE r.lp >= %(lp_from)s::smallint AND r.lp < %(lp_to)s::smallint;
+WHERE r.lp >= %(lp_from)s::smallint AND r.lp < %(lp_to)s::smallint
+  AND r.archived_at < (SELECT coalesce((max(d.day) + 1)::timestamp AT TIME ZONE 'UTC', 'infinity')
+                       FROM mqlayer_archive.snapshot_topic p JOIN mqlayer_archive.day d USING (topic_id)
+                       WHERE p.snapshot_id = %(snapshot_id)s::int AND d.first_batch <= p.batch);
 
 -- name: snapshot_outcomes
 -- The outcomes of a snapshot, of partitions whose LPs begin in a range; where they begin, for readers that divide them.
@@ -163,7 +159,33 @@ JOIN (SELECT r.topic_id, r.partition_id, s.snapshot_id, min(r.version) AS first_
 JOIN mqlayer.partition n ON n.partition_id = f.partition_id
 WHERE p.snapshot_id = %(snapshot_id)s::int AND n.lp_from >= %(lp_from)s::smallint AND n.lp_from < %(lp_to)s::smallint;
 
--- name: archive_batches
--- The last batch of each topic in the archive that is asked for.
-SELECT t.name, a.batch FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id)
+-- name: stream_topics
+-- The last batch of topics in the archive, and the first one that is kept (null: none is): of some names, or all.
+SELECT t.name, t.topic_id, a.batch,
+       (SELECT min(d.first_batch) FROM mqlayer_archive.day d WHERE d.topic_id = a.topic_id) AS kept_from
+FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id)
 WHERE %(topics)s::text[] IS NULL OR t.name = ANY (%(topics)s::text[]) ORDER BY t.name;
+
+-- name: stream_there
+-- An error where batches after one were dropped from the archive. Asked in the transaction that reads them.
+SELECT mqlayer_archive.batches_v1(%(topic_id)s::int, %(after)s::bigint);
+
+-- name: stream_records
+-- The records of a topic's batches in a range of LPs, as they are stored.
+SELECT t.name AS topic, r.version, r.partition_id AS partition, r.log_offset AS "offset", r.source, r.lp, r.seq,
+       r.published_at, r.archived_at, r.key, r.tags, r.headers, r.body
+FROM mqlayer_archive.record r
+JOIN mqlayer.topic t USING (topic_id)
+WHERE r.topic_id = %(topic_id)s::int AND r.batch > %(after)s::bigint AND r.batch <= %(upto)s::bigint
+  AND r.lp >= %(lp_from)s::smallint AND r.lp < %(lp_to)s::smallint;
+
+-- name: stream_outcomes
+-- The outcomes of a topic's batches, of partitions whose LPs begin in a range.
+SELECT t.name AS topic, g.name AS "group", o.partition_id AS partition, o.first_offset, o.last_offset, o.word, o.attempts,
+       o.delivered_at, o.settled_at, o.actor, o.reason
+FROM mqlayer_archive.outcome o
+JOIN mqlayer.topic t USING (topic_id)
+JOIN mqlayer.consumer_group g ON g.group_id = o.group_id
+JOIN mqlayer.partition n ON n.partition_id = o.partition_id
+WHERE o.topic_id = %(topic_id)s::int AND o.batch > %(after)s::bigint AND o.batch <= %(upto)s::bigint
+  AND n.lp_from >= %(lp_from)s::smallint AND n.lp_from < %(lp_to)s::smallint;

@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+import redis
+from pydantic import SecretStr
 
-from mqlayer.archiving import archive_pass
+from mqlayer import failpoints
+from mqlayer.archiving import accept_gaps, archive_pass, archive_status, list_gaps, retain, writing
+from mqlayer.archiving.retention import PATIENCE, Retained
+from mqlayer.changes import give_up_node, merge, retire_partitions, split
+from mqlayer.checking import Verdict, examine
 from mqlayer.domain.routing import lp_of
+from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.postgres.database import Database
+from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection
-from mqlayer.redis.partitions import Appended, Run, append_command, append_reply
+from mqlayer.redis.partitions import Appended, Holder, Run, append_command, append_reply, settle_command, take_command
 from mqlayer.routes.cache import load_route
-from mqlayer.topics import create_topic, list_nodes, register_node
+from mqlayer.settings import Settings
+from mqlayer.topics import create_topic, list_nodes, rearm_node, register_node, set_archived
+from mqlayer.trimming import trim_pass
+from tests.fixtures.commands import Commands
+from tests.fixtures.servers import StartRedis
+from tests.fixtures.waiting import wait_until
+from tests.proof.fall_back import FallBack
+from tests.proof.outbox_world import OutboxWorld
 
 TOPIC = "orders"
+LOW = next(f"key-{n}" for n in range(100) if lp_of(f"key-{n}".encode()) < 512)
+HIGH = next(f"key-{n}" for n in range(100) if lp_of(f"key-{n}".encode()) >= 512)
 
 
 class Scene:
     """An archived topic, and sources that append to it straight."""
 
-    def __init__(self, dsn: str, url: str, prefix: str, partitions: int = 2, *, archived: bool = True) -> None:
+    def __init__(self, dsn: str, prefix: str, *urls: str, partitions: int = 2, archived: bool = True) -> None:
         self.dsn, self.prefix = dsn, prefix
         self.database = Database(dsn)
-        register_node(self.database, name="n1", url=url)
+        for number, url in enumerate(urls, start=1):
+            register_node(self.database, name=f"n{number}", url=url)
         self.route = create_topic(
             self.database, TOPIC, prefix=prefix, partitions=partitions, archived=archived, application=self.database
         )
@@ -53,6 +76,65 @@ class Scene:
         assert answer.outcomes is None, answer
         self.seqs[source, lp] = first + len(bodies) - 1
 
+    def client(self, partition: int) -> redis.Redis:
+        (url,) = self.rows(
+            "SELECT url FROM mqlayer.partition JOIN mqlayer.node USING (node_id) WHERE partition_id = %s", partition
+        )[0]
+        return redis.Redis.from_url(url)
+
+    def log(self, partition: int) -> bytes:
+        return partition_keys(self.prefix, partition).log
+
+    def first(self, partition: int) -> int:
+        """The lowest offset that is there, or the next one."""
+        return int(self.meta(partition, "first") or 1)
+
+    def meta(self, partition: int, field: str) -> str:
+        value: Any = self.client(partition).hget(partition_keys(self.prefix, partition).meta, field)
+        return value.decode() if value else ""
+
+    def locks(self, condition: str) -> bool:
+        """Say whether somebody has or waits for such a lock in this database."""
+        return bool(self.rows("SELECT 1 FROM pg_locks WHERE database = (SELECT oid FROM pg_database "
+                              f"WHERE datname = current_database()) AND {condition}"))  # fmt: skip
+
+    def group(self) -> int:
+        """Create a group that begins with the first record."""
+        return int(
+            self.rows(
+                "INSERT INTO mqlayer.consumer_group (topic_id, name, start, state, backoff_s) "
+                "VALUES (1, 'g', 'earliest', 'live', '{1}') RETURNING group_id"
+            )[0][0]
+        )
+
+    def settle(self, group: int, partition: int, upto: int) -> None:
+        """Have the group settle a partition's records up to an offset."""
+        holder = Holder(self.prefix, partition, group, "m", 1)
+        with NodeConnection(list_nodes(self.database)[0]) as line:
+            line.call([take_command(line, holder, start=1), settle_command(line, holder, [(1, upto)])])
+
+    def age(self, days: int) -> None:
+        """Have all that is archived be so many days older, as it is not through waiting."""
+        self.connection.execute("SELECT mqlayer_archive.day_make_v1((now() AT TIME ZONE 'UTC')::date - %s)", (days,))
+        self.connection.execute(
+            "UPDATE mqlayer_archive.record SET archived_at = archived_at - make_interval(days => %s)", (days,)
+        )
+        self.connection.execute("UPDATE mqlayer_archive.day SET day = day - %s", (days,))
+
+    def marks(self) -> dict[tuple[int, int], tuple[int, int]]:
+        rows = self.rows("SELECT source, lp, first_seq, last_seq FROM mqlayer_archive.mark")
+        return {(source, lp): (first, last) for source, lp, first, last in rows}
+
+    def assert_whole(self) -> None:
+        """Every record is there once, marks are what is there, a key's records come in the order of (batch, offset)."""
+        assert self.archived() == self.expected()
+        assert self.marks() == {pair: (1, last) for pair, last in self.seqs.items()}
+        out_of_order = self.rows(
+            "SELECT * FROM (SELECT source, lp, seq, lag(seq) OVER (PARTITION BY source, lp ORDER BY batch, log_offset) "
+            "AS before FROM mqlayer_archive.record) AS r WHERE before <> seq - 1"
+        )
+        assert out_of_order == []
+
     def archive(self) -> Any:
         return archive_pass(self.database, prefix=self.prefix)
 
@@ -63,9 +145,15 @@ class Scene:
         return sorted((s, lp, seq) for (s, lp), last in self.seqs.items() for seq in range(1, last + 1))
 
 
+@pytest.fixture(autouse=True)
+def _nothing_stays_armed() -> Iterator[None]:
+    yield
+    failpoints.disarm_all()
+
+
 @pytest.fixture
 def scene(database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Scene]:
-    scene = Scene(database_dsn, redis_url, key_prefix)
+    scene = Scene(database_dsn, key_prefix, redis_url)
     yield scene
     scene.close()
 
@@ -93,3 +181,494 @@ def test_every_record_is_archived_once_with_its_place_and_content(scene: Scene) 
         (4,)
     ]
     assert scene.archive().archived == {}
+
+
+def test_a_pass_goes_on_where_the_last_one_ended(scene: Scene) -> None:
+    for turn in range(3):
+        for key in (LOW, HIGH, "c"):
+            scene.send(1, key, b"x", b"y")
+        assert scene.archive().total == 6, turn
+    scene.assert_whole()
+    assert scene.archive().total == 0
+    assert scene.rows("SELECT batch, passed_at > now() - interval '1 min' FROM mqlayer_archive.topic") == [(6, True)]
+    assert scene.rows("SELECT first_batch, last_batch, records FROM mqlayer_archive.day") == [(1, 6, 18)]
+
+
+def test_a_batch_is_bounded_and_a_piece_may_end_anywhere(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "RECORDS", 10)
+    monkeypatch.setattr("mqlayer.archiving.archiver.piece_of", lambda _: 3)
+    for number in range(20):
+        scene.send(1 + number % 2, f"key-{number % 5}", b"a", b"b", b"c")
+    assert scene.archive().total == 60
+    scene.assert_whole()
+    ((largest, batches),) = scene.rows(
+        "SELECT max(n), count(*) FROM (SELECT count(*) AS n FROM mqlayer_archive.record GROUP BY batch) AS b"
+    )
+    assert largest <= 12
+    assert batches >= 5
+
+
+def test_what_is_not_to_be_archived_is_not(database_dsn: str, redis_url: str, key_prefix: str) -> None:
+    scene = Scene(database_dsn, key_prefix, redis_url, archived=False)
+    scene.send(1, LOW, b"x")
+    assert scene.archive().total == 0
+    assert archive_status(scene.database, prefix=scene.prefix) == []
+    scene.close()
+
+
+def test_archiving_that_begins_late_begins_with_the_first_record_kept(
+    database_dsn: str, redis_url: str, key_prefix: str
+) -> None:
+    scene = Scene(database_dsn, key_prefix, redis_url, partitions=1, archived=False)
+    scene.send(1, LOW, *[b"x"] * 10)
+    scene.client(1).xtrim(scene.log(1), minid="7-0", approximate=False)
+    assert set_archived(scene.database, TOPIC, archived=True)
+    assert not set_archived(scene.database, TOPIC, archived=True)
+    assert scene.archive().total == 4
+    assert list(scene.marks().values()) == [(7, 10)]
+    assert list_gaps(scene.database) == []
+    scene.close()
+
+
+def test_off_and_on_again_begins_a_stretch_anew_and_shows_what_is_missing(scene: Scene) -> None:
+    """A mark never says of seqs that they are there which were trimmed while nobody archived."""
+    lp = lp_of(LOW.encode())
+    partition = scene.route.range_of(lp).partition
+    scene.send(1, LOW, *[b"x"] * 5)
+    scene.send(1, HIGH, b"y")
+    scene.archive()
+    set_archived(scene.database, TOPIC, archived=False)
+    scene.send(1, LOW, *[b"x"] * 5)
+    scene.client(partition).xtrim(scene.log(partition), minid="9-0", approximate=False)
+    set_archived(scene.database, TOPIC, archived=True)
+    scene.send(1, HIGH, b"y")
+    report = scene.archive()
+    assert (report.total, report.stopped) == (3, [])
+    assert scene.marks() == {(1, lp): (9, 10), (1, lp_of(HIGH.encode())): (1, 2)}
+    (gap,) = list_gaps(scene.database)
+    assert (gap.after, gap.next_seq, gap.missing, gap.actor) == (5, 9, 3, None)
+    assert gap.accepted_at is not None
+    assert list_gaps(scene.database, waiting=True) == []
+    acts = [row[0] for row in scene.rows("SELECT facts FROM mqlayer.audit WHERE act = 'topic set' ORDER BY audit_id")]
+    assert acts == [{"archived": False}, {"archived": True}]
+
+
+def test_a_gap_stops_its_partition_until_somebody_accepts_it(scene: Scene) -> None:
+    """The others go on; nothing behind it is trimmed."""
+    lp = lp_of(LOW.encode())
+    low = scene.route.range_of(lp).partition
+    group = scene.group()
+    scene.send(1, LOW, *[b"x"] * 300)
+    scene.archive()
+    scene.send(1, LOW, *[b"x"] * 300)
+    scene.send(1, HIGH, b"y")
+    for offset in (401, 402):
+        scene.client(low).xdel(scene.log(low), f"{offset}-0")
+    report = scene.archive()
+    assert (report.total, report.stopped) == (101, [low])
+    assert scene.archive().stopped == [low]
+    (gap,) = list_gaps(scene.database, waiting=True)
+    assert (gap.source, gap.lp, gap.after, gap.next_seq, gap.partition, gap.offset) == (1, lp, 400, 403, low, 403)
+    scene.settle(group, low, 600)
+    trim_pass(scene.database, prefix=scene.prefix)
+    assert scene.first(low) <= 403
+    with pytest.raises(InvalidInput, match="reason"):
+        accept_gaps(scene.database, TOPIC, reason=" ")
+    assert accept_gaps(scene.database, TOPIC, reason="deleted by hand") == 1
+    assert scene.archive().total == 198
+    assert scene.marks()[1, lp] == (403, 600)
+    with pytest.raises(NotFound):
+        accept_gaps(scene.database, TOPIC, reason="again")
+    facts = scene.rows("SELECT facts FROM mqlayer.audit WHERE act = 'archive accept-gap'")[0][0]
+    assert facts == {"gaps": 1, "missing": 2, "partition": None, "reason": "deleted by hand"}
+
+
+def test_whoever_accepts_a_gap_is_told_of_those_behind_it(scene: Scene) -> None:
+    other = next(
+        f"o-{n}"
+        for n in range(999)
+        if lp_of(f"o-{n}".encode()) < 512 and lp_of(f"o-{n}".encode()) != lp_of(LOW.encode())
+    )
+    low = scene.route.range_of(lp_of(LOW.encode())).partition
+    for key in (LOW, other):
+        scene.send(1, key, b"1")
+    scene.archive()
+    for key in (LOW, other, LOW, other):
+        scene.send(1, key, b"2")
+    scene.client(low).xdel(scene.log(low), "3-0", "4-0")
+    assert scene.archive().stopped == [low]
+    assert accept_gaps(scene.database, TOPIC, reason="lost", partition=low) == 2
+    assert scene.archive().total == 2
+    assert set(scene.marks().values()) == {(3, 3)}
+
+
+def test_a_node_that_is_away_or_not_armed_keeps_nothing_else_waiting(
+    database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
+) -> None:
+    node = start_redis()
+    scene = Scene(database_dsn, key_prefix, redis_url, node.url)
+    scene.send(1, LOW, b"x")
+    scene.send(1, HIGH, b"y")
+    node.kill()
+    report = scene.archive()
+    assert (report.total, list(report.passed_by)) == (1, ["n2"])
+    node.start()
+    assert "armed" in scene.archive().passed_by["n2"]
+    rearm_node(scene.database, "n2", prefix=scene.prefix)
+    assert scene.archive().total == 1
+    scene.assert_whole()
+    scene.close()
+
+
+def test_a_node_that_falls_back_gives_offsets_again_and_every_record_is_there_once(
+    database_dsn: str, start_redis: StartRedis, key_prefix: str, tmp_path: Path
+) -> None:
+    """Offsets are positions, identity decides: the same comes again, and others at offsets that the archive knows."""
+    node = start_redis()
+    scene = Scene(database_dsn, key_prefix, node.url, partitions=1)
+    scene.send(1, LOW, b"1", b"2")
+    before = FallBack(node, tmp_path / "copy")
+    scene.archive()
+    scene.send(1, LOW, b"3", b"4")
+    scene.send(2, LOW, *[b"direct"] * 5)
+    assert scene.archive().total == 7
+    before.happen()
+    rearm_node(scene.database, "n1", prefix=scene.prefix)
+    # Source 2 ended with what it published; source 1 sends again, and more.
+    scene.seqs[1, lp_of(LOW.encode())] = 2
+    scene.send(1, LOW, b"3", b"4", b"5")
+    scene.send(3, LOW, b"new")
+    assert scene.archive().total == 2
+    scene.assert_whole()
+    scene.close()
+
+
+def test_what_was_read_of_a_run_that_fell_back_since_is_not_taken_for_what_is_there(
+    database_dsn: str, start_redis: StartRedis, key_prefix: str, tmp_path: Path
+) -> None:
+    """The node restarts with less, is armed and gives the offsets to others, while the stretch is on its way."""
+    node = start_redis()
+    scene = Scene(database_dsn, key_prefix, node.url, partitions=1)
+    scene.send(1, LOW, b"1", b"2")
+    before = FallBack(node, tmp_path / "copy")
+    scene.send(1, LOW, b"3", b"4")
+    gate = tmp_path / "go"
+    failpoints.arm("archive.before_copy", f"mark:{tmp_path / 'reached'}")
+    failpoints.arm("archive.before_copy", f"wait:{gate}")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(scene.archive)
+        wait_until((tmp_path / "reached").exists, what="the archiver has the first piece")
+        before.happen()
+        rearm_node(scene.database, "n1", prefix=scene.prefix)
+        scene.send(7, LOW, b"other", b"another")
+        gate.touch()
+        report = running.result()
+    assert (report.total, list(report.passed_by)) == (0, ["n1"])
+    assert scene.archive().total == 4
+    assert scene.archived() == [(1, lp_of(LOW.encode()), 1), (1, lp_of(LOW.encode()), 2)] + [
+        (7, lp_of(LOW.encode()), seq) for seq in (1, 2)
+    ]
+    scene.close()
+
+
+def test_a_split_and_a_merge_are_archived_parents_first(scene: Scene) -> None:
+    """Case 79: the order of a key's records is that of (batch, offset), over route versions."""
+    for number in range(4):
+        for key in (LOW, HIGH, "c"):
+            scene.send(1 + number % 2, key, b"x")
+        if number == 0:
+            split(scene.database, TOPIC, 1, at=[100, 200], prefix=scene.prefix)
+        if number == 1:
+            scene.archive()
+            merge(scene.database, TOPIC, [3, 4], prefix=scene.prefix)
+        if number == 2:
+            merge(scene.database, TOPIC, [5, 6], prefix=scene.prefix)
+    report = scene.archive()
+    assert sorted(report.completed) == [3, 4, 5, 6]
+    scene.assert_whole()
+    versions = scene.rows("SELECT DISTINCT partition_id, version FROM mqlayer_archive.record ORDER BY 1")
+    assert dict(versions)[1] == 1
+    assert {version for _, version in versions} >= {1, 2, 4}
+
+
+def test_a_successor_waits_for_its_parents_and_is_no_gap_meanwhile(
+    database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
+) -> None:
+    node = start_redis()
+    scene = Scene(database_dsn, key_prefix, node.url, redis_url)
+    scene.send(1, LOW, b"1")
+    split(scene.database, TOPIC, 1, at=[100], to=["n2"], prefix=scene.prefix)
+    scene.send(1, LOW, b"2")
+    node.kill()
+    report = scene.archive()
+    assert (report.total, report.stopped) == (0, [])
+    node.start()
+    rearm_node(scene.database, "n1", prefix=scene.prefix)
+    assert scene.archive().total == 2
+    scene.assert_whole()
+    scene.close()
+
+
+def test_a_partition_made_anew_elsewhere_is_archived_from_its_beginning(
+    database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
+) -> None:
+    """A node is given up: a sealed partition begins again at offset 1 on another one, from the outbox."""
+    node = start_redis()
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url, node.url])
+    world.add_topic("orders", partitions=2)
+    with Database(database_dsn) as database, world.relay():
+        set_archived(database, "orders", archived=True)
+        world.publish(40, tag="first")
+        world.wait_until_whole()
+        archive_pass(database, prefix=key_prefix)
+        world.publish(40, tag="second")
+        world.wait_until_whole()
+        split(database, "orders", 2, at=[700], to=["node-1"], prefix=key_prefix, application=database)
+        node.kill()
+        give_up_node(database, "node-2", prefix=key_prefix, application=database)
+        world.publish(40, tag="third")
+        world.wait_until_whole()
+        report = archive_pass(database, prefix=key_prefix)
+        assert report.stopped == []
+        assert 2 in report.completed
+    kept = world.rows("SELECT lp, seq FROM mqlayer_archive.record ORDER BY lp, seq")
+    assert kept == world.rows("SELECT lp, seq FROM mqlayer_app.outbox ORDER BY lp, seq")
+    assert len(kept) == 120
+
+
+def test_a_stream_is_trimmed_below_what_is_archived_and_settled(
+    database_dsn: str, redis_url: str, key_prefix: str
+) -> None:
+    """Case 80."""
+    scene = Scene(database_dsn, key_prefix, redis_url, partitions=1)
+    group = scene.group()
+
+    def first() -> int:
+        trim_pass(scene.database, prefix=scene.prefix)
+        return scene.first(1)
+
+    scene.send(1, LOW, *[b"x" * 100] * 400)
+    scene.settle(group, 1, 400)
+    assert first() == 1, "nothing is archived"
+    (standing,) = archive_status(scene.database, prefix=scene.prefix)
+    assert (standing.lag, standing.held) == (400, 400)
+    assert standing.lag_s > 1e6
+    assert 400 * 100 < standing.held_bytes <= (standing.stream_bytes or 0)
+    scene.archive()
+    scene.send(1, LOW, *[b"x" * 100] * 400)
+    scene.settle(group, 1, 800)
+    assert 1 < first() <= 401, "the second half is settled only"
+    set_archived(scene.database, TOPIC, archived=False)
+    assert first() > 401
+    scene.close()
+
+
+def test_a_sealed_partition_is_retired_once_the_archive_has_it(scene: Scene) -> None:
+    group = scene.group()
+    scene.send(1, LOW, b"1")
+    split(scene.database, TOPIC, 1, at=[100], prefix=scene.prefix)
+    scene.connection.execute("INSERT INTO mqlayer.drained (group_id, partition_id) VALUES (%s, 1)", (group,))
+    assert retire_partitions(scene.database, prefix=scene.prefix) == []
+    assert scene.archive().completed == [1]
+    assert retire_partitions(scene.database, prefix=scene.prefix) == [1]
+
+
+def test_trimming_that_is_on_its_way_and_archiving_switched_on_exclude_each_other(
+    database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path
+) -> None:
+    """Else a pass that asked before would drop by what groups settled alone."""
+    scene = Scene(database_dsn, key_prefix, redis_url, partitions=1, archived=False)
+    scene.settle(scene.group(), 1, 0)
+    failpoints.arm("trim.after_round", f"wait:{tmp_path / 'go'}")
+    with ThreadPoolExecutor(2) as pool:
+        trimming = pool.submit(trim_pass, scene.database, prefix=scene.prefix)
+        wait_until(lambda: scene.locks("locktype = 'advisory' AND granted AND mode = 'ShareLock'"), what="it trims")
+        switching = pool.submit(set_archived, scene.database, TOPIC, archived=True)
+        wait_until(lambda: scene.locks("locktype = 'advisory' AND NOT granted"), what="the switch waits")
+        assert not switching.done()
+        (tmp_path / "go").touch()
+        trimming.result()
+        assert switching.result()
+    scene.close()
+
+
+def test_two_archivers_at_once_archive_everything_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "RECORDS", 20)
+    monkeypatch.setattr("mqlayer.archiving.archiver.piece_of", lambda _: 10)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            for number in range(20):
+                scene.send(1 + number % 2, f"key-{number % 7}", *[b"x"] * 10)
+            done = [pool.submit(scene.archive) for _ in range(2)]
+            assert [one.result().stopped for one in done] == [[], []]
+    scene.archive()
+    scene.assert_whole()
+
+
+def days(scene: Scene, age: int = 30) -> list[Retained]:
+    return [day.word for day in retain(scene.database, older_than=timedelta(days=age))]
+
+
+def test_retention_drops_whole_days_and_marks_begin_behind_them(scene: Scene) -> None:
+    scene.send(1, LOW, b"1", b"2")
+    scene.send(1, HIGH, b"1")
+    scene.archive()
+    scene.age(40)
+    scene.send(1, LOW, b"3")
+    scene.archive()
+    with pytest.raises(InvalidInput, match="a day"):
+        retain(scene.database, older_than=timedelta(hours=1))
+    assert days(scene, 50) == []
+    assert days(scene) == ["dropped"]
+    assert days(scene) == []
+    low, high = lp_of(LOW.encode()), lp_of(HIGH.encode())
+    assert scene.marks() == {(1, low): (3, 3), (1, high): (2, 1)}
+    assert scene.archived() == [(1, low, 3)]
+    scene.send(1, HIGH, b"2")
+    assert scene.archive().total == 1, "the chain goes on"
+    assert scene.marks()[1, high] == (2, 2)
+
+
+def snapshot(connection: Any) -> None:
+    """Make a snapshot as it is made: under a lock on the topic's archive."""
+    ((topic_id, batch),) = connection.execute("SELECT topic_id, batch FROM mqlayer_archive.topic FOR SHARE").fetchall()
+    connection.execute("INSERT INTO mqlayer_archive.snapshot (name) VALUES ('s')")
+    connection.execute(
+        "INSERT INTO mqlayer_archive.snapshot_topic SELECT snapshot_id, %s, %s, 1, 0 FROM mqlayer_archive.snapshot",
+        (topic_id, batch),
+    )
+
+
+def test_retention_spares_a_day_that_a_snapshot_covers(scene: Scene) -> None:
+    scene.send(1, LOW, b"1")
+    scene.archive()
+    scene.age(40)
+    snapshot(scene.connection)
+    assert days(scene) == ["spared"]
+    scene.connection.execute("DELETE FROM mqlayer_archive.snapshot")
+    assert days(scene) == ["dropped"]
+
+
+def test_a_snapshot_that_is_being_made_is_waited_for(scene: Scene) -> None:
+    scene.send(1, LOW, b"1")
+    scene.archive()
+    scene.age(40)
+    with psycopg.connect(scene.dsn) as making, ThreadPoolExecutor(1) as pool:
+        snapshot(making)
+        running = pool.submit(days, scene)
+        wait_until(lambda: scene.rows("SELECT 1 FROM pg_locks WHERE NOT granted"), what="retention waits for it")
+        making.commit()
+        assert running.result() == ["spared"]
+
+
+def test_a_day_that_somebody_reads_is_left_for_the_next_call(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PATIENCE, "lock_wait", "100ms")
+    scene.send(1, LOW, b"1")
+    scene.archive()
+    scene.age(40)
+    with psycopg.connect(scene.dsn) as reading:
+        reading.execute("SELECT 1 FROM mqlayer_archive.record").fetchall()
+        assert days(scene) == ["busy"]
+    assert days(scene) == ["dropped"]
+
+
+def test_days_are_made_ahead_once_by_many(scene: Scene) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: scene.archive(), range(4)))
+    made = scene.rows("SELECT count(*) FROM pg_inherits WHERE inhparent = 'mqlayer_archive.record'::regclass")
+    assert made == [(2,)]
+
+
+def test_a_record_that_no_script_wrote_stops_its_partition_only(scene: Scene) -> None:
+    low = scene.route.range_of(lp_of(LOW.encode())).partition
+    scene.client(low).xadd(scene.log(low), {"m": "what?", "k": "k", "b": "secret"}, id="1-0")
+    scene.send(1, HIGH, b"y")
+    report = scene.archive()
+    assert report.total == 1
+    ((partition, reason),) = report.failed.items()
+    assert partition == low
+    assert "by hand" in reason
+    assert "secret" not in reason
+
+
+def test_the_doctor_names_an_archive_that_waits_or_is_late(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> list[tuple[Verdict, str]]:
+        settings = Settings(dsn=SecretStr(scene.dsn), key_prefix=scene.prefix)
+        return [(one.verdict, one.seen) for one in examine(settings) if one.check == "archive"]
+
+    assert "never" in found()[0][1]
+    scene.send(1, LOW, b"1", b"2", b"3")
+    scene.archive()
+    assert found()[0][0] is Verdict.OK
+    scene.send(1, LOW, b"4", b"5")
+    low = scene.route.range_of(lp_of(LOW.encode())).partition
+    scene.client(low).xdel(scene.log(low), "4-0")
+    scene.archive()
+    assert found() == [(Verdict.BROKEN, f"the archive of topic {TOPIC} waits at 1 gaps, and holds trimming up")]
+
+
+def test_the_commands(scene: Scene, commands: Commands) -> None:
+    scene.send(1, LOW, b"1")
+    assert commands.text("archive", "run", "--once") == "1 record archived, 0 partitions completed\n"
+    (line,) = commands.lines("archive", "status")
+    assert (line["topic"], line["batch"], line["records"], line["lag"], line["gaps"]) == (TOPIC, 1, 1, 0, 0)
+    assert "no gap" in commands.text("archive", "gaps")
+    assert "no day" in commands.text("archive", "retain", "--older-than", "30d")
+    assert "no age" in commands.failure("archive", "retain", "--older-than", "soon")
+    assert "not archived" in commands.text("topic", "set", TOPIC, "--not-archived")
+    assert "as before" in commands.text("topic", "set", TOPIC, "--not-archived")
+    assert commands.lines("topic", "list")[0]["archived"] is False
+    commands.text("topic", "create", "kept", "--partitions", "1", "--archived")
+    assert {line["topic"]: line["archived"] for line in commands.lines("archive", "status")} == {
+        TOPIC: False, "kept": True,
+    }  # fmt: skip
+    assert "exists with archived=True" in commands.failure("topic", "create", "kept", "--partitions", "1")
+
+
+@pytest.fixture
+def commands(scene: Scene, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> Commands:
+    """The command, at the scene's servers."""
+    monkeypatch.setenv("MQLAYER_DSN", scene.dsn)
+    monkeypatch.setenv("MQLAYER_KEY_PREFIX", scene.prefix)
+    return Commands()
+
+
+def test_writers_a_split_archivers_and_trimming_at_once(scene: Scene) -> None:
+    """Nothing is trimmed that is not archived, and the archive has everything once."""
+    group = scene.group()
+    ending = threading.Event()
+    done = [0]
+
+    def archive() -> None:
+        while not ending.is_set():
+            done[0] += scene.archive().total
+
+    def trim() -> None:
+        while not ending.is_set():
+            trim_pass(scene.database, prefix=scene.prefix)
+            retire_partitions(scene.database, prefix=scene.prefix)
+
+    with ThreadPoolExecutor(3) as pool, ExitStack() as pool_ends:
+        running = [pool.submit(archive), pool.submit(archive), pool.submit(trim)]
+        pool_ends.callback(ending.set)
+        for turn in range(12):
+            for key in (LOW, HIGH, "c", "d"):
+                scene.send(1 + turn % 2, key, *[b"x" * 50] * 60)
+            for (partition,) in scene.rows("SELECT partition_id FROM mqlayer.partition WHERE state = 'open'"):
+                scene.settle(group, partition, int(scene.meta(partition, "next")) - 1)
+            if turn in (3, 6, 9):
+                ranges = load_route(scene.database, TOPIC).ranges
+                widest = max(ranges, key=lambda one: one.lp_to - one.lp_from)
+                at = (widest.lp_from + widest.lp_to) // 2
+                split(scene.database, TOPIC, widest.partition, at=[at], prefix=scene.prefix)
+                scene.connection.execute(
+                    "INSERT INTO mqlayer.drained SELECT %s, partition_id FROM mqlayer.partition WHERE state = 'sealed' "
+                    "ON CONFLICT DO NOTHING", (group,),
+                )  # fmt: skip
+        ending.set()
+        for one in running:
+            one.result()
+    scene.archive()
+    scene.assert_whole()
+    wait_until(lambda: retire_partitions(scene.database, prefix=scene.prefix) or True, what="it retires")
+    assert scene.rows("SELECT count(*) FROM mqlayer.partition WHERE state = 'deleted'")[0][0] >= 3

@@ -58,7 +58,9 @@ BEGIN
     END IF;
     -- One at a time: two that make the same table would make one of them fail.
     PERFORM pg_advisory_xact_lock(hashtext('mqlayer_archive.day_make_v1'));
-    IF mqlayer_archive.day_made_v1(p_day) THEN
+    -- Not by name once more: what this session knows of names is from before it waited.
+    IF EXISTS (SELECT FROM pg_class c WHERE c.relnamespace = 'mqlayer_archive'::regnamespace
+                                        AND c.relname = 'record' || to_char(p_day, '_YYYYMMDD')) THEN
         RETURN false;
     END IF;
     FOREACH v_name IN ARRAY ARRAY['record', 'outcome'] LOOP
@@ -70,8 +72,8 @@ BEGIN
     RETURN true;
 END $$;
 
--- Keep everybody away from a day's table partitions until the transaction ends.
-CREATE FUNCTION mqlayer_archive.day_lock_v1(p_day date) RETURNS void LANGUAGE plpgsql
+-- Keep everybody away from the archive's rows until the transaction ends.
+CREATE FUNCTION mqlayer_archive.lock_v1() RETURNS void LANGUAGE plpgsql
     SECURITY DEFINER SET search_path = pg_catalog, mqlayer_archive AS $$
 BEGIN
     LOCK TABLE mqlayer_archive.record, mqlayer_archive.outcome IN ACCESS EXCLUSIVE MODE;

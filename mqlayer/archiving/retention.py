@@ -1,0 +1,89 @@
+"""Retention: days of the archive are dropped as a whole, each in one transaction, and none that a kept snapshot needs.
+
+What the day holds per source and LP is looked up before; then the archives of its topics are held, in the order of
+their ids, as every batch and every snapshot holds them. So neither an archiver nor a snapshot stands between the look
+at the snapshots, the marks and the drop.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from datetime import date, timedelta
+from typing import Any, Final, Literal
+
+from mqlayer.errors import InvalidInput, TransactionConflict
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.audit import note
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+
+log = logging.getLogger(__name__)
+
+PATIENCE: Final = {"lock_wait": "2s", "idle": "30s"}
+"""Whoever reads or writes the archive waits behind us for the lock on its tables, so we don't wait for long."""
+
+Retained = Literal["dropped", "spared", "busy"]
+"""dropped; a kept snapshot needs it; somebody reads the archive for longer than a drop may wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class DayDropped:
+    """What became of a day of the archive, and how many records it held."""
+
+    day: date
+    records: int
+    word: Retained
+
+
+def retain(database: Database, *, older_than: timedelta, actor: str = "api") -> list[DayDropped]:
+    """Drop the days of the archive that ended longer ago than that, oldest first; say what became of each.
+
+    By the time of archiving, in UTC. Marks begin behind what is dropped, in the same transaction. Safe to run twice at
+    once and beside archivers and snapshots; a day that is busy, or that a snapshot needs, is left for the next call.
+    Raises InvalidInput for less than a day: into what is younger archivers write.
+    """
+    if older_than < timedelta(days=1):
+        raise InvalidInput("the archive keeps at least a day: say for example --older-than 30d")
+    with database.connection() as connection:
+        days = connection.execute(query("archive_days_old"), {"older_than": older_than}).fetchall()
+    return [_drop_day(database, day, actor) for (day,) in days]
+
+
+def _drop_day(database: Database, day: date, actor: str) -> DayDropped:
+    with database.connection() as connection:
+        held = _held(connection, day)
+        # Long for a large day: before anything is locked. A closed day does not change, and that is looked at again.
+        ends = connection.execute(query("archive_day_ends"), {"day": day}).fetchall()
+    failpoint("archive.before_retention")
+    records = sum(row[3] for row in held)
+
+    def work(connection: Connection) -> Retained:
+        connection.execute(query("transaction_patience"), PATIENCE)
+        connection.execute(query("archive_topics_hold"), {"topic_ids": [row[0] for row in held]})
+        if _held(connection, day) != held:
+            return "busy"
+        if connection.execute(query("archive_day_needed"), {"day": day}).fetchone() is not None:
+            return "spared"
+        connection.execute(query("archive_day_lock"))
+        columns = list(zip(*ends, strict=True)) or [()] * 4
+        facts: dict[str, Any] = {
+            name: list(column) for name, column in zip(("topics", "sources", "lps", "lasts"), columns, strict=True)
+        }
+        connection.execute(query("archive_marks_begin"), facts)
+        connection.execute(query("archive_day_drop"), {"day": day})
+        note(connection, actor, "archive retain", day.isoformat(), {"records": records})
+        failpoint("archive.before_drop_commit")
+        return "dropped"
+
+    try:
+        word = database.transaction(work, timeout_s=0.0)
+    except TransactionConflict:
+        word = "busy"
+    log.info("archive_day_retained", extra={"day": day.isoformat(), "records": records, "word": word})
+    return DayDropped(day, records, word)
+
+
+def _held(connection: Connection, day: date) -> list[tuple[Any, ...]]:
+    """Return what is noted of a day: topics with their batches and counts."""
+    return connection.execute(query("archive_day"), {"day": day}).fetchall()

@@ -1,0 +1,131 @@
+"""`archive`: run the archiver, see where it is, accept gaps, drop old days."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Annotated, Final
+
+import typer
+
+from mqlayer.archiving import ArchiveReport, accept_gaps, archive_pass, archive_status, list_gaps, retain
+from mqlayer.cli.actor import actor
+from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.options import TopicArgument
+from mqlayer.cli.showing import JsonOption, counted, show_rows
+from mqlayer.errors import InvalidInput, MqlayerError
+from mqlayer.postgres.database import Database
+
+archive = typer.Typer(no_args_is_help=True, help="The archive: records kept in Postgres.")
+
+IDLE_S: Final = 1.0
+_AGE: Final = re.compile(r"(\d+)([hdw])")
+_UNITS: Final = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
+
+SomeTopic = Annotated[str | None, typer.Argument(help="Only this topic.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Put the commands into the application."""
+    app.add_typer(archive, name="archive")
+
+
+@archive.command()
+def run(
+    topic: SomeTopic = None,
+    once: Annotated[bool, typer.Option("--once", help="One pass, to the end of every stream.")] = False,
+) -> None:
+    """Archive until SIGTERM. The worker does it by itself every 5 s; this keeps the archive closer to the streams."""
+    settings = settings_here()
+    stopping = threading.Event()
+    with Database(settings.control_dsn(), application="mqlayer archive") as database:
+        if once:
+            _tell(archive_pass(database, prefix=settings.key_prefix, topic=topic, unsafe=settings.allow_unsafe_redis))
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stopping.set())
+        while not stopping.is_set():
+            try:
+                report = archive_pass(
+                    database, prefix=settings.key_prefix, topic=topic, at_most_s=5.0, unsafe=settings.allow_unsafe_redis
+                )
+                idle = not report.total
+            except MqlayerError as error:
+                typer.echo(str(error), err=True)
+                idle = True
+            if idle:
+                stopping.wait(IDLE_S)
+
+
+@archive.command()
+def status(topic: SomeTopic = None, as_json: JsonOption = False) -> None:
+    """Show per topic how far the archive is, what is not archived yet, and what the streams hold for it alone."""
+    settings = settings_here()
+    with Database(settings.control_dsn()) as database:
+        found = archive_status(database, prefix=settings.key_prefix, topic=topic, unsafe=settings.allow_unsafe_redis)
+    for one in found:
+        for name, reason in one.away.items():
+            typer.echo(f"node {name} was not asked: {reason}", err=True)
+    rows = ({name: fact for name, fact in asdict(one).items() if name != "away"} for one in found)
+    show_rows(rows, as_json=as_json, nothing="no topic is archived: mqlayer topic set NAME --archived")
+
+
+@archive.command()
+def gaps(
+    topic: SomeTopic = None,
+    waiting: Annotated[bool, typer.Option("--waiting", help="Only those at which a partition waits.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List what is missing in the archive: seqs that no stream holds any more."""
+    with Database(settings_here().control_dsn()) as database:
+        found = list_gaps(database, topic, waiting=waiting)
+    rows = (asdict(gap) | {"missing": gap.missing} for gap in found)
+    show_rows(rows, as_json=as_json, nothing="the archive has no gap")
+
+
+@archive.command("accept-gap")
+def accept_gap(
+    topic: TopicArgument,
+    reason: Annotated[str, typer.Option(help="Why it may be missing; goes into the audit log.")],
+    partition: Annotated[int | None, typer.Option(help="Only where this partition waits.")] = None,
+) -> None:
+    """Let the archiver go on behind the gaps at which it waits. Later snapshots begin behind them, in their LPs."""
+    with Database(settings_here().control_dsn()) as database:
+        count = accept_gaps(database, topic, reason=reason, partition=partition, actor=actor())
+    typer.echo(f"{counted(count, 'gap')} accepted; the next pass goes on behind")
+
+
+@archive.command("retain")
+def retain_(
+    older_than: Annotated[str, typer.Option(metavar="AGE", help="Such as 30d, 12w; a day at least.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Drop the days of the archive that ended longer ago, but none that a kept snapshot needs."""
+    with Database(settings_here().control_dsn()) as database:
+        days = retain(database, older_than=_age(older_than), actor=actor())
+    show_rows(map(asdict, days), as_json=as_json, nothing="no day of the archive is that old")
+
+
+def _age(text: str) -> timedelta:
+    match = _AGE.fullmatch(text)
+    if match is None:
+        raise InvalidInput(f"{text!r} is no age: say for example 48h, 30d or 12w")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _tell(report: ArchiveReport) -> None:
+    """Print what a pass did; exit code 1 where something is left that it could not archive."""
+    typer.echo(f"{counted(report.total, 'record')} archived, {counted(len(report.completed), 'partition')} completed")
+    for partition in report.stopped:
+        typer.echo(f"partition {partition} waits at a gap: mqlayer archive gaps --waiting", err=True)
+    for name, reason in report.passed_by.items():
+        typer.echo(f"node {name} was passed by: {reason}", err=True)
+    for name in report.held:
+        typer.echo(f"the archive of topic {name} is held by another process", err=True)
+    for partition, reason in report.failed.items():
+        typer.echo(f"partition {partition} was not archived: {reason}", err=True)
+    if report.stopped or report.passed_by or report.held or report.failed:
+        raise typer.Exit(1)

@@ -1,0 +1,90 @@
+"""An archiver, or retention, killed at each step: whoever comes next goes on, and every record is there once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.test_archive import HIGH, LOW, Scene
+
+PROGRAM = """
+import sys
+from datetime import timedelta
+from mqlayer.archiving import archive_pass, retain, writing
+from mqlayer.postgres.database import Database
+writing.RECORDS = 30
+dsn, prefix, what = sys.argv[1:]
+database = Database(dsn)
+archive_pass(database, prefix=prefix) if what == "archive" else retain(database, older_than=timedelta(days=30))
+"""
+
+
+@pytest.fixture
+def scene(database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Scene]:
+    scene = Scene(database_dsn, key_prefix, redis_url)
+    yield scene
+    scene.close()
+
+
+def send(scene: Scene) -> None:
+    for source in (1, 2):
+        for key in (LOW, HIGH, "c"):
+            scene.send(source, key, *[b"x"] * 20)
+
+
+def killed(scene: Scene, what: str, place: str) -> None:
+    """Run a pass that ends at a failpoint."""
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM, scene.dsn, scene.prefix, what],
+        env=os.environ | {"MQLAYER_FAILPOINTS": place},
+        check=False,
+    )
+    assert process.returncode == -9, "the place was not reached"
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "archive.after_read",
+        "archive.before_copy",
+        "archive.after_copy",
+        "archive.before_commit",
+        "archive.after_commit",
+    ],
+)
+def test_an_archiver_killed_in_a_batch_leaves_whole_batches(scene: Scene, place: str, nth: int) -> None:
+    send(scene)
+    killed(scene, "archive", f"{place}=kill@{nth}")
+    send(scene)
+    scene.archive()
+    scene.assert_whole()
+    ((batch, batches, records),) = scene.rows(
+        "SELECT (SELECT batch FROM mqlayer_archive.topic), (SELECT count(DISTINCT batch) FROM mqlayer_archive.record), "
+        "(SELECT sum(records) FROM mqlayer_archive.day)"
+    )
+    assert (batch, records) == (batches, 240)
+
+
+def test_an_archiver_killed_after_it_made_days_leaves_them(scene: Scene) -> None:
+    send(scene)
+    killed(scene, "archive", "archive.after_days=kill")
+    scene.archive()
+    scene.assert_whole()
+
+
+@pytest.mark.parametrize("place", ["archive.before_retention", "archive.before_drop_commit"])
+def test_retention_killed_before_its_commit_dropped_nothing(scene: Scene, place: str) -> None:
+    send(scene)
+    scene.archive()
+    scene.age(40)
+    killed(scene, "retain", f"{place}=kill")
+    scene.assert_whole()
+    before = scene.marks()
+    subprocess.run([sys.executable, "-c", PROGRAM, scene.dsn, scene.prefix, "retain"], check=True)
+    assert scene.archived() == []
+    assert scene.marks() == {pair: (last + 1, last) for pair, (_, last) in before.items()}
