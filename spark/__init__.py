@@ -5,4 +5,3 @@ if __name__ != "mqlayer.spark":
 
 from mqlayer.spark.reading import read_snapshot, register
 from mqlayer.spark.session import session
-

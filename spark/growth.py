@@ -143,5 +143,7 @@ class GrowthReader(DataSourceStreamReader):
         found = {name: Standing(*facts) for name, *facts in rows}
         for name in wanted or ():
             if name not in found:
-                raise NotFound("topic", name, "option topics: it is not in the archive; mqlayer topic list shows what is")
+                raise NotFound(
+                    "topic", name, "option topics: it is not in the archive; mqlayer topic list shows what is"
+                )
         return found

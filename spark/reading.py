@@ -73,7 +73,9 @@ def _source(
     if way is not None and way not in WAYS:
         raise InvalidInput(f"option way: there is no {way!r}; choose one of {', '.join(WAYS)}")
     if (path is None) == (way == "parquet"):
-        raise InvalidInput("option path: it names an export, and way='parquet' needs one; mqlayer snapshot export makes it")
+        raise InvalidInput(
+            "option path: it names an export, and way='parquet' needs one; mqlayer snapshot export makes it"
+        )
     if path is not None:
         if way not in (None, "parquet"):
             raise InvalidInput(f"option way: an export is read as Parquet, not by {way}")

@@ -117,6 +117,8 @@ class Lines:
     series: Mapping[str, Sequence[tuple[datetime, float]]]
     unit: str
     every_s: float = 60.0
+    tones: Sequence[int] = (0, 1, 2, 3)
+    """Which colour each series has: 0 to 2 are shades of one, 3 is another."""
 
     def html(self) -> str:
         """Return the part."""
@@ -128,9 +130,11 @@ class Lines:
         thin = max(map(len, self.series.values())) > POINTS
         step_s = self.every_s * math.ceil(max(map(len, self.series.values())) / POINTS)
         paths = "".join(
-            _line(number, name, points, scale, step_s, self.unit) for number, (name, points) in enumerate(drawn.items())
+            _line(tone, name, points, scale, step_s, self.unit)
+            for tone, (name, points) in zip(self.tones, drawn.items(), strict=False)
         )
-        legend = "".join(f'<span class="s{number}">{escape(name)}</span>' for number, name in enumerate(self.series))
+        named = zip(self.tones, self.series, strict=False)
+        legend = "".join(f'<span class="s{tone}">{escape(name)}</span>' for tone, name in named)
         notes = [
             self.unit,
             *(["logarithmic"] if scale.logarithmic else []),
@@ -153,29 +157,35 @@ class Strip:
 
     def html(self) -> str:
         """Return the part."""
-        top = _nice(max(self.loads.values(), default=0) or 1)
+        highest, mean = max(self.loads.values(), default=0) or 1, sum(self.loads.values()) / self.count
+        top = _nice(highest)
+        # A few hot LPs would leave nothing to be seen of all the others.
+        bent = highest > 20 * mean
         inner, high = WIDTH - LEFT - 8, HEIGHT - TOP - BOTTOM
         step = inner / self.count
 
         def x(lp: int) -> float:
             return LEFT + lp * step
 
+        def part(load: float) -> float:
+            return math.sqrt(load / top) if bent else load / top
+
         bars = "".join(
-            f'<rect class="heat" x="{x(lp):.2f}" y="{TOP + high * (1 - load / top):.2f}" width="{max(step, 0.9):.2f}" '
-            f'height="{high * load / top:.2f}"><title>LP {lp}: {load:,} records</title></rect>'
+            f'<rect class="heat" x="{x(lp):.2f}" y="{TOP + high * (1 - part(load)):.2f}" width="{max(step, 0.9):.2f}" '
+            f'height="{high * part(load):.2f}"><title>LP {lp}: {load:,} records</title></rect>'
             for lp, load in sorted(self.loads.items())
             if load
         )
         marks = "".join(_mark("bound", x(lp), high, f"partitions end and begin at LP {lp}") for lp in self.bounds)
         marks += "".join(_mark("cut", x(lp), high, f"split at LP {lp}") for lp in self.points)
         ticks = "".join(
-            f'<text x="{x(lp):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{lp}</text>'
+            f'<text x="{x(lp):.1f}" y="{HEIGHT - 8}" text-anchor="{"end" if lp == self.count else "middle"}">{lp}</text>'
             for lp in range(0, self.count + 1, self.count // 8)
         )
         axis = f'<text x="{LEFT - 8}" y="{TOP + 10}" text-anchor="end">{_short(top)}</text>'
         axis += f'<line class="axis" x1="{LEFT}" x2="{WIDTH - 8}" y1="{TOP + high}" y2="{TOP + high}"/>'
         legend = '<p class="legend"><span class="lb">bounds of partitions</span><span class="lc">splits</span></p>'
-        head = f"<h3>{escape(self.title)} <small>records per LP</small></h3>{legend}"
+        head = f"<h3>{escape(self.title)} <small>records per LP{', heights as square roots' if bent else ''}</small></h3>{legend}"
         return head + _svg(axis + bars + marks + ticks, self.title)
 
 

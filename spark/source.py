@@ -120,9 +120,7 @@ class PushingReader(SnapshotReader):
                 self._conditions.append(text)
 
 
-def read_batches(
-    address: ReadAddress, statements: Sequence[str], schema: StructType
-) -> Iterator[pyarrow.RecordBatch]:
+def read_batches(address: ReadAddress, statements: Sequence[str], schema: StructType) -> Iterator[pyarrow.RecordBatch]:
     """Return what the last statement answers, in the columns of this schema."""
     from pyspark.sql.pandas.types import to_arrow_schema
 

@@ -31,9 +31,32 @@ def run(tables: Tables, _wish: Wish) -> Found:
     sums = {name: sum(topic[name] for topic in topics) for name in names}
     word = "clean" if good else "not clean"
     facts = {"verdict": word, **sums, "topics": topics, "findings": found}
-    shown = {"audit": topics, "findings": found}
-    section = Section("audit", "Order audit", _parts(sums, topics, found, good=good, whole=tables.cut is not None))
+    told = [_told(one) for one in found]
+    shown = {"audit": topics, "findings": told}
+    section = Section("audit", "Order audit", _parts(sums, topics, told, good=good, whole=tables.cut is not None))
     return Found("audit", facts, shown, section, frames, good)
+
+
+def _told(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a finding for people: places as partition:offset."""
+    seqs = {found["first_seq"], found["last_seq"]}
+    behind = None if found["behind_seq"] is None else f"{found['behind_seq']} at {_place(found, 'behind_')}"
+    return {
+        "topic": found["topic"],
+        "finding": found["kind"],
+        "key": found["key"],
+        "source": found["source"],
+        "lp": found["lp"],
+        "seq": " to ".join(map(str, sorted(seqs))),
+        "at": _place(found, ""),
+        "behind": behind,
+        "why": found["reason"],
+    }
+
+
+def _place(found: Mapping[str, Any], which: str) -> str | None:
+    partition, offset = found[f"{which}partition"], found[f"{which}offset"]
+    return None if partition is None else f"{partition}:{offset}"
 
 
 def _parts(
@@ -57,7 +80,7 @@ def _parts(
         Note(explained),
         Tiles(tiles),
         Table("Topics", topics, "the snapshot holds no record"),
-        Table("Findings", found, "none"),
+        Table("Findings; places are partition:offset", found, "none"),
     ]
 
 

@@ -46,7 +46,7 @@ def _parts(
             "published": [(one["minute"], one["per_s"]) for one in published if one["topic"] == topic],
             "handled": [(one["minute"], one["per_s"]) for one in own],
         }
-        parts.append(Lines(f"{topic} → {group}: throughput", rates, "messages/s"))
+        parts.append(Lines(f"{topic} → {group}: throughput", rates, "messages/s", tones=(3, 1)))
     if len(groups) > CHARTS:
         parts.append(Note(f"{len(groups) - CHARTS} more groups are in the table and the Parquet files."))
     return parts
