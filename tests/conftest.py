@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest_plugins = [
+    "tests.fixtures.archived",
     "tests.fixtures.commands",
     "tests.fixtures.consuming",
     "tests.fixtures.outboxes",

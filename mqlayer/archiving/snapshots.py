@@ -21,8 +21,9 @@ from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
 CREATE_HINT: Final = "mqlayer snapshot list shows what there is; mqlayer snapshot create NAME makes one"
-# Cutting at a time looks through all records of its topics.
-CREATE_S: Final = 600.0
+PATIENCE: Final = {"lock_wait": "10s", "idle": "30s"}
+"""A process that is stopped while it makes a snapshot must not keep its topics from being archived."""
+CREATE_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ def create_snapshot(
     wanted = None if topics is None else sorted(set(topics))
 
     def work(connection: Connection) -> Snapshot:
+        connection.execute(query("transaction_patience"), PATIENCE)
         if _find(connection, name) is not None:
             raise _taken(name)
         _check_topics(connection, wanted)
@@ -186,14 +188,14 @@ def _check_topics(connection: Connection, wanted: list[str] | None) -> None:
     kept = {name for _, name, archived, routed in rows if archived and routed}
     if wanted is None:
         if not kept:
-            raise InvalidInput("no topic is archived: mqlayer archive on TOPIC keeps what is published from then on")
+            raise InvalidInput("no topic is archived: mqlayer topic set TOPIC --archived keeps what is published from then on")
         return
     known = {name for _, name, *_ in rows}
     for name in wanted:
         if name not in known:
             raise NotFound("topic", name, "mqlayer topic list shows what there is")
         if name not in kept:
-            raise InvalidInput(f"topic {name!r} is not archived: mqlayer archive on {name}")
+            raise InvalidInput(f"topic {name!r} is not archived: mqlayer topic set {name} --archived")
 
 
 def _find(connection: Connection, name: str) -> Snapshot | None:

@@ -16,7 +16,7 @@ import pytest
 from mqlayer.archiving import create_snapshot
 from mqlayer.domain.routing import lp_of
 from mqlayer.postgres.database import Database
-from tests.fixtures.archived import BEGAN
+from tests.fixtures.archived_topics import BEGAN
 from tests.fixtures.commands import Commands
 from tests.proof.outbox_world import OutboxWorld
 

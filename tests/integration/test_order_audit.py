@@ -12,7 +12,7 @@ from mqlayer.domain.routing import LP_COUNT, lp_of
 from mqlayer.postgres.database import Database
 from mqlayer.spark.transforms import order
 from mqlayer.spark.transforms.placing import lp_of_key
-from tests.fixtures.archived import CUT, LINEAGE, RECORDS, ArchivedTopic, Row, random_topic
+from tests.fixtures.archived_topics import CUT, LINEAGE, RECORDS, ArchivedTopic, Row, random_topic
 from tests.proof.audit import archive_and_audit
 from tests.proof.outbox_world import OutboxWorld
 

@@ -9,7 +9,7 @@ import pytest
 
 from mqlayer.domain.routing import lp_of
 from mqlayer.spark.transforms import failing, heat, settling, sharing
-from tests.fixtures.archived import BEGAN, LINEAGE, OUTCOMES, RECORDS, ArchivedTopic, Row
+from tests.fixtures.archived_topics import BEGAN, LINEAGE, OUTCOMES, RECORDS, ArchivedTopic, Row
 
 
 def outcome(first: int, last: int, settled_s: float, **facts: Any) -> Row:
