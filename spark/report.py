@@ -179,13 +179,15 @@ class Strip:
         marks = "".join(_mark("bound", x(lp), high, f"partitions end and begin at LP {lp}") for lp in self.bounds)
         marks += "".join(_mark("cut", x(lp), high, f"split at LP {lp}") for lp in self.points)
         ticks = "".join(
-            f'<text x="{x(lp):.1f}" y="{HEIGHT - 8}" text-anchor="{"end" if lp == self.count else "middle"}">{lp}</text>'
+            f'<text x="{x(lp):.1f}" y="{HEIGHT - 8}" text-anchor="{place}">{lp}</text>'
             for lp in range(0, self.count + 1, self.count // 8)
+            for place in ("end" if lp == self.count else "middle",)
         )
         axis = f'<text x="{LEFT - 8}" y="{TOP + 10}" text-anchor="end">{_short(top)}</text>'
         axis += f'<line class="axis" x1="{LEFT}" x2="{WIDTH - 8}" y1="{TOP + high}" y2="{TOP + high}"/>'
         legend = '<p class="legend"><span class="lb">bounds of partitions</span><span class="lc">splits</span></p>'
-        head = f"<h3>{escape(self.title)} <small>records per LP{', heights as square roots' if bent else ''}</small></h3>{legend}"
+        unit = "records per LP, heights as square roots" if bent else "records per LP"
+        head = f"<h3>{escape(self.title)} <small>{unit}</small></h3>{legend}"
         return head + _svg(axis + bars + marks + ticks, self.title)
 
 

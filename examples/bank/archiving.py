@@ -25,7 +25,7 @@ def archive(control_dsn: str) -> int:
     with Database(control_dsn) as database:
         while True:
             report = archive_pass(database, prefix="mq")
-            behind = {**report.passed_by, **report.failed} or report.held or report.stopped
+            behind = [*report.passed_by.values(), *report.failed.values(), *report.held, *report.stopped]
             if report.ended and not behind:
                 return create_snapshot(database, SNAPSHOT, actor="bank").records
             if time.monotonic() > until:

@@ -179,7 +179,7 @@ def submit(job: str, arguments: Sequence[str] | None = None) -> int:
 
 def _end(spark: SparkSession) -> None:
     """End a session and the Java process that it started, which outlives it otherwise until this process ends."""
-    gateway = spark.sparkContext._gateway  # noqa: SLF001 - there is no public way to the process
+    gateway: Any = spark.sparkContext._gateway  # noqa: SLF001 - there is no public way to the process
     spark.stop()
     gateway.shutdown()
     gateway.proc.stdin.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime, timedelta
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -31,10 +31,10 @@ def minutes(*values: float) -> list[tuple[datetime, float]]:
     return [(AT + timedelta(minutes=number), value) for number, value in enumerate(values)]
 
 
-def drawing(part: Part) -> ElementTree.Element:
+def drawing(part: Part) -> ET.Element:
     """Return the SVG of a part, which must be well-formed."""
     (text,) = re.findall(r"<svg.*?</svg>", part.html(), re.DOTALL)
-    return ElementTree.fromstring(text)
+    return ET.fromstring(text)
 
 
 PARTS: list[Part] = [
