@@ -42,7 +42,9 @@ class Exported:
             raise InvalidInput(f"option path: no export is at {self._path} ({error.getCondition()})") from None
         manifest: dict[str, Any] = json.loads(rows[0].value)
         if manifest.get("format") != FORMAT:
-            raise InvalidInput(f"option path: {self._path} was exported in another format: upgrade mqlayer, or export anew")
+            raise InvalidInput(
+                f"option path: {self._path} was exported in another format: upgrade mqlayer, or export anew"
+            )
         return manifest
 
 
