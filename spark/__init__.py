@@ -5,3 +5,5 @@ if __name__ != "mqlayer.spark":
 
 from mqlayer.spark.reading import read_snapshot, register
 from mqlayer.spark.session import session
+
+__all__ = ["read_snapshot", "register", "session"]

@@ -15,7 +15,7 @@ COLUMNS: Final = ("topic", "source", "lp", "seq")
 
 
 def check_chain(records: DataFrame, cut: Iterable[Stretch], *, name: str) -> int:
-    """Return how many records a frame holds; raise ArchiveBroken unless they are the cut: no gap, no duplicate, no more.
+    """Return how many records a frame holds; raise ArchiveBroken unless they are the cut, each seq once.
 
     `records`: with the columns topic, source, lp and seq. One aggregation; what comes to the driver is a row for each
     (source, LP).
@@ -35,8 +35,8 @@ def check_chain(records: DataFrame, cut: Iterable[Stretch], *, name: str) -> int
         if stretch is None or (rows, seqs, first, last) != (whole, whole, stretch.first_seq, stretch.last_seq):
             topic, source, lp = key
             raise ArchiveBroken(
-                f"snapshot {name!r}, topic {topic!r}, source {source}, LP {lp}: {rows} records of {seqs} seqs from {first} "
-                f"to {last} were read, the cut has {whole or 0}",
+                f"snapshot {name!r}, topic {topic!r}, source {source}, LP {lp}: {rows} records of {seqs} seqs "
+                f"from {first} to {last} were read, the cut has {whole or 0}",
                 "use nothing of this reading; mqlayer snapshot show NAME --verify looks at the archive itself",
             )
     return sum(rows for rows, *_ in found.values())

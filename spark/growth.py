@@ -1,7 +1,7 @@
 """The archive as a stream: micro-batches of whole archive batches.
 
 An offset is the number of the last batch of each topic. What is visible up to a batch never changes, so a micro-batch
-that Spark asks for again, after a crash, is the same: with a checkpoint and an idempotent sink, each record counts once.
+that Spark asks for again, after a crash, is the same: with a checkpoint and an idempotent sink each record counts once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxFiles
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxFiles,
+    SupportsTriggerAvailableNow,
+)
 from pyspark.sql.types import StructType
 
 from mqlayer.archiving.ranges import lp_ranges
@@ -24,14 +29,14 @@ from mqlayer.postgres.reading import ReadAddress, bound
 from mqlayer.spark.source import APPLICATION, check_options, chosen, read_batches, whole_number
 
 if TYPE_CHECKING:
-    import pyarrow
+    import pyarrow as pa
 
 OPTIONS: Final = ("table", "columns", "partitions", "topics", "start", "max_batches")
 STARTS: Final = ("earliest", "latest")
 
 
 class GrowthOptions(NamedTuple):
-    """`topics`: None means all that are archived; `max_batches`: per topic and micro-batch, None means all there are."""
+    """`topics`: None means all that are archived; `max_batches`: per topic and micro-batch, None means all."""
 
     topics: list[str] | None
     start: str
@@ -69,14 +74,19 @@ def growth_options(options: Mapping[str, str]) -> GrowthOptions:
     return GrowthOptions(topics, start, limit)
 
 
-class GrowthReader(DataSourceStreamReader):
+class GrowthReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads what archivers add, batch by batch."""
 
     def __init__(
         self, address: ReadAddress, options: GrowthOptions, table: Table, schema: StructType, parts: int
     ) -> None:
         self._address, self._options, self._table, self._schema = address, options, table, schema
+        self._ends: dict[str, int] | None = None
         self._ranges = lp_ranges(dict.fromkeys(range(LP_COUNT), 1), parts)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
+        """Note where a query ends that takes what there is now, and no more."""
+        self._ends = {topic: found.batch for topic, found in self._standings().items()}
 
     def initialOffset(self) -> dict[str, int]:  # noqa: N802 - Spark's name
         """Return where a stream without a checkpoint begins."""
@@ -89,11 +99,12 @@ class GrowthReader(DataSourceStreamReader):
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:  # noqa: N802 - Spark's name
         """Return where the next micro-batch ends."""
         # Spark's limits are a closed set: a batch of the archive is counted as a file.
-        most = limit.maxFiles if isinstance(limit, ReadMaxFiles) else None
+        most = limit.max_files if isinstance(limit, ReadMaxFiles) else None
         ends = dict(start)
         for topic, found in self._standings().items():
             after = start.get(topic, (found.kept_from or 1) - 1)
-            ends[topic] = max(after, found.batch if most is None else min(found.batch, after + most))
+            last = found.batch if self._ends is None else min(found.batch, self._ends.get(topic, 0))
+            ends[topic] = max(after, last if most is None else min(last, after + most))
         return ends
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
@@ -119,7 +130,7 @@ class GrowthReader(DataSourceStreamReader):
             parts += [Growth(standing.topic_id, after, upto, lp_from, lp_to) for lp_from, lp_to in self._ranges]
         return parts
 
-    def read(self, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Return the batches of Arrow of a range, read in one transaction."""
         if not isinstance(partition, Growth):
             return

@@ -29,7 +29,6 @@ from mqlayer.spark.source import APPLICATION, bound_source
 
 Way = Literal["jdbc", "python", "parquet"]
 WAYS: Final = ("jdbc", "python", "parquet")
-PUSHDOWN: Final = "spark.sql.python.filterPushdown.enabled"
 BOUND: Final = "mqlayer_bound"
 """Ours alone: the source `mqlayer` may be bound to another database."""
 
@@ -54,7 +53,7 @@ def read_snapshot(
     default JDBC where Postgres' driver is on the class path, else Python. `partitions`: how many tasks at most, each
     for a range of LPs, so that an LP's records are in one; by default as many as Spark runs at once. `path`: where an
     export of the snapshot is; read as Parquet, without the database. `check`: before anything is returned, prove that
-    what this way reads is the cut, each seq once; this reads the snapshot's numbers once more. Raises ArchiveBroken then.
+    what this way reads is the cut, each seq once; its numbers are read once more for that. Raises ArchiveBroken.
     Raises NotFound for an unknown snapshot, InvalidInput naming the option that is wrong.
     """
     known = check_table(table)
@@ -72,9 +71,9 @@ def _source(
 ) -> Exported | _Stored:
     if way is not None and way not in WAYS:
         raise InvalidInput(f"option way: there is no {way!r}; choose one of {', '.join(WAYS)}")
-    if (path is None) == (way == "parquet"):
+    if path is None and way == "parquet":
         raise InvalidInput(
-            "option path: it names an export, and way='parquet' needs one; mqlayer snapshot export makes it"
+            "option path: way='parquet' needs one that names an export; mqlayer snapshot export makes it"
         )
     if path is not None:
         if way not in (None, "parquet"):
@@ -123,8 +122,7 @@ def register(spark: SparkSession, *, dsn: str | None = None) -> None:
 
 
 def _register(spark: SparkSession, address: ReadAddress, called: str) -> None:
-    spark.conf.set(PUSHDOWN, "true")
-    spark.dataSource.register(bound_source(address, called=called, pushing=True))
+    spark.dataSource.register(bound_source(address, called=called))
 
 
 def _way(spark: SparkSession, way: str | None, address: ReadAddress) -> str:

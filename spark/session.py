@@ -43,7 +43,6 @@ def _defaults() -> dict[str, str]:
     found = {
         "spark.redaction.regex": REDACTED,
         "spark.sql.session.timeZone": "UTC",
-        "spark.sql.python.filterPushdown.enabled": "true",
     }
     if (jar := jdbc_jar()) is not None:
         found["spark.jars"] = str(jar)

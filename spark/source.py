@@ -6,11 +6,11 @@ plans, so no address is ever one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, Filter, InputPartition
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
 from mqlayer.archiving.ranges import lp_ranges
@@ -22,7 +22,7 @@ from mqlayer.postgres.reading import ReadAddress, arrow_batches, bound
 from mqlayer.spark.schemas import declared
 
 if TYPE_CHECKING:
-    import pyarrow
+    import pyarrow as pa
 
 APPLICATION: Final = "mqlayer spark"
 DEFAULT_PARTITIONS: Final = 4
@@ -41,7 +41,6 @@ class ArchiveSource(DataSource):
     """What Spark asks for a reader. Options: `snapshot`, `table`, `columns` (divided by commas), `partitions`."""
 
     address: ClassVar[ReadAddress]
-    pushing: ClassVar[bool] = False
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
         super().__init__(options)
@@ -69,8 +68,8 @@ class ArchiveSource(DataSource):
         """Return the reader of a snapshot."""
         if self.snapshot_id is None:
             raise InvalidInput("option snapshot: name the snapshot to read; mqlayer snapshot list shows them")
-        kind = PushingReader if self.pushing else SnapshotReader
-        return kind(self.address, self.snapshot_id, self.table, schema, self.parts)
+        # No filters are pushed down: Spark keeps a reader with those of one query for the next one on the same frame.
+        return SnapshotReader(self.address, self.snapshot_id, self.table, schema, self.parts)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """Return the reader of what the archive takes in."""
@@ -87,7 +86,6 @@ class SnapshotReader(DataSourceReader):
     def __init__(self, address: ReadAddress, snapshot_id: int, table: Table, schema: StructType, parts: int) -> None:
         self._address, self._snapshot_id, self._table, self._schema = address, snapshot_id, table, schema
         self._parts = parts
-        self._conditions: list[str] = []
 
     def partitions(self) -> Sequence[InputPartition]:
         """Return ranges of LPs with about as many records each."""
@@ -95,32 +93,17 @@ class SnapshotReader(DataSourceReader):
             weights = lp_weights(database, self._snapshot_id)
         return [Part(start, end) for start, end in lp_ranges(weights, self._parts)]
 
-    def read(self, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Return the batches of a range, read in one transaction."""
         if not isinstance(partition, Part):
             return
         there = bound("snapshot_there", {"snapshot_id": self._snapshot_id})
         facts = {"snapshot_id": self._snapshot_id, "lp_from": partition.lp_from, "lp_to": partition.lp_to}
         statement = bound(f"snapshot_{self._table}", facts)
-        yield from read_batches(self._address, [there, chosen(statement, self._schema, self._conditions)], self._schema)
+        yield from read_batches(self._address, [there, chosen(statement, self._schema)], self._schema)
 
 
-class PushingReader(SnapshotReader):
-    """The same, and Postgres looks at filters. Spark refuses such a reader where its own setting is off."""
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        """Note filters that Postgres can judge; give back those that it can't."""
-        from mqlayer.spark.filters import condition
-
-        for one in filters:
-            text = condition(one, self._table)
-            if text is None:
-                yield one
-            else:
-                self._conditions.append(text)
-
-
-def read_batches(address: ReadAddress, statements: Sequence[str], schema: StructType) -> Iterator[pyarrow.RecordBatch]:
+def read_batches(address: ReadAddress, statements: Sequence[str], schema: StructType) -> Iterator[pa.RecordBatch]:
     """Return what the last statement answers, in the columns of this schema."""
     from pyspark.sql.pandas.types import to_arrow_schema
 
@@ -132,11 +115,10 @@ def read_batches(address: ReadAddress, statements: Sequence[str], schema: Struct
             yield formed(batch, wanted)
 
 
-def chosen(statement: str, schema: StructType, conditions: Sequence[str] = ()) -> str:
-    """Return a statement for these columns of another one's answer, under further conditions."""
+def chosen(statement: str, schema: StructType) -> str:
+    """Return a statement for these columns of another one's answer."""
     columns = ", ".join(f'"{name}"' for name in schema.fieldNames())
-    under = f" WHERE {' AND '.join(conditions)}" if conditions else ""
-    return f"SELECT {columns} FROM ({statement}) AS read{under}"  # noqa: S608 - names are declared, conditions quoted
+    return f"SELECT {columns} FROM ({statement}) AS read"  # noqa: S608 - the names are declared ones
 
 
 def check_options(options: Mapping[str, str], known: Sequence[str]) -> None:
@@ -159,8 +141,8 @@ def whole_number(options: Mapping[str, str], name: str, default: int) -> int:
     return int(given)
 
 
-def bound_source(address: ReadAddress, *, called: str = "mqlayer", pushing: bool = False) -> type[ArchiveSource]:
-    """Return a class of its own that knows its database. It is pickled by value, being made here, so workers get both."""
+def bound_source(address: ReadAddress, *, called: str = "mqlayer") -> type[ArchiveSource]:
+    """Return a class of its own that knows its database; pickled by value, being made here, so workers get both."""
 
     class BoundSource(ArchiveSource):
         @classmethod
@@ -168,5 +150,4 @@ def bound_source(address: ReadAddress, *, called: str = "mqlayer", pushing: bool
             return called
 
     BoundSource.address = address
-    BoundSource.pushing = pushing
     return BoundSource

@@ -71,8 +71,8 @@ def export_snapshot(
     """Write a snapshot's records, outcomes and lineage as Parquet into a directory that is not there yet.
 
     Memory: some row groups of 32 MB for each of the `jobs` that write files side by side, whatever the snapshot's size.
-    Raises NotFound for an unknown snapshot, Conflict where the directory exists, ArchiveBroken where the archive does not
-    hold the cut; then nothing is left.
+    Raises NotFound for an unknown snapshot, Conflict where the directory exists, ArchiveBroken where the archive does
+    not hold the cut; then nothing is left.
     """
     _check_packages()
     found = find_snapshot(database, name)
@@ -197,9 +197,7 @@ def _keys_first(grouped: pa.Table) -> pa.Table:
     return grouped.select(["topic", "source", "lp", "seq_count", "seq_count_distinct", "seq_min", "seq_max"])
 
 
-def _manifest(
-    found: Snapshot, cut: Sequence[Stretch], files: Mapping[Table, Sequence[ExportedFile]]
-) -> dict[str, Any]:
+def _manifest(found: Snapshot, cut: Sequence[Stretch], files: Mapping[Table, Sequence[ExportedFile]]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "snapshot": found.name,

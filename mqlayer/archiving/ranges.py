@@ -12,7 +12,8 @@ def lp_ranges(weights: Mapping[int, int], count: int) -> list[tuple[int, int]]:
 
     `weights`: records per LP. An LP is never divided, so that the order of its records is in one range.
     """
-    total, ends, seen = sum(weights.values()), [], 0
+    total, seen = sum(weights.values()), 0
+    ends: list[int] = []
     for lp in sorted(weights):
         seen += weights[lp]
         if len(ends) < count - 1 and seen * count >= total * (len(ends) + 1):

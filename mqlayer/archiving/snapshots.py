@@ -143,7 +143,7 @@ def snapshot_cut(database: Database, snapshot_id: int) -> list[Stretch]:
 def lp_weights(database: Database, snapshot_id: int) -> dict[int, int]:
     """Return how many records a snapshot holds of each LP that has any."""
     with database.connection() as connection:
-        return dict(connection.execute(query("snapshot_weights"), {"snapshot_id": snapshot_id}).fetchall())  # type: ignore[arg-type]
+        return dict(connection.execute(query("snapshot_weights"), {"snapshot_id": snapshot_id}).fetchall())
 
 
 def sample_width(database: Database, snapshot_id: int) -> int:
@@ -188,7 +188,9 @@ def _check_topics(connection: Connection, wanted: list[str] | None) -> None:
     kept = {name for _, name, archived, routed in rows if archived and routed}
     if wanted is None:
         if not kept:
-            raise InvalidInput("no topic is archived: mqlayer topic set TOPIC --archived keeps what is published from then on")
+            raise InvalidInput(
+                "no topic is archived: mqlayer topic set TOPIC --archived keeps what is published from then on"
+            )
         return
     known = {name for _, name, *_ in rows}
     for name in wanted:

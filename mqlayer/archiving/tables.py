@@ -1,4 +1,4 @@
-"""The declared columns of what readers of the archive see, whichever way they read; types are written as in Spark's SQL.
+"""The declared columns of what readers of the archive see, whichever way they read; types as in Spark's SQL.
 
 Every column may be null as far as readers are concerned, so that the schema is the same by each way.
 """

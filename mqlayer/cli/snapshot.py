@@ -78,8 +78,8 @@ def show(
     show_rows(rows, as_json=as_json, nothing=f"{name} holds no topic")
     for one in broken:
         typer.echo(
-            f"{one.topic}, source {one.source}, LP {one.lp}: {counted(one.rows, 'record')} of {counted(one.seqs, 'seq')} "
-            f"where there must be {one.wanted}",
+            f"{one.topic}, source {one.source}, LP {one.lp}: "
+            f"{counted(one.rows, 'record')} of {counted(one.seqs, 'seq')} where there must be {one.wanted}",
             err=True,
         )
     if broken:

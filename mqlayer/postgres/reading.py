@@ -12,12 +12,20 @@ from typing import TYPE_CHECKING, Final
 
 from psycopg.conninfo import make_conninfo
 
-from mqlayer.errors import ArchiveBroken, InvalidInput, MqlayerError, NotFound, SchemaMismatch, StoreUnavailable, TransactionConflict
+from mqlayer.errors import (
+    ArchiveBroken,
+    InvalidInput,
+    MqlayerError,
+    NotFound,
+    SchemaMismatch,
+    StoreUnavailable,
+    TransactionConflict,
+)
 from mqlayer.postgres.database import address_of, connect
 from mqlayer.postgres.queries import query
 
 if TYPE_CHECKING:
-    import pyarrow
+    import pyarrow as pa
 
 READ_ONLY: Final = (
     "-c default_transaction_read_only=on -c default_transaction_isolation=repeatable\\ read -c enable_nestloop=off"
@@ -72,7 +80,7 @@ def bound(name: str, facts: Mapping[str, int]) -> str:
 @contextmanager
 def arrow_batches(
     address: ReadAddress, statements: Sequence[str], *, application: str
-) -> Iterator[Iterator[pyarrow.RecordBatch]]:
+) -> Iterator[Iterator[pa.RecordBatch]]:
     """Run statements in one read-only transaction and yield the batches of the last one as they come.
 
     Memory: a few batches of some megabytes, whatever the answer's size. Raises StoreUnavailable, NotFound of what a
@@ -86,9 +94,7 @@ def arrow_batches(
         raise InvalidInput("reading as Arrow needs more packages: pip install 'mqlayer[parquet]'") from None
     try:
         with dbapi.connect(address.conninfo(application=application)) as connection, connection.cursor() as cursor:
-            cursor.adbc_statement.set_options(
-                **{adbc.StatementOptions.BATCH_SIZE_HINT_BYTES.value: str(BATCH_BYTES)}
-            )
+            cursor.adbc_statement.set_options(**{adbc.StatementOptions.BATCH_SIZE_HINT_BYTES.value: str(BATCH_BYTES)})
             for statement in statements[:-1]:
                 cursor.execute(statement)
                 cursor.fetchall()
