@@ -30,7 +30,14 @@ import pytest
 import redis
 from pydantic import SecretStr
 
-from mqlayer.changes import drain_progress, finish_changes, merge, move, retire_partitions, route_history
+from mqlayer.changes import (
+    drain_progress,
+    finish_changes,
+    merge,
+    move,
+    retire_partitions,
+    route_history,
+)
 from mqlayer.cli.spark_programs import check_spark
 from mqlayer.errors import SparkMissing
 from mqlayer.membership.groups import find_group
