@@ -30,7 +30,7 @@ SELECT t.topic_id, 1, 1, r.partition_id,
        row_number() OVER (PARTITION BY k.lp ORDER BY n),
        timestamptz '2026-01-01' + n * interval '1 ms', timestamptz '2026-01-01' + n * interval '1 ms',
        k.key::bytea, NULL, NULL, %(body)s
-FROM generate_series(1, %(records)s) n
+FROM generate_series(1, %(records)s::bigint) n
 JOIN LATERAL (SELECT 'key-' || (n * 7919 %% %(keys)s) AS name) name ON true
 JOIN keys k ON k.key = name.name
 JOIN mqlayer.topic t ON t.name = 'bench'
