@@ -9,8 +9,10 @@ MqlayerError
 │   └── ReservedHeader
 ├── NotFound                a topic, group, node or partition that nobody created
 ├── Conflict                it exists already, otherwise; nothing was changed
+├── ArchiveBroken           the archive, or an export of it, does not hold what a reader was to find
 ├── ConfigurationRefused    a server's settings void the promise: says which to change
 ├── SchemaMismatch          the database's schema is missing, older or newer
+├── SparkMissing            Spark or its Java is not there: says what to install
 ├── StoreUnavailable        Redis or Postgres can't be reached: try again
 │   └── NodeNotArmed        the Redis answers, but it is not the one Postgres knows
 ├── PublishError
@@ -139,6 +141,28 @@ class Conflict(MqlayerError):
 
     def __str__(self) -> str:
         return self.what + (f": {self.hint}" if self.hint else "")
+
+
+class SparkMissing(MqlayerError):
+    """Spark can't run on this machine."""
+
+    def __init__(self, reason: str, hint: str) -> None:
+        super().__init__(reason, hint)
+        self.reason, self.hint = reason, hint
+
+    def __str__(self) -> str:
+        return f"Spark can't run here, {self.reason}: {self.hint}"
+
+
+class ArchiveBroken(MqlayerError):
+    """The archive, or an export of it, does not hold what a reader was to find; nothing of it counts."""
+
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__(what, hint)
+        self.what, self.hint = what, hint
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.hint}"
 
 
 class ConfigurationRefused(MqlayerError):

@@ -68,26 +68,49 @@ stop_packaged_service() {
 apt_install() {
     local apt="timeout 300 apt-get -qq -o DPkg::Lock::Timeout=60"
     export DEBIAN_FRONTEND=noninteractive
-    $apt install -y --no-install-recommends redis-server >&2 2>/dev/null ||
-        { $apt update >&2 && $apt install -y --no-install-recommends redis-server >&2; }
+    $apt install -y --no-install-recommends "$@" >&2 2>/dev/null ||
+        { $apt update >&2 && $apt install -y --no-install-recommends "$@" >&2; }
 }
+
+may_install() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; }
 
 # The full suite wants Redis 7; without it the embedded 6.2 serves. Tried once per .venv.
 try_redis_server() {
-    if command -v redis-server >/dev/null 2>&1 || [ -e .venv/redis-server-tried ]; then return; fi
-    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then return; fi
+    if command -v redis-server >/dev/null 2>&1 || [ -e .venv/redis-server-tried ] || ! may_install; then return; fi
     touch .venv/redis-server-tried
     note "installing Debian's redis-server"
-    if (apt_install); then
+    if (apt_install redis-server); then
         stop_packaged_service
     else
         note "redis-server could not be installed; the embedded Redis will be used"
     fi
 }
 
+has_java() { [ -n "${JAVA_HOME:-}" ] || command -v java >/dev/null 2>&1; }
+
+# Spark runs on Java, the one thing beyond Python that its tests and jobs need. Tried once per .venv.
+try_java() {
+    if has_java || [ -e .venv/java-tried ]; then return; fi
+    touch .venv/java-tried
+    if may_install; then note "installing Debian's Java for Spark"; fi
+    if ! may_install || ! (apt_install default-jre-headless); then
+        note "no Java: Spark's tests are left out; install Java 17 or newer (Debian: default-jre-headless)"
+    fi
+}
+
+# Spark reads by JDBC where Postgres' driver is there, else by Arrow: only speed depends on it. Tried once per .venv.
+try_jdbc_driver() {
+    if [ -e /usr/share/java/postgresql.jar ] || [ -e .venv/jdbc-tried ] || ! has_java || ! may_install; then return; fi
+    touch .venv/jdbc-tried
+    note "installing Debian's JDBC driver for Postgres"
+    (apt_install libpostgresql-jdbc-java) || note "no JDBC driver for Postgres: Spark reads without it, more slowly"
+}
+
 set_up() {
     if ! venv_is_current; then make_venv; fi
     try_redis_server
+    try_java
+    try_jdbc_driver
 }
 
 # Two commands started at once must not build the same .venv.

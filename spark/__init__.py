@@ -2,3 +2,8 @@
 
 if __name__ != "mqlayer.spark":
     raise ImportError("import this package as mqlayer.spark", name=__name__)
+
+from mqlayer.spark.reading import read_snapshot, register
+from mqlayer.spark.session import session
+
+__all__ = ["read_snapshot", "register", "session"]

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 pytest_plugins = [
+    "tests.fixtures.archived",
     "tests.fixtures.commands",
     "tests.fixtures.consuming",
     "tests.fixtures.outboxes",
     "tests.fixtures.servers",
+    "tests.fixtures.spark",
 ]
 
 TESTS = Path(__file__).parent

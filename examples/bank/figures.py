@@ -89,11 +89,16 @@ class Verdict:
     p50_ms: float
     p99_ms: float
     model_equal: bool
+    archived: int | None = None
+    """Messages that the archive holds in the end; None where that was not looked at."""
+    audit: str | None = None
+    """What the order audit says of the archive: clean, not clean; None where it was left out."""
 
     @property
     def good(self) -> bool:
         """Whether the promise was kept."""
-        return self.model_equal and not self.violations and not self.lost and self.transactions > 0
+        whole = self.archived in (None, self.messages) and self.audit in (None, "clean")
+        return whole and self.model_equal and not self.violations and not self.lost and self.transactions > 0
 
 
 @dataclass(frozen=True, slots=True)

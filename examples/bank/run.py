@@ -19,13 +19,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Final
 
 import typer
 
+from examples.bank.archiving import ArchiveFailed, archive, audit
 from examples.bank.faults import Faults
 from examples.bank.figures import Figures, Verdict
 from examples.bank.rerouting import Rerouting
@@ -49,14 +50,15 @@ def main(
     rate: Annotated[int, typer.Option(min=0, help="Transactions per second; 0: as fast as possible.")] = DEFAULT_RATE,
     clients: Annotated[int, typer.Option(min=1, max=100, help="Clients of pgbench.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as one JSON object.")] = False,  # noqa: FBT002
+    spark: Annotated[bool, typer.Option(help="End with Spark's order audit of the archive.")] = True,  # noqa: FBT002
     logs: Annotated[Path | None, typer.Option(help="Where to keep the logs; else they go with the rest.")] = None,
 ) -> None:
     """Run the bank and judge it."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
-        verdict = _run(seconds, rate=rate, clients=clients, on_stderr=as_json, logs=logs)
-    except (MqlayerError, RunFailed) as error:
+        verdict = _run(seconds, rate=rate, clients=clients, on_stderr=as_json, spark=spark, logs=logs)
+    except (MqlayerError, RunFailed, ArchiveFailed) as error:
         sys.stderr.write(f"bank: {error}\n")
         raise typer.Exit(1) from None
     if as_json:
@@ -64,7 +66,7 @@ def main(
     raise typer.Exit(0 if verdict.good else 1)
 
 
-def _run(seconds: int, *, rate: int, clients: int, on_stderr: bool, logs: Path | None) -> Verdict:
+def _run(seconds: int, *, rate: int, clients: int, on_stderr: bool, spark: bool, logs: Path | None) -> Verdict:
     with Show(seconds=seconds) as show, _stage(logs) as stage:
         show.note("starting two partition nodes, a broker and Postgres")
         stage.start_servers()
@@ -80,6 +82,9 @@ def _run(seconds: int, *, rate: int, clients: int, on_stderr: bool, logs: Path |
         _drain(figures, show, seconds)
         stage.stop_processes()
         verdict, details = figures.verdict(), figures.details(faults_at)
+        show.note("archiving what is not archived yet, and taking a snapshot")
+        archived = archive(stage.control_dsn)
+        verdict = replace(verdict, archived=archived, audit=audit(stage.control_dsn, show.note) if spark else None)
     show_verdict(verdict, details, on_stderr=on_stderr)
     return verdict
 

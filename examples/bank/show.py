@@ -13,6 +13,7 @@ from rich.table import Table
 from examples.bank.figures import Details, Verdict
 from examples.bank.figures import Progress as Now
 
+AUDITS: Final = {"clean": "[green]clean[/]", None: "left out"}
 PLAIN_LINE_EVERY_S: Final = 5.0
 
 
@@ -76,6 +77,8 @@ def _rows(verdict: Verdict, details: Details) -> list[tuple[str, str]]:
         ("  before the faults", f"{details.calm_p50_ms} / {details.calm_p99_ms} ms"),
         ("  the longest", f"{details.worst_ms} ms"),
         ("read model equals pgbench's tables", "[green]yes[/]" if verdict.model_equal else "[red]NO[/]"),
+        ("not in the archive", _judged(verdict.messages - (verdict.archived or 0))),
+        ("order audit of the archive, by Spark", AUDITS.get(verdict.audit, "[red]NOT CLEAN[/]")),
     ]
 
 

@@ -70,7 +70,7 @@ class Stage:
             connection.execute(sql.SQL("GRANT CREATE ON SCHEMA public TO {}").format(role))
             grant(self.bank_dsn, ROLE)
             with Database(self._up.dsn) as control, Database(self.bank_dsn) as bank:
-                create_topic(control, TOPIC, prefix="mq", partitions=PARTITIONS, application=bank)
+                create_topic(control, TOPIC, prefix="mq", partitions=PARTITIONS, application=bank, archived=True)
             self._pgbench("--initialize", "--quiet", "--scale", str(SCALE))
             connection.execute(Path(__file__).with_name("schema.sql").read_bytes())
 

@@ -1,9 +1,21 @@
-"""The archive: what was published, kept in Postgres for as long as an operator wants. See docs/archive.md."""
+"""The archive: what was published, kept in Postgres for as long as an operator wants, and snapshots of it.
+
+See docs/archive.md.
+"""
 
 from mqlayer.archiving.archiver import ArchiveReport, archive_pass
 from mqlayer.archiving.gaps import ArchiveGap, accept_gaps, list_gaps
 from mqlayer.archiving.outcomes import OutcomeReport, archive_outcomes
 from mqlayer.archiving.retention import DayDropped, retain
+from mqlayer.archiving.snapshots import (
+    Snapshot,
+    SnapshotTopic,
+    create_snapshot,
+    drop_snapshot,
+    find_snapshot,
+    list_snapshots,
+    verify_snapshot,
+)
 from mqlayer.archiving.standing import ArchiveStanding, archive_status
 
 __all__ = [
@@ -12,10 +24,17 @@ __all__ = [
     "ArchiveStanding",
     "DayDropped",
     "OutcomeReport",
+    "Snapshot",
+    "SnapshotTopic",
     "accept_gaps",
     "archive_outcomes",
     "archive_pass",
     "archive_status",
+    "create_snapshot",
+    "drop_snapshot",
+    "find_snapshot",
     "list_gaps",
+    "list_snapshots",
     "retain",
+    "verify_snapshot",
 ]

@@ -13,6 +13,13 @@ from mqlayer.changes.changing import (
 )
 from mqlayer.changes.load import measured_load
 from mqlayer.changes.losing import Loss, bring_back_nodes, give_up_node
+from mqlayer.changes.reports import (
+    PartitionSplit,
+    SplitReport,
+    planned_splits,
+    read_split_report,
+    write_split_report,
+)
 from mqlayer.changes.retiring import retire_partitions
 from mqlayer.changes.showing import Change, DrainProgress, RouteLine, drain_progress, route_history, route_lines
 from mqlayer.changes.steps import finish_change, finish_changes
@@ -22,8 +29,10 @@ __all__ = [
     "Change",
     "DrainProgress",
     "Loss",
+    "PartitionSplit",
     "Plan",
     "RouteLine",
+    "SplitReport",
     "Successor",
     "apply_change",
     "bring_back_nodes",
@@ -42,8 +51,11 @@ __all__ = [
     "planned_merge",
     "planned_move",
     "planned_split",
+    "planned_splits",
+    "read_split_report",
     "retire_partitions",
     "route_history",
     "route_lines",
     "split",
+    "write_split_report",
 ]

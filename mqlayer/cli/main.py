@@ -12,6 +12,7 @@ import typer
 
 import mqlayer
 from mqlayer.cli import (
+    analytics,
     archive,
     consume,
     dead,
@@ -25,6 +26,7 @@ from mqlayer.cli import (
     relay,
     replay,
     routes,
+    snapshot,
     stack,
     topics,
     trim,
@@ -78,4 +80,6 @@ relay.add_to(app)
 outbox.add_to(app)
 trim.add_to(app)
 archive.add_to(app)
+snapshot.add_to(app)
+analytics.add_to(app)
 doctor.add_to(app)

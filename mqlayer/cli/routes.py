@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -13,6 +14,7 @@ from mqlayer.changes import (
     Change,
     Plan,
     RouteLine,
+    SplitReport,
     apply_change,
     drop_change,
     finish_changes,
@@ -20,6 +22,8 @@ from mqlayer.changes import (
     planned_merge,
     planned_move,
     planned_split,
+    planned_splits,
+    read_split_report,
     route_history,
     route_lines,
 )
@@ -73,10 +77,15 @@ class Wish:
 @routes.command()
 def split(
     topic: TopicArgument,
-    partition: PartitionArgument,
+    partition: Annotated[
+        int | None, typer.Argument(help="A partition in force; all that the report splits without one.")
+    ] = None,
     at: Annotated[
         list[int] | None,
         typer.Option(metavar="LP", help="Split at this LP; may be repeated. Else where the load is halved."),
+    ] = None,
+    from_report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Split where this report of mqlayer analytics skew says.")
     ] = None,
     to: Annotated[
         list[str] | None, typer.Option(metavar="NODE", help="One node for all new partitions, or one for each.")
@@ -90,13 +99,22 @@ def split(
     watch: WatchOption = False,
     timeout: TimeoutOption = None,
 ) -> None:
-    """Split a partition at LPs, or where its load is halved."""
+    """Split a partition at LPs, where its load is halved, or where a report says, which may split several."""
+    wish = Wish(plan, apply, watch, timeout, if_version)
+    if from_report is not None:
+        if at or measure:
+            raise InvalidInput("a split is at the LPs named, where the load is halved, or where a report says: choose")
+        _split_by_report(topic, partition, read_split_report(from_report), to or (), wish)
+        return
+    if partition is None:
+        raise InvalidInput(f"name the partition to split (mqlayer route show {topic}), or a report: --from-report FILE")
+    chosen = partition
 
     def planned(database: Database, settings: Settings) -> Plan:
         return planned_split(
             database,
             topic,
-            partition,
+            chosen,
             prefix=settings.key_prefix,
             at=at or (),
             to=to or (),
@@ -105,7 +123,7 @@ def split(
             unsafe=settings.allow_unsafe_redis,
         )
 
-    _change(topic, planned, Wish(plan, apply, watch, timeout, if_version))
+    _change(topic, planned, wish)
 
 
 @routes.command()
@@ -234,22 +252,55 @@ def _change(topic: str, planned: Callable[[Database, Settings], Plan], wish: Wis
                 unsafe=settings.allow_unsafe_redis,
             )
         plan = planned(database, settings)
-        for line in _plan_lines(plan, {node.node_id: node.name for node in load_nodes(database)}):
-            typer.echo(line)
+        _show_plans(database, [plan])
         if not wish.apply:
             typer.echo("nothing was changed; --apply does this")
             return
-        route = apply_change(
-            database,
-            plan,
-            prefix=settings.key_prefix,
-            application=application,
-            actor=actor(),
-            unsafe=settings.allow_unsafe_redis,
-        )
-        typer.echo(f"route version {route.version} of topic {topic} is in force")
+        _apply(database, application, settings, plan)
         if wish.watch:
             watch_draining(database, settings, topic, wish.timeout_s)
+
+
+def _split_by_report(topic: str, partition: int | None, report: SplitReport, to: Sequence[str], wish: Wish) -> None:
+    """Plan, print, and apply the splits of a report one after the other: each makes a version."""
+    settings = settings_here()
+    if wish.if_version not in {None, report.version}:
+        raise InvalidInput(f"--if-version {wish.if_version}, but the report is of route version {report.version}")
+    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+
+        def planned(done: int) -> list[Plan]:
+            return planned_splits(
+                database, topic, report, prefix=settings.key_prefix, partition=partition, to=to, done=done
+            )
+
+        plans = planned(0)
+        _show_plans(database, plans)
+        if not wish.apply:
+            typer.echo("nothing was changed; --apply does this")
+            return
+        for done in range(len(plans)):
+            _apply(database, application, settings, planned(done)[0])
+        if wish.watch:
+            watch_draining(database, settings, topic, wish.timeout_s)
+
+
+def _show_plans(database: Database, plans: Iterable[Plan]) -> None:
+    names = {node.node_id: node.name for node in load_nodes(database)}
+    for plan in plans:
+        for line in _plan_lines(plan, names):
+            typer.echo(line)
+
+
+def _apply(database: Database, application: Database, settings: Settings, plan: Plan) -> None:
+    route = apply_change(
+        database,
+        plan,
+        prefix=settings.key_prefix,
+        application=application,
+        actor=actor(),
+        unsafe=settings.allow_unsafe_redis,
+    )
+    typer.echo(f"route version {route.version} of topic {plan.topic} is in force")
 
 
 def _plan_lines(plan: Plan, names: dict[NodeId, str]) -> Iterable[str]:

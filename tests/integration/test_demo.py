@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from mqlayer.cli.spark_programs import check_spark
+from mqlayer.errors import SparkMissing
 from tests.fixtures.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {
     "transactions", "messages", "violations", "lost", "duplicates", "rate_per_s", "p50_ms", "p99_ms", "model_equal",
+    "archived", "audit",
 }  # fmt: skip
 
 pytestmark = pytest.mark.timeout(300)
@@ -45,6 +48,14 @@ def start(place: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
+def spark_is_here() -> bool:
+    try:
+        check_spark()
+    except SparkMissing:
+        return False
+    return True
+
+
 def processes_of(directory: Path) -> list[str]:
     """Return the commands of living processes that were started for a directory, by command or environment."""
     found = []
@@ -68,6 +79,8 @@ def test_the_demo_keeps_the_promise_with_a_killed_and_a_stopped_consumer(place: 
     assert verdict["transactions"] > 100
     assert verdict["messages"] == 2 * verdict["transactions"]
     assert (verdict["violations"], verdict["lost"], verdict["model_equal"]) == (0, 0, True)
+    assert verdict["archived"] == verdict["messages"]
+    assert verdict["audit"] == ("clean" if spark_is_here() else None)
     assert 0 < verdict["p50_ms"] <= verdict["p99_ms"]
     assert verdict["rate_per_s"] > 0
     for fault in ("killed (SIGKILL)", "stopped (SIGSTOP)", "woken (SIGCONT)"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,11 @@ def test_an_effect_of_nothing_makes_the_model_unequal(bank: Connection, deliver:
 
 def test_nothing_at_all_is_not_good(bank: Connection, deliver: Deliver) -> None:
     assert not deliver([]).good
+
+
+def test_an_archive_that_is_not_whole_or_not_clean_is_not_good(bank: Connection, deliver: Deliver) -> None:
+    verdict = deliver(published(bank))
+    assert replace(verdict, archived=8, audit="clean").good
+    assert replace(verdict, archived=8).good, "Spark was left out"
+    assert not replace(verdict, archived=7, audit="clean").good
+    assert not replace(verdict, archived=8, audit="not clean").good

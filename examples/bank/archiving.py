@@ -1,0 +1,48 @@
+"""What the run ends with: the archive, a snapshot of it, and the order audit of that by Spark."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from mqlayer.archiving import archive_pass, create_snapshot
+from mqlayer.cli.spark_programs import check_spark
+from mqlayer.errors import SparkMissing
+from mqlayer.postgres.database import Database
+
+SNAPSHOT: Final = "bank"
+PATIENCE_S: Final = 60.0
+
+
+class ArchiveFailed(Exception):
+    """The archive could not be brought up to date."""
+
+
+def archive(control_dsn: str) -> int:
+    """Archive all that was published, and take a snapshot; return how many records that holds."""
+    until = time.monotonic() + PATIENCE_S
+    with Database(control_dsn) as database:
+        while True:
+            report = archive_pass(database, prefix="mq")
+            behind = [*report.passed_by.values(), *report.failed.values(), *report.held, *report.stopped]
+            if report.ended and not behind:
+                return create_snapshot(database, SNAPSHOT, actor="bank").records
+            if time.monotonic() > until:
+                raise ArchiveFailed(f"the archive is not up to date after {PATIENCE_S:g} s: {behind}")
+
+
+def audit(control_dsn: str, note: Callable[[str], None]) -> str | None:
+    """Return what the order audit says of the snapshot; None, with a note, where Spark can't run here."""
+    try:
+        check_spark()
+    except SparkMissing as missing:
+        note(f"the order audit is left out: {missing}")
+        return None
+    from mqlayer.spark.jobs.framework import Wish
+    from mqlayer.spark.jobs.running import JOBS, lent_session, tables_of
+
+    note("auditing the order of the archive with Spark")
+    with lent_session("mqlayer bank") as spark:
+        found = JOBS["audit"](tables_of(spark, SNAPSHOT, dsn=control_dsn), Wish())
+    return str(found.facts["verdict"])

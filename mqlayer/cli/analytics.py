@@ -1,0 +1,100 @@
+"""`analytics`: jobs on a snapshot of the archive, run by Spark in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from mqlayer.archiving import find_snapshot
+from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.showing import JsonOption, show_rows, shown_key
+from mqlayer.cli.spark_programs import check_spark
+from mqlayer.errors import InvalidInput
+from mqlayer.postgres.database import Database
+
+if TYPE_CHECKING:
+    from mqlayer.spark.jobs.framework import Found
+
+SHOWN: Final = 20
+"""Rows of each table that a person sees."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Put the command into the application."""
+    app.command()(analytics)
+
+
+def analytics(
+    job: Annotated[str, typer.Argument(help="audit, latency, skew, failures, fairness, or all.")],
+    snapshot: Annotated[str, typer.Option(metavar="NAME", help="The snapshot to look at: mqlayer snapshot list.")],
+    topic: Annotated[list[str] | None, typer.Option(help="Only this topic; may be repeated.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write what was found below it, as Parquet.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one page with charts.")] = None,
+    partitions: Annotated[
+        int | None, typer.Option(min=1, help="Of skew: balance for so many partitions; else for twice as many.")
+    ] = None,
+    split_report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of skew: write the splits for route split --from-report.")
+    ] = None,
+    way: Annotated[
+        str | None, typer.Option(help="How Spark reads: jdbc or python; else jdbc where its driver is.")
+    ] = None,
+    conf: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of Spark's; may be repeated.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a job, or all, on a snapshot, and show what it found; exit code 1 if the order audit is not clean."""
+    settings = settings_here()
+    dsn = settings.control_dsn()
+    with Database(dsn) as database:
+        find_snapshot(database, snapshot)
+    given = _settings(conf or ())
+    check_spark()
+    from mqlayer.spark.jobs.framework import Wish
+    from mqlayer.spark.jobs.running import as_json as json_of
+    from mqlayer.spark.jobs.running import lent_session, names_of, perform, tables_of
+
+    jobs = names_of(job)
+    if split_report is not None and "skew" not in jobs:
+        raise InvalidInput("--split-report goes with the job skew")
+
+    def show(found: Found) -> None:
+        if as_json:
+            typer.echo(json_of(snapshot, found))
+        else:
+            _show(found)
+
+    with lent_session("mqlayer analytics", **given) as spark:
+        tables = tables_of(spark, snapshot, dsn=dsn, way=way, topics=topic or ())
+        wish = Wish(partitions, split_report)
+        done = perform(tables, jobs, wish=wish, out=out, html=html, show=show)
+    if not all(found.good for found in done):
+        raise typer.Exit(1)
+
+
+def _settings(given: Any) -> dict[str, str]:
+    pairs = [one.partition("=") for one in given]
+    for name, equals, _ in pairs:
+        if not equals or not name.startswith("spark."):
+            raise InvalidInput(f"--conf takes a setting of Spark's, such as spark.driver.memory=4g, not {name!r}")
+    return {name: value for name, _, value in pairs}
+
+
+def _show(found: Found) -> None:
+    for title, rows in found.rows.items():
+        typer.echo(title)
+        shown = [{name: _shown(name, value) for name, value in row.items()} for row in rows[:SHOWN]]
+        show_rows(shown, as_json=False, nothing="none")
+        if len(rows) > SHOWN:
+            typer.echo(f"{len(rows) - SHOWN} more: --json, --html or --out has them")
+        typer.echo()
+    if found.job == "audit":
+        typer.echo(f"order audit: {found.facts['verdict']}")
+        typer.echo()
+
+
+def _shown(name: str, value: Any) -> Any:
+    return shown_key(value) if name == "key" else value

@@ -1,0 +1,109 @@
+"""`snapshot`: cuts through the archive: create, list, show, export and drop them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mqlayer.archiving import create_snapshot, drop_snapshot, find_snapshot, list_snapshots, verify_snapshot
+from mqlayer.archiving.exporting import export_snapshot
+from mqlayer.cli.actor import actor
+from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.options import time_given
+from mqlayer.cli.showing import JsonOption, counted, show_rows
+from mqlayer.postgres.database import Database
+
+snapshots = typer.Typer(no_args_is_help=True, help="Snapshots of the archive: create, list, show, export, drop.")
+
+NameArgument = Annotated[str, typer.Argument(help="The snapshot's name.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Put the commands into the application."""
+    app.add_typer(snapshots, name="snapshot")
+
+
+@snapshots.command()
+def create(
+    name: Annotated[str, typer.Argument(help="a-z first, then a-z 0-9 _ . -")],
+    topic: Annotated[list[str] | None, typer.Option(help="Only this topic; may be given more than once.")] = None,
+    at: Annotated[str | None, typer.Option(help="Leave out what was published later, by publishers' clocks.")] = None,
+) -> None:
+    """Cut the archive where it stands. What the snapshot covers never changes, and retention spares it."""
+    with Database(settings_here().control_dsn()) as database:
+        made = create_snapshot(database, name, topics=topic or None, at=time_given(at), actor=actor())
+    typer.echo(f"{name} has {counted(made.records, 'record')} of {counted(len(made.topics), 'topic')}")
+
+
+@snapshots.command("list")
+def list_(as_json: JsonOption = False) -> None:
+    """List the snapshots, oldest first."""
+    with Database(settings_here().control_dsn()) as database:
+        found = list_snapshots(database)
+    rows = (
+        {
+            "snapshot": one.name,
+            "created_at": one.created_at.isoformat(timespec="seconds"),
+            "upto_at": one.upto_at.isoformat() if one.upto_at else None,
+            "topics": ", ".join(topic.topic for topic in one.topics),
+            "records": one.records,
+        }
+        for one in found
+    )
+    show_rows(rows, as_json=as_json, nothing="no snapshots: mqlayer snapshot create NAME")
+
+
+@snapshots.command()
+def show(
+    name: NameArgument,
+    verify: Annotated[bool, typer.Option("--verify", help="Count all of its records: no gap, no duplicate.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a snapshot holds of each topic; with --verify, that the archive holds all of it once."""
+    with Database(settings_here().control_dsn()) as database:
+        found = find_snapshot(database, name)
+        broken = verify_snapshot(database, name) if verify else []
+    rows = (
+        {
+            "topic": one.topic,
+            "batch": one.batch,
+            "version": one.version,
+            "records": one.records,
+            "stretches": one.stretches,
+        }
+        for one in found.topics
+    )
+    show_rows(rows, as_json=as_json, nothing=f"{name} holds no topic")
+    for one in broken:
+        typer.echo(
+            f"{one.topic}, source {one.source}, LP {one.lp}: "
+            f"{counted(one.rows, 'record')} of {counted(one.seqs, 'seq')} where there must be {one.wanted}",
+            err=True,
+        )
+    if broken:
+        raise typer.Exit(1)
+    if verify and not as_json:
+        typer.echo(f"verified: {counted(found.records, 'record')}, no gap, no duplicate")
+
+
+@snapshots.command()
+def export(
+    name: NameArgument,
+    to: Annotated[Path, typer.Option(help="A directory that is not there yet.")],
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="Files that are written side by side.")] = 2,
+) -> None:
+    """Write a snapshot as Parquet files with a manifest, whole or not at all."""
+    with Database(settings_here().control_dsn()) as database:
+        done = export_snapshot(database, name, to, jobs=jobs, actor=actor())
+    files = sum(map(len, done.files.values()))
+    typer.echo(f"{counted(done.snapshot.records, 'record')} in {counted(files, 'file')} of {done.bytes:,} bytes: {to}")
+
+
+@snapshots.command()
+def drop(name: NameArgument) -> None:
+    """Forget a snapshot: retention may drop what it covered, and who reads it fails."""
+    with Database(settings_here().control_dsn()) as database:
+        drop_snapshot(database, name, actor=actor())
+    typer.echo(f"{name} is dropped; the archive keeps its records until retention comes by")

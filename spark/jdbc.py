@@ -1,0 +1,85 @@
+"""Snapshots by Spark's own JDBC source: it reads only the columns that a query needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
+
+from mqlayer.archiving.tables import Table
+from mqlayer.domain.routing import LP_COUNT
+from mqlayer.errors import InvalidInput
+from mqlayer.postgres.reading import READ_ONLY, ReadAddress, bound
+from mqlayer.spark.schemas import TYPES
+
+DRIVER: Final = "org.postgresql.Driver"
+PASSED_ON: Final = ("sslmode", "sslrootcert", "sslcert", "sslkey")
+"""Parameters of a DSN that mean the same to the JDBC driver."""
+RANGE_COLUMNS: Final[Mapping[Table, str]] = {"records": "lp", "outcomes": "lp_from", "lineage": "lp_from"}
+FETCH_BYTES: Final = 16_000_000
+"""About what a task holds of rows that Spark has not taken yet."""
+FETCH_ROWS: Final = (50, 10_000)
+
+
+def has_driver(spark: SparkSession) -> bool:
+    """Return whether Postgres' driver is on the class path of this session; never with Spark Connect."""
+    jvm: Any = getattr(spark, "_jvm", None)
+    return jvm is not None and bool(jvm.org.apache.spark.util.Utils.classIsLoadable(DRIVER))
+
+
+def snapshot_frame(
+    spark: SparkSession,
+    address: ReadAddress,
+    snapshot_id: int,
+    *,
+    table: Table,
+    columns: Mapping[str, str],
+    ranges: Sequence[tuple[int, int]],
+    width: int,
+) -> DataFrame:
+    """Return these columns of a snapshot, one task for each range of LPs; `width`: bytes of a row, about."""
+    if address.parameters["host"].startswith("/"):
+        raise InvalidInput("option way: JDBC does not reach a Unix socket; give a dsn with a host, or way='python'")
+    statement = bound(f"snapshot_{table}", {"snapshot_id": snapshot_id, "lp_from": 0, "lp_to": LP_COUNT})
+    name = RANGE_COLUMNS[table]
+    frame = spark.read.jdbc(
+        url=url_of(address),
+        table=f"({statement}) AS snapshot_{snapshot_id}",
+        predicates=[f"{name} >= {start} AND {name} < {end}" for start, end in ranges],
+        properties={
+            **properties_of(address),
+            # The same transaction as the reading: what was dropped is an error, not an empty answer.
+            "sessionInitStatement": bound("snapshot_there", {"snapshot_id": snapshot_id}),
+            "fetchsize": str(min(max(FETCH_BYTES // max(width, 1), FETCH_ROWS[0]), FETCH_ROWS[1])),
+        },
+    )
+    return frame.select([_column(name, word).alias(name) for name, word in columns.items()])
+
+
+def url_of(address: ReadAddress) -> str:
+    """Return the address for JDBC, without user and password."""
+    host = address.parameters["host"]
+    shown = f"[{host}]" if ":" in host else host
+    return f"jdbc:postgresql://{shown}:{address.parameters['port']}/{address.parameters['dbname']}"
+
+
+def properties_of(address: ReadAddress) -> dict[str, str]:
+    """Return what the driver has to know besides; Spark keeps properties out of plans and masks passwords."""
+    found = {name: address.parameters[name] for name in PASSED_ON if name in address.parameters}
+    if address.password:
+        found["password"] = address.password
+    options = f"{address.parameters.get('options', '')} {READ_ONLY}".strip()
+    return found | {
+        "driver": DRIVER,
+        "user": address.parameters["user"],
+        "options": options,
+        "ApplicationName": "mqlayer spark",
+        "tcpKeepAlive": "true",
+    }
+
+
+def _column(name: str, word: str) -> Column:
+    column = F.col(f"`{name}`")
+    return F.from_json(column, word) if word.startswith("map<") else column.cast(TYPES[word])

@@ -1,0 +1,48 @@
+"""Consumer fairness: how a group's work is spread over its members."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from mqlayer.spark.jobs.framework import Found, Tables, Wish, rows_of
+from mqlayer.spark.report import Bar, Bars, Note, Part, Section, Table
+from mqlayer.spark.transforms.sharing import by_group, by_member
+
+CHARTS: Final = 12
+BARS: Final = 40
+
+
+def run(tables: Tables, _wish: Wish) -> Found:
+    """Look at how many messages each member handled, and how long it had any in hand."""
+    members = by_member(tables.outcomes).persist()
+    frames = {"members": members, "groups": by_group(members).persist()}
+    each = [_rounded(row) for row in rows_of(members, "topic", "group", "-messages", "actor")]
+    groups = [_rounded(row) for row in rows_of(frames["groups"], "-messages", "topic", "group")]
+    parts: list[Part] = [
+        Note("Gini 0: all members did the same. Near 1: one did it all. Busy: with at least one message in hand."),
+        Table("Groups", groups, "no group handled anything of this snapshot"),
+    ]
+    for group in groups[:CHARTS]:
+        own = [row for row in each if (row["topic"], row["group"]) == (group["topic"], group["group"])]
+        bars = [
+            Bar(
+                row["actor"], row["messages"], f"{row['messages']:,} · {row['share']:.1%} · busy {row['busy_s']:,.1f} s"
+            )
+            for row in own[:BARS]
+        ]
+        mean = group["messages"] / group["members"]
+        parts.append(Bars(f"{group['topic']} → {group['group']}: messages by member", bars, mean))
+    section = Section("fairness", "Fairness", parts)
+    return Found("fairness", {"groups": groups, "members": each}, {"groups": groups, "members": each}, section, frames)
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
+
+
+if __name__ == "__main__":
+    import sys
+
+    from mqlayer.spark.jobs.running import submit
+
+    sys.exit(submit("fairness"))

@@ -1,0 +1,145 @@
+"""Snapshots of the archive as DataFrames, by three ways below one declared schema.
+
+- ``jdbc``: Spark's own JDBC source with our cut and ranges of LPs; where Postgres' driver is on the class path.
+- ``python``: a data source in Python, by Arrow; needs no jar.
+- ``parquet``: what ``mqlayer snapshot export`` wrote; needs no database.
+
+No password is ever part of a plan: JDBC gets it as a property, Python workers inside of the pickled source.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal
+
+from pyspark.sql import DataFrame, SparkSession
+
+from mqlayer.archiving.ranges import lp_ranges
+from mqlayer.archiving.snapshots import Stretch, find_snapshot, lp_weights, sample_width, snapshot_cut
+from mqlayer.archiving.tables import Table, check_table, chosen_columns
+from mqlayer.errors import InvalidInput
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.reading import ReadAddress, read_address
+from mqlayer.settings import Settings
+from mqlayer.spark import jdbc
+from mqlayer.spark.chain import COLUMNS, check_chain
+from mqlayer.spark.exported import Exported
+from mqlayer.spark.source import APPLICATION, bound_source
+
+Way = Literal["jdbc", "python", "parquet"]
+WAYS: Final = ("jdbc", "python", "parquet")
+BOUND: Final = "mqlayer_bound"
+"""Ours alone: the source `mqlayer` may be bound to another database."""
+
+_registering = threading.Lock()
+
+
+def read_snapshot(
+    spark: SparkSession,
+    name: str,
+    *,
+    table: Table = "records",
+    dsn: str | None = None,
+    columns: Sequence[str] | None = None,
+    way: Way | None = None,
+    partitions: int | None = None,
+    path: str | None = None,
+    check: bool = False,
+) -> DataFrame:
+    """Return a snapshot's records, outcomes or lineage; reading it again, by any way, gives the same rows.
+
+    `dsn`: the control database; MQLAYER_DSN where it is not given. `columns`: only these, in this order. `way`: by
+    default JDBC where Postgres' driver is on the class path, else Python. `partitions`: how many tasks at most, each
+    for a range of LPs, so that an LP's records are in one; by default as many as Spark runs at once. `path`: where an
+    export of the snapshot is; read as Parquet, without the database. `check`: before anything is returned, prove that
+    what this way reads is the cut, each seq once; its numbers are read once more for that. Raises ArchiveBroken.
+    Raises NotFound for an unknown snapshot, InvalidInput naming the option that is wrong.
+    """
+    known = check_table(table)
+    chosen = chosen_columns(known, None if columns is None else list(columns))
+    if partitions is not None and partitions < 1:
+        raise InvalidInput(f"option partitions: {partitions} tasks can't read; say 1 or more")
+    source = _source(spark, name, dsn=dsn, way=way, partitions=partitions, path=path)
+    if check:
+        check_chain(source.frame("records", chosen_columns("records", list(COLUMNS))), source.cut(), name=name)
+    return source.frame(known, chosen)
+
+
+def _source(
+    spark: SparkSession, name: str, *, dsn: str | None, way: str | None, partitions: int | None, path: str | None
+) -> Exported | _Stored:
+    if way is not None and way not in WAYS:
+        raise InvalidInput(f"option way: there is no {way!r}; choose one of {', '.join(WAYS)}")
+    if path is None and way == "parquet":
+        raise InvalidInput(
+            "option path: way='parquet' needs one that names an export; mqlayer snapshot export makes it"
+        )
+    if path is not None:
+        if way not in (None, "parquet"):
+            raise InvalidInput(f"option way: an export is read as Parquet, not by {way}")
+        return Exported(spark, name, path)
+    address = read_address(dsn or Settings().control_dsn())
+    return _Stored(spark, name, address, _way(spark, way, address), partitions or _parallelism(spark))
+
+
+class _Stored:
+    """A snapshot in the database."""
+
+    def __init__(self, spark: SparkSession, name: str, address: ReadAddress, way: str, partitions: int) -> None:
+        self._spark, self._name, self._address, self._way, self._partitions = spark, name, address, way, partitions
+        with self._database() as database:
+            self._id = find_snapshot(database, name).snapshot_id
+
+    def frame(self, table: Table, columns: Mapping[str, str]) -> DataFrame:
+        """Return these columns of a table."""
+        if self._way == "jdbc":
+            with self._database() as database:
+                weights, width = lp_weights(database, self._id), sample_width(database, self._id)
+            ranges = lp_ranges(weights, self._partitions)
+            return jdbc.snapshot_frame(
+                self._spark, self._address, self._id, table=table, columns=columns, ranges=ranges, width=width
+            )
+        options = {"snapshot": self._name, "table": table, "columns": ",".join(columns)}
+        # The name that is registered is looked up when the frame is made, and by nobody later.
+        with _registering:
+            _register(self._spark, self._address, BOUND)
+            return self._spark.read.format(BOUND).options(**options, partitions=str(self._partitions)).load()
+
+    def cut(self) -> list[Stretch]:
+        """Return the stretches of the snapshot."""
+        with self._database() as database:
+            return snapshot_cut(database, self._id)
+
+    def _database(self) -> Database:
+        return Database(self._address.conninfo(application=APPLICATION))
+
+
+def register(spark: SparkSession, *, dsn: str | None = None) -> None:
+    """Let `spark.read.format("mqlayer")` and `spark.readStream.format("mqlayer")` read the archive of this database;
+    MQLAYER_DSN where it is not given."""
+    _register(spark, read_address(dsn or Settings().control_dsn()), "mqlayer")
+
+
+def _register(spark: SparkSession, address: ReadAddress, called: str) -> None:
+    spark.dataSource.register(bound_source(address, called=called))
+
+
+def _way(spark: SparkSession, way: str | None, address: ReadAddress) -> str:
+    if way is None:
+        reachable = not address.parameters["host"].startswith("/")
+        return "jdbc" if reachable and jdbc.has_driver(spark) else "python"
+    if way == "jdbc" and not jdbc.has_driver(spark):
+        raise InvalidInput(
+            "option way: Postgres' JDBC driver is not on Spark's class path; install it (Debian: "
+            "libpostgresql-jdbc-java), name its jar in spark.jars, or say way='python'"
+        )
+    return way
+
+
+def _parallelism(spark: SparkSession) -> int:
+    try:
+        return max(1, int(spark.sparkContext.defaultParallelism))
+    except (AttributeError, NotImplementedError):
+        # Spark Connect does not tell.
+        return 4

@@ -1,0 +1,1 @@
+"""What jobs compute: DataFrame -> DataFrame, without reading or writing anything."""

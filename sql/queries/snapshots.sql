@@ -1,0 +1,191 @@
+
+-- name: snapshot_topics_lock
+-- Hold topics as they are in the archive, in the order in which everybody locks them: no batch is added and nothing is
+-- dropped meanwhile. What they hold is read afterwards, or it would be of the time before the wait.
+SELECT a.topic_id FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id)
+WHERE t.version IS NOT NULL AND (%(topics)s::text[] IS NULL OR t.name = ANY (%(topics)s::text[]))
+ORDER BY a.topic_id FOR SHARE OF a;
+
+-- name: snapshot_topics
+-- Topics by name, and whether the archive has them.
+SELECT t.topic_id, t.name, a.topic_id IS NOT NULL, t.version IS NOT NULL
+FROM mqlayer.topic t LEFT JOIN mqlayer_archive.topic a USING (topic_id)
+WHERE %(topics)s::text[] IS NULL OR t.name = ANY (%(topics)s::text[])
+ORDER BY t.topic_id;
+
+-- name: snapshot_insert
+-- Make a snapshot; nothing where the name is taken.
+INSERT INTO mqlayer_archive.snapshot (name, upto_at) VALUES (%(name)s, %(upto_at)s)
+ON CONFLICT (name) DO NOTHING
+RETURNING snapshot_id;
+
+-- name: snapshot_cut_all
+-- Cut held topics at their marks.
+INSERT INTO mqlayer_archive.cut (snapshot_id, topic_id, source, lp, first_seq, last_seq)
+SELECT %(snapshot_id)s, m.topic_id, m.source, m.lp, m.first_seq, m.last_seq
+FROM mqlayer_archive.mark m
+WHERE m.topic_id = ANY (%(topic_ids)s) AND m.first_seq <= m.last_seq;
+
+-- name: snapshot_cut_until
+-- Cut held topics before the first record of each (source, LP) that was published after a time.
+INSERT INTO mqlayer_archive.cut (snapshot_id, topic_id, source, lp, first_seq, last_seq)
+SELECT %(snapshot_id)s, m.topic_id, m.source, m.lp, m.first_seq, least(m.last_seq, late.seq - 1)
+FROM mqlayer_archive.mark m
+LEFT JOIN (SELECT r.topic_id, r.source, r.lp, min(r.seq) AS seq
+           FROM mqlayer_archive.record r
+           WHERE r.topic_id = ANY (%(topic_ids)s) AND r.published_at > %(upto_at)s
+           GROUP BY r.topic_id, r.source, r.lp) late USING (topic_id, source, lp)
+WHERE m.topic_id = ANY (%(topic_ids)s) AND m.first_seq <= least(m.last_seq, late.seq - 1);
+
+-- name: snapshot_topic_insert
+-- Note the batch, the route version and the number of records of each held topic, once it is cut.
+INSERT INTO mqlayer_archive.snapshot_topic (snapshot_id, topic_id, batch, version, records)
+SELECT %(snapshot_id)s, a.topic_id, a.batch, t.version,
+       (SELECT coalesce(sum(c.last_seq - c.first_seq + 1), 0) FROM mqlayer_archive.cut c
+        WHERE c.snapshot_id = %(snapshot_id)s AND c.topic_id = a.topic_id)
+FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id)
+WHERE a.topic_id = ANY (%(topic_ids)s);
+
+-- name: snapshot_find
+-- One snapshot.
+SELECT s.snapshot_id, s.name, s.created_at, s.upto_at FROM mqlayer_archive.snapshot s WHERE s.name = %(name)s;
+
+-- name: snapshot_list
+-- All snapshots, oldest first.
+SELECT s.snapshot_id, s.name, s.created_at, s.upto_at FROM mqlayer_archive.snapshot s ORDER BY s.snapshot_id;
+
+-- name: snapshot_topic_list
+-- What snapshots hold of each topic.
+SELECT p.snapshot_id, t.name, p.batch, p.version, p.records, count(c.lp)::int
+FROM mqlayer_archive.snapshot_topic p
+JOIN mqlayer.topic t USING (topic_id)
+LEFT JOIN mqlayer_archive.cut c USING (snapshot_id, topic_id)
+WHERE p.snapshot_id = ANY (%(snapshot_ids)s)
+GROUP BY p.snapshot_id, p.topic_id, t.name ORDER BY p.snapshot_id, t.name;
+
+-- name: snapshot_cut
+-- The cut of a snapshot.
+SELECT t.name, c.source, c.lp::int, c.first_seq, c.last_seq
+FROM mqlayer_archive.cut c JOIN mqlayer.topic t USING (topic_id)
+WHERE c.snapshot_id = %(snapshot_id)s ORDER BY t.name, c.source, c.lp;
+
+-- name: snapshot_weights
+-- How many records a snapshot holds of each LP.
+SELECT c.lp::int, sum(c.last_seq - c.first_seq + 1)::bigint
+FROM mqlayer_archive.cut c WHERE c.snapshot_id = %(snapshot_id)s GROUP BY c.lp ORDER BY c.lp;
+
+-- name: snapshot_width
+-- How long the records of a snapshot are, in bytes, going by a few of each topic.
+SELECT coalesce(avg(r.size), 0)::int
+FROM mqlayer_archive.snapshot_topic p
+CROSS JOIN LATERAL (SELECT octet_length(i.body) + coalesce(octet_length(i.headers), 0) AS size
+                    FROM mqlayer_archive.record i WHERE i.topic_id = p.topic_id LIMIT 1000) r
+WHERE p.snapshot_id = %(snapshot_id)s;
+
+-- name: snapshot_delete
+-- Drop a snapshot; the archive keeps what it covered until retention comes by.
+DELETE FROM mqlayer_archive.snapshot WHERE name = %(name)s;
+
+-- name: snapshot_plan
+-- Look a cut up in a table made of it, for the rest of the transaction: what statistics know of it is old.
+SELECT set_config('enable_nestloop', 'off', true);
+
+-- name: snapshot_verify
+-- Where the archive does not hold a stretch of the cut as it was: each seq once.
+WITH stretch AS MATERIALIZED (
+    SELECT t.name, c.topic_id, c.source, c.lp, c.first_seq, c.last_seq, p.batch
+    FROM mqlayer_archive.snapshot_topic p
+    JOIN mqlayer.topic t USING (topic_id)
+    JOIN mqlayer_archive.cut c USING (snapshot_id, topic_id)
+    WHERE p.snapshot_id = %(snapshot_id)s)
+SELECT c.name, c.source, c.lp::int, c.last_seq - c.first_seq + 1 AS wanted, coalesce(f.rows, 0), coalesce(f.seqs, 0)
+FROM stretch c
+LEFT JOIN (SELECT r.topic_id, r.source, r.lp, count(*) AS rows, count(DISTINCT r.seq) AS seqs
+           FROM mqlayer_archive.record r
+           JOIN stretch i ON r.topic_id = i.topic_id AND r.source = i.source AND r.lp = i.lp
+               AND r.seq BETWEEN i.first_seq AND i.last_seq AND r.batch <= i.batch
+           GROUP BY r.topic_id, r.source, r.lp) f USING (topic_id, source, lp)
+WHERE c.last_seq - c.first_seq + 1 IS DISTINCT FROM f.rows OR f.rows IS DISTINCT FROM f.seqs
+ORDER BY c.name, c.source, c.lp;
+
+-- name: snapshot_there
+-- An error where a snapshot was dropped. Asked in the transaction that reads it.
+SELECT mqlayer_archive.snapshot_v1(%(snapshot_id)s::int);
+
+-- name: snapshot_records
+-- The records of a snapshot in a range of LPs. Key, headers and numbers are as they are stored; readers bring them into
+-- the declared form. The cut is small and put together first, so that each record is looked up once; days that began
+-- after it are left out.
+WITH stretch AS MATERIALIZED (
+    SELECT t.name, c.topic_id, c.source, c.lp, c.first_seq, c.last_seq, p.batch
+    FROM mqlayer_archive.snapshot_topic p
+    JOIN mqlayer.topic t USING (topic_id)
+    JOIN mqlayer_archive.cut c USING (snapshot_id, topic_id)
+    WHERE p.snapshot_id = %(snapshot_id)s::int)
+SELECT c.name AS topic, r.version, r.partition_id AS partition, r.log_offset AS "offset", r.source, r.lp, r.seq,
+       r.published_at, r.archived_at, r.key, r.tags, r.headers, r.body
+FROM mqlayer_archive.record r
+JOIN stretch c ON r.topic_id = c.topic_id AND r.source = c.source AND r.lp = c.lp
+    AND r.seq BETWEEN c.first_seq AND c.last_seq AND r.batch <= c.batch
+WHERE r.lp >= %(lp_from)s::smallint AND r.lp < %(lp_to)s::smallint
+  AND r.archived_at < (SELECT coalesce((max(d.day) + 1)::timestamp AT TIME ZONE 'UTC', 'infinity')
+                       FROM mqlayer_archive.snapshot_topic p JOIN mqlayer_archive.day d USING (topic_id)
+                       WHERE p.snapshot_id = %(snapshot_id)s::int AND d.first_batch <= p.batch);
+
+-- name: snapshot_outcomes
+-- The outcomes of a snapshot, of partitions whose LPs begin in a range; where they begin, for readers that divide them.
+SELECT t.name AS topic, g.name AS "group", o.partition_id AS partition, o.first_offset, o.last_offset, o.word, o.attempts,
+       o.delivered_at, o.settled_at, o.actor, o.reason, n.lp_from
+FROM mqlayer_archive.snapshot_topic p
+JOIN mqlayer.topic t USING (topic_id)
+JOIN mqlayer_archive.outcome o ON o.topic_id = p.topic_id AND o.batch <= p.batch
+JOIN mqlayer.consumer_group g ON g.group_id = o.group_id
+JOIN mqlayer.partition n ON n.partition_id = o.partition_id
+WHERE p.snapshot_id = %(snapshot_id)s::int AND n.lp_from >= %(lp_from)s::smallint AND n.lp_from < %(lp_to)s::smallint;
+
+-- name: snapshot_lineage
+-- The partitions of a snapshot's topics up to its route version, each with its parents.
+SELECT t.name AS topic, n.partition_id AS partition, n.lp_from, n.lp_to, f.first_version,
+       nullif(f.last_version, p.version) AS last_version,
+       ARRAY(SELECT o.partition_id FROM mqlayer.partition o
+             WHERE o.ended_in = n.born_in AND o.lp_from < n.lp_to AND n.lp_from < o.lp_to
+             ORDER BY o.partition_id) AS parents
+FROM mqlayer_archive.snapshot_topic p
+JOIN mqlayer.topic t USING (topic_id)
+JOIN (SELECT r.topic_id, r.partition_id, s.snapshot_id, min(r.version) AS first_version, max(r.version) AS last_version
+      FROM mqlayer.route r JOIN mqlayer_archive.snapshot_topic s ON s.topic_id = r.topic_id AND r.version <= s.version
+      GROUP BY r.topic_id, r.partition_id, s.snapshot_id) f
+    ON f.topic_id = p.topic_id AND f.snapshot_id = p.snapshot_id
+JOIN mqlayer.partition n ON n.partition_id = f.partition_id
+WHERE p.snapshot_id = %(snapshot_id)s::int AND n.lp_from >= %(lp_from)s::smallint AND n.lp_from < %(lp_to)s::smallint;
+
+-- name: stream_topics
+-- The last batch of topics in the archive, and the first one that is kept (null: none is): of some names, or all.
+SELECT t.name, t.topic_id, a.batch,
+       (SELECT min(d.first_batch) FROM mqlayer_archive.day d WHERE d.topic_id = a.topic_id) AS kept_from
+FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id)
+WHERE %(topics)s::text[] IS NULL OR t.name = ANY (%(topics)s::text[]) ORDER BY t.name;
+
+-- name: stream_there
+-- An error where batches after one were dropped from the archive. Asked in the transaction that reads them.
+SELECT mqlayer_archive.batches_v1(%(topic_id)s::int, %(after)s::bigint);
+
+-- name: stream_records
+-- The records of a topic's batches in a range of LPs, as they are stored.
+SELECT t.name AS topic, r.version, r.partition_id AS partition, r.log_offset AS "offset", r.source, r.lp, r.seq,
+       r.published_at, r.archived_at, r.key, r.tags, r.headers, r.body
+FROM mqlayer_archive.record r
+JOIN mqlayer.topic t USING (topic_id)
+WHERE r.topic_id = %(topic_id)s::int AND r.batch > %(after)s::bigint AND r.batch <= %(upto)s::bigint
+  AND r.lp >= %(lp_from)s::smallint AND r.lp < %(lp_to)s::smallint;
+
+-- name: stream_outcomes
+-- The outcomes of a topic's batches, of partitions whose LPs begin in a range.
+SELECT t.name AS topic, g.name AS "group", o.partition_id AS partition, o.first_offset, o.last_offset, o.word, o.attempts,
+       o.delivered_at, o.settled_at, o.actor, o.reason
+FROM mqlayer_archive.outcome o
+JOIN mqlayer.topic t USING (topic_id)
+JOIN mqlayer.consumer_group g ON g.group_id = o.group_id
+JOIN mqlayer.partition n ON n.partition_id = o.partition_id
+WHERE o.topic_id = %(topic_id)s::int AND o.batch > %(after)s::bigint AND o.batch <= %(upto)s::bigint
+  AND n.lp_from >= %(lp_from)s::smallint AND n.lp_from < %(lp_to)s::smallint;

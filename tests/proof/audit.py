@@ -1,0 +1,29 @@
+"""The order audit as an oracle: what became of a system's topics is archived, cut, and looked at by Spark."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from mqlayer.archiving import archive_pass, create_snapshot
+from mqlayer.postgres.database import Database
+from mqlayer.spark.jobs.framework import Found, Wish
+from mqlayer.spark.jobs.running import JOBS, tables_of
+from tests.fixtures.waiting import wait_until
+
+
+def archive_and_audit(spark: Any, dsn: str, *, prefix: str, topics: list[str] | None = None) -> Found:
+    """Archive all that is in the streams of archived topics, take a snapshot, and audit it; its verdict is `good`.
+
+    Call it when nothing writes any more. The topics must have been archived from their first record on, or what they
+    lacked then is not noticed.
+    """
+    with Database(dsn) as database:
+
+        def through() -> bool:
+            report = archive_pass(database, prefix=prefix)
+            return report.ended and not (report.passed_by or report.held or report.failed or report.stopped)
+
+        wait_until(through, timeout_s=60, what="the archive to be up to date")
+        snapshot = create_snapshot(database, f"audit-{uuid.uuid4().hex[:8]}", topics=topics)
+    return JOBS["audit"](tables_of(spark, snapshot.name, dsn=dsn), Wish())
