@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from mqlayer.archiving.batches import Batch, in_batch, make_days
+from mqlayer.archiving.batches import Batch, end_stopped, in_batch, make_days
 from mqlayer.archiving.reading import Pieces, Source, piece_of
 from mqlayer.archiving.rows import Chains
 from mqlayer.archiving.writing import Writer, Written
@@ -146,6 +146,7 @@ class _Turn:
         except TransactionConflict as error:
             self._report.held.append(self._topic)
             log.warning("archive_topic_held", extra={"topic": self._topic, "reason": str(error)})
+            end_stopped(self._database)
             return
         if self._report.ended:
             with self._database.connection() as connection:

@@ -5,6 +5,7 @@ Who locks more than one topic's archive takes them in the order of their ids, be
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime
@@ -14,10 +15,16 @@ from mqlayer.errors import StoreUnavailable
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
+log = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 
 PATIENCE: Final = {"lock_wait": "10s", "idle": "30s"}
 """A process that is stopped in a batch must not keep all others from archiving the topic."""
+CONFLICT_S: Final = 10.0
+"""For how long a batch is tried again while others hold what it needs."""
+STOPPED_S: Final = 60.0
+"""A COPY that waits for its client for so long waits for a process that is stopped: a batch takes some seconds."""
 TRIES: Final = 3
 
 
@@ -38,9 +45,7 @@ class Batch:
         connection.execute(query("archive_batch_put"), facts)
 
 
-def in_batch(
-    database: Database, topic_id: int, work: Callable[[Connection, Batch], Result], *, timeout_s: float = 10.0
-) -> Result | None:
+def in_batch(database: Database, topic_id: int, work: Callable[[Connection, Batch], Result]) -> Result | None:
     """Run `work` in a transaction that holds a topic's archive; None where the topic is not archived.
 
     The table partitions of the batch's day are there. Whatever `work` writes goes under `batch.number`, by `batch.put`.
@@ -58,7 +63,7 @@ def in_batch(
         return True, work(connection, Batch(topic_id, number + 1, stretch, at, day))
 
     for _ in range(TRIES):
-        done, result = database.transaction(attempt, timeout_s=timeout_s)
+        done, result = database.transaction(attempt, timeout_s=CONFLICT_S)
         if done:
             return result
         make_days(database)
@@ -68,3 +73,12 @@ def in_batch(
 def make_days(database: Database) -> None:
     """Make the table partitions of today and tomorrow, by the database's clock, where they are not there."""
     database.transaction(lambda connection: connection.execute(query("archive_days_make")).fetchall())
+
+
+def end_stopped(database: Database) -> int:
+    """End the sessions of archivers that are stopped in a COPY, which no timeout of Postgres does; return how many."""
+    with database.connection() as connection:
+        rows = connection.execute(query("archive_end_stopped"), {"stopped_s": STOPPED_S}).fetchall()
+    if rows:
+        log.warning("archiver_ended", extra={"sessions": len(rows)})
+    return len(rows)

@@ -100,6 +100,7 @@ class Writer:
             if rows:
                 data = b"".join(rows)
                 self._copy.write(data)
+                failpoint("archive.in_copy")
                 # Each row is five pieces.
                 self._written.records += len(rows) // 5
                 size += len(data)

@@ -195,3 +195,9 @@ LEFT JOIN mqlayer.consumer_group g ON g.topic_id = p.topic_id AND g.state <> 're
 LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id
 WHERE p.topic_id = ANY(%(topic_ids)s::int[]) AND p.state IN ('open', 'sealed')
 GROUP BY p.topic_id, p.partition_id, p.node_id, a.complete, a.upto_offset ORDER BY p.partition_id;
+
+-- name: archive_end_stopped
+-- End sessions that began to copy into the archive long ago and wait for their clients.
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+WHERE datname = current_database() AND query LIKE 'COPY mqlayer_archive.%%' AND state = 'active'
+  AND wait_event = 'ClientRead' AND query_start < clock_timestamp() - make_interval(secs => %(stopped_s)s);

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 
+from mqlayer.archiving import batches
+from tests.fixtures.waiting import wait_until
 from tests.integration.test_archive import HIGH, LOW, Scene
 
 PROGRAM = """
@@ -21,6 +24,12 @@ dsn, prefix, what = sys.argv[1:]
 database = Database(dsn)
 archive_pass(database, prefix=prefix) if what == "archive" else retain(database, older_than=timedelta(days=30))
 """
+
+
+WAITING = (
+    "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'COPY mqlayer_archive.%%' "
+    "AND wait_event = 'ClientRead' AND query_start < now() - interval '0.2 s'"
+)
 
 
 @pytest.fixture
@@ -46,15 +55,16 @@ def killed(scene: Scene, what: str, place: str) -> None:
     assert process.returncode == -9, "the place was not reached"
 
 
-@pytest.mark.parametrize("nth", [1, 2])
 @pytest.mark.parametrize(
-    "place",
+    ("place", "nth"),
     [
-        "archive.after_read",
-        "archive.before_copy",
-        "archive.after_copy",
-        "archive.before_commit",
-        "archive.after_commit",
+        ("archive.after_read", 2),
+        ("archive.before_copy", 2),
+        ("archive.in_copy", 2),
+        ("archive.after_copy", 2),
+        ("archive.before_commit", 1),
+        ("archive.before_commit", 2),
+        ("archive.after_commit", 1),
     ],
 )
 def test_an_archiver_killed_in_a_batch_leaves_whole_batches(scene: Scene, place: str, nth: int) -> None:
@@ -88,3 +98,23 @@ def test_retention_killed_before_its_commit_dropped_nothing(scene: Scene, place:
     subprocess.run([sys.executable, "-c", PROGRAM, scene.dsn, scene.prefix, "retain"], check=True)
     assert scene.archived() == []
     assert scene.marks() == {pair: (last + 1, last) for pair, (_, last) in before.items()}
+
+
+def test_an_archiver_stopped_in_a_copy_is_ended_by_whoever_waits_for_the_topic(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Postgres ends no COPY that waits for its client; woken, the archiver finds its session gone."""
+    monkeypatch.setitem(batches.PATIENCE, "lock_wait", "200ms")
+    monkeypatch.setattr(batches, "STOPPED_S", 0.1)
+    monkeypatch.setattr(batches, "CONFLICT_S", 0.5)
+    send(scene)
+    command = [sys.executable, "-c", PROGRAM, scene.dsn, scene.prefix, "archive"]
+    with subprocess.Popen(
+        command, env=os.environ | {"MQLAYER_FAILPOINTS": "archive.in_copy=stop"}, stderr=subprocess.DEVNULL
+    ) as stopped:
+        wait_until(lambda: scene.rows(WAITING), what="it is stopped in its COPY", timeout_s=20)
+        wait_until(lambda: scene.archive().total == 120, what="another one goes on", timeout_s=20)
+        os.kill(stopped.pid, signal.SIGCONT)
+        stopped.wait(20)
+    scene.archive()
+    scene.assert_whole()
