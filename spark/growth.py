@@ -20,7 +20,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from mqlayer.archiving.ranges import lp_ranges
-from mqlayer.archiving.tables import Table
+from mqlayer.archiving.tables import STREAM_QUERIES, Table
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.postgres.database import Database
@@ -143,7 +143,7 @@ class GrowthReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         }
         statements = [
             bound("stream_there", {"topic_id": partition.topic_id, "after": partition.after}),
-            chosen(bound(f"stream_{self._table}", facts), self._schema),
+            chosen(bound(STREAM_QUERIES[self._table], facts), self._schema),
         ]
         yield from read_batches(self._address, statements, self._schema)
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
-from mqlayer.archiving.tables import Table
+from mqlayer.archiving.tables import SNAPSHOT_QUERIES, Table
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.reading import READ_ONLY, ReadAddress, bound
@@ -42,7 +42,7 @@ def snapshot_frame(
     """Return these columns of a snapshot, one task for each range of LPs; `width`: bytes of a row, about."""
     if address.parameters["host"].startswith("/"):
         raise InvalidInput("option way: JDBC does not reach a Unix socket; give a dsn with a host, or way='python'")
-    statement = bound(f"snapshot_{table}", {"snapshot_id": snapshot_id, "lp_from": 0, "lp_to": LP_COUNT})
+    statement = bound(SNAPSHOT_QUERIES[table], {"snapshot_id": snapshot_id, "lp_from": 0, "lp_to": LP_COUNT})
     name = RANGE_COLUMNS[table]
     frame = spark.read.jdbc(
         url=url_of(address),

@@ -15,7 +15,7 @@ from pyspark.sql.types import StructType
 
 from mqlayer.archiving.ranges import lp_ranges
 from mqlayer.archiving.snapshots import find_snapshot, lp_weights
-from mqlayer.archiving.tables import Table, check_table, chosen_columns
+from mqlayer.archiving.tables import SNAPSHOT_QUERIES, Table, check_table, chosen_columns
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.reading import ReadAddress, arrow_batches, bound
@@ -99,7 +99,7 @@ class SnapshotReader(DataSourceReader):
             return
         there = bound("snapshot_there", {"snapshot_id": self._snapshot_id})
         facts = {"snapshot_id": self._snapshot_id, "lp_from": partition.lp_from, "lp_to": partition.lp_to}
-        statement = bound(f"snapshot_{self._table}", facts)
+        statement = bound(SNAPSHOT_QUERIES[self._table], facts)
         yield from read_batches(self._address, [there, chosen(statement, self._schema)], self._schema)
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mqlayer.archiving.ranges import lp_ranges
 from mqlayer.archiving.snapshots import Snapshot, Stretch, find_snapshot, lp_weights, snapshot_cut
-from mqlayer.archiving.tables import COLUMNS, Table
+from mqlayer.archiving.tables import COLUMNS, SNAPSHOT_QUERIES, Table
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import ArchiveBroken, Conflict, InvalidInput
 from mqlayer.failpoints import failpoint
@@ -139,7 +139,7 @@ def _write_file(
 
     schema, rows, seen = arrow_schema(COLUMNS[table]), 0, []
     facts = {"snapshot_id": found.snapshot_id, "lp_from": lps[0], "lp_to": lps[1]}
-    statements = [bound("snapshot_there", {"snapshot_id": found.snapshot_id}), bound(f"snapshot_{table}", facts)]
+    statements = [bound("snapshot_there", {"snapshot_id": found.snapshot_id}), bound(SNAPSHOT_QUERIES[table], facts)]
     path = directory / table / f"part-{number:05d}.parquet"
     with (
         arrow_batches(address, statements, application=APPLICATION) as batches,

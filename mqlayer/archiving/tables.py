@@ -52,6 +52,13 @@ COLUMNS: Final[Mapping[Table, Mapping[str, str]]] = {
     },
 }
 
+SNAPSHOT_QUERIES: Final[Mapping[Table, str]] = {
+    "records": "snapshot_records",
+    "outcomes": "snapshot_outcomes",
+    "lineage": "snapshot_lineage",
+}
+STREAM_QUERIES: Final[Mapping[Table, str]] = {"records": "stream_records", "outcomes": "stream_outcomes"}
+
 
 def check_table(table: str) -> Table:
     """Return the table if it is one. Raises InvalidInput."""

@@ -200,6 +200,6 @@ def test_every_named_query_can_be_prepared(database_dsn: str) -> None:
 
 def test_every_named_query_is_used() -> None:
     root = Path(mqlayer.__file__).parent
-    paths = [*root.rglob("*.py"), *(root / "workers").rglob("*.py")]
+    paths = [path for folder in (root, root / "workers", root / "spark") for path in folder.rglob("*.py")]
     code = "".join(path.read_text("utf-8") for path in paths)
     assert [name for name in queries() if f'"{name}"' not in code] == []

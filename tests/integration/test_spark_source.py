@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_filters_give_the_same_rows_and_none_stays_with_the_frame(
     """Spark's filters for Python sources stay in a frame for its next query, so none is pushed down there."""
     frame = read(spark, filled, way, tmp_path)
     everything = frame.collect()
-    for text, test in {
+    checks: dict[str, Callable[[Any], bool]] = {
         "key = 'a' AND seq >= 2": lambda row: row.key == "a" and row.seq >= 2,
         "topic = 'invoices'": lambda row: row.topic == "invoices",
         "published_at < timestamp'2000-01-01 00:00:00'": lambda row: row.published_at.year < 2000,
@@ -103,7 +104,8 @@ def test_filters_give_the_same_rows_and_none_stays_with_the_frame(
         "key IS NULL OR key > 'key-5'": lambda row: row.key is None or row.key > "key-5",
         "key = 'it''s'": lambda row: row.key == "it's",
         "key > 'b'": lambda row: row.key is not None and row.key > "b",
-    }.items():
+    }
+    for text, test in checks.items():
         assert rows(frame.where(text)) == sorted(str(row.asDict()) for row in everything if test(row)), text
 
 
@@ -137,7 +139,7 @@ def test_errors_name_the_option_that_is_wrong(spark: Any, filled: ArchivedTopics
         ({"partitions": 0}, "option partitions"),
     ):
         with pytest.raises(InvalidInput, match=text):
-            read_snapshot(spark, "s", dsn=filled.dsn, **facts)  # type: ignore[arg-type]
+            read_snapshot(spark, "s", dsn=filled.dsn, **facts)
     register(spark, dsn=filled.dsn)
     for options, text in (
         ({}, "option snapshot"),

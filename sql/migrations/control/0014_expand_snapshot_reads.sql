@@ -24,6 +24,5 @@ BEGIN
     RETURN v_last;
 END $$;
 
--- What a stream of the archive reads next; what is asked of one topic among many.
-CREATE INDEX record_by_batch ON mqlayer_archive.record (topic_id, batch);
+-- What a stream of the archive reads next, as record_read does for records; what is asked of one topic among many.
 CREATE INDEX outcome_by_batch ON mqlayer_archive.outcome (topic_id, batch);
