@@ -27,6 +27,7 @@ COLUMNS: Final[Mapping[Table, Mapping[str, str]]] = {
         "tags": "array<string>",
         "headers": "map<string,string>",
         "body": "binary",
+        "batch": "bigint",
     },
     "outcomes": {
         "topic": "string",
@@ -40,6 +41,8 @@ COLUMNS: Final[Mapping[Table, Mapping[str, str]]] = {
         "settled_at": "timestamp",
         "actor": "string",
         "reason": "string",
+        "epoch": "bigint",
+        "place": "bigint",
     },
     "lineage": {
         "topic": "string",

@@ -123,7 +123,7 @@ WITH stretch AS MATERIALIZED (
     JOIN mqlayer_archive.cut c USING (snapshot_id, topic_id)
     WHERE p.snapshot_id = %(snapshot_id)s::int)
 SELECT c.name AS topic, r.version, r.partition_id AS partition, r.log_offset AS "offset", r.source, r.lp, r.seq,
-       r.published_at, r.archived_at, r.key, r.tags, r.headers, r.body
+       r.published_at, r.archived_at, r.key, r.tags, r.headers, r.body, r.batch
 FROM mqlayer_archive.record r
 JOIN stretch c ON r.topic_id = c.topic_id AND r.source = c.source AND r.lp = c.lp
     AND r.seq BETWEEN c.first_seq AND c.last_seq AND r.batch <= c.batch
@@ -135,7 +135,7 @@ WHERE r.lp >= %(lp_from)s::smallint AND r.lp < %(lp_to)s::smallint
 -- name: snapshot_outcomes
 -- The outcomes of a snapshot, of partitions whose LPs begin in a range; where they begin, for readers that divide them.
 SELECT t.name AS topic, g.name AS "group", o.partition_id AS partition, o.first_offset, o.last_offset, o.word, o.attempts,
-       o.delivered_at, o.settled_at, o.actor, o.reason, n.lp_from
+       o.delivered_at, o.settled_at, o.actor, o.reason, o.epoch, o.place, n.lp_from
 FROM mqlayer_archive.snapshot_topic p
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer_archive.outcome o ON o.topic_id = p.topic_id AND o.batch <= p.batch
@@ -178,7 +178,7 @@ SELECT mqlayer_archive.batches_v1(%(topic_id)s::int, %(after)s::bigint);
 -- name: stream_records
 -- The records of a topic's batches in a range of LPs, as they are stored.
 SELECT t.name AS topic, r.version, r.partition_id AS partition, r.log_offset AS "offset", r.source, r.lp, r.seq,
-       r.published_at, r.archived_at, r.key, r.tags, r.headers, r.body
+       r.published_at, r.archived_at, r.key, r.tags, r.headers, r.body, r.batch
 FROM mqlayer_archive.record r
 JOIN mqlayer.topic t USING (topic_id)
 WHERE r.topic_id = %(topic_id)s::int AND r.batch > %(after)s::bigint AND r.batch <= %(upto)s::bigint
@@ -187,7 +187,7 @@ WHERE r.topic_id = %(topic_id)s::int AND r.batch > %(after)s::bigint AND r.batch
 -- name: stream_outcomes
 -- The outcomes of a topic's batches, of partitions whose LPs begin in a range.
 SELECT t.name AS topic, g.name AS "group", o.partition_id AS partition, o.first_offset, o.last_offset, o.word, o.attempts,
-       o.delivered_at, o.settled_at, o.actor, o.reason
+       o.delivered_at, o.settled_at, o.actor, o.reason, o.epoch, o.place
 FROM mqlayer_archive.outcome o
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer.consumer_group g ON g.group_id = o.group_id
