@@ -60,6 +60,8 @@ SNAPSHOT_QUERIES: Final[Mapping[Table, str]] = {
     "outcomes": "snapshot_outcomes",
     "lineage": "snapshot_lineage",
 }
+WHOLE_QUERY: Final = "snapshot_records_whole"
+"""In the place of the one for records, where the snapshot is whole."""
 STREAM_QUERIES: Final[Mapping[Table, str]] = {"records": "stream_records", "outcomes": "stream_outcomes"}
 
 

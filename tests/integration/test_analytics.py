@@ -127,26 +127,25 @@ def test_all_jobs_write_parquet_and_one_page_that_fetches_nothing(
     assert "Clean: every record is in order" in seen.shown
 
 
-@pytest.mark.parametrize("job", TABLES)
 def test_each_job_is_a_program(
-    world: OutboxWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], job: str
+    world: OutboxWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As spark-submit runs it: with the session that is there, and an exit code."""
-    page = tmp_path / "page.html"
-    monkeypatch.setattr("sys.argv", [job, "--snapshot", "nightly", "--topic", "orders", "--html", str(page)])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "spark" / "jobs" / f"{job}.py"), run_name="__main__")
-    said = json.loads(capsys.readouterr().out)
-    assert (ended.value.code, said["job"], said["good"]) == (0, job, True)
-    assert "<section" in page.read_text()
-    monkeypatch.setattr("sys.argv", [job, "--snapshot", "weekly"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "spark" / "jobs" / f"{job}.py"), run_name="__main__")
-    assert ended.value.code == 1
-    assert (
-        capsys.readouterr().err == "mqlayer: unknown snapshot 'weekly': mqlayer snapshot list shows what there is; "
-        "mqlayer snapshot create NAME makes one\n"
-    )
+
+    def code(job: str, *words: str) -> object:
+        monkeypatch.setattr("sys.argv", [job, *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "spark" / "jobs" / f"{job}.py"), run_name="__main__")
+        return ended.value.code
+
+    for job in TABLES:
+        page = tmp_path / f"{job}.html"
+        assert code(job, "--snapshot", "nightly", "--topic", "orders", "--html", str(page)) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert (said["job"], said["good"]) == (job, True)
+        assert f'<section id="{job}"' in page.read_text()
+        assert code(job, "--snapshot", "weekly") == 1
+        assert capsys.readouterr().err.startswith("mqlayer: unknown snapshot 'weekly'")
 
 
 def test_an_audit_that_is_not_clean_says_so_and_exits_with_1(world: OutboxWorld, run: Commands) -> None:

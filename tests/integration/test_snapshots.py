@@ -28,9 +28,9 @@ from mqlayer.archiving import (
     verify_snapshot,
 )
 from mqlayer.archiving.exporting import export_snapshot
-from mqlayer.archiving.ranges import lp_ranges
+from mqlayer.archiving.ranges import batch_shares, batches_condition, lp_ranges
 from mqlayer.archiving.retention import PATIENCE
-from mqlayer.archiving.snapshots import snapshot_cut
+from mqlayer.archiving.snapshots import is_whole, snapshot_cut
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import ArchiveBroken, Conflict, InvalidInput, NotFound
 from mqlayer.postgres.queries import query
@@ -413,3 +413,32 @@ def test_ranges_tile_all_lps_and_divide_the_records() -> None:
     assert lp_ranges(dict.fromkeys(range(1024), 1), 4) == [(0, 256), (256, 512), (512, 768), (768, 1024)]
     assert lp_ranges({0: 100, 1: 1, 1023: 1}, 3) == [(0, 1), (1, 2), (2, 1024)]
     assert lp_ranges({5: 10}, 4) == [(0, 6), (6, 1024)]
+
+
+def test_shares_of_batches_are_all_batches_once_and_divide_the_records() -> None:
+    even = [(1, batch, 10) for batch in range(1, 101)]
+    assert batch_shares({1: 100}, even, 4) == [((1, 0, 25),), ((1, 25, 50),), ((1, 50, 75),), ((1, 75, 100),)]
+    assert batch_shares({1: 9, 2: 4}, [(1, 9, 10), (2, 1, 10), (2, 3, 10)], 2) == [((1, 0, 9), (2, 0, 1)), ((2, 1, 4),)]
+    assert batch_shares({1: 9}, [(1, 2, 100), (1, 9, 1)], 3) == [((1, 0, 2),), ((1, 2, 9),)]
+    assert batch_shares({1: 9, 2: 0}, [], 4) == [((1, 0, 9),)]
+    assert batch_shares({}, [], 4) == []
+    assert batches_condition([]) == "false"
+
+
+def test_a_snapshot_that_is_all_that_there_is_reads_as_by_its_cut(archived: ArchivedTopics) -> None:
+    """Whether it is: not one until a time, nor one behind a gap that was accepted."""
+    archived.put("a", "b", "a")
+    archived.put("c", at=BEGAN + HOUR)
+    made = {
+        "all": create_snapshot(archived.database, "all"),
+        "until": create_snapshot(archived.database, "until", at=BEGAN),
+    }
+    archived.connection.execute("UPDATE mqlayer_archive.mark SET first_seq = 2 WHERE last_seq = 2")
+    made["behind"] = create_snapshot(archived.database, "behind")
+    whole = {name: is_whole(archived.database, one.snapshot_id) for name, one in made.items()}
+    assert whole == {"all": True, "until": False, "behind": False}
+    archived.put("a")
+    facts = {"snapshot_id": made["all"].snapshot_id, "lp_from": 0, "lp_to": 1024}
+    found = [archived.rows(bound(name, facts)) for name in ("snapshot_records", "snapshot_records_whole")]
+    assert sorted(map(str, found[0])) == sorted(map(str, found[1]))
+    assert len(found[0]) == 4

@@ -317,7 +317,7 @@ spark = mqlayer.spark.session('job')
 frame = mqlayer.spark.read_snapshot(spark, 's', way='python', check=True)
 where = frame.rdd.map(lambda row: __import__('mqlayer').__file__).distinct().collect()
 print('read', frame.count(), all('mqlayer.zip' in path for path in where))
-runpy.run_path(sys.argv[1], run_name='__main__')
+runpy.run_path(sys.argv.pop(1), run_name='__main__')
 """
 
 

@@ -41,3 +41,7 @@ END $$;
 
 -- What a stream of the archive reads next, as record_read does for records; what is asked of one topic among many.
 CREATE INDEX outcome_by_batch ON mqlayer_archive.outcome (topic_id, batch);
+
+-- The cut has all that was archived of the topic up to the batch, in the days that were kept then: whoever reads it need not
+-- look it up for each record. Null: not known.
+ALTER TABLE mqlayer_archive.snapshot_topic ADD COLUMN whole boolean;
