@@ -157,7 +157,6 @@ FROM mqlayer_archive.snapshot_topic p
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer_archive.record r ON r.topic_id = p.topic_id AND r.batch <= p.batch
 WHERE p.snapshot_id = %(snapshot_id)s::int
-  AND r.lp >= %(lp_from)s::smallint AND r.lp < %(lp_to)s::smallint
   AND r.archived_at < (SELECT coalesce((max(d.day) + 1)::timestamp AT TIME ZONE 'UTC', 'infinity')
                        FROM mqlayer_archive.snapshot_topic p JOIN mqlayer_archive.day d USING (topic_id)
                        WHERE p.snapshot_id = %(snapshot_id)s::int AND d.first_batch <= p.batch);
