@@ -18,8 +18,8 @@ from mqlayer.producing.ledger import Ledger, tell_all
 from mqlayer.producing.parcels import Listener, Parcel
 from mqlayer.producing.pauses import pause_s
 from mqlayer.redis.nodes import Node, NodeConnection, is_missing_script
-from mqlayer.redis.packets import append_packet, wait_packet
-from mqlayer.redis.partitions import Appended, Refused, append_reply
+from mqlayer.redis.packets import append_once_packet, append_packet, wait_packet
+from mqlayer.redis.partitions import Appended, OnceOutcome, Refused, append_once_reply, append_reply
 from mqlayer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -145,6 +145,8 @@ class Link:
                 batch = self._next_batch()
                 if batch is None:
                     return
+                if batch.once:
+                    self._ledger.bar(batch)
                 self._flights.append(batch)
             if not self._transmit(batch):
                 return
@@ -193,17 +195,29 @@ class Link:
         return True
 
     def _packet(self, batch: Batch) -> bytes:
-        slot = batch.slot
-        packet = append_packet(
-            self._line,
-            self._options.settings.key_prefix,
-            slot.partition,
-            batch.source,
-            batch.heads,
-            batch.pieces,
-            count=batch.count,
-            backlog=slot.backlog_limit,
-        )
+        slot, settings = batch.slot, self._options.settings
+        if batch.once:
+            packet = append_once_packet(
+                self._line,
+                settings.key_prefix,
+                slot.partition,
+                batch.source,
+                batch.pieces,
+                count=batch.count,
+                backlog=slot.backlog_limit,
+                window_ms=int(settings.dedup_window_s * 1000),
+            )
+        else:
+            packet = append_packet(
+                self._line,
+                settings.key_prefix,
+                slot.partition,
+                batch.source,
+                batch.heads,
+                batch.pieces,
+                count=batch.count,
+                backlog=slot.backlog_limit,
+            )
         # If it must be sent again, another batch is made of the parcels.
         batch.heads, batch.pieces = [], []
         return packet + self._wait_packet if self._wait_packet else packet
@@ -235,13 +249,16 @@ class Link:
             told = []
         else:
             try:
-                told = self._act(batch, append_reply(replies[0], self._address), replicas, now)
+                read = append_once_reply if batch.once else append_reply
+                told = self._act(batch, read(replies[0], self._address), replicas, now)
             except NodeOutOfMemory as error:
                 told = ledger.refused(batch, error, now)
         self._flights.popleft()
         return told + self._resolve(batch, now) if batch.parcels else told
 
-    def _act(self, batch: Batch, answer: Appended | Refused, replicas: int | None, now: float) -> list[Listener]:
+    def _act(
+        self, batch: Batch, answer: Appended | list[OnceOutcome] | Refused, replicas: int | None, now: float
+    ) -> list[Listener]:
         ledger = self._ledger
         if isinstance(answer, Appended):
             if answer.outcomes is None:
@@ -250,6 +267,8 @@ class Link:
                 batch.parcels = [parcel for parcel in batch.parcels if parcel.lane.trouble is not None]
                 return told
             return ledger.mixed(batch, answer.offset, answer.outcomes, replicas)
+        if isinstance(answer, list):
+            return ledger.each(batch, answer, replicas)
         topic = batch.parcels[0].lane.topic.name
         if answer.word == "full":
             return ledger.refused(batch, BacklogFull(topic, batch.slot.partition, batch.slot.backlog_limit), now)

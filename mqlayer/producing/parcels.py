@@ -31,6 +31,8 @@ class Receipt(NamedTuple):
     offset: int | None
     identity: Identity
     replicas: int | None = None
+    duplicate: bool = False
+    """Nothing was stored: this is where the first message with its dedup id is."""
 
 
 class Place(NamedTuple):
@@ -49,12 +51,25 @@ class Found(NamedTuple):
     positions: tuple[tuple[int, int | None], ...]
 
 
+class Original(NamedTuple):
+    """The message was a duplicate by its dedup id: where the first one is."""
+
+    partition: int
+    offset: int
+    identity: Identity
+    replicas: int | None
+
+
+Outcome = Place | Found | Original
+"""What became of a parcel that did not fail."""
+
+
 class Parcel(msgspec.Struct, eq=False, gc=False):
     """Consecutive messages of one LP, published by one call: queued, sent and settled as one.
 
     `pieces` are its messages for the wire, `size` their bytes. A definite refusal becomes a failure once `deadline`
     (monotonic) has passed. `lane` and `first`, the seq of the first message, are set when it is queued; `outcome` when
-    it is settled, and `offset` if it was stored by one append.
+    it is settled, and `offset` if it was stored by one append. One with a `token`, a dedup id, is one message.
 
     There is one per message at worst, so it is of the kind that is cheapest to make, and the garbage collector does
     not look at it: whatever it is in a cycle with must let go of it.
@@ -65,10 +80,11 @@ class Parcel(msgspec.Struct, eq=False, gc=False):
     size: int
     deadline: float
     listener: Listener | None
-    outcome: Place | Found | MqlayerError | None = None
+    outcome: Outcome | MqlayerError | None = None
     offset: int = 0
     first: int = 0
     lane: Lane = cast("Lane", None)
+    token: bytes = b""
 
     @property
     def last(self) -> int:
@@ -85,6 +101,9 @@ class Parcel(msgspec.Struct, eq=False, gc=False):
             if known is None:
                 return self._receipt(outcome, partition, None, index)
             offset = known
+        elif isinstance(outcome, Original):
+            topic = self.lane.topic.name
+            return Receipt(topic, outcome.partition, outcome.offset, outcome.identity, outcome.replicas, duplicate=True)
         elif outcome is None:
             raise RuntimeError("the parcel is not settled yet")
         else:

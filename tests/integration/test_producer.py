@@ -198,7 +198,9 @@ def test_10_000_messages_without_a_key_reach_every_partition_evenly(world: Produ
         if way == "send_many":
             receipts = list(producer.send_many("orders", [Message(None, b"x") for _ in range(10_000)]))
         else:
-            receipts = [future.result(20) for future in [producer.send_async("orders", body=b"") for _ in range(10_000)]]
+            receipts = [
+                future.result(20) for future in [producer.send_async("orders", body=b"") for _ in range(10_000)]
+            ]
         single = producer.send("orders", body=b"y")
     counts = Counter(receipt.partition for receipt in receipts)
     assert set(counts) == {partition for partition, _ in world.partitions()}
