@@ -23,8 +23,8 @@ from mqlayer.trimming import trim_pass
 
 SHARES: Final[Mapping[str, int]] = {"0 %": 0, "1 %": len(KEYS) // 100, "10 %": len(KEYS) // 10}
 """How many of the keys fail."""
-MESSAGES: Final = 100_000
-ROUNDS: Final = 3
+MESSAGES: Final = 300_000
+ROUNDS: Final = 5
 BACKOFF_S: Final = (0.1, 3600.0)
 """Once in place, then parked: what comes after that is parked behind it."""
 SHARE_KEPT: Final = 0.9
