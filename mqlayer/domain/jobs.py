@@ -34,6 +34,8 @@ REBALANCE: Final = Job("rebalance", 2)
 BALANCE_BY_RATE: Final = Job("balance_by_rate", 10)
 RETRY_SCAN: Final = Job("retry_scan", 5)
 CLEAN_ATTEMPTS: Final = Job("clean_attempts", 300)
+RELEASE_DELAYED: Final = Job("release_delayed", 5)
+CLEAN_DEDUP: Final = Job("clean_dedup", 60)
 
 JOBS: Final = (
     RELAY,
@@ -47,4 +49,6 @@ JOBS: Final = (
     BALANCE_BY_RATE,
     RETRY_SCAN,
     CLEAN_ATTEMPTS,
+    RELEASE_DELAYED,
+    CLEAN_DEDUP,
 )
