@@ -254,7 +254,8 @@ def send_singly(bulk: Bulk, ledger: Ledger, deadline: float) -> Receipts:
                 except PublishError as refusal:
                     error = refusal
             if error is None:
-                ledger.add(bulk.topic, lp, parcel).slot.link.wake_locked()
+                ledger.add(bulk.topic, lp, parcel)
+                parcel.lane.slot.link.wake_locked()
             else:
                 # It was never queued, and what follows it must not overtake it.
                 parcel.outcome = error

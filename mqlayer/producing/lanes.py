@@ -58,6 +58,19 @@ class Lane:
         self.acked = self.unsure_to = self.lost_after = 0
         self.unsure_at: tuple[Slot, ...] = ()
 
+    def cut_free(self) -> list[Parcel]:
+        """Take out what waits, certainly is not stored, and has no dedup id: that is known in this LP only."""
+        index = next((i for i, parcel in enumerate(self.waiting) if parcel.first > self.unsure_to), None)
+        if index is None:
+            return []
+        gone = self.cut_off(index)
+        for parcel in gone:
+            if parcel.token:
+                parcel.first = self.next_seq
+                self.next_seq += parcel.count
+                self.waiting.append(parcel)
+        return [parcel for parcel in gone if not parcel.token]
+
     def put_back(self) -> None:
         """Have all that flies wait again, in front."""
         self.waiting.extendleft(reversed(self.flying))
@@ -116,6 +129,10 @@ class Slot:
         self.retry_at = 0.0
         self.refusals = 0
         self.refusal: PublishError | None = None
+
+    def is_avoided(self, now: float) -> bool:
+        """Whether it refuses, or its node is away, and it is not time yet to try it again."""
+        return (self.refusal is not None and now < self.retry_at) or self.link.is_away(now)
 
     def take(self) -> Batch | None:
         """Take what one append may carry: at most 500 messages and 1 MB, or one message, of one source."""
@@ -223,7 +240,7 @@ class Batch:
 class TopicLanes:
     """A topic as a producer sees it: the newest route that it knows, and the lanes that it used."""
 
-    __slots__ = ("asked_at", "lanes", "name", "rerouting", "route", "stranded", "table")
+    __slots__ = ("asked_at", "best_effort", "lanes", "name", "rerouting", "route", "stranded", "table")
 
     def __init__(self, route: Route, table: list[Slot], asked_at: float) -> None:
         self.name = route.topic
@@ -235,6 +252,7 @@ class TopicLanes:
     def adopt(self, route: Route, table: list[Slot], asked_at: float) -> None:
         """Use a route from now on; lanes follow when nothing of them flies."""
         self.route, self.table, self.asked_at = route, table, asked_at
+        self.best_effort = route.best_effort
 
     def lane(self, lp: int, source: int | None) -> Lane:
         """Return the lane of an LP, made at its first use."""

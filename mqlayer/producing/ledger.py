@@ -6,6 +6,7 @@ Everything here is guarded by `lock`. Methods return the listeners to be told; `
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections import Counter
@@ -50,6 +51,8 @@ class ProducerStats:
     """Were acknowledged, and a node lost them."""
     duplicates: int
     """Were not stored, because one with their dedup id was."""
+    diverted: int
+    """Went to another partition than their key's, in topics of the strategy best_effort; twice, if that one refused."""
     unreplicated: int
     """Are stored, but fewer replicas than required received them in time."""
     lines_lost: int
@@ -79,7 +82,15 @@ class Ledger:
 
     errands: Errands
 
-    def __init__(self, *, source: int, max_count: int, max_bytes: int, require_replicas: int) -> None:
+    def __init__(
+        self,
+        *,
+        source: int,
+        max_count: int,
+        max_bytes: int,
+        require_replicas: int,
+        chance: random.Random | None = None,
+    ) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.source: int | None = source
@@ -92,6 +103,7 @@ class Ledger:
         self._max_count, self._max_bytes = max_count, max_bytes
         self._require_replicas = require_replicas
         self._watchers = 0
+        self._chance = chance or random.Random()
         # The lanes with trouble: mostly none, so that no answer is looked through for them.
         self._troubled: set[Lane] = set()
 
@@ -133,6 +145,8 @@ class Ledger:
         self.pending_bytes += parcel.size
         if not lane.queued:
             self.queue(lane)
+        if topic.best_effort:
+            self._avoid(lane, time.monotonic())
         return lane
 
     def launch(self, topic: TopicLanes, parcels: Mapping[Lp, Parcel], slot: Slot) -> Batch | None:
@@ -242,6 +256,7 @@ class Ledger:
             log.warning("publish_refused", extra={"partition": slot.partition, "reason": str(error)})
         self.repeat(batch)
         told: list[Listener] = []
+        self.avoid([slot], now)
         for lane in list(slot.ready):
             told += self.expire(lane, now)
         return told
@@ -279,6 +294,7 @@ class Ledger:
                 self._strand(lane)
             else:
                 self._forget_trouble(lane)
+                self._avoid(lane, now)
                 told += self.expire(lane, now)
                 self.queue(lane)
         return told
@@ -289,6 +305,36 @@ class Ledger:
             return []
         del self.searched[parcel]
         return self._finish(parcel, outcome)
+
+    # Best effort
+
+    def avoid(self, slots: Iterable[Slot], now: float) -> None:
+        """Have what waits for partitions that don't take it go elsewhere, where its topic says that it may."""
+        for slot in slots:
+            for lane in list(slot.ready):
+                self._avoid(lane, now)
+
+    def _avoid(self, lane: Lane, now: float) -> None:
+        """Send what certainly is not stored to another partition, marked; nothing, where order counts or none is free.
+
+        What may be stored stays: sent elsewhere too, it might be there twice.
+        """
+        topic = lane.topic
+        if not topic.best_effort or not lane.waiting or not lane.slot.is_avoided(now):
+            return
+        free = [slot for slot in dict.fromkeys(topic.table) if not slot.is_avoided(now)]
+        moved = lane.cut_free() if free else []
+        for parcel in moved:
+            self.pending_bytes += parcel.mark_reordered()
+            slot = self._chance.choice(free)
+            lp = self._chance.choice([lp for lp, other in enumerate(topic.table) if other is slot])
+            other = topic.lanes[lp] or topic.lane(lp, self.source)
+            parcel.lane, parcel.first = other, other.next_seq
+            other.next_seq += parcel.count
+            other.waiting.append(parcel)
+            self.queue(other)
+            other.slot.link.wake_locked()
+            self.counts["diverted"] += parcel.count
 
     # Failures
 
@@ -529,7 +575,17 @@ class Ledger:
             self.changed.notify_all()
 
 
-COUNTED: Final = ("stored", "repeated", "failed", "aborted", "lost", "duplicates", "unreplicated", "lines_lost")
+COUNTED: Final = (
+    "stored",
+    "repeated",
+    "failed",
+    "aborted",
+    "lost",
+    "duplicates",
+    "diverted",
+    "unreplicated",
+    "lines_lost",
+)
 
 
 class _Telling(threading.local):

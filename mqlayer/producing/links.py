@@ -84,6 +84,10 @@ class Link:
         """How many appends have no answer yet."""
         return len(self._flights)
 
+    def is_away(self, now: float) -> bool:
+        """Whether the connection failed last, and it is not time yet to try again."""
+        return self._failures > 0 and now < self._retry_at
+
     def patience(self, deadline: float) -> float | None:
         """Return until when a caller with this deadline waits for an answer; None where the socket gives up first."""
         return None if deadline - time.monotonic() > self._options.settings.socket_timeout_s else deadline
@@ -307,6 +311,7 @@ class Link:
             lanes = dict.fromkeys(lane for batch in flights for lane in batch.lanes())
             told = self._resolve_lanes(list(lanes), now)
             self._note_failure(reason)
+            self._ledger.avoid(list(self.slots), now)
         tell_all(told)
 
     def _note_failure(self, reason: str) -> None:

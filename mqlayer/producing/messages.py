@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Final, overload
+from typing import overload
 
 import msgspec
 
 from mqlayer.domain.dedup import encode_dedup_id, lp_of_unkeyed, token_of
-from mqlayer.domain.message import NO_KEY, encode_facts
+from mqlayer.domain.message import encode_facts
 from mqlayer.domain.names import check_body, check_headers, encode_key
 from mqlayer.domain.routing import Lp, lp_of
 from mqlayer.domain.tags import tags_text
 from mqlayer.errors import InvalidInput, InvalidName
-from mqlayer.producing.parcels import Parcel, Receipt
+from mqlayer.producing.parcels import NO_KEY_BULK, Parcel, Receipt
 from mqlayer.redis.packets import LINE_END, bulk, bulk_head
 
-NO_KEY_BULK: Final = bulk(NO_KEY)
+__all__ = [
+    "NO_KEY_BULK",
+    "Body",
+    "Message",
+    "Receipts",
+    "facts_bulk",
+    "indices_within",
+    "pieces_of",
+    "place_id",
+    "place_key",
+    "whole_body",
+]
 
 Body = bytes | bytearray | memoryview
 

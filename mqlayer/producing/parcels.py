@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import msgspec
 
-from mqlayer.domain.message import Identity
+from mqlayer.domain.message import NO_KEY, Identity, mark_reordered
 from mqlayer.errors import MqlayerError
+from mqlayer.redis.packets import bulk
 
 if TYPE_CHECKING:
     from mqlayer.producing.lanes import Lane
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NOTHING: Final[tuple[bytes, ...]] = ()
+NO_KEY_BULK: Final = bulk(NO_KEY)
+PIECES: Final = 5
+"""How many pieces a message has: facts, key, head of the body, body, end of line."""
 
 
 class Receipt(NamedTuple):
@@ -90,6 +94,17 @@ class Parcel(msgspec.Struct, eq=False, gc=False):
     def last(self) -> int:
         """The seq of the last message."""
         return self.first + self.count - 1
+
+    def mark_reordered(self) -> int:
+        """Mark its messages that have a key as possibly reordered; return by how many bytes it grew."""
+        pieces, before = list(self.pieces), self.size
+        for at in range(0, len(pieces), PIECES):
+            if pieces[at + 1] != NO_KEY_BULK:
+                facts = pieces[at]
+                pieces[at] = bulk(mark_reordered(facts[facts.index(b"\n") + 1 : -2]))
+                self.size += len(pieces[at]) - len(facts)
+        self.pieces = tuple(pieces)
+        return self.size - before
 
     def receipt(self, index: int = 0) -> Receipt:
         """Return the receipt of one message; raise the error if the parcel failed."""

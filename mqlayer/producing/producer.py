@@ -286,7 +286,9 @@ class Producer:
         with ledger.lock:
             if ledger.closed_because or not ledger.has_room(1, size):
                 ledger.wait_for_room(1, size, min(deadline, time.monotonic() + self._room_timeout_s))
-            lane = ledger.add(lanes, lp, parcel)
+            ledger.add(lanes, lp, parcel)
+            # It may have been given another lane since.
+            lane = parcel.lane
             if wake:
                 lane.slot.link.wake_locked()
         return parcel, lane
