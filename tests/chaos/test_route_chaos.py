@@ -30,7 +30,6 @@ import redis
 from pydantic import SecretStr
 
 from mqlayer.changes import (
-    bring_back_nodes,
     drain_progress,
     finish_changes,
     merge,
