@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +14,7 @@ import redis
 
 from mqlayer.changes import merge, move, split
 from mqlayer.changes.ids import hand_over_ids
-from mqlayer.domain.dedup import IDS_PER_PARTITION
+from mqlayer.domain.dedup import IDS_PER_PARTITION, token_of
 from mqlayer.domain.message import Identity
 from mqlayer.domain.routing import NodeId, PartitionId, Route, lp_of
 from mqlayer.errors import BacklogFull, InvalidInput, PartlyPublished
@@ -159,7 +163,38 @@ def test_a_duplicate_whose_first_answer_was_lost_never_gives_its_number_to_anoth
         after = [future.result(20).identity for future in behind]
         assert {identity.source for identity in after}.isdisjoint({before.identity.source})
         assert [identity.seq for identity in after] == [1, 2, 3, 4]
-    assert world.by_key() == {"k": ["0", "1", "2", "3", "4", "5"]}
+        # The lost try arrives when the id is forgotten: a second copy then, and nobody's number is taken.
+        with world.client() as client:
+            client.delete(world.keys(before.partition).ids, world.keys(before.partition).ages)
+        late = Once(world.direct_urls[0], world.prefix, before.partition)
+        token = token_of(b"k", b"a")
+        assert late.words((before.identity.lp, 2, token), source=before.identity.source) == ["ok"]
+        late.line.close()
+        assert producer.send("orders", key="k", body=b"6").identity.seq == 5
+    assert world.by_key() == {"k": ["0", "1", "2", "3", "4", "5", "body", "6"]}
+
+
+PROGRAM = """
+from mqlayer.producing import Producer
+with Producer(name="shop") as producer:
+    for number in range(200):
+        producer.send("orders", key=f"k{number % 5}", body=b"%d" % number, dedup_id=f"job-{number}")
+"""
+
+
+@pytest.mark.parametrize("name", ["producer.before_append", "producer.after_send", "producer.after_reply"])
+def test_who_does_the_work_of_a_killed_process_again_stores_each_message_once(world: ProducerWorld, name: str) -> None:
+    """Case 8: whatever the first one had sent, stored or heard of."""
+    addresses = {"MQLAYER_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.prefix}
+    killed = {**os.environ, **addresses, "MQLAYER_FAILPOINTS": f"{name}=kill@57"}
+    assert subprocess.run([sys.executable, "-c", PROGRAM], env=killed, check=False).returncode == -signal.SIGKILL
+    with world.producer() as producer:
+        receipts = producer.send_many(
+            "orders", [Message(f"k{number % 5}", b"%d" % number, dedup_id=f"job-{number}") for number in range(200)]
+        )
+    assert [receipt.duplicate for receipt in receipts] == sorted((r.duplicate for r in receipts), reverse=True)
+    assert sum(receipt.duplicate for receipt in receipts) in (56, 57)
+    assert world.by_key() == {f"k{k}": [str(n) for n in range(200) if n % 5 == k] for k in range(5)}
 
 
 @pytest.mark.parametrize("bad", ["", "x" * 129, "a\0b", "\ud800", 7, b"id"])
@@ -247,10 +282,9 @@ def test_a_change_goes_on_although_a_sealed_parents_node_went_away(
 class Once:
     """A partition of all LPs, and the script on it."""
 
-    def __init__(self, url: str, prefix: str) -> None:
+    def __init__(self, url: str, prefix: str, partition: int = 1) -> None:
         self.line = NodeConnection(Node(NodeId(1), "n", url, None), any_run=True)
-        self.prefix = prefix
-        create(self.line, prefix, 1, "orders", 0, 100, "open", "")
+        self.prefix, self.partition = prefix, partition
 
     def __call__(
         self, *messages: tuple[int, int, bytes], source: int = 5, window_ms: int = 60_000, backlog: int = 0
@@ -261,7 +295,14 @@ class Once:
             for piece in (bulk_number(lp), bulk_number(seq), bulk(token), bulk(b"17"), bulk(b"k"), bulk(b"body"))
         ]
         packet = append_once_packet(
-            self.line, self.prefix, 1, source, pieces, count=len(messages), backlog=backlog, window_ms=window_ms
+            self.line,
+            self.prefix,
+            self.partition,
+            source,
+            pieces,
+            count=len(messages),
+            backlog=backlog,
+            window_ms=window_ms,
         )
         self.line.send_packet(packet)
         return append_once_reply(self.line.receive(1)[0], "the node")
@@ -279,6 +320,7 @@ class Once:
 def once(every_redis: RedisServer, key_prefix: str) -> Iterator[Once]:
     """A partition on each version of Redis."""
     once = Once(every_redis.url, key_prefix)
+    create(once.line, key_prefix, 1, "orders", 0, 100, "open", "")
     yield once
     once.line.close()
 
