@@ -1,9 +1,10 @@
 """Strictly ordered, elastic messaging on the Redis and Postgres that teams already run."""
 
 from mqlayer import outbox
-from mqlayer.consuming import App, Context, Event, MemberOptions
+from mqlayer.consuming import App, Context, MemberOptions
 from mqlayer.domain.tags import all_of, any_of
 from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
+from mqlayer.events import Event, on_event
 from mqlayer.popping import PopMessage, Receiver
 from mqlayer.producing import Message, Producer, Receipt
 from mqlayer.settings import Settings
@@ -29,5 +30,6 @@ __all__ = [
     "__version__",
     "all_of",
     "any_of",
+    "on_event",
     "outbox",
 ]

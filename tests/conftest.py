@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,21 @@ pytest_plugins = [
 ]
 
 TESTS = Path(__file__).parent
+SLOW = {
+    "test_consumer_ownership.py",
+    "test_demo.py",
+    "test_failing_keys.py",
+    "test_parking_kills.py",
+    "test_periodic_jobs.py",
+    "test_producer_links.py",
+    "test_receiver_kills.py",
+    "test_relay_chaos.py",
+    "test_route_chaos.py",
+    "test_route_machine.py",
+    "test_route_model.py",
+    "test_whole_path.py",
+}
+"""Files with tests of ten seconds and more."""
 MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}
 
 
@@ -30,8 +46,23 @@ def pytest_configure() -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in MARKED_FOLDERS:
             item.add_marker(folder)
+    yield
+    # After they were shuffled.
+    items[:] = slow_ones_early(items)
+
+
+def slow_ones_early(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Spread the tests of slow files over the first half: at the end one worker would wait for another's."""
+    slow = [item for item in items if item.path.name in SLOW]
+    others = [item for item in items if item.path.name not in SLOW]
+    apart = max(1, len(others) // 2 // max(1, len(slow)))
+    ordered: list[pytest.Item] = []
+    for number, item in enumerate(slow):
+        ordered += [*others[number * apart : (number + 1) * apart], item]
+    return ordered + others[len(slow) * apart :]

@@ -49,7 +49,9 @@ class ConsumerHost:
         self._endpoint: HealthEndpoint | None = None
         settings = app.settings
         if settings.health_port:
-            self._endpoint = HealthEndpoint(self.health, host=settings.health_host, port=settings.health_port)
+            self._endpoint = HealthEndpoint(
+                self.health, host=settings.health_host, port=settings.health_port, counts=app.told_counts
+            )
         self._thread = threading.Thread(target=self._connect, name="mqlayer-consumer-host", daemon=True)
 
     def start(self) -> None:

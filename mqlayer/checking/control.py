@@ -69,13 +69,19 @@ def check_groups(asked: AskedDatabase, _: Limits) -> list[Finding]:
 def check_parked(asked: AskedDatabase, limits: Limits) -> list[Finding]:
     """Keys that wait for an operator wait for ever; those that are due are tried within seconds."""
     found, keys = [], 0
-    for topic, group, parked, messages, waiting, waits_s, due_s in asked.rows("check_parked"):
+    for topic, group, parked, messages, waiting, full, waits_s, due_s in asked.rows("check_parked"):
         keys += parked
         of = f"group {group} of topic {topic}"
         if due_s is not None and due_s > limits.waiting_s:
             seen = f"a parked key of {of} has been due for {shown_s(due_s)}, and nobody tries it"
             fix = f"see whether its consumers are well: mqlayer group lag {topic} {group}"
             found.append(Finding("parked", asked.subject, Verdict.BROKEN, seen, fix))
+        if full:
+            seen = f"{of} or one of its keys has as much parked as may be: what fails besides waits in the stream"
+            fix = (
+                f"mqlayer parked stats {topic} {group}, then release, discard, or raise a limit with mqlayer group set"
+            )
+            found.append(Finding("parked", asked.subject, Verdict.WARNING, seen, fix))
         if waiting:
             seen = f"{waiting} of {parked} parked keys of {of} wait for an operator, the oldest for {shown_s(waits_s)}"
             fix = f"mqlayer parked list {topic} {group} --waiting, then release or discard; {messages} messages wait"

@@ -225,6 +225,7 @@ def _redrive_row(one: Redrive) -> dict[str, Any]:
         "started_at": one.started_at.isoformat(timespec="seconds"),
         "ended_at": one.ended_at and one.ended_at.isoformat(timespec="seconds"),
         "worked_on": one.worked_on,
+        "waits": one.waits,
     }
 
 

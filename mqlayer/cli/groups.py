@@ -15,6 +15,7 @@ from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument, check_wish
 from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_age
 from mqlayer.cli.standings import (
+    failure_facts,
     group_row,
     lag_row,
     parked_facts,
@@ -29,6 +30,7 @@ from mqlayer.cli.standings import (
 from mqlayer.domain.retrying import DEFAULT_BACKOFF_S, POLICIES, exponential
 from mqlayer.domain.tags import NO_FILTER
 from mqlayer.errors import InvalidInput
+from mqlayer.failures import failure_counts
 from mqlayer.inspecting import GroupStanding, group_members, group_standings
 from mqlayer.membership import SeekPlan, Start, apply_seek, planned_seek
 from mqlayer.membership.steering import evict_member, pause_group, resume_group, set_group
@@ -75,6 +77,11 @@ def set_(
     time_cap: Annotated[
         str | None, typer.Option(metavar="S", help="Seconds up to which a handler may extend its time; or none.")
     ] = None,
+    parked_keys: Annotated[int | None, typer.Option(help="Parked keys of a partition, at most.")] = None,
+    parked_messages: Annotated[int | None, typer.Option(help="Parked messages of the group, at most.")] = None,
+    parked_bytes: Annotated[int | None, typer.Option(help="Parked bytes of the group, at most.")] = None,
+    key_messages: Annotated[int | None, typer.Option(help="Parked messages of one key, at most.")] = None,
+    key_bytes: Annotated[int | None, typer.Option(help="Parked bytes of one key, at most.")] = None,
     balance: Annotated[
         str | None, typer.Option(metavar="count|rate", help="Spread partitions by count, or by what is published.")
     ] = None,
@@ -104,6 +111,11 @@ def set_(
             retried_errors=None if retried is None else _names(retried, nothing="all"),
             time_limit_s=None if time_limit is None else _limit(time_limit),
             time_cap_s=None if time_cap is None else _limit(time_cap),
+            parked_keys_limit=parked_keys,
+            parked_messages_limit=parked_messages,
+            parked_bytes_limit=parked_bytes,
+            key_messages_limit=key_messages,
+            key_bytes_limit=key_bytes,
         )
     words = f"{rules_words(changed.rules)}, balance by {changed.balance}"
     if changed.tag_filter != NO_FILTER:
@@ -155,7 +167,10 @@ def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False
     settings = settings_row(found)
     if as_json:
         partitions = [partition_facts(one) for one in found.partitions]
-        show_rows([settings | {"partitions": partitions}], as_json=True, nothing="")
+        with Database(settings_here().control_dsn()) as database:
+            (counts,) = failure_counts(database, topic, group)
+        failures = {"failures": failure_facts(counts)}
+        show_rows([settings | failures | {"partitions": partitions}], as_json=True, nothing="")
         return
     for name, value in (settings | {"version": f"{settings['version']} of {settings['topic_version']}"}).items():
         if name not in ("topic_version", "away"):

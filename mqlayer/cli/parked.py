@@ -11,11 +11,13 @@ from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.messages import LimitOption, MessageOption, RawOption, ReasonOption, identity_given, show_message
 from mqlayer.cli.options import TopicArgument, time_given
 from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_age, shown_key
+from mqlayer.cli.standings import failure_facts, failure_row
 from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.failures import (
     ParkedFilter,
     ParkedKey,
     discard_parked,
+    failure_counts,
     parked_keys,
     parked_line,
     release_all,
@@ -56,6 +58,18 @@ def list_(
     show_rows(map(_facts if as_json else _row, found), as_json=as_json, nothing="nothing is parked")
     if len(found) == limit and not as_json:
         typer.echo(f"there may be more: --after {found[-1].place}")
+
+
+@parked.command()
+def stats(
+    topic: Annotated[str | None, typer.Argument(help="Only of this topic.")] = None,
+    group: Annotated[str | None, typer.Argument(help="Only of this group.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Count what of each group is parked and dead, and how often what happened ever: for metrics and alerts."""
+    with Database(settings_here().control_dsn()) as database:
+        found = failure_counts(database, topic, group)
+    show_rows(map(failure_facts if as_json else failure_row, found), as_json=as_json, nothing="there is no such group")
 
 
 @parked.command()

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from mqlayer.cli.showing import shown_age, shown_key
-from mqlayer.domain.retrying import RetryRules
+from mqlayer.domain.retrying import PARKING_LIMITS, RetryRules
+from mqlayer.failures import FailureCounts
 from mqlayer.inspecting import GroupStanding, PartitionStanding, VersionLag, Waiting
 
 
@@ -68,6 +69,12 @@ def rules_words(rules: RetryRules) -> str:
         words.append(f"time limit {rules.time_limit_s:g} s")
     if rules.time_cap_s is not None:
         words.append(f"time cap {rules.time_cap_s:g} s")
+    default = RetryRules()
+    words += [
+        f"{name.removesuffix('_limit').replace('_', ' ')} up to {getattr(rules, name):,}"
+        for name in PARKING_LIMITS
+        if getattr(rules, name) != getattr(default, name)
+    ]
     return ", ".join(words)
 
 
@@ -100,7 +107,32 @@ def parked_facts(group: GroupStanding) -> dict[str, Any]:
     """Return what a group has parked, for programs."""
     parked = group.parked
     since = parked.since and parked.since.isoformat()
-    return {"keys": parked.keys, "messages": parked.messages, "waiting": parked.waiting, "since": since}
+    return {"keys": parked.keys, "messages": parked.messages, "waiting": parked.waiting, "since": since,
+            "bytes": parked.bytes}  # fmt: skip
+
+
+def failure_facts(counts: FailureCounts) -> dict[str, Any]:
+    """Return what of a group waits and what happened ever, for programs."""
+    told = asdict(counts) | {"last_at": {name: at.isoformat() for name, at in counts.last_at.items()}}
+    del told["group_id"]
+    return told
+
+
+def failure_row(counts: FailureCounts) -> dict[str, Any]:
+    """Return one line of `parked stats`."""
+    return {
+        "topic": counts.topic,
+        "group": counts.group,
+        "keys": counts.keys,
+        "waiting": counts.waiting,
+        "full": counts.full,
+        "messages": counts.messages,
+        "bytes": counts.bytes,
+        "oldest": shown_age(counts.oldest_s),
+        "overdue": shown_age(counts.overdue_s),
+        "dead_now": counts.dead,
+        "ever": ", ".join(f"{name} {count}" for name, count in counts.totals.items()),
+    }
 
 
 def head_facts(head: Waiting) -> dict[str, Any]:

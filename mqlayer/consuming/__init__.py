@@ -2,7 +2,6 @@
 
 from mqlayer.consuming.app import App, Consumer
 from mqlayer.consuming.context import Context
-from mqlayer.consuming.events import Event
 from mqlayer.consuming.member import Member, MemberOptions, MemberStats
 
-__all__ = ["App", "Consumer", "Context", "Event", "Member", "MemberOptions", "MemberStats"]
+__all__ = ["App", "Consumer", "Context", "Member", "MemberOptions", "MemberStats"]

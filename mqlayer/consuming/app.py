@@ -22,19 +22,19 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar, Unpack, get_type_hints
 
 from mqlayer.consuming.bodies import decoder_for, type_name
 from mqlayer.consuming.context import Context
-from mqlayer.consuming.events import Hook
 from mqlayer.consuming.holdings import Held
 from mqlayer.consuming.member import Member, MemberOptions, MemberStats
 from mqlayer.domain.message import Record
 from mqlayer.domain.names import check_name
 from mqlayer.errors import Conflict, InvalidInput, SchemaMismatch
+from mqlayer.events import Hook, HookType
 from mqlayer.health import Health, health_endpoint
 from mqlayer.membership.groups import Balance, Group, GroupSettings, Rules, ensure_group, settings_of
 from mqlayer.membership.starts import Start
@@ -47,7 +47,6 @@ from mqlayer.settings import Settings
 log = logging.getLogger(__name__)
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
-HookType = TypeVar("HookType", bound=Hook)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +140,13 @@ class App:
         """Return what each group's member in this process has counted since its start, by topic and group."""
         return {(member.group.topic, member.group.name): replace(member.stats) for member in self.members}
 
+    def told_counts(self) -> list[dict[str, Any]]:
+        """Return the same as JSON has it: an object for each member, with its topic, group and member id."""
+        return [
+            {"topic": m.group.topic, "group": m.group.name, "member": m.member_id, **asdict(m.stats)}
+            for m in list(self.members)
+        ]
+
     def start(self) -> None:
         """Join all groups and start consuming; returns at once. Raises what a store answers that is not ready."""
         if not self.consumers:
@@ -218,7 +224,7 @@ class App:
         for number in before:
             signal.signal(number, end)
         try:
-            with health_endpoint(self.settings, self.health, port=health_port):
+            with health_endpoint(self.settings, self.health, port=health_port, counts=self.told_counts):
                 asked, in_order = self._run(on_start, signals)
         finally:
             restore()

@@ -253,14 +253,18 @@ class Dispatcher:
         with self.lock:
             held.dead |= dead
 
-    def reload_parked(self, held: Held, parkings: list[Parking]) -> None:
-        """Follow what others did to parked keys: new ones, ended ones, other times. What is started goes on."""
+    def reload_parked(self, held: Held, parkings: list[Parking], named: set[bytes] | None = None) -> None:
+        """Follow what others did to parked keys: new ones, ended ones, other times. What is started goes on.
+
+        `named`: only to these, and `parkings` are those of them that are parked.
+        """
         with self.lock:
             if held.state is not State.OPEN:
                 return
-            named = {parking.ref.name: parking for parking in parkings}
-            for known in list(held.parked.by_name.values()):
-                there = named.pop(known.ref.name, None)
+            found = {parking.ref.name: parking for parking in parkings}
+            by_name = held.parked.by_name
+            for known in list(by_name.values()) if named is None else [by_name[n] for n in named if n in by_name]:
+                there = found.pop(known.ref.name, None)
                 if known.entry is not None or known.lane is not None:
                     continue
                 if there is None:
@@ -268,7 +272,7 @@ class Dispatcher:
                 else:
                     known.attempts = there.attempts
                     held.parked.schedule(known, there.due)
-            for parking in named.values():
+            for parking in found.values():
                 self._adopt(held, parking)
 
     def parking_work(self, held: Held, limits: tuple[int, int, int]) -> ParkingWork:
@@ -333,6 +337,27 @@ class Dispatcher:
                 # A handler has a message of the key, though an operator ended its being parked: this one waits for it.
                 lane.batch = ()
                 self._rest(held)
+
+    def left(self, held: Held, lane: Lane, left: set[Identity], *, parked: bool, again_s: float) -> None:
+        """Take back a lane of whose messages these found no room: they wait in the stream, and are read again.
+
+        `parked`: the others of it are parked; else its key is not, and its head is tried again in place.
+        """
+        with self.lock:
+            parking = lane.parking
+            if parking is not None and parked:
+                parking.entry = None
+            elif parking is not None:
+                held.parked.remove(parking)
+                lane.parking = None
+            lane.records[:0] = [record for record in lane.batch if record.identity in left]
+            held.settled.extend(record for record in lane.batch if record.identity not in left)
+            lane.batch = ()
+            held.busy -= 1
+            if held.state is not State.OPEN:
+                self._end(lane)
+            else:
+                self._delay(lane, again_s)
 
     def buried(self, lane: Lane) -> None:
         """Take back a lane whose first message has left the group."""
@@ -471,13 +496,17 @@ class Dispatcher:
             held.to_park.append(lane)
             self.on_parking()
         elif delay_s > 0:
-            held.fold(lane)
-            held.asleep += 1
-            heapq.heappush(self._delayed, (clock() + delay_s, next(self._order), lane))
+            self._delay(lane, delay_s)
         else:
             self._ready.append(lane)
             if self._message_s >= QUICK_S:
                 self._wake()
+
+    def _delay(self, lane: Lane, seconds: float) -> None:
+        """Let a lane wait, with the offsets of its messages only."""
+        lane.held.fold(lane)
+        lane.held.asleep += 1
+        heapq.heappush(self._delayed, (clock() + seconds, next(self._order), lane))
 
     def _line_up(self, lanes: list[Lane]) -> None:
         if self._orphans:

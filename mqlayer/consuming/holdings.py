@@ -99,6 +99,7 @@ class Held:
         "failing_since",
         "finished",
         "folded",
+        "followed",
         "holder",
         "lanes",
         "next_read",
@@ -134,6 +135,7 @@ class Held:
         self.attempts: dict[int, int] = {}
         self.failing_since: dict[int, float] = {}  # offset -> when it failed first, here
         self.parked = Parkings()  # (lock)
+        self.followed = 0  # how many of others' acts on parked keys it knows, for the keeper
         self.to_park: deque[Lane] = deque()  # (lock) lanes of parked keys that hold messages
         self.to_bury: deque[tuple[Lane, Burial]] = deque()  # (lock) lanes whose first message leaves the group
         self.dead: set[Identity] = set()  # left the group, and may come once more

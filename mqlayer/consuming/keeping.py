@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 from mqlayer.consuming.clock import clock
@@ -21,13 +22,27 @@ from mqlayer.consuming.verdicts import Bury, Park, Wait
 from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
 from mqlayer.health import Health, Turns
-from mqlayer.parking import AttemptNote, Burial, KeyEntry, KeyRef, Ledger, NotOwner, Page, Turn, Written
+from mqlayer.parking import (
+    AttemptNote,
+    Burial,
+    KeyEntry,
+    KeyRef,
+    Ledger,
+    NotOwner,
+    Page,
+    ParkingLimit,
+    Span,
+    Turn,
+    Written,
+)
 from mqlayer.redis.partitions import Taken
 
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S: Final = 0.25
 AGAIN_S: Final = 0.5
+FULL_AGAIN_S: Final = 2.0
+"""How soon what finds no room among the parked messages is read and tried again."""
 EARLY_S: Final = 1.0
 """How soon a key is looked at again of which nothing may be handled before its group comes to another partition."""
 NOTES_EVERY_S: Final = 0.2
@@ -49,6 +64,9 @@ class KeepingOwner(Protocol):
     def parked(self, held: Held, *, keys: list[KeyEntry], messages: int) -> None:
         """Note that keys and messages are parked, and have the settlers send that."""
 
+    def full(self, held: Held, lp: int, limit: ParkingLimit, entry: KeyEntry | None) -> float:
+        """Note that a key finds no room; return how long one waits in place that is not parked for that."""
+
     def unparked(self, held: Held, ref: KeyRef) -> None:
         """Note that a key is in line again."""
 
@@ -69,8 +87,8 @@ class Keeper:
         self._turns, self._trouble = Turns(), ""
         self._notes: deque[AttemptNote] = deque(maxlen=NOTES_KEPT)
         self._note_at = 0.0
-        # What was last heard of others' acts on parked keys, and what of it is followed.
-        self._heard = self._followed = 0
+        # How often others have acted on parked keys, as heard last; each holding has how much of it is followed there.
+        self._heard = 0
         self._thread = threading.Thread(target=self._run, name=f"{name}-keeper", daemon=True)
 
     def start(self) -> None:
@@ -101,12 +119,14 @@ class Keeper:
             self._heard = parking
             self.wake.set()
 
-    def load(self, held: Held, taken: Taken) -> None:
-        """Learn what is parked and dead of a partition whose pull lock is ours now. Raises StoreUnavailable."""
-        assigned = held.assigned
-        loaded = self._ledger.load(held.partition, assigned.lp_from, assigned.lp_to, taken.committed)
+    def load(self, pairs: Sequence[tuple[Held, Taken]]) -> None:
+        """Learn what is parked and dead of partitions whose pull locks are ours now. Raises StoreUnavailable."""
+        found = self._ledger.load([_span_of(held, taken.committed) for held, taken in pairs])
         now = clock()
-        self._owner.dispatcher.load_parked(held, loaded, [parking_of(state, now) for state in loaded.keys], taken)
+        for held, taken in pairs:
+            loaded = found[held.partition]
+            held.followed = loaded.parking
+            self._owner.dispatcher.load_parked(held, loaded, [parking_of(state, now) for state in loaded.keys], taken)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -137,8 +157,6 @@ class Keeper:
 
     def _pass(self) -> None:
         heard = self._heard
-        reload = heard != self._followed
-        self._followed = heard
         holdings = self._owner.all_holdings()
         started = sum(p.lane is not None for held in holdings for p in list(held.parked.by_name.values()))
         failed: MqlayerError | None = None
@@ -146,20 +164,20 @@ class Keeper:
             work = self._owner.dispatcher.parking_work(held, (PAGE_COUNT, PAGE_BYTES, self._started_limit - started))
             started += len(work.due)
             try:
-                self._serve(held, work, reload=reload)
+                self._serve(held, work, heard)
             except MqlayerError as error:
                 # Somebody may hold what one holding needs; the others go on.
-                failed, self._followed = error, UNKNOWN
+                failed = error
         if failed is not None:
             raise failed
         if self._notes and (clock() >= self._note_at or self._stopping.is_set()):
             self._write_notes()
 
-    def _serve(self, held: Held, work: ParkingWork, *, reload: bool) -> None:
+    def _serve(self, held: Held, work: ParkingWork, heard: int) -> None:
         if work:
             self._keep(held, work)
-        if reload and held.state is State.OPEN:
-            self._reload(held)
+        if held.followed < heard and held.state is State.OPEN:
+            self._reload(held, heard)
 
     def _keep(self, held: Held, work: ParkingWork) -> None:
         """Write what there is of one holding, and go on from what the server says."""
@@ -176,17 +194,24 @@ class Keeper:
             return
         self._follow(held, work, turns, written)
         if written.changed:
-            self._followed = UNKNOWN
+            held.followed = UNKNOWN
+            self.wake.set()
         burials = [*page.burials, *(turn.burial for turn in page.turns if turn.burial is not None)]
         if burials:
             self._owner.buried(held, burials)
         if page.messages:
-            self._owner.parked(held, keys=page.entries, messages=len(page.messages))
+            keys = [entry for entry in page.entries if entry.ref not in written.refused]
+            self._owner.parked(held, keys=keys, messages=len(page.messages) - len(written.left))
 
     def _follow(self, held: Held, work: ParkingWork, turns: list[tuple[Parking, Turn]], written: Written) -> None:
         dispatcher = self._owner.dispatcher
         for lane in work.lanes:
             parking = lane.parking
+            if parking is not None and parking.ref in written.full:
+                self._leave(held, lane, parking, written)
+                continue
+            if parking is not None:
+                parking.full = None
             dispatcher.kept(held, lane, parked=parking is not None and parking.ref not in written.gone)
         for lane, _ in work.burials:
             dispatcher.buried(lane)
@@ -207,19 +232,39 @@ class Keeper:
             # Settled now, as far as the group goes.
             self._owner.parked(held, keys=[], messages=0)
 
-    def _reload(self, held: Held) -> None:
-        assigned, now = held.assigned, clock()
-        states = self._ledger.keys(assigned.lp_from, assigned.lp_to)
+    def _leave(self, held: Held, lane: Lane, parking: Parking, written: Written) -> None:
+        """Have the rest of a key that finds no room wait in the stream; say so once, while that lasts."""
+        limit = written.full[parking.ref]
+        refused = parking.ref in written.refused
+        wait_s = 0.0
+        if refused or parking.full != limit:
+            wait_s = self._owner.full(held, parking.ref.lp, limit, parking.entry if refused else None)
+        parking.full = limit
+        left = written.left
+        self._owner.dispatcher.left(held, lane, left, parked=not refused, again_s=wait_s if refused else FULL_AGAIN_S)
+
+    def _reload(self, held: Held, heard: int) -> None:
+        """Follow what others did to parked keys of a holding."""
+        assigned = held.assigned
+        changed = None if held.followed == UNKNOWN else self._ledger.changes(held.followed, heard)
+        named = None if changed is None else [r for r in changed if assigned.lp_from <= r.lp < assigned.lp_to]
+        if named is None or named:
+            self._reload_keys(held, named)
+        held.followed = heard
+
+    def _reload_keys(self, held: Held, named: list[KeyRef] | None) -> None:
+        now = clock()
+        states = self._ledger.keys(_span_of(held, held.committed), named)
         parkings = [parking_of(state, now, own_epoch=held.epoch) for state in states]
         if held.parked.by_offset:
             # What a former owner parked and may not have settled comes once more.
             self._learn_dead(held)
-        self._owner.dispatcher.reload_parked(held, parkings)
+        self._owner.dispatcher.reload_parked(held, parkings, None if named is None else {ref.name for ref in named})
         self._owner.parked(held, keys=[], messages=0)
 
     def _learn_dead(self, held: Held) -> None:
         """Learn what died since it was parked and is not settled: its key is in line again, and it is not of it."""
-        self._owner.dispatcher.learn_dead(held, self._ledger.dead(held.partition, held.committed))
+        self._owner.dispatcher.learn_dead(held, self._ledger.dead(_span_of(held, held.committed)))
 
     def _write_notes(self) -> None:
         notes = [self._notes.popleft() for _ in range(len(self._notes))]
@@ -229,6 +274,10 @@ class Keeper:
         except BaseException:
             self._notes.extendleft(reversed(notes))
             raise
+
+
+def _span_of(held: Held, committed: int) -> Span:
+    return Span(held.partition, held.assigned.lp_from, held.assigned.lp_to, committed)
 
 
 def _page_of(held: Held, work: ParkingWork) -> tuple[Page, list[tuple[Parking, Turn]]]:
@@ -241,6 +290,9 @@ def _page_of(held: Held, work: ParkingWork) -> tuple[Page, list[tuple[Parking, T
         if parking.entry is not None:
             page.entries.append(parking.entry)
         page.messages += [(parking.ref, record) for record in lane.batch]
+        if parking.entry is None and held.attempts:
+            counted = held.attempts
+            page.attempts |= {r.identity: counted[r.offset] for r in lane.batch if r.offset in counted}
     page.burials = [burial for _, burial in work.burials]
     turns = [(lane.parking, _turn_of(held, lane, lane.parking)) for lane in work.back if lane.parking is not None]
     turns += [(p, Turn(p.ref, go_on=True, alone=p.alone, careful=p.careful > 0)) for p in work.due]

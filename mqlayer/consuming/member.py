@@ -26,7 +26,6 @@ from typing import Any, Final
 from mqlayer.consuming.caution import Caution
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.dispatch import Dispatcher
-from mqlayer.consuming.events import Event, EventKind, Hook, tell
 from mqlayer.consuming.faults import described, where
 from mqlayer.consuming.heart import Heart
 from mqlayer.consuming.holdings import Held, Holdings, Lane, State
@@ -37,12 +36,13 @@ from mqlayer.consuming.workers import LoopWorkers, ThreadWorkers
 from mqlayer.domain.message import ParkedRecord, Record
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.domain.tags import TagFilter
-from mqlayer.errors import MqlayerError, NotFound, PauseKey
+from mqlayer.errors import MessageTimeout, MqlayerError, NotFound, PauseKey
+from mqlayer.events import Event, EventKind, Hook, tell
 from mqlayer.health import Health, stuck_after_s
 from mqlayer.membership.gates import seal_marks
 from mqlayer.membership.groups import Group
 from mqlayer.membership.members import Assigned, Beat
-from mqlayer.parking import AttemptNote, Burial, KeyEntry, KeyRef, Ledger
+from mqlayer.parking import AttemptNote, Burial, KeyEntry, KeyRef, Ledger, ParkingLimit
 from mqlayer.postgres.database import Connection, Database, driver_errors
 from mqlayer.postgres.queries import query
 from mqlayer.redis.nodes import Node, NodeConnection
@@ -64,14 +64,14 @@ class MemberOptions:
     `concurrency`: handlers at once, each of another key. `prefetch_count` and `prefetch_bytes` bound what is read and
     not settled, over all partitions; bytes by the size of what was read lately, so a single read may go over.
     `drain_limit_s`: how long a hand-over or stop waits for running handlers. `parked_keys`: how many keys of a
-    partition may be parked; beyond it one that fails waits in place, and holds up the trimming of its partition.
+    partition this member parks at most, where that is fewer than its group's `parked_keys_limit`.
     """
 
     concurrency: int = 8
     prefetch_count: int = 4_000
     prefetch_bytes: int = 32 * 1024 * 1024
     drain_limit_s: float = 30.0
-    parked_keys: int = 10_000
+    parked_keys: int | None = None
     member_id: str = ""
 
 
@@ -88,6 +88,10 @@ class MemberStats:
     dead: int = 0
     skipped: int = 0
     unmatched: int = 0
+    timed_out: int = 0
+    paused: int = 0
+    blocked: int = 0
+    parking_full: int = 0
 
 
 class Member:
@@ -228,24 +232,36 @@ class Member:
             parked=resumed,
             text=text,
         )
-        if isinstance(verdict, Park) and not resumed and len(held.parked.by_name) >= self.options.parked_keys:
-            log.error("parking_full", extra=self._facts(held) | {"parked_keys": self.options.parked_keys})
-            self._tell("parking_full", held, record.identity.lp, seq=record.identity.seq)
-            wait_s = self.rules.wait_s(verdict.attempts, 0.0) if verdict.seconds is None else verdict.seconds
-            verdict = Wait(verdict.attempts, wait_s)
+        if isinstance(verdict, Park) and not resumed and len(held.parked.by_name) >= self._parked_keys_limit:
+            self._say_full(held, record.identity.lp, "keys", seq=record.identity.seq)
+            verdict = Wait(verdict.attempts, self._wait_s(verdict.attempts, verdict.seconds), verdict.blocked)
+        timed_out = isinstance(error, MessageTimeout)
+        if timed_out:
+            self.stats.timed_out += 1
+            self._tell("timed_out", held, record.identity.lp, seq=record.identity.seq, attempts=verdict.attempts,
+                       error=where(error))  # fmt: skip
         if verdict.attempts > before:
-            self._count(held, record, verdict.attempts, text, resumed=resumed)
+            self._count(held, record, verdict.attempts, text, resumed=resumed, timed_out=timed_out)
         self._say_failed(held, record, error, verdict)
         return verdict
 
-    def _count(self, held: Held, record: Record, attempts: int, text: str, *, resumed: bool) -> None:
+    @property
+    def _parked_keys_limit(self) -> int:
+        own, limit = self.options.parked_keys, self.rules.parked_keys_limit
+        return limit if own is None else min(own, limit)
+
+    def _wait_s(self, attempts: int, seconds: float | None) -> float:
+        """Return how long a message waits in place that was to be parked, perhaps for an operator."""
+        return self.rules.wait_s(max(1, attempts), 0.0) if seconds is None else seconds
+
+    def _count(self, held: Held, record: Record, attempts: int, text: str, *, resumed: bool, timed_out: bool) -> None:
         self.stats.failed += 1
         if not resumed:
             held.attempts[record.offset] = attempts
             held.failed.append((record.offset, attempts))
             # A count takes the note of its start off the server.
             held.noted.discard(record.offset)
-        self._keeper.note(AttemptNote(record.identity, attempts, text))
+        self._keeper.note(AttemptNote(record.identity, attempts, text, held.partition, timed_out))
 
     def _say_failed(self, held: Held, record: Record, error: BaseException, verdict: Verdict) -> None:
         identity = record.identity
@@ -253,7 +269,7 @@ class Member:
         facts |= {"attempt": verdict.attempts, "error": where(error), "verdict": type(verdict).__name__.lower()}
         if not isinstance(verdict, Bury):
             facts["wait_s"] = verdict.seconds
-        blocked = isinstance(verdict, Wait) and verdict.blocked
+        blocked = not isinstance(verdict, Bury) and verdict.blocked
         paused = isinstance(error, PauseKey)
         log.log(
             logging.ERROR if blocked else logging.WARNING, "key_paused" if paused else "handler_failed", extra=facts
@@ -261,6 +277,8 @@ class Member:
         if isinstance(verdict, Bury):
             return
         kind: EventKind = "paused" if paused else "blocked" if blocked else "failed"
+        self.stats.paused += paused
+        self.stats.blocked += blocked and not paused
         self._tell(kind, held, identity.lp, seq=identity.seq, attempts=verdict.attempts, wait_s=verdict.seconds,
                    error=where(error))  # fmt: skip
 
@@ -299,8 +317,8 @@ class Member:
     def taken(self, pairs: Sequence[tuple[Held, Taken]]) -> None:
         """Start holdings whose pull locks are ours: refuse earlier owners' effects, then go on where they stopped."""
         self._raise_fences([held for held, _ in pairs])
+        self._keeper.load(pairs)
         for held, taken in pairs:
-            self._keeper.load(held, taken)
             self.dispatcher.open(held, taken)
             log.info("partition_taken", extra=self._facts(held) | {"committed": taken.committed})
 
@@ -398,6 +416,16 @@ class Member:
             self._tell("parked", held, entry.ref.lp, attempts=entry.attempts, cause=entry.cause, wait_s=entry.wait_s)
         self._links.send_some()
 
+    def full(self, held: Held, lp: int, limit: ParkingLimit, entry: KeyEntry | None) -> float:
+        """Say that a key finds no room; return for how long one that is not parked, and was to be, waits in place."""
+        self._say_full(held, lp, limit)
+        return 0.0 if entry is None else self._wait_s(entry.attempts, entry.wait_s)
+
+    def _say_full(self, held: Held, lp: int, limit: ParkingLimit, *, seq: int | None = None) -> None:
+        self.stats.parking_full += 1
+        log.error("parking_full", extra=self._facts(held) | {"lp": lp, "limit": limit})
+        self._tell("parking_full", held, lp, seq=seq, cause=limit)
+
     def unparked(self, held: Held, ref: KeyRef) -> None:
         """Note that a key is in line again."""
         self.stats.unparked += 1
@@ -416,7 +444,7 @@ class Member:
                        attempts=burial.attempts, cause=burial.cause)  # fmt: skip
 
     def _tell(self, kind: EventKind, held: Held, lp: int, **facts: Any) -> None:
-        tell(self._hooks, Event(kind, self.group.topic, self.group.name, held.partition, lp, **facts))
+        tell(Event(kind, self.group.topic, self.group.name, held.partition, lp, **facts), self._hooks)
 
     # -- what the heart asks -----------------------------------------------------------------------------------------
 

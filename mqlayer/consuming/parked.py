@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from mqlayer.domain.message import Record
 from mqlayer.domain.offsets import Range, covers
-from mqlayer.parking import BATCH, KeyEntry, KeyRef, KeyState
+from mqlayer.parking import BATCH, KeyEntry, KeyRef, KeyState, ParkingLimit
 
 if TYPE_CHECKING:
     from mqlayer.consuming.holdings import Lane
@@ -25,7 +25,7 @@ NEVER: Final = float("inf")
 class Parking:
     """One parked key of a holding."""
 
-    __slots__ = ("attempts", "careful", "died", "due", "entry", "lane", "ref", "unsettled")
+    __slots__ = ("attempts", "careful", "died", "due", "entry", "full", "lane", "ref", "unsettled")
 
     def __init__(self, ref: KeyRef, *, attempts: int = 0, due: float = NEVER, entry: KeyEntry | None = None) -> None:
         self.ref, self.attempts, self.due = ref, attempts, due
@@ -35,6 +35,8 @@ class Parking:
         self.lane: Lane | None = None
         # Offsets that a former owner parked and may not have settled: handled now, they could come once more later.
         self.unsettled: set[int] = set()
+        # The limit that keeps what follows of it in the stream, as was said last.
+        self.full: ParkingLimit | None = None
         # Somebody ended in the middle of it, perhaps by chance: so many of its messages are handled one by one from
         # here, and to blame if that happens again.
         self.careful = 0

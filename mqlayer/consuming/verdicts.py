@@ -25,11 +25,12 @@ class Wait(NamedTuple):
 
 
 class Park(NamedTuple):
-    """Park its key, for so many seconds or until an operator says so."""
+    """Park its key, for so many seconds or until an operator says so. `blocked`: as of Wait."""
 
     attempts: int
     cause: ParkCause
     seconds: float | None
+    blocked: bool = False
 
 
 class Bury(NamedTuple):
@@ -76,7 +77,7 @@ def _ended(attempts: int, cause: DeathCause, rules: RetryRules, text: str, *, pa
         case "block":
             # For ever, and where it is: whoever chose this wants nothing to pass.
             wait_s = rules.backoff_s[-1]
-            return Park(attempts, "retry", wait_s) if parked else Wait(attempts, wait_s, blocked=True)
+            return Park(attempts, "retry", wait_s, blocked=True) if parked else Wait(attempts, wait_s, blocked=True)
         case "dead_letter":
             return Bury(attempts, cause, text, keep=True)
         case "skip":

@@ -22,6 +22,10 @@ DEFAULT_BACKOFF_S: Final[tuple[float, ...]] = (
 """The table of the system's sources: 1 s to 2 h."""
 
 DEFAULT_ATTEMPT_LIMIT: Final = 17
+GIB: Final = 1 << 30
+PARKING_LIMITS: Final = (
+    "parked_keys_limit", "parked_messages_limit", "parked_bytes_limit", "key_messages_limit", "key_bytes_limit",
+)  # fmt: skip
 LONGEST_TABLE: Final = 1_000
 
 _ERROR_NAME: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -35,6 +39,11 @@ class RetryRules:
     left out by chance. `attempt_limit`: failed attempts after which `policy` decides. `final_errors` and
     `retried_errors`: names of exceptions, see `is_final`. `time_limit_s`: how long a handler has for a message, and
     `time_cap_s`: up to which it may extend that; None for no limit.
+
+    What may wait in Postgres: `parked_keys_limit` keys of a partition; `parked_messages_limit` messages and
+    `parked_bytes_limit` bytes (of bodies, keys and headers) of the group, `key_messages_limit` and `key_bytes_limit` of
+    each of its keys. A group's may be passed by what its members write at that moment, 500 messages or 1 MB each, and
+    any of bytes by one message. What finds no room waits in the stream.
     """
 
     backoff_s: tuple[float, ...] = DEFAULT_BACKOFF_S
@@ -45,6 +54,11 @@ class RetryRules:
     retried_errors: tuple[str, ...] = ()
     time_limit_s: float | None = None
     time_cap_s: float | None = None
+    parked_keys_limit: int = 10_000
+    parked_messages_limit: int = 10_000_000
+    parked_bytes_limit: int = 10 * GIB
+    key_messages_limit: int = 2_000_000
+    key_bytes_limit: int = 2 * GIB
 
     @classmethod
     def of(cls, columns: Sequence[Any]) -> RetryRules:

@@ -1,5 +1,6 @@
 """What operators do with parked keys and dead messages: list, show, release, discard, pass over, give back."""
 
+from mqlayer.failures.counting import FailureCounts, failure_counts
 from mqlayer.failures.filters import DeadFilter, ParkedFilter
 from mqlayer.failures.listing import (
     PAGE_LIMIT,
@@ -32,6 +33,7 @@ __all__ = [
     "Attempt",
     "DeadFilter",
     "DeadMessage",
+    "FailureCounts",
     "ParkedFilter",
     "ParkedKey",
     "ParkedMessage",
@@ -45,6 +47,7 @@ __all__ = [
     "dead_messages",
     "discard_dead",
     "discard_parked",
+    "failure_counts",
     "find_dead",
     "new_worker",
     "parked_keys",

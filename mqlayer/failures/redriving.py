@@ -26,11 +26,15 @@ from psycopg.types.json import Jsonb
 
 from mqlayer.domain.message import Identity
 from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.events import Event, EventKind, tell
 from mqlayer.failpoints import failpoint
 from mqlayer.failures.filters import NAMED_LIMIT, DeadFilter
 from mqlayer.failures.listing import page, shown
+from mqlayer.failures.noting import count_act, raise_parking
+from mqlayer.failures.room import FULL_WAIT_S, SAYS, find_room
 from mqlayer.membership.groups import find_group
 from mqlayer.membership.rebalance import change_group
+from mqlayer.parking import ParkingLimit
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
@@ -52,7 +56,10 @@ Result = Literal["sent", "already", "no_body", "gone"]
 
 @dataclass(frozen=True, slots=True)
 class Redrive:
-    """A redrive as it stands. `per_s`: messages a second, 0 for no limit; `worked_on`: somebody has its lease."""
+    """A redrive as it stands. `per_s`: messages a second, 0 for no limit; `worked_on`: somebody has its lease.
+
+    `waits`: why it sends nothing at present, where that is not for its rate.
+    """
 
     redrive_id: int
     topic: str
@@ -67,6 +74,7 @@ class Redrive:
     ended_at: datetime | None
     worker: str | None
     worked_on: bool
+    waits: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +162,9 @@ def cancel_redrive(database: Database, redrive_id: int, *, actor: str) -> Redriv
         note(connection, actor, "dead redrive cancel", str(redrive_id), {"sent": row[2], "not_sent": row[3]})
 
     database.transaction(work)
-    return redrive_of(database, redrive_id)
+    found = redrive_of(database, redrive_id)
+    tell(Event("redrive_ended", found.topic, found.group, cause="cancelled", actor=actor))
+    return found
 
 
 def redrives(
@@ -267,21 +277,26 @@ class _Work:
 
     def send(self) -> None:
         """Give the next batch back, and end the redrive where there is nothing more."""
-        change_group(self._database, self._group.group_id, self._send)
+        event = change_group(self._database, self._group.group_id, self._send)
         failpoint("redrive.after_commit")
+        if event is not None:
+            tell(event)
 
-    def _send(self, connection: Connection) -> None:
+    def _send(self, connection: Connection) -> Event | None:
         facts = {"redrive_id": self._redrive_id, "worker": self._worker}
         row = connection.execute(query("redrive_hold"), facts).fetchone()
         if row is None:
-            return
+            return None
         wanted, per_s = DeadFilter.of(row[0]), row[2]
         cursor = dict(zip(("at_lp", "at_key", "at_partition", "at_offset", "at_dead_id"), row[3:], strict=True))
         limit = self._batch if per_s == 0 else max(1, min(self._batch, int(per_s)))
         found = self._find(connection, wanted, {"upto": row[1], "limit": limit + LOOK_AHEAD} | cursor)
         if not found:
-            self._end(connection, wanted)
-            return
+            return self._end(connection, wanted)
+        named = [one.dead_id for one in found[:limit]]
+        limit, full = find_room(connection, self._group, named, alone=self._alone)
+        if full is not None and not limit:
+            return self._wait(connection, facts, full)
         picked = self._without_known(connection, _batch(found, limit))
         results = self._give_back(connection, picked)
         sent = sum(result == "sent" for result in results.values())
@@ -289,7 +304,22 @@ class _Work:
         advance = {"sent": sent, "not_sent": len(picked) - sent, "pause_s": sent / per_s if per_s else 0.0,
                    "lease_s": LEASE_S}  # fmt: skip
         connection.execute(query("redrive_advance"), facts | found[:limit][-1].place | advance)
+        count_act(connection, self._group.group_id, "redriven", sent)
         failpoint("redrive.before_commit")
+        return self._event("redriven", count=sent) if sent else None
+
+    def _wait(self, connection: Connection, facts: dict[str, Any], full: ParkingLimit) -> Event | None:
+        """Send nothing for lack of room, and say so; return an event where that is news."""
+        waits = {"waits": SAYS[full], "pause_s": FULL_WAIT_S, "lease_s": LEASE_S}
+        row = connection.execute(query("redrive_wait"), facts | waits).fetchone()
+        if row is None or not row[0]:
+            return None
+        log.warning("redrive_waits", extra={"redrive": self._redrive_id, "limit": full})
+        count_act(connection, self._group.group_id, "redrive_waits")
+        return self._event("redrive_waits", cause=full)
+
+    def _event(self, kind: EventKind, **facts: Any) -> Event:
+        return Event(kind, self._group.topic, self._group.name, actor=self._worker, **facts)
 
     def _find(self, connection: Connection, wanted: DeadFilter, facts: dict[str, Any]) -> list[_Picked]:
         facts |= {"redrive_id": self._redrive_id, "group_id": self._group.group_id} | wanted.facts()
@@ -324,10 +354,10 @@ class _Work:
         for dead_id, lp, source, seq in marked:
             if str(Identity(source, lp, seq)) in identities:
                 results[dead_id] = "sent"
-        connection.execute(query("parking_raise"), {"group_ids": [self._group.group_id]})
+        raise_parking(connection, self._group.group_id, {(lp, bytes(name)) for lp, name, _, _ in joined})
         return results
 
-    def _end(self, connection: Connection, wanted: DeadFilter) -> None:
+    def _end(self, connection: Connection, wanted: DeadFilter) -> Event:
         missing: list[tuple[int]] = []
         if wanted.dead_ids is not None:
             facts = {"redrive_id": self._redrive_id, "dead_ids": list(wanted.dead_ids)}
@@ -336,6 +366,7 @@ class _Work:
         facts = {"redrive_id": self._redrive_id, "state": "done", "gone": len(missing)}
         connection.execute(query("redrive_end"), facts)
         log.info("redrive_done", extra={"redrive": self._redrive_id})
+        return self._event("redrive_ended", cause="done")
 
     def _put_results(self, connection: Connection, results: dict[int, Result]) -> None:
         facts = {"redrive_id": self._redrive_id, "dead_ids": list(results), "results": list(results.values())}

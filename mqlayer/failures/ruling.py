@@ -13,8 +13,10 @@ from mqlayer.domain.message import NO_KEY, Identity
 from mqlayer.domain.names import encode_key
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import InvalidInput, NotFound
+from mqlayer.events import Event, tell
 from mqlayer.failpoints import failpoint
 from mqlayer.failures.filters import PARKED_CAUSES, check_cause
+from mqlayer.failures.noting import count_act, raise_parking, tell_act
 from mqlayer.membership.groups import Group, find_group
 from mqlayer.membership.rebalance import change_group
 from mqlayer.postgres.audit import note
@@ -37,11 +39,14 @@ def release_parked(
     def work(connection: Connection) -> None:
         if connection.execute(query("parked_release"), place).fetchone() is None:
             raise not_parked(found, place)
+        connection.execute(query("parked_heads_forgive"), place | {"lps": [place["lp"]], "names": [place["name"]]})
         note(connection, actor, "parked release", target(found), {"key": told(place)})
-        raise_parking(connection, found)
+        count_act(connection, found.group_id, "released")
+        raise_parking(connection, found.group_id, [(place["lp"], place["name"])])
         failpoint("release.before_commit")
 
     change_group(database, found.group_id, work)
+    tell_act("released", found, lp=place["lp"], actor=actor)
 
 
 def release_all(database: Database, topic: str, group: str, *, cause: str | None = None, actor: str) -> int:
@@ -54,15 +59,21 @@ def release_all(database: Database, topic: str, group: str, *, cause: str | None
     def work(connection: Connection) -> list[tuple[int, bytes]]:
         facts = {"group_id": found.group_id, "after_lp": after[0], "after_name": after[1], "cause": cause}
         rows = connection.execute(query("parked_release_some"), facts | {"limit": AT_ONCE}).fetchall()
-        if rows:
+        keys = sorted((lp, bytes(name)) for lp, name in rows)
+        if keys:
+            columns = {"lps": [lp for lp, _ in keys], "names": [name for _, name in keys]}
+            connection.execute(query("parked_heads_forgive"), {"group_id": found.group_id} | columns)
             said = {"keys": len(rows)} | ({} if cause is None else {"cause": cause})
             note(connection, actor, "parked release", target(found), said)
-            raise_parking(connection, found)
-        return sorted((lp, bytes(name)) for lp, name in rows)
+            count_act(connection, found.group_id, "released", len(keys))
+            raise_parking(connection, found.group_id, keys)
+        return keys
 
     while True:
         released = change_group(database, found.group_id, work)
         count += len(released)
+        if released:
+            tell_act("released", found, count=len(released), actor=actor)
         if len(released) < AT_ONCE:
             return count
         after = released[-1]
@@ -94,6 +105,7 @@ def discard_parked(
             raise not_parked(found, place)
         end = _end(connection, place) if upto is None else upto
         gone = discard_first(connection, found, facts | {"upto": end}, act="parked discard")
+        count_act(connection, found.group_id, "discarded", gone)
         failpoint("discard.before_commit")
         return end, gone
 
@@ -107,6 +119,7 @@ def discard_parked(
                 raise
             return count
         count += gone
+        tell_act("discarded", found, lp=place["lp"], count=gone, actor=actor)
         if head or gone < AT_ONCE:
             return count
 
@@ -125,7 +138,7 @@ def discard_first(connection: Connection, group: Group, facts: dict[str, Any], *
     named = gone if len(gone) <= 2 else [min(gone), max(gone)]
     said = {"key": told(facts), "messages": len(gone), "dead_ids": named, "reason": facts["reason"]}
     note(connection, facts["actor"], act, target(group), said)
-    raise_parking(connection, group)
+    raise_parking(connection, group.group_id, [(facts["lp"], facts["name"])])
     return len(gone)
 
 
@@ -136,17 +149,21 @@ def discard_dead(database: Database, dead_id: int, *, reason: str, actor: str) -
     """
     check_reason(reason)
 
-    def work(connection: Connection) -> None:
+    def work(connection: Connection) -> tuple[str, str]:
         facts = {"dead_id": dead_id, "reason": reason, "actor": actor}
         row = connection.execute(query("dead_rule"), facts).fetchone()
         if row is None:
             raise NotFound(
                 "dead message", str(dead_id), "it was given back, or never was: mqlayer dead list --redriven"
             )
-        said = {"reason": reason, "before": {"cause": row[0], "reason": row[1]}}
+        before, (group_id, topic, name) = row[:2], row[2:]
+        said = {"reason": reason, "before": {"cause": before[0], "reason": before[1]}}
         note(connection, actor, "dead discard", str(dead_id), said)
+        count_act(connection, group_id, "ruled")
+        return str(topic), str(name)
 
-    database.transaction(work)
+    topic, group = database.transaction(work)
+    tell(Event("ruled", topic, group, actor=actor))
 
 
 def parked_place(
@@ -171,11 +188,6 @@ def not_parked(group: Group, place: dict[str, Any]) -> NotFound:
     """Return the error for a key that is not parked."""
     hint = f"see those that are: mqlayer parked list {group.topic} {group.name}"
     return NotFound("parked key", f"{target(group)}/{told(place)}", hint)
-
-
-def raise_parking(connection: Connection, group: Group) -> None:
-    """Let the members of a group know that parked keys changed, with the caller's commit."""
-    connection.execute(query("parking_raise"), {"group_ids": [group.group_id]})
 
 
 def check_reason(reason: str) -> None:

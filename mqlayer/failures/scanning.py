@@ -10,12 +10,15 @@ import logging
 import threading
 import time
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final
 
 from mqlayer.errors import MqlayerError
+from mqlayer.events import Event, tell
 from mqlayer.failpoints import failpoint
+from mqlayer.failures.noting import ANY_KEY, count_act, raise_parking
 from mqlayer.failures.redriving import new_worker, take_left, work_on
-from mqlayer.postgres.database import Database
+from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
 log = logging.getLogger(__name__)
@@ -60,11 +63,18 @@ def clean_attempts(database: Database, *, horizon_s: float = ATTEMPTS_HORIZON_S)
 
 def _tell_overdue(database: Database) -> int:
     with database.connection() as connection:
-        found = [row[0] for row in connection.execute(query("parked_overdue"), {"for_s": OVERDUE_S}).fetchall()]
-        if found:
-            connection.execute(query("parking_raise"), {"group_ids": found})
-            log.info("parked_keys_overdue", extra={"groups": found})
+        found = connection.execute(query("parked_overdue"), {"for_s": OVERDUE_S}).fetchall()
+    for group_id, topic, group in found:
+        database.transaction(partial(_tell_group, group_id=group_id))
+        tell(Event("overdue", topic, group))
+    if found:
+        log.info("parked_keys_overdue", extra={"groups": [row[0] for row in found]})
     return len(found)
+
+
+def _tell_group(connection: Connection, group_id: int) -> None:
+    raise_parking(connection, group_id, ANY_KEY)
+    count_act(connection, group_id, "overdue")
 
 
 def _work_on_left(database: Database, until: float) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from mqlayer.domain.message import Identity, Record
 from mqlayer.domain.names import parse_identity
@@ -84,22 +85,13 @@ def show_dead(database: Database, dead_id: int) -> Shown:
             raise NotFound("dead message", str(dead_id), "see those that are: mqlayer dead list")
         (group_id, topic, group, lp, source, seq, partition, offset, key, m, body, cause, reason, _, actor,
          died_at, redriven_at) = row  # fmt: skip
-        identity, record = Identity(source, lp, seq), Record(offset, m, key, b"")
-        return Shown(
+        shown_here = _shown(connection, group_id, Identity(source, lp, seq), (partition, offset, key, m, body))
+        return shown_here(
             topic=topic,
             group=group,
-            identity=identity,
-            partition=partition,
-            offset=offset,
-            key=shown(key),
-            headers=record.headers,
-            tags=record.tags,
-            published_at=_published(record),
-            body=body,
             cause=cause,
             since=died_at,
             redriven=redriven_at is not None,
-            attempts=_attempts(connection, group_id, identity),
             dead_id=dead_id,
             reason=reason,
             actor=actor,
@@ -114,25 +106,27 @@ def show_parked(database: Database, topic: str, group: str, identity: Identity) 
         row = connection.execute(query("parked_show"), facts).fetchone()
         if row is None:
             raise NotFound("parked message", f"{topic}/{group}/{identity}", f"mqlayer parked list {topic} {group}")
-        topic, group, partition, offset, key, m, body, cause, parked_at, due_at, redriven = row
-        record = Record(offset, m, key, b"")
-        return Shown(
-            topic=topic,
-            group=group,
-            identity=identity,
-            partition=partition,
-            offset=offset,
-            key=shown(key),
-            headers=record.headers,
-            tags=record.tags,
-            published_at=_published(record),
-            body=body,
-            cause=cause,
-            since=parked_at,
-            redriven=redriven,
-            attempts=_attempts(connection, group_id, identity),
-            due_at=due_at,
-        )
+        topic, group, *message, cause, parked_at, due_at, redriven = row
+        shown_here = _shown(connection, group_id, identity, message)
+        return shown_here(topic=topic, group=group, cause=cause, since=parked_at, redriven=redriven, due_at=due_at)
+
+
+def _shown(connection: Connection, group_id: int, identity: Identity, message: Sequence[Any]) -> Callable[..., Shown]:
+    """Return a message as it is shown, but for why it is where it is: partition, offset, key, m and body are given."""
+    partition, offset, key, m, body = message
+    record = Record(offset, m, key, b"")
+    return partial(
+        Shown,
+        identity=identity,
+        partition=partition,
+        offset=offset,
+        key=shown(key),
+        headers=record.headers,
+        tags=record.tags,
+        published_at=_published(record),
+        body=body,
+        attempts=_attempts(connection, group_id, identity),
+    )
 
 
 def _attempts(connection: Connection, group_id: int, identity: Identity) -> list[Attempt]:

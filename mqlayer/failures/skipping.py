@@ -32,6 +32,7 @@ from mqlayer.domain.names import encode_key
 from mqlayer.domain.routing import Lp, NodeId, lp_of
 from mqlayer.errors import Conflict, MqlayerError, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
+from mqlayer.failures.noting import count_act, tell_act
 from mqlayer.failures.ruling import check_reason, discard_first, target
 from mqlayer.membership.groups import Group, find_group
 from mqlayer.membership.positions import Spot, look_at
@@ -119,6 +120,7 @@ def skip_head(
     if skipped is None:
         skipped = act.skip_in_stream(application)
         failpoint("skip.after_commit")
+    tell_act("passed_over", found, lp=int(lp), seq=skipped.identity.seq, actor=actor)
     log.info("head_skipped", extra={"topic": topic, "group": group, "identity": str(skipped.identity)})
     return skipped
 
@@ -152,6 +154,7 @@ class _Act:
         self._check_wish(head)
         facts = {"reason": self._reason, "actor": self._actor, "limit": 1, "upto": row[0]}
         discard_first(connection, self._group, self._place | facts, act="key skip-head")
+        count_act(connection, self._group.group_id, "passed_over")
         named = connection.execute(query("dead_find"), head._asdict() | self._names()).fetchone()
         failpoint("skip.parked_before_commit")
         return Skipped(head, int(named[0]) if named is not None else 0, parked=True, fenced=False)
@@ -194,6 +197,7 @@ class _Act:
         said = {"key": self._key.decode(errors="replace"), "message": str(head.identity), "dead_id": dead_id,
                 "reason": self._reason}  # fmt: skip
         note(connection, self._actor, "key skip-head", target(self._group), said)
+        count_act(connection, self._group.group_id, "passed_over")
         connection.execute(query("allocation_raise"), {"group_id": self._group.group_id})
         failpoint("skip.before_commit")
         return Skipped(head.identity, int(dead_id), parked=False, fenced=fenced)

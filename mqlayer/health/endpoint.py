@@ -1,7 +1,7 @@
-"""`GET /live` and `GET /ready` of a process, on threads of its own.
+"""`GET /live` and `GET /ready` of a process, and its `GET /counts` where it counts, on threads of its own.
 
-Python's own server: two paths, no body, no state, a few requests a minute from this machine. It is off unless a port is
-set, holds nothing that the process needs, and ends with it. Each answer is made of what threads noted as they went
+Python's own server: three paths, no body, no state, a few requests a minute from this machine. It is off unless a port
+is set, holds nothing that the process needs, and ends with it. Each answer is made of what threads noted as they went
 along, so a probe asks no store.
 """
 
@@ -32,17 +32,21 @@ REQUEST_LIMIT_S: Final = 5.0
 LOOK_EVERY_S: Final = 0.2
 
 Ask = Callable[[], Health]
+Counts = Callable[[], object]
 
 
 class HealthEndpoint:
     """Answers on a port until it is closed."""
 
-    def __init__(self, ask: Ask, *, host: str, port: int) -> None:
-        """Take the port. Raises Conflict where another has it, InvalidInput where it can't be had."""
+    def __init__(self, ask: Ask, *, host: str, port: int, counts: Counts | None = None) -> None:
+        """Take the port. `counts`: what to answer as JSON where counts are asked for.
+
+        Raises Conflict where another has it, InvalidInput where it can't be had.
+        """
         if not 0 < port < 65_536:
             raise InvalidInput(f"health port {port}: set MQLAYER_HEALTH_PORT so that each process gets one up to 65535")
         try:
-            self._server = _Server(ask, host, port)
+            self._server = _Server(ask, counts, host, port)
         except OSError as error:
             raise _refusal(error, host, port) from error
         self._thread = threading.Thread(
@@ -74,8 +78,8 @@ class _Server(ThreadingMixIn, TCPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, ask: Ask, host: str, port: int) -> None:
-        self.ask = ask
+    def __init__(self, ask: Ask, counts: Counts | None, host: str, port: int) -> None:
+        self.ask, self.counts = ask, counts
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._room = threading.BoundedSemaphore(REQUESTS_AT_ONCE)
         super().__init__((host, port), _Handler)
@@ -109,8 +113,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
+        if path == "/counts" and self.server.counts is not None:
+            self._answer(HTTPStatus.OK, self.server.counts())
+            return
         if path not in ("/live", "/ready"):
-            self._answer(HTTPStatus.NOT_FOUND, {"reasons": ["ask for /live or /ready"]})
+            known = "/live or /ready" if self.server.counts is None else "/live, /ready or /counts"
+            self._answer(HTTPStatus.NOT_FOUND, {"reasons": [f"ask for {known}"]})
             return
         health = _asked(self.server.ask)
         well = health.live if path == "/live" else health.ready
@@ -127,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
         """Probes are no events."""
 
-    def _answer(self, status: HTTPStatus, facts: dict[str, object]) -> None:
+    def _answer(self, status: HTTPStatus, facts: object) -> None:
         body = json.dumps(facts).encode() + b"\n"
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -138,13 +146,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def health_endpoint(settings: Settings, ask: Ask, *, port: int | None = None) -> Iterator[None]:
+def health_endpoint(
+    settings: Settings, ask: Ask, *, port: int | None = None, counts: Counts | None = None
+) -> Iterator[None]:
     """Answer for as long as the block runs, on the port given or else that of the settings; nothing where it is 0."""
     number = settings.health_port if port is None else port
     if not number:
         yield
         return
-    endpoint = HealthEndpoint(ask, host=settings.health_host, port=number)
+    endpoint = HealthEndpoint(ask, host=settings.health_host, port=number, counts=counts)
     endpoint.start()
     try:
         yield

@@ -14,7 +14,7 @@ from typing import Final
 from mqlayer.domain.names import check_name, encode_key
 from mqlayer.domain.routing import Lp, NodeId, Route, lp_of
 from mqlayer.errors import MqlayerError
-from mqlayer.inspecting.parked import ParkedKeyStanding, parked_key
+from mqlayer.inspecting.parked import ParkedKeyStanding, full_words, parked_key
 from mqlayer.inspecting.standing import GroupStanding, PartitionStanding, Waiting, group_standings, waiting
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
@@ -239,11 +239,13 @@ def _next_of_parked(group: GroupStanding, key: str, parked: ParkedKeyStanding | 
     # A key that can't be typed is named by the message that it waits for.
     named = shlex.quote(key) if key.isprintable() else f"--message {parked.head}"
     release = f"mqlayer parked release {group.facts.topic} {group.facts.name} {named}"
+    full = full_words(group.facts.rules, group.parked, (parked.messages, parked.bytes))
+    more = f"; what follows it stays in the stream: {full}" if full else ""
     if parked.due_in_s is None:
-        return f"{release}  # or discard it, or key skip-head; it waits for an operator ({parked.cause})"
+        return f"{release}  # or discard it, or key skip-head; it waits for an operator ({parked.cause}){more}"
     if parked.due_in_s > 0:
-        return f"{NOTHING}it is tried again at {parked.due_at:%H:%M:%S} UTC; at once: {release}"
-    return f"{NOTHING}it is due, its owner tries it"
+        return f"{NOTHING}it is tried again at {parked.due_at:%H:%M:%S} UTC; at once: {release}{more}"
+    return f"{NOTHING}it is due, its owner tries it{more}"
 
 
 def _next_step(

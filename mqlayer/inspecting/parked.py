@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from mqlayer.domain.message import Identity
+from mqlayer.domain.retrying import RetryRules
 from mqlayer.domain.routing import Lp
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
@@ -14,12 +15,16 @@ from mqlayer.postgres.queries import query
 
 @dataclass(frozen=True, slots=True)
 class ParkedCounts:
-    """What a group has parked. `waiting`: keys that wait for an operator; `since`: when the oldest was parked."""
+    """What a group has parked. `waiting`: keys that wait for an operator; `since`: when the oldest was parked.
+
+    `bytes`: of bodies, keys and headers.
+    """
 
     keys: int = 0
     messages: int = 0
     waiting: int = 0
     since: datetime | None = None
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,25 @@ class ParkedKeyStanding:
     due_in_s: float | None
     attempts: int
     messages: int
+    bytes: int
     head: Identity | None
+
+
+def full_words(rules: RetryRules, group: ParkedCounts, key: tuple[int, int] | None) -> str | None:
+    """Return why nothing more of a key is parked, which has so many messages and bytes parked (None: it is not).
+
+    None where there is room.
+    """
+    for what, there, limit, name in (
+        ("the group", group.messages, rules.parked_messages_limit, "parked_messages_limit"),
+        ("the group", group.bytes, rules.parked_bytes_limit, "parked_bytes_limit"),
+        ("its key", key[0] if key else 0, rules.key_messages_limit, "key_messages_limit"),
+        ("its key", key[1] if key else 0, rules.key_bytes_limit, "key_bytes_limit"),
+    ):
+        if there >= limit:
+            unit = "bytes" if name.endswith("bytes_limit") else "messages"
+            return f"{what} has {there:,} {unit} parked, and {name} is {limit:,}"
+    return None
 
 
 def parked_counts(database: Database, group_ids: Iterable[int]) -> Mapping[int, ParkedCounts]:
@@ -42,6 +65,23 @@ def parked_counts(database: Database, group_ids: Iterable[int]) -> Mapping[int, 
     return {group_id: ParkedCounts(*counts) for group_id, *counts in rows}
 
 
+def parked_heads(
+    database: Database, heads: Iterable[tuple[int, int, bytes]]
+) -> Mapping[tuple[int, int, bytes], tuple[int, int]]:
+    """Return messages and bytes that are parked of keys, by group, LP and name; nothing of those that are not."""
+    asked = list(heads)
+    if not asked:
+        return {}
+    facts = {
+        "group_ids": [group_id for group_id, _, _ in asked],
+        "lps": [lp for _, lp, _ in asked],
+        "names": [name for _, _, name in asked],
+    }
+    with database.connection() as connection:
+        rows = connection.execute(query("inspected_parked_heads"), facts).fetchall()
+    return {(group_id, lp, bytes(name)): (messages, size) for group_id, lp, name, messages, size in rows}
+
+
 def parked_key(database: Database, group_id: int, lp: Lp, key: bytes) -> ParkedKeyStanding | None:
     """Return how a key is parked; None where it is not."""
     facts = {"group_id": group_id, "lp": int(lp), "name": key}
@@ -49,6 +89,6 @@ def parked_key(database: Database, group_id: int, lp: Lp, key: bytes) -> ParkedK
         row = connection.execute(query("inspected_parked_key"), facts).fetchone()
     if row is None:
         return None
-    cause, since, due_at, due_in_s, attempts, messages, source, seq = row
+    cause, since, due_at, due_in_s, attempts, messages, size, source, seq = row
     head = None if source is None else Identity(source, int(lp), seq)
-    return ParkedKeyStanding(cause, since, due_at, due_in_s, attempts, messages, head)
+    return ParkedKeyStanding(cause, since, due_at, due_in_s, attempts, messages, size, head)

@@ -14,13 +14,16 @@ from typing import Literal
 from mqlayer.domain.message import NO_KEY, Record
 from mqlayer.domain.tags import TagFilter
 from mqlayer.inspecting.facts import GroupFacts, PartitionFacts, group_facts, partition_facts
-from mqlayer.inspecting.parked import ParkedCounts, parked_counts
+from mqlayer.inspecting.parked import ParkedCounts, full_words, parked_counts, parked_heads
 from mqlayer.membership.positions import Spot, look_at
 from mqlayer.postgres.database import Database
 from mqlayer.redis.looking import Head, Look
 from mqlayer.routes.cache import load_nodes
 
-Reason = Literal["node_away", "partition_missing", "hidden", "paused", "no_owner", "lease_over", "not_taken", "failing"]
+Reason = Literal[
+    "node_away", "partition_missing", "hidden", "paused", "no_owner", "lease_over", "not_taken", "parking_full",
+    "failing",
+]  # fmt: skip
 """Why a partition stands still: facts on the servers, in the order in which they are looked at."""
 
 
@@ -148,14 +151,24 @@ def group_standings(
     by_id = {group.group_id: group for group in groups}
     partitions: dict[int, list[PartitionStanding]] = {group.group_id: [] for group in groups}
     away: dict[int, dict[str, str]] = {group.group_id: {} for group in groups}
+    parked = parked_counts(database, by_id)
+    looked = [(one, look) for one in facts if (look := looks.at(one.partition, one.group_id)) is not None]
+    held = parked_heads(
+        database, [(one.group_id, *ref) for one, look in looked if (ref := _head_key(look)) is not None]
+    )
     for one in facts:
         group, look, reason = by_id[one.group_id], looks.at(one.partition, one.group_id), looks.away.get(one.node)
         head = None if look is None or one.drained else waiting(look.head, look.now_ms, group)
-        stall = stall_of(one, look, head, group, away=reason)
+        ref = None if look is None else _head_key(look)
+        of_key = None if ref is None else held.get((one.group_id, *ref))
+        counts = parked.get(one.group_id, ParkedCounts())
+        full = None
+        if head is not None and (of_key is not None or head.attempts):
+            full = full_words(group.rules, counts, of_key)
+        stall = stall_of(one, look, head, group, away=reason, full=full)
         partitions[one.group_id].append(PartitionStanding(one, names[one.node], look, head, stall))
         if reason is not None:
             away[one.group_id][names[one.node]] = reason
-    parked = parked_counts(database, by_id)
     return [
         GroupStanding(
             group, partitions[group.group_id], away[group.group_id], parked.get(group.group_id, ParkedCounts())
@@ -191,9 +204,13 @@ def waiting(head: Head | None, now_ms: int, group: GroupFacts) -> Waiting | None
 
 
 def stall_of(
-    facts: PartitionFacts, look: Look | None, head: Waiting | None, group: GroupFacts, *, away: str | None
-) -> Stall | None:
-    """Return why a partition stands still; None where nothing waits in it, or its head is being handled."""
+    facts: PartitionFacts, look: Look | None, head: Waiting | None, group: GroupFacts, *, away: str | None,
+    full: str | None = None,
+) -> Stall | None:  # fmt: skip
+    """Return why a partition stands still; None where nothing waits in it, or its head is being handled.
+
+    `away`: what its node answers; `full`: why its head finds no room among the parked messages.
+    """
     if facts.drained:
         return None
     if away is not None:
@@ -209,7 +226,7 @@ def stall_of(
         return Stall("paused", group.paused_at, "an operator paused the group")
     if group.mode == "pop":
         return _failing(head)
-    return _unowned(facts, group) or _untaken(facts, look) or _failing(head)
+    return _unowned(facts, group) or _untaken(facts, look) or _unparkable(head, full) or _failing(head)
 
 
 def _unowned(facts: PartitionFacts, group: GroupFacts) -> Stall | None:
@@ -225,6 +242,20 @@ def _untaken(facts: PartitionFacts, look: Look) -> Stall | None:
     if (look.owner, look.epoch) == (facts.owner, facts.epoch):
         return None
     return Stall("not_taken", facts.changed_at, f"{facts.owner} has not taken it yet under epoch {facts.epoch}")
+
+
+def _unparkable(head: Waiting | None, full: str | None) -> Stall | None:
+    if head is None or full is None:
+        return None
+    says = f"offset {head.offset} finds no room in Postgres: {full}; release or discard, or raise it with group set"
+    return Stall("parking_full", head.failing_since, says)
+
+
+def _head_key(look: Look) -> tuple[int, bytes] | None:
+    """Return LP and key of the first message that is not settled; None where there is none, or it has no key."""
+    if look.head is None or look.head.key == NO_KEY:
+        return None
+    return Record(look.head.offset, look.head.m, look.head.key, b"").identity.lp, look.head.key
 
 
 def _failing(head: Waiting | None) -> Stall | None:

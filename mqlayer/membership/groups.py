@@ -15,7 +15,15 @@ from datetime import datetime
 from typing import Any, Final, Literal, TypedDict, Unpack
 
 from mqlayer.domain.names import check_name
-from mqlayer.domain.retrying import POLICIES, RULES_COUNT, Policy, RetryRules, check_error_name, error_name
+from mqlayer.domain.retrying import (
+    PARKING_LIMITS,
+    POLICIES,
+    RULES_COUNT,
+    Policy,
+    RetryRules,
+    check_error_name,
+    error_name,
+)
 from mqlayer.domain.tags import NO_FILTER, TagFilter
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
@@ -59,6 +67,11 @@ class GroupSettings:
     retried_errors: tuple[str, ...] | None = None
     time_limit_s: float | None = None
     time_cap_s: float | None = None
+    parked_keys_limit: int | None = None
+    parked_messages_limit: int | None = None
+    parked_bytes_limit: int | None = None
+    key_messages_limit: int | None = None
+    key_bytes_limit: int | None = None
     mode: Mode | None = None
     scope: Scope | None = None
 
@@ -88,6 +101,11 @@ class Rules(TypedDict, total=False):
     retried_errors: Sequence[str | type[BaseException]] | None
     time_limit_s: float | None
     time_cap_s: float | None
+    parked_keys_limit: int | None
+    parked_messages_limit: int | None
+    parked_bytes_limit: int | None
+    key_messages_limit: int | None
+    key_bytes_limit: int | None
 
 
 RULES: Final = tuple(field.name for field in fields(RetryRules))
@@ -212,6 +230,7 @@ def check_settings(settings: GroupSettings) -> None:
         raise InvalidInput(f"the attempts of a message are a whole number from 1 on, not {attempts}")
     if settings.policy not in (None, *POLICIES):
         raise InvalidInput(f"the policy is one of {', '.join(POLICIES)}, not {settings.policy!r}")
+    _check_parking_limits(settings)
     for name in (*(settings.final_errors or ()), *(settings.retried_errors or ())):
         check_error_name(name)
     for limit_s in (settings.time_limit_s, settings.time_cap_s):
@@ -219,6 +238,14 @@ def check_settings(settings: GroupSettings) -> None:
             raise InvalidInput(f"a limit of time is over 0 seconds, not {limit_s}: leave it out, or inf for none")
     check_times(settings.time_limit_s, settings.time_cap_s)
     _check_mode(settings)
+
+
+def _check_parking_limits(settings: GroupSettings) -> None:
+    for name in PARKING_LIMITS:
+        limit = getattr(settings, name)
+        most = 2**31 if name == "parked_keys_limit" else 2**63
+        if limit is not None and not (1 <= limit < most and limit == int(limit)):
+            raise InvalidInput(f"{name} is a whole number from 1 on, not {limit}")
 
 
 def _check_mode(settings: GroupSettings) -> None:

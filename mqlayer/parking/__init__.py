@@ -2,6 +2,7 @@
 
 from mqlayer.parking.ledger import (
     BATCH,
+    CHANGES_KEPT,
     AttemptNote,
     Burial,
     DeathCause,
@@ -13,12 +14,16 @@ from mqlayer.parking.ledger import (
     NotOwner,
     Page,
     ParkCause,
+    ParkingLimit,
+    Room,
+    Span,
     Turn,
     Written,
 )
 
 __all__ = [
     "BATCH",
+    "CHANGES_KEPT",
     "AttemptNote",
     "Burial",
     "DeathCause",
@@ -30,6 +35,9 @@ __all__ = [
     "NotOwner",
     "Page",
     "ParkCause",
+    "ParkingLimit",
+    "Room",
+    "Span",
     "Turn",
     "Written",
 ]

@@ -18,23 +18,29 @@ waits for the owner of its partition.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, NamedTuple
 
-from mqlayer.domain.message import Identity, ParkedRecord, Record
+from mqlayer.domain.message import NO_KEY, Identity, ParkedRecord, Record
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
+from mqlayer.postgres.counting import add_counts
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
 ParkCause = Literal["retry", "exhausted", "rejected", "paused"]
 DeathCause = Literal["exhausted", "rejected", "skipped"]
+ParkingLimit = Literal["keys", "key_messages", "key_bytes", "group_messages", "group_bytes"]
+"""What there may be too many of: parked keys of a partition; messages or bytes of one key, or of a whole group."""
 
 BATCH: Final = 100
 BATCH_BYTES: Final = 1_000_000
 """How much of a parked key is handed out at a time."""
+CHANGES_KEPT: Final = 256
+"""Of how many acts on a group's parked keys it is known which keys they changed: `parking_raise` forgets others."""
 PATIENCE: Final = {"lock_wait": "2s", "idle": "5s"}
 
 
@@ -80,11 +86,22 @@ class Burial(NamedTuple):
 
 
 class AttemptNote(NamedTuple):
-    """A failed attempt, for people."""
+    """A failed attempt, for people. `timed_out`: it took longer than its time limit."""
 
     identity: Identity
     attempt: int
     error: str
+    partition: PartitionId
+    timed_out: bool = False
+
+
+class Span(NamedTuple):
+    """A partition that a member takes, and from which offset on it reads."""
+
+    partition: PartitionId
+    lp_from: int
+    lp_to: int
+    committed: int
 
 
 @dataclass(slots=True)
@@ -108,12 +125,16 @@ class Turn:
 
 @dataclass(slots=True)
 class Page:
-    """All that an owner has to write of one partition at a time."""
+    """All that an owner has to write of one partition at a time.
+
+    `attempts`: what messages failed before, where they are parked behind others; 0 where they are not named.
+    """
 
     entries: list[KeyEntry] = field(default_factory=list)
     messages: list[tuple[KeyRef, Record]] = field(default_factory=list)
     burials: list[Burial] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    attempts: dict[Identity, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.entries or self.messages or self.burials or self.turns)
@@ -125,21 +146,60 @@ class Written:
 
     No next messages means that the key is in line again, unless it is among those `early`: what waits of these is of
     partitions that the group has yet to come to. `changed`: an operator did something to a key meanwhile.
+
+    `full`: the limit for which a key's messages that are `left` found no room; `refused`: those of these keys that are
+    not parked at all.
     """
 
     gone: set[KeyRef] = field(default_factory=set)
+    full: dict[KeyRef, ParkingLimit] = field(default_factory=dict)
+    refused: set[KeyRef] = field(default_factory=set)
+    left: set[Identity] = field(default_factory=set)
     early: set[KeyRef] = field(default_factory=set)
     changed: bool = False
     next: dict[KeyRef, list[ParkedRecord]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much a group has parked, and how much of it and of one key may be. A group's is judged before a page."""
+
+    messages: int = 0
+    bytes: int = 0
+    messages_limit: int = 1
+    bytes_limit: int = 1
+    key_messages_limit: int = 1
+    key_bytes_limit: int = 1
+    keys_limit: int = 1
+
+    @property
+    def full(self) -> ParkingLimit | None:
+        """The limit that the group has come to."""
+        if self.messages >= self.messages_limit:
+            return "group_messages"
+        return "group_bytes" if self.bytes >= self.bytes_limit else None
+
+    def with_more(self, size: int) -> Room:
+        """Return it with one more message of so many bytes."""
+        return replace(self, messages=self.messages + 1, bytes=self.bytes + size)
+
+    def limit_of(self, messages: int, size: int, *, alone: bool) -> ParkingLimit | None:
+        """Return the limit that keeps a parked key with so much from getting more; one that is `alone` has no own."""
+        if self.full or alone:
+            return self.full
+        if messages >= self.key_messages_limit:
+            return "key_messages"
+        return "key_bytes" if size >= self.key_bytes_limit else None
+
+
 class Loaded(NamedTuple):
     """What a new owner has to know: parked keys; which offsets above committed are parked, as far as known; what of
-    them is dead."""
+    them is dead; and how often others had acted on parked keys by then."""
 
     keys: list[KeyState]
     unsettled: list[tuple[KeyRef, int]]
     dead: set[Identity]
+    parking: int
 
 
 class Ledger:
@@ -152,27 +212,51 @@ class Ledger:
         self._database = database
         self._who: dict[str, object] = {"group_id": group_id, "member_id": member_id}
 
-    def load(self, partition: PartitionId, lp_from: int, lp_to: int, committed: int) -> Loaded:
-        """Return what is parked and dead of a partition. Call it with the pull lock taken: then nobody adds to it."""
-        facts = self._who | {"partition_id": partition, "committed": committed, "lp_from": lp_from, "lp_to": lp_to}
-        # On one connection: each is asked for a sign of life when it is lent, and many partitions are taken at a time.
+    def load(self, spans: Sequence[Span]) -> dict[PartitionId, Loaded]:
+        """Return what is parked and dead of partitions. Call it with the pull locks taken: then nobody adds to it."""
+        facts = self._who | _columns(("partitions", "lps_from", "lps_to", "committed"), spans)
         with self._database.connection() as connection:
+            # First: what is changed after it is looked at again.
+            parking = connection.execute(query("parking_number"), facts).fetchone()
+            keys = connection.execute(query("parked_keys"), facts).fetchall()
             unsettled = connection.execute(query("parked_unsettled"), facts).fetchall()
-            return Loaded(
-                _keys(connection, facts),
-                [(KeyRef(lp, name), offset) for lp, name, offset in unsettled],
-                _dead(connection, facts),
+            dead = connection.execute(query("dead_unsettled"), facts).fetchall()
+        return {
+            span.partition: Loaded(
+                [_state(row) for at, *row in keys if at == span.partition],
+                [(KeyRef(lp, name), offset) for at, lp, name, offset in unsettled if at == span.partition],
+                {Identity(*identity) for at, *identity in dead if at == span.partition},
+                int(parking[0]) if parking else 0,
             )
+            for span in spans
+        }
 
-    def dead(self, partition: PartitionId, committed: int) -> set[Identity]:
+    def dead(self, span: Span) -> set[Identity]:
         """Return what is dead of a partition from an offset on."""
         with self._database.connection() as connection:
-            return _dead(connection, self._who | {"partition_id": partition, "committed": committed})
+            facts = self._who | _columns(("partitions", "lps_from", "lps_to", "committed"), [span])
+            rows = connection.execute(query("dead_unsettled"), facts).fetchall()
+        return {Identity(*identity) for _, *identity in rows}
 
-    def keys(self, lp_from: int, lp_to: int) -> list[KeyState]:
-        """Return the parked keys of a range of LPs."""
+    def changes(self, after: int, upto: int) -> list[KeyRef] | None:
+        """Return which parked keys others changed in their acts behind a number; None where it may be any."""
+        if not 0 <= upto - after <= CHANGES_KEPT:
+            return None
         with self._database.connection() as connection:
-            return _keys(connection, self._who | {"lp_from": lp_from, "lp_to": lp_to})
+            facts = self._who | {"after": after, "upto": upto}
+            rows = connection.execute(query("parking_changes"), facts).fetchall()
+        if len({row[0] for row in rows}) < upto - after or any(lp < 0 for _, lp, _ in rows):
+            return None
+        return [KeyRef(lp, name) for _, lp, name in rows]
+
+    def keys(self, span: Span, named: Sequence[KeyRef] | None = None) -> list[KeyState]:
+        """Return the parked keys of a partition's LPs, or those of these that are parked."""
+        with self._database.connection() as connection:
+            if named is None:
+                facts = self._who | _columns(("partitions", "lps_from", "lps_to", "committed"), [span])
+                return [_state(row[1:]) for row in connection.execute(query("parked_keys"), facts).fetchall()]
+            facts = self._who | _columns(("lps", "names"), list(set(named)))
+            return [_state(row) for row in connection.execute(query("parked_keys_named"), facts).fetchall()]
 
     def write(self, partition: PartitionId, epoch: int, page: Page) -> Written:
         """Write a page in one transaction, and return what comes next. Raises NotOwner; nothing is written then."""
@@ -183,12 +267,17 @@ class Ledger:
             if connection.execute(query("parking_hold"), facts).fetchone() is None:
                 raise NotOwner(f"epoch {epoch} of partition {partition} is not in force")
             written = Written()
+            counts: Counter[str] = Counter()
             self._hold_keys(connection, page)
-            self._put_keys(connection, self._living(connection, page))
-            self._put_messages(connection, facts, page, written)
-            self._bury(connection, facts, [*page.burials, *(t.burial for t in page.turns if t.burial is not None)])
+            room = self._room(connection) if page.messages else Room()
+            counts["parked"] = self._put_keys(connection, [] if room.full else self._living(connection, page))
+            self._put_messages(connection, facts, page, room, written)
+            burials = [*page.burials, *(t.burial for t in page.turns if t.burial is not None)]
+            counts += self._bury(connection, facts, burials)
             for turn in page.turns:
-                self._take(connection, facts, turn, written)
+                counts["unparked"] += self._take(connection, facts, turn, written)
+            # Last: nobody waits for another one's counts with something that others want.
+            add_counts(connection, facts, {partition: counts})
             failpoint("parking.before_commit")
             return written
 
@@ -198,10 +287,16 @@ class Ledger:
 
     def note(self, notes: Iterable[AttemptNote]) -> None:
         """Note failed attempts, for people: under no epoch, since an attempt was one whoever made it."""
-        rows = [(n.identity.lp, n.identity.source, n.identity.seq, n.attempt, n.error) for n in notes]
+        rows, counts = [], dict[int, Counter[str]]()
+        for note in notes:
+            rows.append((note.identity.lp, note.identity.source, note.identity.seq, note.attempt, note.error))
+            counted = counts.setdefault(note.partition, Counter())
+            counted["failed"] += 1
+            counted["timed_out"] += note.timed_out
         columns = _columns(("lps", "sources", "seqs", "attempts", "errors"), rows)
-        with self._database.connection() as connection:
+        with self._database.connection() as connection, connection.transaction():
             connection.execute(query("failed_attempts_put"), self._who | columns)
+            add_counts(connection, self._who, counts)
 
     def _hold_keys(self, connection: Connection, page: Page) -> None:
         refs = [*{ref for ref, _ in page.messages} | {turn.ref for turn in page.turns}]
@@ -221,31 +316,38 @@ class Ledger:
         dead = {Identity(*row) for row in connection.execute(query("dead_named"), facts).fetchall()}
         return [entry for entry in page.entries if heads.get(entry.ref) not in dead]
 
-    def _put_keys(self, connection: Connection, entries: Sequence[KeyEntry]) -> None:
-        if entries:
-            rows = [(*entry.ref, entry.cause, entry.wait_s, entry.attempts) for entry in entries]
-            columns = _columns(("lps", "names", "causes", "waits_s", "attempts"), rows)
-            connection.execute(query("parked_keys_put"), self._who | columns)
+    def _room(self, connection: Connection) -> Room:
+        row = connection.execute(query("parked_room"), self._who).fetchone()
+        return Room(*row) if row is not None else Room()
+
+    def _put_keys(self, connection: Connection, entries: Sequence[KeyEntry]) -> int:
+        """Park keys; return how many were not."""
+        if not entries:
+            return 0
+        rows = [(*entry.ref, entry.cause, entry.wait_s, entry.attempts) for entry in entries]
+        columns = _columns(("lps", "names", "causes", "waits_s", "attempts"), rows)
+        return connection.execute(query("parked_keys_put"), self._who | columns).rowcount
 
     def _put_messages(
-        self,
-        connection: Connection,
-        facts: dict[str, object],
-        page: Page,
-        written: Written,
+        self, connection: Connection, facts: dict[str, object], page: Page, room: Room, written: Written
     ) -> None:
         if not page.messages:
             return
         refs = list({ref for ref, _ in page.messages})
         there = connection.execute(query("parked_keys_there"), self._who | _columns(("lps", "names"), refs)).fetchall()
-        parked = {KeyRef(*row) for row in there}
-        written.gone = set(refs) - parked
+        parked = {KeyRef(lp, name): (messages, size) for lp, name, messages, size in there}
+        if room.full:
+            written.refused = {entry.ref for entry in page.entries} - set(parked)
+            written.full = dict.fromkeys(written.refused, room.full)
+        written.gone = set(refs) - set(parked) - written.refused
+        self._leave(connection, page, room, parked, written)
         rows = [
-            (*ref, record.identity.source, record.identity.seq, record.offset, record.key, record.m, record.body)
+            (*ref, record.identity.source, record.identity.seq, record.offset, record.key, record.m, record.body,
+             page.attempts.get(record.identity, 0))
             for ref, record in page.messages
-            if ref in parked
-        ]
-        columns = _columns(("lps", "names", "sources", "seqs", "offsets", "keys", "ms", "bodies"), rows)
+            if ref in parked and record.identity not in written.left
+        ]  # fmt: skip
+        columns = _columns(("lps", "names", "sources", "seqs", "offsets", "keys", "ms", "bodies", "attempts"), rows)
         put = connection.execute(query("parked_messages_put"), facts | columns).fetchall()
         # What comes again, after a seek or a death, may be in front of what failed. New keys have their own counts.
         new = {entry.ref for entry in page.entries}
@@ -255,38 +357,87 @@ class Ledger:
             identities = [str(Identity(source, lp, seq)) for lp, _, source, seq in joined]
             connection.execute(query("parked_heads_put"), self._who | heads | {"identities": identities})
 
-    def _bury(self, connection: Connection, facts: dict[str, object], burials: Sequence[Burial]) -> None:
-        if not burials:
+    def _leave(
+        self,
+        connection: Connection,
+        page: Page,
+        room: Room,
+        parked: dict[KeyRef, tuple[int, int]],
+        written: Written,
+    ) -> None:
+        """Note what finds no room: of each key what is behind its limit, of a full group all.
+
+        What is parked already, or belongs in front of what is, goes on: its key could not without it.
+        """
+        over: list[tuple[KeyRef, Record]] = []
+        for ref, record in page.messages:
+            if ref in written.refused:
+                written.left.add(record.identity)
+            elif ref in parked:
+                limit = written.full.get(ref) or room.limit_of(*parked[ref], alone=ref.name[:1] == NO_KEY)
+                if limit:
+                    written.full[ref] = limit
+                    over.append((ref, record))
+                else:
+                    messages, size = parked[ref]
+                    parked[ref] = messages + 1, size + len(record.body) + len(record.key) + len(record.m)
+        if not over:
             return
+        asked = [(ref.lp, ref.name, record.identity.source, record.identity.seq) for ref, record in over]
+        facts = self._who | _columns(("lps", "names", "sources", "seqs"), asked)
+        in_front = {Identity(*row) for row in connection.execute(query("parked_in_front"), facts).fetchall()}
+        written.left |= {record.identity for _, record in over} - in_front
+        written.full = {
+            ref: limit
+            for ref, limit in written.full.items()
+            if ref in written.refused or any(r == ref and record.identity in written.left for r, record in over)
+        }
+
+    def _bury(self, connection: Connection, facts: dict[str, object], burials: Sequence[Burial]) -> Counter[str]:
+        if not burials:
+            return Counter()
         rows = [
             (lp, source, seq, record.offset, record.key, record.m, record.body if keep else None, cause, reason, count)
             for (record, cause, reason, count, keep) in burials
             for source, lp, seq in [record.identity]
         ]
         names = ("lps", "sources", "seqs", "offsets", "keys", "ms", "bodies", "causes", "reasons", "attempts")
-        connection.execute(query("dead_put"), facts | _columns(names, rows))
+        put = connection.execute(query("dead_put"), facts | _columns(names, rows)).fetchall()
+        return Counter("dead" if kept else "skipped" for (kept,) in put)
 
-    def _take(self, connection: Connection, facts: dict[str, object], turn: Turn, written: Written) -> None:
+    def _take(self, connection: Connection, facts: dict[str, object], turn: Turn, written: Written) -> bool:
+        """Do what an owner says of a key; say whether that is in line again."""
         key = facts | turn.ref._asdict()
         ended = [*turn.handled, *([turn.burial.record] if turn.burial else [])]
         if ended:
             rows = [(lp, source, seq) for source, lp, seq in (record.identity for record in ended)]
             connection.execute(query("parked_messages_end"), key | _columns(("lps", "sources", "seqs"), rows))
         if turn.go_on:
-            written.next[turn.ref] = self._next(connection, turn, key, written)
-        elif turn.entry is None or not self._put_off(connection, turn.entry, turn.failed, key):
+            records = written.next[turn.ref] = self._next(connection, turn, key, written)
+            return not records and turn.ref not in written.early
+        if turn.entry is None:
             connection.execute(query("parked_key_rest"), key | {"ended": bool(ended)})
-            written.changed |= turn.entry is not None
+            return False
+        put = self._put_off(connection, turn.entry, turn.failed, key)
+        if put is None:
+            connection.execute(query("parked_key_rest"), key | {"ended": bool(ended)})
+        # Released while it was in hand, or not the head any more: its owner has to look again.
+        written.changed |= put is not False
+        return False
 
     def _put_off(
         self, connection: Connection, entry: KeyEntry, failed: Identity | None, key: dict[str, object]
-    ) -> bool:
-        """Let a parked key wait for its head, which failed; False where that is not its head any more."""
+    ) -> bool | None:
+        """Let a parked key wait for its head, which failed; say whether it was released meanwhile: then it is due.
+
+        None where another message is its head by now.
+        """
         if failed is None:
-            return False
+            return None
         facts = {"cause": entry.cause, "wait_s": entry.wait_s, "attempts": entry.attempts}
         put = connection.execute(query("parked_key_put"), key | facts | {"source": failed.source, "seq": failed.seq})
-        return put.fetchone() is not None
+        row = put.fetchone()
+        return None if row is None else bool(row[0])
 
     def _next(self, connection: Connection, turn: Turn, key: dict[str, object], written: Written) -> list[ParkedRecord]:
         """Hand out what is first of a key; with nothing left, end its being parked."""
@@ -302,10 +453,12 @@ class Ledger:
                 connection.execute(query("parked_key_rest"), key | {"ended": bool(turn.handled or turn.burial)})
                 written.early.add(turn.ref)
             return []
+        # What is new at the head brings its own ones.
+        attempts = attempts or rows[0][-1]
         connection.execute(query("parked_key_start"), key | {"alone": turn.careful, "attempts": attempts})
         return [
-            ParkedRecord.of((offset, m, name, body), attempts=0 if at else attempts, redriven=redriven)
-            for at, (offset, m, name, body, redriven) in enumerate(rows)
+            ParkedRecord.of((offset, m, name, body), attempts=own if at else attempts, redriven=redriven)
+            for at, (offset, m, name, body, redriven, own) in enumerate(rows)
         ]
 
 
@@ -314,10 +467,6 @@ def _columns(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str
     return {name: [row[at] for row in rows] for at, name in enumerate(names)}
 
 
-def _keys(connection: Connection, facts: dict[str, object]) -> list[KeyState]:
-    rows = connection.execute(query("parked_keys"), facts).fetchall()
-    return [KeyState(KeyRef(lp, name), *rest) for lp, name, *rest in rows]
-
-
-def _dead(connection: Connection, facts: dict[str, object]) -> set[Identity]:
-    return {Identity(*row) for row in connection.execute(query("dead_unsettled"), facts).fetchall()}
+def _state(row: Sequence[Any]) -> KeyState:
+    lp, name, *rest = row
+    return KeyState(KeyRef(lp, name), *rest)

@@ -6,6 +6,8 @@ Best effort: a notification says only that a look pays now, and everybody who li
 from __future__ import annotations
 
 import logging
+import os
+import select
 import threading
 from collections.abc import Callable
 from typing import Final
@@ -23,6 +25,7 @@ ROUTE: Final = "mqlayer_route"
 GROUP: Final = "mqlayer_group"
 """Assignments of a group changed; the payload is its id."""
 AGAIN_S: Final = 1.0
+LOOK_S: Final = 0.5
 
 
 class Notices:
@@ -31,17 +34,28 @@ class Notices:
     def __init__(self, dsn: str, channel: str, heard: Callable[[str], None], *, application: str) -> None:
         self._dsn, self._channel, self._heard, self._application = dsn, channel, heard, application
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"mqlayer-hears-{channel}", daemon=True)
+        self._thread: threading.Thread | None = None
+        # A pipe that `close` writes to: whoever ends does not wait for the next look.
+        self._ends = (-1, -1)
 
     def start(self) -> None:
         """Begin to listen; returns at once."""
+        self._ends = os.pipe()
+        self._thread = threading.Thread(target=self._run, name=f"mqlayer-hears-{self._channel}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening."""
         self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout=5)
+        if self._thread is None:
+            return
+        os.write(self._ends[1], b".")
+        self._thread.join(timeout=5)
+        # One that hangs in its connection still looks at the pipe.
+        if not self._thread.is_alive():
+            self._thread = None
+            for end in self._ends:
+                os.close(end)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -55,6 +69,10 @@ class Notices:
         with connect(self._dsn, application=self._application) as connection:
             connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self._channel)))
             self._heard("")
+            changes = select.poll()
+            for source in (connection.fileno(), self._ends[0]):
+                changes.register(source, select.POLLIN)
             while not self._stopping.is_set():
-                for notification in connection.notifies(timeout=0.5):
+                for notification in connection.notifies(timeout=0):
                     self._heard(notification.payload)
+                changes.poll(LOOK_S * 1000)

@@ -1,18 +1,20 @@
 """Named queries: SQL lives in ``sql/queries/<area>.sql``; Python knows names only.
 
-A file holds entries of the form ``-- name: <name>``, a line of purpose, and one statement with named parameters.
+A file holds entries of the form ``-- name: <name>``, a line of purpose, and one statement with named parameters. What
+several statements of a file share is a ``-- part: <name>``, put in where they say ``{<name>}``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Final, LiteralString
 
 from mqlayer.resources import sql_names, sql_source
 
-_ENTRY: Final = re.compile(r"^-- name: ([a-z_]+)\n", re.MULTILINE)
+_ENTRY: Final = re.compile(r"^-- (name|part): ([a-z_]+)\n", re.MULTILINE)
+_PART: Final = re.compile(r"\{([a-z_]+)\}")
 
 
 @cache
@@ -20,12 +22,19 @@ def queries() -> Mapping[str, str]:
     """Return every named query of every area."""
     found: dict[str, str] = {}
     for file in sql_names("queries"):
-        parts = _ENTRY.split(sql_source(f"queries/{file}"))
-        for name, text in zip(parts[1::2], parts[2::2], strict=True):
+        pieces = _ENTRY.split(sql_source(f"queries/{file}"))
+        entries = list(zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True))
+        parts = {name: text.strip().rstrip(";") for kind, name, text in entries if kind == "part"}
+        for kind, name, text in entries:
             if name in found:
                 raise RuntimeError(f"query {name} stands twice in sql/queries")
-            found[name] = text.strip().rstrip(";")
+            if kind == "name":
+                found[name] = _PART.sub(partial(_part, parts), text.strip().rstrip(";"))
     return found
+
+
+def _part(parts: Mapping[str, str], found: re.Match[str]) -> str:
+    return parts[found[1]]
 
 
 def query(name: str) -> LiteralString:

@@ -80,11 +80,15 @@ FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE g.state = 'live' AND g.mode = 'exclusive' ORDER BY t.name, g.name;
 
 -- name: check_parked
--- What groups have parked: keys, messages, keys that wait for an operator and since when, and for how long the one that
--- is due for longest has been so, of those that no owner has in hand; none of a group that rests.
+-- What groups have parked: keys, messages, keys that wait for an operator, whether one or the group is at a limit, since
+-- when the oldest waits for an operator, and for how long the one that is due for longest has been so, of those that no
+-- owner has in hand; none of a group that rests.
 SELECT t.name, g.name, count(k.name)::int,
        (SELECT count(*) FROM mqlayer.parked_message m WHERE m.group_id = g.group_id)::int,
        count(k.name) FILTER (WHERE k.due_at IS NULL)::int,
+       bool_or(k.messages >= g.key_messages_limit OR k.bytes >= g.key_bytes_limit) OR EXISTS (
+           SELECT FROM mqlayer.parked_total n WHERE n.group_id = g.group_id
+           HAVING sum(n.messages) >= g.parked_messages_limit OR sum(n.bytes) >= g.parked_bytes_limit),
        extract(epoch FROM clock_timestamp() - min(k.parked_at) FILTER (WHERE k.due_at IS NULL))::float8,
        extract(epoch FROM clock_timestamp() - min(k.due_at) FILTER (WHERE g.paused_at IS NULL AND NOT EXISTS (
            SELECT FROM mqlayer.assignment a

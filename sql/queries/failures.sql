@@ -1,3 +1,19 @@
+-- part: parked_name
+-- Under which name a dead message m is parked: as mqlayer/domain/parking.py has it.
+CASE WHEN %(alone)s::boolean OR m.key = '\xff'::bytea
+     THEN '\xff'::bytea || convert_to(format('%%s:%%s:%%s', m.source, m.lp, m.seq), 'UTF8')
+     ELSE m.key END;
+
+-- part: dead_fits
+-- What a filter asks of a dead message d; what is null does not narrow.
+(%(key)s::bytea IS NULL OR d.key = %(key)s) AND (%(cause)s::text IS NULL OR d.cause = %(cause)s)
+  AND (%(since)s::timestamptz IS NULL OR d.died_at >= %(since)s)
+  AND (%(until)s::timestamptz IS NULL OR d.died_at < %(until)s)
+  AND (%(error)s::text IS NULL OR strpos(lower(d.reason), lower(%(error)s)) > 0 OR EXISTS (
+      SELECT FROM mqlayer.failed_attempt f
+      WHERE f.group_id = d.group_id AND f.lp = d.lp AND f.source = d.source AND f.seq = d.seq
+        AND strpos(lower(f.error), lower(%(error)s)) > 0));
+
 -- name: parked_list
 -- Parked keys with what waits in each, in the order of group, LP and name, behind a place in it.
 WITH page AS (
@@ -57,13 +73,7 @@ SELECT d.dead_id, t.name AS topic, g.name AS group_name, d.lp, d.source, d.seq, 
 FROM mqlayer.dead_message d JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NULL OR g.name = %(group)s)
   AND (%(redriven)s::boolean OR d.redriven_at IS NULL)
-  AND (%(key)s::bytea IS NULL OR d.key = %(key)s) AND (%(cause)s::text IS NULL OR d.cause = %(cause)s)
-  AND (%(since)s::timestamptz IS NULL OR d.died_at >= %(since)s)
-  AND (%(until)s::timestamptz IS NULL OR d.died_at < %(until)s)
-  AND (%(error)s::text IS NULL OR strpos(lower(d.reason), lower(%(error)s)) > 0 OR EXISTS (
-      SELECT FROM mqlayer.failed_attempt f
-      WHERE f.group_id = d.group_id AND f.lp = d.lp AND f.source = d.source AND f.seq = d.seq
-        AND strpos(lower(f.error), lower(%(error)s)) > 0))
+  AND {dead_fits}
   AND (%(after)s::bigint IS NULL OR (d.died_at, d.dead_id) < (
       SELECT a.died_at, a.dead_id FROM mqlayer.dead_message a WHERE a.dead_id = %(after)s))
 ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(limit)s;
@@ -74,13 +84,7 @@ SELECT count(*), count(*) FILTER (WHERE d.body IS NULL)
 FROM mqlayer.dead_message d
 WHERE d.group_id = %(group_id)s AND d.redriven_at IS NULL
   AND (%(dead_ids)s::bigint[] IS NULL OR d.dead_id = ANY(%(dead_ids)s::bigint[]))
-  AND (%(key)s::bytea IS NULL OR d.key = %(key)s) AND (%(cause)s::text IS NULL OR d.cause = %(cause)s)
-  AND (%(since)s::timestamptz IS NULL OR d.died_at >= %(since)s)
-  AND (%(until)s::timestamptz IS NULL OR d.died_at < %(until)s)
-  AND (%(error)s::text IS NULL OR strpos(lower(d.reason), lower(%(error)s)) > 0 OR EXISTS (
-      SELECT FROM mqlayer.failed_attempt f
-      WHERE f.group_id = d.group_id AND f.lp = d.lp AND f.source = d.source AND f.seq = d.seq
-        AND strpos(lower(f.error), lower(%(error)s)) > 0));
+  AND {dead_fits};
 
 -- name: dead_find
 -- Dead messages of one identity: one for each group at most.
@@ -114,13 +118,22 @@ SELECT coalesce(max(place), 0) FROM mqlayer.parked_message
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 
 -- name: parked_release
--- Let a parked key be tried at once, with all of its attempts before it.
-UPDATE mqlayer.parked_key SET due_at = clock_timestamp(), attempts = 0
+-- Let a parked key be tried at once, with all of its attempts before it. Where an owner has it in hand, it finds that.
+UPDATE mqlayer.parked_key SET due_at = clock_timestamp(), attempts = 0, released = started IS NOT NULL
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s RETURNING lp;
+
+-- name: parked_heads_forgive
+-- What the heads of parked keys failed before they were parked counts no more.
+UPDATE mqlayer.parked_message m SET attempts = 0
+FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS given (lp, name)
+CROSS JOIN LATERAL (SELECT h.source, h.seq, h.attempts FROM mqlayer.parked_message h
+                    WHERE h.group_id = %(group_id)s AND h.lp = given.lp AND h.name = given.name
+                    ORDER BY h.place, h.seq LIMIT 1) AS head
+WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.source = head.source AND m.seq = head.seq AND head.attempts > 0;
 
 -- name: parked_release_some
 -- The same for the next keys of a group that are not due yet, behind a place in the order of LP and name.
-UPDATE mqlayer.parked_key k SET due_at = clock_timestamp(), attempts = 0
+UPDATE mqlayer.parked_key k SET due_at = clock_timestamp(), attempts = 0, released = k.started IS NOT NULL
 FROM (SELECT lp, name FROM mqlayer.parked_key
       WHERE group_id = %(group_id)s AND (lp, name) > (%(after_lp)s::smallint, %(after_name)s::bytea)
         AND (due_at IS NULL OR due_at > clock_timestamp())
@@ -153,22 +166,54 @@ RETURNING dead_id;
 
 -- name: parked_head_next
 -- Another message is the head of a parked key: it is tried at once.
-UPDATE mqlayer.parked_key SET due_at = clock_timestamp(), attempts = 0, started = NULL, started_alone = false
+UPDATE mqlayer.parked_key SET due_at = clock_timestamp(), attempts = 0, started = NULL, started_alone = false, released = false
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 
 -- name: parking_raise
--- Note that parked keys of groups changed, and let their members know.
+-- Note that these parked keys of a group changed (LP -1: any), let its members know, and forget which ones did long ago.
 WITH raised AS (
-    UPDATE mqlayer.consumer_group SET parking = parking + 1 WHERE group_id = ANY(%(group_ids)s::int[]) RETURNING group_id
+    UPDATE mqlayer.consumer_group SET parking = parking + 1 WHERE group_id = %(group_id)s RETURNING group_id, parking
+), noted AS (
+    INSERT INTO mqlayer.parking_change (group_id, number, lp, name)
+    SELECT DISTINCT raised.group_id, raised.parking, given.lp, given.name
+    FROM raised CROSS JOIN unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS given (lp, name)
+), forgotten AS (
+    DELETE FROM mqlayer.parking_change c USING raised
+    WHERE c.group_id = raised.group_id AND c.number <= raised.parking - %(kept)s
 )
 SELECT pg_notify('mqlayer_group', group_id::text) FROM raised;
+
+-- name: failure_counts
+-- How often what happened to messages and keys of groups that fail, ever, and when it did last.
+SELECT c.group_id, c.event, sum(c.count)::bigint, max(c.last_at)
+FROM mqlayer.failure_count c WHERE c.group_id = ANY(%(group_ids)s::int[]) GROUP BY c.group_id, c.event ORDER BY 1, 2;
+
+-- name: failure_groups
+-- Groups by their names: of all topics, of one, or one of one topic; with what of each is parked and how much may be, and
+-- what is dead.
+SELECT g.group_id, t.name, g.name, k.keys, k.waiting, k.full_keys, coalesce(n.messages, 0), coalesce(n.bytes, 0),
+       extract(epoch FROM clock_timestamp() - k.since)::float8, extract(epoch FROM clock_timestamp() - k.due)::float8,
+       (SELECT count(*) FROM mqlayer.dead_message d WHERE d.group_id = g.group_id AND d.redriven_at IS NULL),
+       g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit
+FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+CROSS JOIN LATERAL (
+    SELECT count(*) AS keys, count(*) FILTER (WHERE k.due_at IS NULL) AS waiting, min(k.parked_at) AS since,
+           count(*) FILTER (WHERE k.messages >= g.key_messages_limit OR k.bytes >= g.key_bytes_limit) AS full_keys,
+           min(k.due_at) FILTER (WHERE k.due_at < clock_timestamp() AND k.started IS NULL) AS due
+    FROM mqlayer.parked_key k WHERE k.group_id = g.group_id) AS k
+CROSS JOIN LATERAL (
+    SELECT sum(p.messages)::bigint AS messages, sum(p.bytes)::bigint AS bytes
+    FROM mqlayer.parked_total p WHERE p.group_id = g.group_id) AS n
+WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NULL OR g.name = %(group)s)
+ORDER BY t.name, g.name;
 
 -- name: dead_rule
 -- An operator's last word on a dead message: it is to stay so, and why. What was said of it before.
 UPDATE mqlayer.dead_message d SET cause = 'discarded', reason = %(reason)s, actor = %(actor)s
 FROM (SELECT dead_id, cause, reason FROM mqlayer.dead_message
-      WHERE dead_id = %(dead_id)s AND redriven_at IS NULL FOR UPDATE) AS before
-WHERE d.dead_id = before.dead_id RETURNING before.cause, before.reason;
+      WHERE dead_id = %(dead_id)s AND redriven_at IS NULL FOR UPDATE) AS before, mqlayer.consumer_group g, mqlayer.topic t
+WHERE d.dead_id = before.dead_id AND g.group_id = d.group_id AND t.topic_id = g.topic_id
+RETURNING before.cause, before.reason, d.group_id, t.name, g.name;
 
 -- name: skip_ways
 -- The partitions that a group has not drained and that hold an LP, parents before successors.
@@ -231,7 +276,7 @@ RETURNING redrive_id;
 -- name: redrive_list
 -- Redrives, newest first, from behind one of them on; or the one that is asked for.
 SELECT r.redrive_id, t.name, g.name, r.filter, r.per_s, r.actor, r.state, r.sent, r.not_sent, r.started_at, r.ended_at,
-       r.worker, r.lease_until IS NOT NULL AND r.lease_until >= clock_timestamp() AS worked_on
+       r.worker, r.lease_until IS NOT NULL AND r.lease_until >= clock_timestamp() AS worked_on, r.waits
 FROM mqlayer.redrive r JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 WHERE (%(redrive_id)s::bigint IS NULL OR r.redrive_id = %(redrive_id)s)
   AND (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NULL OR g.name = %(group)s)
@@ -276,13 +321,7 @@ FROM mqlayer.dead_message d
 WHERE d.group_id = %(group_id)s AND d.redriven_at IS NULL AND d.dead_id <= %(upto)s
   AND (d.lp, d.key, d.partition_id, d.log_offset, d.dead_id)
     > (%(at_lp)s::smallint, %(at_key)s::bytea, %(at_partition)s::int, %(at_offset)s::bigint, %(at_dead_id)s::bigint)
-  AND (%(key)s::bytea IS NULL OR d.key = %(key)s) AND (%(cause)s::text IS NULL OR d.cause = %(cause)s)
-  AND (%(since)s::timestamptz IS NULL OR d.died_at >= %(since)s)
-  AND (%(until)s::timestamptz IS NULL OR d.died_at < %(until)s)
-  AND (%(error)s::text IS NULL OR strpos(lower(d.reason), lower(%(error)s)) > 0 OR EXISTS (
-      SELECT FROM mqlayer.failed_attempt f
-      WHERE f.group_id = d.group_id AND f.lp = d.lp AND f.source = d.source AND f.seq = d.seq
-        AND strpos(lower(f.error), lower(%(error)s)) > 0))
+  AND {dead_fits}
 ORDER BY d.lp, d.key, d.partition_id, d.log_offset, d.dead_id LIMIT %(limit)s;
 
 -- name: redrive_pick_named
@@ -336,9 +375,7 @@ SELECT d.group_id, d.lp, d.name, d.source, d.seq,
                  WHERE p.group_id = d.group_id AND p.lp = d.lp AND p.name = d.name AND p.source = d.source
                    AND p.seq > d.seq ORDER BY p.seq LIMIT 1), nextval('mqlayer.parked_place')),
        d.partition_id, d.log_offset, d.key, d.m, d.body, true
-FROM (SELECT m.*, CASE WHEN %(alone)s::boolean OR m.key = '\xff'::bytea
-                       THEN '\xff'::bytea || convert_to(format('%%s:%%s:%%s', m.source, m.lp, m.seq), 'UTF8')
-                       ELSE m.key END AS name
+FROM (SELECT m.*, {parked_name} AS name
       FROM unnest(%(dead_ids)s::bigint[]) WITH ORDINALITY AS given(dead_id, number)
       JOIN mqlayer.dead_message m USING (dead_id) ORDER BY given.number) AS d
 ON CONFLICT (group_id, lp, source, seq) DO NOTHING
@@ -355,13 +392,43 @@ FROM unnest(%(dead_ids)s::bigint[], %(results)s::text[]) AS given(dead_id, resul
 UPDATE mqlayer.redrive
 SET at_lp = %(at_lp)s, at_key = %(at_key)s, at_partition = %(at_partition)s, at_offset = %(at_offset)s,
     at_dead_id = %(at_dead_id)s, sent = sent + %(sent)s, not_sent = not_sent + %(not_sent)s,
-    lease_until = clock_timestamp() + make_interval(secs => %(lease_s)s),
+    lease_until = clock_timestamp() + make_interval(secs => %(lease_s)s), waits = NULL,
     next_at = greatest(next_at, clock_timestamp()) + make_interval(secs => %(pause_s)s)
 WHERE redrive_id = %(redrive_id)s;
 
+-- name: redrive_room
+-- For each of these dead messages, in their order: whether it is sent, how large it is, under which name; what its key and
+-- its partition have parked.
+SELECT d.body IS NOT NULL AND d.redriven_at IS NULL,
+       coalesce(octet_length(d.body), 0) + octet_length(d.key) + octet_length(d.m), d.lp, d.name, k.lp IS NOT NULL,
+       coalesce(k.messages, 0), coalesce(k.bytes, 0), p.partition_id
+FROM (SELECT m.*, {parked_name} AS name, given.number
+      FROM unnest(%(dead_ids)s::bigint[]) WITH ORDINALITY AS given(dead_id, number)
+      JOIN mqlayer.dead_message m USING (dead_id)) AS d
+JOIN mqlayer.consumer_group g USING (group_id)
+JOIN mqlayer.topic t USING (topic_id)
+JOIN mqlayer.route r ON r.topic_id = t.topic_id AND r.version = t.version AND r.lp_from <= d.lp AND r.lp_to > d.lp
+JOIN mqlayer.partition p ON p.partition_id = r.partition_id
+LEFT JOIN mqlayer.parked_key k ON k.group_id = d.group_id AND k.lp = d.lp AND k.name = d.name
+ORDER BY d.number;
+
+-- name: redrive_keys_parked
+-- How many keys of a group are parked in the LPs of partitions.
+SELECT p.partition_id, (SELECT count(*) FROM mqlayer.parked_key k
+                        WHERE k.group_id = %(group_id)s AND k.lp >= p.lp_from AND k.lp < p.lp_to)
+FROM mqlayer.partition p WHERE p.partition_id = ANY(%(partitions)s::int[]);
+
+-- name: redrive_wait
+-- A redrive waits for room: why, and until when it is not tried again. Whether that is news.
+UPDATE mqlayer.redrive r
+SET waits = %(waits)s, next_at = clock_timestamp() + make_interval(secs => %(pause_s)s),
+    lease_until = clock_timestamp() + make_interval(secs => %(lease_s)s)
+FROM (SELECT waits FROM mqlayer.redrive WHERE redrive_id = %(redrive_id)s) AS before
+WHERE r.redrive_id = %(redrive_id)s RETURNING before.waits IS DISTINCT FROM %(waits)s;
+
 -- name: redrive_end
 -- A redrive is over: done, or cancelled by an operator. Nothing where it was over before.
-UPDATE mqlayer.redrive SET state = %(state)s, not_sent = not_sent + %(gone)s, ended_at = clock_timestamp(), worker = NULL, lease_until = NULL
+UPDATE mqlayer.redrive SET state = %(state)s, not_sent = not_sent + %(gone)s, ended_at = clock_timestamp(), worker = NULL, lease_until = NULL, waits = NULL
 WHERE redrive_id = %(redrive_id)s AND state = 'running'
 RETURNING redrive_id, group_id, sent, not_sent;
 
@@ -373,7 +440,7 @@ ORDER BY redrive_id;
 
 -- name: parked_overdue
 -- Groups with members in which keys have been due for a while that no owner has in hand.
-SELECT g.group_id FROM mqlayer.consumer_group g
+SELECT g.group_id, t.name, g.name FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE g.state = 'live' AND g.paused_at IS NULL
   AND EXISTS (SELECT FROM mqlayer.parked_key k
               WHERE k.group_id = g.group_id AND k.due_at < clock_timestamp() - make_interval(secs => %(for_s)s)

@@ -1,10 +1,12 @@
 -- name: group_insert
 -- Create a group that is not live yet; nothing where the name is taken.
 INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, ordered, balance, mode, scope, tag_filter, backoff_s,
-       backoff_jitter, attempt_limit, policy, final_errors, retried_errors, time_limit_s, time_cap_s)
+       backoff_jitter, attempt_limit, policy, final_errors, retried_errors, time_limit_s, time_cap_s,
+       parked_keys_limit, parked_messages_limit, parked_bytes_limit, key_messages_limit, key_bytes_limit)
 SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(ordered)s, %(balance)s, %(mode)s, %(scope)s, %(tag_filter)s,
        %(backoff_s)s, %(jitter)s, %(attempt_limit)s, %(policy)s, %(final_errors)s, %(retried_errors)s, %(time_limit_s)s,
-       %(time_cap_s)s
+       %(time_cap_s)s, %(parked_keys_limit)s, %(parked_messages_limit)s, %(parked_bytes_limit)s, %(key_messages_limit)s,
+       %(key_bytes_limit)s
 FROM mqlayer.topic WHERE name = %(topic)s
 ON CONFLICT (topic_id, name) DO NOTHING;
 
@@ -12,7 +14,8 @@ ON CONFLICT (topic_id, name) DO NOTHING;
 -- One group of a topic.
 SELECT g.group_id, g.topic_id, g.state, g.start, g.start_at, t.strategy, g.version, g.seek, g.ordered, g.balance,
        g.settings_version, g.paused_at, g.mode, g.scope, g.tag_filter, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy,
-       g.final_errors, g.retried_errors, g.time_limit_s, g.time_cap_s
+       g.final_errors, g.retried_errors, g.time_limit_s, g.time_cap_s, g.parked_keys_limit, g.parked_messages_limit,
+       g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE t.name = %(topic)s AND g.name = %(name)s;
 
@@ -61,6 +64,11 @@ SET settings_version = settings_version + 1, backoff_s = coalesce(%(backoff_s)s:
     retried_errors = coalesce(%(retried_errors)s::text[], retried_errors),
     time_limit_s = nullif(coalesce(%(time_limit_s)s::double precision, time_limit_s), 'Infinity'),
     time_cap_s = nullif(coalesce(%(time_cap_s)s::double precision, time_cap_s), 'Infinity'),
+    parked_keys_limit = coalesce(%(parked_keys_limit)s::int, parked_keys_limit),
+    parked_messages_limit = coalesce(%(parked_messages_limit)s::bigint, parked_messages_limit),
+    parked_bytes_limit = coalesce(%(parked_bytes_limit)s::bigint, parked_bytes_limit),
+    key_messages_limit = coalesce(%(key_messages_limit)s::bigint, key_messages_limit),
+    key_bytes_limit = coalesce(%(key_bytes_limit)s::bigint, key_bytes_limit),
     balance = coalesce(%(balance)s::text, balance), tag_filter = coalesce(%(tag_filter)s::text, tag_filter)
 WHERE group_id = %(group_id)s AND settings_version = coalesce(%(if_version)s::int, settings_version)
   AND state <> 'retired' RETURNING time_limit_s, time_cap_s;
@@ -156,7 +164,8 @@ ORDER BY g.group_id;
 SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_offset, 1) AS start_offset,
        a.target IS DISTINCT FROM a.member_id AS release, coalesce(e.cut, false) AS cut, g.seek, g.replay,
        g.tag_filter, g.parking, g.allocation, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors,
-       g.retried_errors, g.time_limit_s, g.time_cap_s
+       g.retried_errors, g.time_limit_s, g.time_cap_s, g.parked_keys_limit, g.parked_messages_limit, g.parked_bytes_limit,
+       g.key_messages_limit, g.key_bytes_limit
 FROM mqlayer.consumer_group g
 LEFT JOIN mqlayer.member m ON m.group_id = g.group_id AND m.member_id = %(member_id)s AND m.session = %(session)s
 LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.member_id = m.member_id

@@ -4,7 +4,8 @@ SELECT g.group_id, t.name, g.name, g.state, g.version, t.version AS topic_versio
        g.created_at, g.ordered, g.balance, g.settings_version, g.paused_at, g.mode, g.scope,
        (SELECT count(*) FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until >= now()) AS alive,
        g.tag_filter, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors, g.retried_errors, g.time_limit_s,
-       g.time_cap_s
+       g.time_cap_s, g.parked_keys_limit, g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit,
+       g.key_bytes_limit
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(name)s::text IS NULL OR g.name = %(name)s)
 ORDER BY t.name, g.name;
@@ -53,17 +54,25 @@ WHERE t.name = %(topic)s AND p.state <> 'importing' AND (b.change_id IS NULL OR 
 ORDER BY p.partition_id;
 
 -- name: inspected_parked
--- What groups have parked: keys, messages, keys that wait for an operator, and since when the oldest is parked.
-SELECT k.group_id, count(*),
-       (SELECT count(*) FROM mqlayer.parked_message m WHERE m.group_id = k.group_id),
-       count(*) FILTER (WHERE k.due_at IS NULL), min(k.parked_at)
-FROM mqlayer.parked_key k WHERE k.group_id = ANY(%(group_ids)s::int[]) GROUP BY k.group_id;
+-- What groups have parked: keys, messages, keys that wait for an operator, since when the oldest is parked, and bytes.
+SELECT k.group_id, count(*), coalesce(n.messages, 0), count(*) FILTER (WHERE k.due_at IS NULL), min(k.parked_at),
+       coalesce(n.bytes, 0)
+FROM mqlayer.parked_key k
+LEFT JOIN (SELECT group_id, sum(messages)::bigint AS messages, sum(bytes)::bigint AS bytes
+      FROM mqlayer.parked_total GROUP BY group_id) AS n USING (group_id)
+WHERE k.group_id = ANY(%(group_ids)s::int[]) GROUP BY k.group_id, n.messages, n.bytes;
+
+-- name: inspected_parked_heads
+-- What is parked of these keys of groups: messages and bytes.
+SELECT k.group_id, k.lp, k.name, k.messages, k.bytes
+FROM unnest(%(group_ids)s::int[], %(lps)s::smallint[], %(names)s::bytea[]) AS given (group_id, lp, name)
+JOIN mqlayer.parked_key k USING (group_id, lp, name);
 
 -- name: inspected_parked_key
 -- How a key of a group is parked, and what is at its head.
 SELECT k.cause, k.parked_at, k.due_at, extract(epoch FROM k.due_at - clock_timestamp())::float8, k.attempts,
        (SELECT count(*) FROM mqlayer.parked_message m
-        WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name), h.source, h.seq
+        WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name), k.bytes, h.source, h.seq
 FROM mqlayer.parked_key k
 LEFT JOIN LATERAL (
     SELECT m.source, m.seq FROM mqlayer.parked_message m

@@ -4,23 +4,43 @@ SELECT epoch FROM mqlayer.assignment
 WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND member_id = %(member_id)s AND epoch = %(epoch)s
 FOR SHARE;
 
+-- name: parking_number
+-- How often others have acted on parked keys of a group.
+SELECT parking FROM mqlayer.consumer_group WHERE group_id = %(group_id)s;
+
+-- name: parking_changes
+-- Which parked keys these acts of others changed; where any may be, the LP is -1.
+SELECT number, lp, name FROM mqlayer.parking_change
+WHERE group_id = %(group_id)s AND number > %(after)s AND number <= %(upto)s;
+
 -- name: parked_keys
--- The keys of a group that are parked in a range of LPs, and in how many seconds each is tried again.
-SELECT lp, name, cause, attempts, started, started_alone, date_part('epoch', due_at - clock_timestamp())
-FROM mqlayer.parked_key
-WHERE group_id = %(group_id)s AND lp >= %(lp_from)s AND lp < %(lp_to)s ORDER BY lp, name;
+-- The keys of a group that are parked in ranges of LPs, and in how many seconds each is tried again.
+SELECT s.partition_id, k.lp, k.name, k.cause, k.attempts, k.started, k.started_alone,
+       date_part('epoch', k.due_at - clock_timestamp())
+FROM unnest(%(partitions)s::int[], %(lps_from)s::int[], %(lps_to)s::int[]) AS s (partition_id, lp_from, lp_to)
+JOIN mqlayer.parked_key k ON k.group_id = %(group_id)s AND k.lp >= s.lp_from AND k.lp < s.lp_to
+ORDER BY k.lp, k.name;
+
+-- name: parked_keys_named
+-- The same of these keys.
+SELECT k.lp, k.name, k.cause, k.attempts, k.started, k.started_alone, date_part('epoch', k.due_at - clock_timestamp())
+FROM mqlayer.parked_key k JOIN unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS given (lp, name) USING (lp, name)
+WHERE k.group_id = %(group_id)s;
 
 -- name: parked_unsettled
--- What is parked of a partition from an offset on: its owner may have died before that was settled.
-SELECT lp, name, log_offset FROM mqlayer.parked_message
-WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND log_offset >= %(committed)s;
+-- What is parked of partitions from an offset of each on: its owner may have died before that was settled.
+SELECT s.partition_id, m.lp, m.name, m.log_offset
+FROM unnest(%(partitions)s::int[], %(committed)s::bigint[]) AS s (partition_id, committed)
+JOIN mqlayer.parked_message m ON m.group_id = %(group_id)s AND m.partition_id = s.partition_id AND m.log_offset >= s.committed;
 
 -- name: dead_unsettled
--- What is dead of a partition from an offset on: it is passed over. Also what was given back since the group was last sent
--- elsewhere: it is parked, or was handled from there.
-SELECT d.source, d.lp, d.seq FROM mqlayer.dead_message d JOIN mqlayer.consumer_group g USING (group_id)
-WHERE d.group_id = %(group_id)s AND d.partition_id = %(partition_id)s AND d.log_offset >= %(committed)s
-  AND (d.redriven_at IS NULL OR d.redriven_seek = g.seek);
+-- What is dead of partitions from an offset of each on: it is passed over. Also what was given back since the group was
+-- last sent elsewhere: it is parked, or was handled from there.
+SELECT s.partition_id, d.source, d.lp, d.seq
+FROM unnest(%(partitions)s::int[], %(committed)s::bigint[]) AS s (partition_id, committed)
+JOIN mqlayer.dead_message d ON d.group_id = %(group_id)s AND d.partition_id = s.partition_id AND d.log_offset >= s.committed
+JOIN mqlayer.consumer_group g USING (group_id)
+WHERE d.redriven_at IS NULL OR d.redriven_seek = g.seek;
 
 -- name: dead_named
 -- Which of these messages are dead, or were given back since the group was last sent elsewhere.
@@ -45,24 +65,42 @@ JOIN (SELECT DISTINCT lp, name FROM unnest(%(lps)s::smallint[], %(names)s::bytea
 WHERE k.group_id = %(group_id)s ORDER BY k.lp, k.name FOR UPDATE OF k;
 
 -- name: parked_keys_there
--- Which of these keys are parked; they stay so until this transaction ends.
-SELECT k.lp, k.name FROM mqlayer.parked_key k
+-- Which of these keys are parked, and what waits in each; they stay so until this transaction ends.
+SELECT k.lp, k.name, k.messages, k.bytes FROM mqlayer.parked_key k
 JOIN (SELECT DISTINCT lp, name FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS u (lp, name)) AS given USING (lp, name)
 WHERE k.group_id = %(group_id)s FOR KEY SHARE OF k;
+
+-- name: parked_room
+-- What a group has parked, and how much of it and of one key may be.
+SELECT coalesce(t.messages, 0), coalesce(t.bytes, 0), g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit,
+       g.key_bytes_limit, g.parked_keys_limit
+FROM mqlayer.consumer_group g
+CROSS JOIN LATERAL (SELECT sum(messages)::bigint AS messages, sum(bytes)::bigint AS bytes
+                    FROM mqlayer.parked_total WHERE group_id = g.group_id) AS t
+WHERE g.group_id = %(group_id)s;
+
+-- name: parked_in_front
+-- Which of these messages are parked, or have a later one of their source parked in their key.
+SELECT given.source, given.lp, given.seq
+FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[]) AS given (lp, name, source, seq)
+WHERE EXISTS (SELECT FROM mqlayer.parked_message m
+              WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.name = given.name AND m.source = given.source
+                AND m.seq >= given.seq);
 
 -- name: parked_messages_put
 -- Park messages of parked keys, in order. One whose source's next message of the key is there takes its place, in front
 -- of it; what is there itself stays.
-INSERT INTO mqlayer.parked_message (group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body)
+INSERT INTO mqlayer.parked_message (group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body, attempts)
 SELECT %(group_id)s, lp, name, source, seq,
        coalesce((SELECT o.place FROM mqlayer.parked_message o
                  WHERE o.group_id = %(group_id)s AND o.lp = given.lp AND o.source = given.source
                    AND o.seq > given.seq AND o.name = given.name ORDER BY o.seq LIMIT 1),
                 nextval('mqlayer.parked_place')),
-       %(partition_id)s, log_offset, key, m, body
+       %(partition_id)s, log_offset, key, m, body, attempts
 FROM (SELECT * FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[],
-                           %(offsets)s::bigint[], %(keys)s::bytea[], %(ms)s::bytea[], %(bodies)s::bytea[])
-          WITH ORDINALITY AS u (lp, name, source, seq, log_offset, key, m, body, n) ORDER BY n) AS given
+                           %(offsets)s::bigint[], %(keys)s::bytea[], %(ms)s::bytea[], %(bodies)s::bytea[],
+                           %(attempts)s::int[])
+          WITH ORDINALITY AS u (lp, name, source, seq, log_offset, key, m, body, attempts, n) ORDER BY n) AS given
 ON CONFLICT (group_id, lp, source, seq) DO NOTHING
 RETURNING lp, name, source, seq;
 
@@ -83,25 +121,30 @@ WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.source = given.source 
 
 -- name: parked_key_put
 -- How it goes on with a parked key whose message failed: why it waits, for how long, and how often that one failed; not
--- where another one took its place at the head meanwhile.
+-- where another one took its place at the head meanwhile. Released since it was started, it is due with all its attempts.
 UPDATE mqlayer.parked_key k
-SET cause = %(cause)s, due_at = clock_timestamp() + make_interval(secs => %(wait_s)s), attempts = %(attempts)s,
-    started = NULL, started_alone = false
+SET cause = %(cause)s, attempts = CASE WHEN k.released THEN 0 ELSE %(attempts)s END,
+    due_at = CASE WHEN k.released THEN clock_timestamp()
+                  ELSE clock_timestamp() + make_interval(secs => %(wait_s)s) END,
+    started = NULL, started_alone = false, released = false
+FROM (SELECT released FROM mqlayer.parked_key
+      WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s FOR UPDATE) AS before
 WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s
   AND (%(source)s::int, %(seq)s::bigint) = (
       SELECT m.source, m.seq FROM mqlayer.parked_message m
       WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name ORDER BY m.place, m.seq LIMIT 1)
-RETURNING k.lp;
+RETURNING before.released;
 
 -- name: parked_key_start
 -- Messages of a parked key are started under an epoch: several, or its first one alone and to blame if nobody answers.
-UPDATE mqlayer.parked_key SET started = %(epoch)s, started_alone = %(alone)s, attempts = %(attempts)s
+UPDATE mqlayer.parked_key SET started = %(epoch)s, started_alone = %(alone)s, attempts = %(attempts)s,
+    released = false
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 
 -- name: parked_key_rest
 -- Nothing of a parked key is started any more. Attempts are those of its head, so another one has none.
 UPDATE mqlayer.parked_key
-SET started = NULL, started_alone = false, attempts = CASE WHEN %(ended)s THEN 0 ELSE attempts END
+SET started = NULL, started_alone = false, released = false, attempts = CASE WHEN %(ended)s THEN 0 ELSE attempts END
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 
 -- name: parked_key_end
@@ -115,10 +158,10 @@ RETURNING k.lp;
 -- name: parked_next
 -- The first messages of a parked key, up to so many and so many bytes of bodies; one at the least. Not beyond one of a
 -- partition that the group has yet to come to: a group that was sent back gets what lies before it first.
-SELECT log_offset, m, key, body, redriven
+SELECT log_offset, m, key, body, redriven, attempts
 FROM (SELECT *, sum(octet_length(body)) OVER (ORDER BY place, seq) - octet_length(body) AS before,
              bool_and(come_to) OVER (ORDER BY place, seq) AS next
-      FROM (SELECT m.place, m.seq, m.log_offset, m.m, m.key, m.body, m.redriven,
+      FROM (SELECT m.place, m.seq, m.log_offset, m.m, m.key, m.body, m.redriven, m.attempts,
                    m.partition_id = %(partition_id)s OR p.state = 'deleted' OR EXISTS (
                        SELECT FROM mqlayer.drained d
                        WHERE d.group_id = m.group_id AND d.partition_id = m.partition_id) AS come_to
@@ -139,7 +182,8 @@ ON CONFLICT (group_id, lp, source, seq) DO UPDATE
 SET partition_id = excluded.partition_id, log_offset = excluded.log_offset, body = excluded.body, cause = excluded.cause,
     reason = excluded.reason, attempts = excluded.attempts, actor = excluded.actor, died_at = excluded.died_at,
     redriven_at = NULL, redriven_seek = NULL
-WHERE d.redriven_at IS NOT NULL;
+WHERE d.redriven_at IS NOT NULL
+RETURNING d.body IS NOT NULL;
 
 -- name: failed_attempts_put
 -- Failed attempts, for people.
@@ -147,3 +191,12 @@ INSERT INTO mqlayer.failed_attempt (group_id, lp, source, seq, attempt, member_i
 SELECT %(group_id)s, lp, source, seq, attempt, %(member_id)s, error
 FROM unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[], %(attempts)s::int[], %(errors)s::text[])
      AS given (lp, source, seq, attempt, error);
+
+-- name: failure_counts_add
+-- Add to the counts of what happened to messages and keys of a group that fail.
+INSERT INTO mqlayer.failure_count AS c (group_id, partition_id, event, count)
+SELECT %(group_id)s, partition_id, event, count
+FROM unnest(%(partitions)s::int[], %(events)s::text[], %(counts)s::bigint[]) AS given (partition_id, event, count)
+ORDER BY partition_id, event
+ON CONFLICT (group_id, partition_id, event) DO UPDATE
+SET count = c.count + excluded.count, last_at = clock_timestamp();

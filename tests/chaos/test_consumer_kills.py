@@ -6,8 +6,6 @@ Cases 34, 50 to 53, 71, 77: no message is lost or reversed, and each fenced effe
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -26,6 +24,7 @@ from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
 from tests.chaos.actors import GROUP, SINK, TOPIC
 from tests.chaos.test_whole_path import drained, note_sink, note_streams
+from tests.fixtures.forking import Process, start_python
 from tests.fixtures.waiting import wait_until
 from tests.proof.checker import check
 from tests.proof.history import History, Publish, read_histories
@@ -59,14 +58,14 @@ class Scene:
             "MQLAYER_TEST_FAILING": "7",
             **environment,
         }
-        self.running: list[subprocess.Popen[bytes]] = []
+        self.running: list[Process] = []
         self.published = 0
 
-    def start(self, name: str, failpoints: str = "", *, role: str = "consumer") -> subprocess.Popen[bytes]:
+    def start(self, name: str, failpoints: str = "", *, role: str = "consumer") -> Process:
         """Start a consumer, to be killed at a place."""
         with (self.directory / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.actors", role, name, str(self.directory)],
+            process = start_python(
+                "tests.chaos.actors", role, name, str(self.directory),
                 cwd=ROOT, env=self._environment | {"MQLAYER_FAILPOINTS": failpoints}, stdout=log, stderr=log,
             )  # fmt: skip
         self.running.append(process)

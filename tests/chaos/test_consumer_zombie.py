@@ -6,7 +6,6 @@ Neither in Redis nor in the read model behind the fence; and it starts no later 
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,6 +20,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
 from tests.chaos.actors import GROUP, TOPIC
 from tests.chaos.test_consumer_kills import Scene, judge, scene
+from tests.fixtures.forking import Process
 from tests.fixtures.waiting import wait_until
 from tests.proof.history import Deliver, read_histories
 
@@ -74,7 +74,7 @@ class Witness:
         return sorted(Counter(row[0] for row in self.rows("SELECT member_id FROM mqlayer.assignment")).values())
 
 
-def is_stopped(process: subprocess.Popen[bytes]) -> bool:
+def is_stopped(process: Process) -> bool:
     stat = Path(f"/proc/{process.pid}/stat").read_text()
     return stat.rpartition(")")[2].split()[0] == "T"
 

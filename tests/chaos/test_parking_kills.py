@@ -7,7 +7,6 @@ handled), no key is reversed, each fenced effect is there once, and each message
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ from mqlayer.redis.keys import group_keys, partition_keys
 from mqlayer.topics import list_nodes
 from tests.chaos.actors import DEADLY, GROUP, TOPIC, put_faults
 from tests.chaos.test_consumer_kills import COUNT, KEYS, Scene, judge, scene
+from tests.fixtures.forking import Process
 from tests.fixtures.waiting import wait_until
 from tests.proof.history import Deliver, read_histories
 
@@ -42,7 +42,7 @@ class Shop:
         self.scene = scene
         scene._environment |= {"MQLAYER_TEST_RULES": json.dumps(rules), "MQLAYER_TEST_MEMBER": "seller"}
 
-    def start(self, name: str, failpoints: str = "") -> subprocess.Popen[bytes]:
+    def start(self, name: str, failpoints: str = "") -> Process:
         """Start a consumer; it has the id of the one before, so that nobody waits for a lease."""
         return self.scene.start(name, failpoints, role="seller")
 
@@ -105,7 +105,7 @@ class Shop:
         """Wait until no key is parked."""
         wait_until(lambda: not self.rows("SELECT lp FROM mqlayer.parked_key"), timeout_s=20, what="no key parked")
 
-    def stop(self, process: subprocess.Popen[bytes]) -> None:
+    def stop(self, process: Process) -> None:
         """Have a consumer end in order."""
         process.terminate()
         assert process.wait(40) == 0

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -31,6 +29,7 @@ from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
 from tests.chaos.actors import GROUP, SINK, TOPIC
 from tests.chaos.test_whole_path import drained, note_sink, note_streams
+from tests.fixtures.forking import Process, start_python
 from tests.fixtures.waiting import wait_until
 from tests.proof.checker import check
 from tests.proof.history import History, Publish, read_histories
@@ -45,10 +44,10 @@ class Scene:
 
     def __init__(self, settings: Settings, directory: Path, partitions: list[int]) -> None:
         self.settings, self.directory, self.partitions = settings, directory, partitions
-        self.running: list[subprocess.Popen[bytes]] = []
+        self.running: list[Process] = []
         self.published = self.seed = 0
 
-    def start(self, name: str, failpoints: str = "", scope: str = "key") -> subprocess.Popen[bytes]:
+    def start(self, name: str, failpoints: str = "", scope: str = "key") -> Process:
         """Start a receiver, to be killed at a place."""
         environment = os.environ | {
             "MQLAYER_DSN": self.settings.control_dsn(),
@@ -58,8 +57,8 @@ class Scene:
             "MQLAYER_FAILPOINTS": failpoints,
         }
         with (self.directory / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.actors", "receiver", name, str(self.directory)],
+            process = start_python(
+                "tests.chaos.actors", "receiver", name, str(self.directory),
                 cwd=ROOT, env=environment, stdout=log, stderr=log,
             )  # fmt: skip
         self.running.append(process)

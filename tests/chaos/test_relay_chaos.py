@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import psycopg
 import pytest
 
 from mqlayer.stack import RedisServer
+from tests.fixtures.forking import Process, start_python
 from tests.fixtures.servers import StartRedis
 from tests.proof.outbox_world import OutboxWorld
 
@@ -68,13 +68,9 @@ class Nemesis:
             relay.kill()
             relay.wait()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> Process:
         environment = self._world.environment(MQLAYER_RELAY_CHUNK_ROWS=str(self._chance.choice([20, 200, 2_000])))
-        return subprocess.Popen(
-            [sys.executable, "-m", "mqlayer", "--log-level", "ERROR", "relay"],
-            env=environment,
-            stderr=subprocess.DEVNULL,
-        )
+        return start_python("mqlayer", "--log-level", "ERROR", "relay", env=environment, stderr=subprocess.DEVNULL)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -30,6 +29,7 @@ from mqlayer.settings import Settings
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, list_nodes, register_node
 from tests.chaos.actors import GROUP, SINK, TOPIC
+from tests.fixtures.forking import Process, start_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.checker import check
@@ -55,14 +55,14 @@ class Play:
             }
             | environment
         )
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, Process] = {}
 
     def start(self, name: str, failpoints: str = "") -> None:
         """Start a process, its output to a file, perhaps to be broken at a place."""
         with (self._directory / f"{name}.log").open("ab") as log:
             role = name.partition("-")[0]
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.actors", role, name, str(self._directory)],
+            self.processes[name] = start_python(
+                "tests.chaos.actors", role, name, str(self._directory),
                 cwd=ROOT, env=self._environment | {"MQLAYER_FAILPOINTS": failpoints}, stdout=log, stderr=log,
             )  # fmt: skip
 

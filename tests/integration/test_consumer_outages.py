@@ -28,9 +28,9 @@ from mqlayer.redis.partitions import (
     take_command,
     take_reply,
 )
-from mqlayer.stack import RedisProgram, RedisServer, redis_programs
+from mqlayer.stack import RedisProgram, RedisServer
 from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of, migrated
-from tests.fixtures.servers import StartPostgres, StartRedis
+from tests.fixtures.servers import StartPostgres, StartRedis, different_redis_programs
 from tests.fixtures.waiting import wait_until
 from tests.proof.proxy import TcpProxy
 
@@ -43,7 +43,7 @@ def _nothing_stays_armed() -> Iterator[None]:
     disarm_all()
 
 
-@pytest.fixture(params=redis_programs(), ids=str)
+@pytest.fixture(params=different_redis_programs(), ids=str)
 def own_redis(request: pytest.FixtureRequest, start_redis: StartRedis) -> RedisServer:
     """A Redis of each version that a test may kill."""
     program: RedisProgram = request.param

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,7 @@ from mqlayer.settings import Settings
 from mqlayer.stack import AnyRedis
 from mqlayer.topics import create_topic, register_node
 from mqlayer.workers import stores
+from tests.fixtures.forking import run_python
 from tests.fixtures.waiting import wait_until
 
 ROOT: Final = Path(__file__).parents[2]
@@ -106,8 +108,8 @@ def run_commands(block: str) -> int:
     lines = [line.split("#")[0].strip() for line in block.splitlines()]
     commands = [shlex.split(line) for line in lines if line.startswith("mqlayer ")]
     for command in commands:
-        done = subprocess.run(
-            [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == 0, f"{shlex.join(command)}: {done.stderr}"
+        with tempfile.TemporaryFile() as said:
+            returncode = run_python(*command, cwd=ROOT, env=os.environ, stdout=said, stderr=said, timeout=60)
+            said.seek(0)
+            assert returncode == 0, f"{shlex.join(command)}: {said.read().decode()}"
     return len(commands)

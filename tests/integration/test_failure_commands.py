@@ -231,8 +231,8 @@ def test_lag_names_what_is_parked(failing: Failing, typed: Commands) -> None:
     failing.park(*numbered(failing, "a", 1, 2))
     failing.park(*numbered(failing, "b", 3), due_in_s=600)
     (found,) = typed.lines("group", "lag", "orders", "g")
-    since = found["parked"].pop("since")
-    assert (found["parked"], since > "2026") == ({"keys": 2, "messages": 3, "waiting": 1}, True)
+    since, size = found["parked"].pop("since"), sum(len(r.m) + len(r.key) + len(r.body) for _, r in failing.records())
+    assert (found["parked"], since > "2026") == ({"keys": 2, "messages": 3, "waiting": 1, "bytes": size}, True)
     said = typed.text("group", "lag", "orders", "g")
     assert "parked: 3 messages of 2 keys, 1 of them wait for an operator: mqlayer parked list orders g" in said
 
@@ -256,3 +256,6 @@ def test_the_doctor_names_keys_that_wait_for_an_operator_and_keys_that_nobody_tr
     overdue, _ = findings()
     assert overdue.verdict is Verdict.BROKEN
     assert "has been due for 10 min, and nobody tries it" in overdue.seen
+    failing.sql("UPDATE mqlayer.consumer_group SET key_messages_limit = 1")
+    _, full, _ = findings()
+    assert (full.verdict, "mqlayer parked stats orders g" in full.fix) == (Verdict.WARNING, True)

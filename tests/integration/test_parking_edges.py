@@ -13,7 +13,7 @@ from mqlayer.domain.routing import PartitionId, lp_of
 from mqlayer.errors import PauseKey
 from mqlayer.failures.ruling import discard_parked
 from mqlayer.membership.seeking import apply_seek, planned_seek
-from mqlayer.parking import KeyEntry, KeyRef, Ledger, Page
+from mqlayer.parking import KeyEntry, KeyRef, Ledger, Page, Span
 from mqlayer.postgres.queries import query
 from mqlayer.routes.cache import RouteCache
 from tests.fixtures.consuming import Recorder, Stage, StartStage
@@ -67,7 +67,7 @@ def test_what_was_discarded_is_not_parked_again_where_the_answer_to_parking_it_w
     assert discard_parked(stage.database, stage.topic, "g", key="k", reason="a test's", actor="test") == 2
     assert ledger.write(PartitionId(partition), epoch, page).gone == {ref}
     assert not rows(stage, "SELECT FROM mqlayer.parked_key")
-    assert ledger.dead(PartitionId(partition), 1) == {record.identity for _, record in messages}
+    assert ledger.dead(Span(PartitionId(partition), 0, 1024, 1)) == {record.identity for _, record in messages}
 
 
 def test_a_key_that_finds_no_room_among_the_parked_ones_rests_as_long_as_it_was_told(stage: Stage) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fixtures.forking import Process, start_python
 from tests.fixtures.waiting import wait_until
 from tests.proof.failpoint_names import failpoint_names
 from tests.proof.producer_world import ProducerWorld
@@ -35,8 +34,9 @@ def test_a_producer_killed_at_any_failpoint_leaves_whole_chains(
     count = 300 if name == "producer.before_source_close" else 1_000_000
     acknowledged = tmp_path / "acknowledged"
     with acknowledged.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.proof.publishing", str(count)],
+        process = start_python(
+            "tests.proof.publishing",
+            str(count),
             stdout=output,
             env={
                 **os.environ,
@@ -66,7 +66,7 @@ def test_a_producer_killed_at_any_failpoint_leaves_whole_chains(
     assert world.by_key()["k0"][-1] == "1000000"
 
 
-def _reach(world: ProducerWorld, name: str, process: subprocess.Popen[bytes]) -> bool:
+def _reach(world: ProducerWorld, name: str, process: Process) -> bool:
     """Make the process come to the place, unless it does by itself; return whether it died there."""
     if process.poll() is not None:
         return True

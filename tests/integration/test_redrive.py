@@ -28,7 +28,7 @@ from mqlayer.failures import (
     start_redrive,
     work_on,
 )
-from mqlayer.parking import Ledger
+from mqlayer.parking import Ledger, Span
 from tests.fixtures.consuming import Recorder, Stage
 from tests.fixtures.failing import Failing, identity_of
 from tests.fixtures.waiting import wait_until
@@ -350,9 +350,9 @@ def test_a_new_owner_passes_the_record_of_what_was_given_back_over_until_a_seek(
     failing.sql("DELETE FROM mqlayer.parked_key")
     ledger = Ledger(failing.stage.database, failing.group_id, "m1")
     partition = PartitionId(a[0][0])
-    assert ledger.load(partition, 0, 1024, 1).dead == {identity_of(a[0])}
+    assert ledger.dead(Span(partition, 0, 1024, 1)) == {identity_of(a[0])}
     failing.sql("UPDATE mqlayer.consumer_group SET seek = seek + 1")
-    assert ledger.load(partition, 0, 1024, 1).dead == set()
+    assert ledger.dead(Span(partition, 0, 1024, 1)) == set()
 
 
 # -- kills -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.outbox import retry_aside
 from mqlayer.postgres.database import Database
 from mqlayer.relay import relay_once
+from tests.fixtures.forking import Process
 from tests.fixtures.waiting import wait_until
 from tests.proof.failpoint_names import failpoint_names
 from tests.proof.outbox_world import QUICK, OutboxWorld
@@ -107,7 +107,7 @@ def _make_reachable(world: OutboxWorld, name: str) -> None:
         world.fall_back(before)
 
 
-def _publish_until_dead(world: OutboxWorld, process: subprocess.Popen[bytes]) -> bool:
+def _publish_until_dead(world: OutboxWorld, process: Process) -> bool:
     world.publish(5, tag="while")
     return process.poll() is not None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from mqlayer.changes import drop_change, finish_changes, give_up_node, merge, mo
 from mqlayer.postgres.database import Database
 from mqlayer.settings import Settings
 from mqlayer.topics import rearm_node
+from tests.fixtures.forking import run_python
 
 TOPIC: Final = "orders"
 ROOT: Final = Path(__file__).parents[2]
@@ -22,8 +22,7 @@ ROOT: Final = Path(__file__).parents[2]
 
 def drive(*words: str, environment: Mapping[str, str], timeout_s: float = 60.0) -> int:
     """Run an act in a process of its own; return how that ended."""
-    command = [sys.executable, "-m", "tests.proof.driving", *words]
-    return subprocess.run(command, cwd=ROOT, env=dict(environment), timeout=timeout_s, check=False).returncode
+    return run_python("tests.proof.driving", *words, cwd=ROOT, env=environment, timeout=timeout_s)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import ast
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "mqlayer"
@@ -18,6 +19,7 @@ class FailpointUse:
     line: int
 
 
+@cache
 def failpoint_names(package: Path = PACKAGE) -> frozenset[str]:
     """Return every failpoint name that the package uses."""
     return frozenset(use.name for use in failpoint_uses(package))

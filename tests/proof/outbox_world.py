@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +20,7 @@ from mqlayer.redis.keys import PartitionKeys, partition_keys
 from mqlayer.relay import Relay, RelayLimits
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
+from tests.fixtures.forking import Process, start_python
 from tests.fixtures.waiting import wait_until
 from tests.proof.history import Append
 from tests.proof.streams import read_partition
@@ -186,11 +185,10 @@ class OutboxWorld:
         }
 
     @contextmanager
-    def relay_process(self, *, failpoints: str = "", chunk_rows: int = 2_000) -> Iterator[subprocess.Popen[bytes]]:
+    def relay_process(self, *, failpoints: str = "", chunk_rows: int = 2_000) -> Iterator[Process]:
         """Run `mqlayer relay` as a process; killed at the end where it still runs."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mqlayer", "relay"],
-            env=self.environment(failpoints, MQLAYER_RELAY_CHUNK_ROWS=str(chunk_rows)),
+        process = start_python(
+            "mqlayer", "relay", env=self.environment(failpoints, MQLAYER_RELAY_CHUNK_ROWS=str(chunk_rows))
         )
         try:
             yield process

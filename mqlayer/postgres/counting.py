@@ -1,0 +1,23 @@
+"""Counts of what happened to messages and keys that fail, ever, by group: see `mqlayer.events` for the words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from mqlayer.postgres.database import Connection
+from mqlayer.postgres.queries import query
+
+BY_OPERATORS: Final = 0
+"""In the place of a partition: what operators and jobs do, who hold the group's lock."""
+
+
+def add_counts(connection: Connection, group: Mapping[str, object], counts: Mapping[int, Mapping[str, int]]) -> None:
+    """Add to the counts of a group (its `group_id`), by partition and event, in the caller's transaction."""
+    rows = [
+        (partition, event, count) for partition, events in counts.items() for event, count in events.items() if count
+    ]
+    if rows:
+        partitions, events, numbers = (list(column) for column in zip(*rows, strict=True))
+        columns = {"partitions": partitions, "events": events, "counts": numbers}
+        connection.execute(query("failure_counts_add"), {"group_id": group["group_id"]} | columns)

@@ -1,0 +1,272 @@
+"""What happens to messages that fail is told and counted, whoever does it; and members look at what changed only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mqlayer import Context, Event, events
+from mqlayer.errors import RetryLater
+from mqlayer.failures import (
+    DeadFilter,
+    cancel_redrive,
+    discard_dead,
+    discard_parked,
+    failure_counts,
+    new_worker,
+    release_all,
+    release_parked,
+    retry_scan,
+    skip_head,
+    start_redrive,
+    work_on,
+)
+from mqlayer.health import Health, health_endpoint
+from mqlayer.membership import join
+from mqlayer.membership.steering import set_group
+from mqlayer.parking import CHANGES_KEPT, KeyRef, Ledger
+from mqlayer.settings import Settings
+from tests.fixtures.asking import ask, free_ports
+from tests.fixtures.commands import Commands
+from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
+from tests.fixtures.failing import Failing
+from tests.fixtures.waiting import wait_until
+from tests.integration.test_parking import LATER_S, Fault, Shop, parked, rows
+
+
+@pytest.fixture
+def stage(start_stage: StartStage, redis_url: str) -> Stage:
+    """A topic of one partition."""
+    return start_stage(redis_url, partitions=1)
+
+
+@pytest.fixture
+def heard() -> Iterator[list[Event]]:
+    """What the hooks of this process hear."""
+    found: list[Event] = []
+    events.on_event(found.append)
+    yield found
+    events.forget_hook(found.append)
+
+
+def totals(stage: Stage) -> dict[str, int]:
+    """Return the counts of the group."""
+    (counts,) = failure_counts(stage.database, stage.topic, "g")
+    return dict(counts.totals)
+
+
+def test_acts_of_operators_and_jobs_are_told_and_counted(stage: Stage, heard: list[Event]) -> None:
+    """Another process sees what this one did; hooks never see a key or a body."""
+    failing, database, by = Failing(stage), stage.database, "ann"
+    join(database, group_id=failing.group_id, member_id="m1", lease_s=600)
+    for key in "abcde":
+        failing.park(*failing.publish((key, b"1"), (key, b"2")), due_in_s=600)
+    release_parked(database, "orders", "g", key="a", actor=by)
+    assert release_all(database, "orders", "g", actor=by) == 4
+    discard_parked(database, "orders", "g", key="b", reason="a test's", actor=by)
+    skip_head(database, "orders", "g", "c", reason="a test's", prefix=stage.prefix, actor=by)
+    (dead_id,) = failing.bury(*failing.publish(("z", b"1")))
+    discard_dead(database, dead_id, reason="a test's", actor=by)
+    worker = new_worker()
+    work_on(
+        database, start_redrive(database, "orders", "g", DeadFilter(key="z"), worker=worker, actor=by), worker=worker
+    )
+    cancel_redrive(database, start_redrive(database, "orders", "g", DeadFilter(), worker=worker, actor=by), actor=by)
+    failing.sql("UPDATE mqlayer.parked_key SET due_at = now() - interval '1 hour'")
+    assert retry_scan(database) == 1
+    assert [(event.kind, event.count) for event in heard] == [
+        ("released", 1), ("released", 4), ("discarded", 2), ("passed_over", 1), ("ruled", 1), ("redriven", 1),
+        ("redrive_ended", 1), ("redrive_ended", 1), ("overdue", 1),
+    ]  # fmt: skip
+    assert {(event.topic, event.group) for event in heard} == {("orders", "g")}
+    assert {event.actor for event in heard[:5]} == {"ann"}
+    assert totals(stage) == {
+        "released": 5, "discarded": 2, "passed_over": 1, "ruled": 1, "redriven": 1, "overdue": 1,
+    }  # fmt: skip
+
+
+def test_what_members_do_is_counted_where_others_see_it(
+    stage: Stage, heard: list[Event], monkeypatch: pytest.MonkeyPatch, logging_as_before: None
+) -> None:
+    """By group and word, with what waits now; in the tables, in the commands, and on the member's own port."""
+
+    def act(_body: bytes, ctx: Context) -> None:
+        if ctx.key == "dies":
+            raise Fault("no stock")
+        if not mended:
+            raise RetryLater(LATER_S)
+
+    mended: list[bool] = []
+    stage.send([("dies", b"1"), ("waits", b"1"), ("waits", b"2")])
+    app = stage.consume(act, backoff_s=(0.01,), attempt_limit=3, policy="dead_letter")
+    stage.wait_settled()
+    wait_until(lambda: totals(stage) == {"failed": 4, "parked": 1, "dead": 1}, what="all counted")
+    (counts,) = failure_counts(stage.database)
+    assert (counts.keys, counts.waiting, counts.messages, counts.dead, counts.overdue_s) == (1, 0, 2, 1, None)
+    assert counts.bytes > 0
+    mended.append(True)
+    release_parked(stage.database, "orders", "g", key="waits", actor="ann")
+    wait_until(lambda: totals(stage).get("unparked") == 1, what="in line again")
+    (counts,) = failure_counts(stage.database)
+    assert counts.totals == {"failed": 4, "parked": 1, "dead": 1, "released": 1, "unparked": 1}
+    assert (counts.keys, counts.messages, counts.bytes, counts.dead, counts.oldest_s) == (0, 0, 0, 1, None)
+    assert {event.kind for event in heard} == {"failed", "parked", "released", "unparked", "dead"}
+    monkeypatch.setenv("MQLAYER_DSN", stage.dsn)
+    monkeypatch.setenv("MQLAYER_KEY_PREFIX", stage.prefix)
+    typed = Commands()
+    (told,) = typed.lines("parked", "stats", "orders", "g")
+    assert (told["totals"], told["dead"], told["messages"]) == (dict(counts.totals), 1, 0)
+    assert "failed 4" in typed.text("parked", "stats")
+    (shown,) = typed.lines("group", "show", "orders", "g")
+    assert shown["failures"]["totals"] == dict(counts.totals)
+    (own,) = app.told_counts()
+    assert (own["topic"], own["group"], own["failed"], own["dead"], own["parked"]) == ("orders", "g", 4, 1, 2)
+
+
+def test_a_process_answers_its_counts_where_it_answers_its_health() -> None:
+    port = free_ports()
+    with health_endpoint(Settings(health_port=port), Health, counts=lambda: [{"failed": 3}]):
+        answer: Any = ask(port, "/counts")
+    assert (answer.status, answer.facts) == (200, [{"failed": 3}])
+
+
+@pytest.mark.parametrize("policy", ["park", "dead_letter"])
+def test_a_time_out_is_told_besides_what_becomes_of_its_message(stage: Stage, heard: list[Event], policy: str) -> None:
+    """Case 58: it is a failed attempt like any; who looks for slow handlers sees it by itself."""
+    begun = threading.Event()
+
+    def act(_body: bytes, _ctx: Context) -> None:
+        begun.set()
+        while True:
+            begun.wait(0.01)
+
+    stage.send([("k", b"1")])
+    app = stage.consume(act, time_limit_s=0.05, attempt_limit=1, policy=policy)
+    wait_until(lambda: totals(stage).get("timed_out") == 1, what="counted")
+    wait_until(lambda: heard and heard[-1].kind in ("parked", "dead"), what="its end")
+    assert [event.kind for event in heard] == (
+        ["timed_out", "failed", "parked"] if policy == "park" else ["timed_out", "dead"]
+    )
+    assert (member_of(app).stats.timed_out, member_of(app).stats.failed) == (1, 1)
+
+
+def test_a_key_parked_before_that_blocks_tells_so(stage: Stage, heard: list[Event]) -> None:
+    """Under the policy block it waits in Postgres, and for ever all the same."""
+    failing = Failing(stage)
+    failing.park(*failing.publish(("k", b"1")), due_in_s=0)
+    set_group(stage.database, "orders", "g", actor="ann", policy="block", attempt_limit=1)
+    app = stage.consume(Shop("k").recorder, backoff_s=None)
+    wait_until(lambda: heard, what="an event")
+    assert heard[0].kind == "blocked"
+    assert member_of(app).stats.blocked >= 1
+
+
+def test_a_release_while_the_last_attempt_runs_counts(stage: Stage) -> None:
+    """Case 66: the operator mended the cause while it ran; else the key would wait for a second word."""
+    begun, released = threading.Event(), threading.Event()
+    tries: list[int] = []
+
+    def act(_body: bytes, ctx: Context) -> None:
+        tries.append(ctx.attempt)
+        if len(tries) == 2:
+            begun.set()
+            assert released.wait(10)
+        if len(tries) < 3:
+            raise Fault("no stock")
+
+    stage.send([("k", b"1"), ("k", b"2")])
+    stage.consume(recorder := Recorder(act), backoff_s=(10.5,), attempt_limit=2)
+    wait_until(lambda: parked(stage) == {"k": [1, 2]}, what="parked")
+    release_parked(stage.database, "orders", "g", key="k", actor="ann")
+    rows_of = "SELECT attempts FROM mqlayer.parked_key"
+    assert begun.wait(10)
+    release_parked(stage.database, "orders", "g", key="k", actor="ann")
+    released.set()
+    wait_until(lambda: recorder.bodies("k") == [b"1", b"2"], what="both handled")
+    wait_until(lambda: not rows(stage, rows_of), what="nothing parked")
+    assert tries == [1, 1, 1, 1]
+
+
+def test_attempts_in_place_go_on_behind_what_an_operator_gives_back(stage: Stage) -> None:
+    """Case 68: an earlier message of the key is given back while a later one fails in place."""
+    failing = Failing(stage)
+    first, second = failing.publish(("k", b"1"), ("k", b"2"))
+    failing.bury(first)
+    set_group(stage.database, "orders", "g", actor="ann", backoff_s=(0.01, 0.01, 1.0))
+    tries: list[int] = []
+
+    def act(body: bytes, ctx: Context) -> None:
+        if body == b"2":
+            tries.append(ctx.attempt)
+            if len(tries) < 4:
+                raise Fault("no stock")
+
+    stage.consume(recorder := Recorder(act), backoff_s=None)
+    wait_until(lambda: tries == [1, 2, 3], what="three attempts in place")
+    worker = new_worker()
+    work_on(
+        stage.database, start_redrive(stage.database, "orders", "g", DeadFilter(), actor="ann", worker=worker),
+        worker=worker,
+    )  # fmt: skip
+    wait_until(lambda: recorder.bodies("k") == [b"1", b"2"], what="both handled")
+    assert tries == [1, 2, 3, 4]
+    assert second[1].identity.seq == 2
+
+
+def test_members_are_told_which_keys_changed_and_look_at_all_where_that_is_not_known(stage: Stage) -> None:
+    """Each batch of a redrive would have every member read all parked keys of its partitions."""
+    failing = Failing(stage)
+    ledger = Ledger(stage.database, failing.group_id, "m1")
+    for key in "ab":
+        failing.park(*failing.publish((key, b"1")), due_in_s=600)
+    refs = {
+        key: KeyRef(*row)
+        for key, row in zip("ab", rows(stage, "SELECT lp, name FROM mqlayer.parked_key ORDER BY name"), strict=True)
+    }
+    before = failing.parking()
+    release_parked(stage.database, "orders", "g", key="a", actor="ann")
+    assert ledger.changes(before, before + 1) == [refs["a"]]
+    release_parked(stage.database, "orders", "g", key="b", actor="ann")
+    assert ledger.changes(before, before + 2) == [refs["a"], refs["b"]]
+    assert ledger.changes(before + 1, before + 2) == [refs["b"]]
+    failing.sql("UPDATE mqlayer.consumer_group SET parking = parking + 1")
+    assert ledger.changes(before, before + 3) is None, "by somebody who does not say which"
+    assert ledger.changes(before, before + CHANGES_KEPT + 1) is None
+    failing.sql("UPDATE mqlayer.consumer_group SET parking = parking + %s", CHANGES_KEPT)
+    release_parked(stage.database, "orders", "g", key="b", actor="ann")
+    assert [row[0] for row in rows(stage, "SELECT number FROM mqlayer.parking_change")] == [failing.parking()]
+
+
+def test_a_member_follows_single_changes(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Released, discarded and given back: each key by itself, the others are not read."""
+    named: list[Any] = []
+    keys = Ledger.keys
+
+    def noted(self: Ledger, span: Any, only: Any = None) -> Any:
+        named.append(only)
+        return keys(self, span, only)
+
+    monkeypatch.setattr(Ledger, "keys", noted)
+    shop = Shop("a", "b", "c")
+    stage.send([(key, b"1") for key in "abc"])
+    stage.consume(shop.recorder, backoff_s=(LATER_S,))
+    wait_until(lambda: len(parked(stage)) == 3, what="all parked")
+    stage.wait_settled()
+    shop.broken.clear()
+    release_parked(stage.database, "orders", "g", key="a", actor="ann")
+    wait_until(lambda: shop.recorder.bodies("a") == [b"1"], what="a handled")
+    discard_parked(stage.database, "orders", "g", key="b", reason="a test's", actor="ann")
+    stage.send([("b", b"2")])
+    wait_until(lambda: shop.recorder.bodies("b") == [b"2"], what="b in line again")
+    worker = new_worker()
+    work_on(
+        stage.database, start_redrive(stage.database, "orders", "g", DeadFilter(), actor="ann", worker=worker),
+        worker=worker,
+    )  # fmt: skip
+    wait_until(lambda: shop.recorder.bodies("b") == [b"2", b"1"], what="b given back")
+    assert shop.recorder.bodies("c") == []
+    assert named
+    assert all(only is not None for only in named)

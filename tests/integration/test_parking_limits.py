@@ -1,0 +1,214 @@
+"""How much may wait in Postgres: what finds no room waits in the stream, in order and visibly; others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from mqlayer import App, Context, Event
+from mqlayer.errors import InvalidInput
+from mqlayer.failures import (
+    DeadFilter,
+    discard_parked,
+    new_worker,
+    redrives,
+    resume_redrive,
+    retry_scan,
+    start_redrive,
+    work_on,
+)
+from mqlayer.inspecting import explain_key, group_standings
+from mqlayer.membership.seeking import apply_seek, planned_seek
+from mqlayer.membership.steering import set_group
+from mqlayer.routes.cache import RouteCache
+from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
+from tests.fixtures.failing import Failing
+from tests.fixtures.waiting import wait_until
+from tests.integration.test_parking import LATER_S, Fault, Shop, parked, release, rows
+
+
+@pytest.fixture
+def stage(start_stage: StartStage, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """A topic of one partition; what finds no room is tried again soon."""
+    monkeypatch.setattr("mqlayer.consuming.keeping.FULL_AGAIN_S", 0.1)
+    monkeypatch.setattr("mqlayer.failures.redriving.FULL_WAIT_S", 0.2)
+    return start_stage(redis_url, partitions=1)
+
+
+def consume(stage: Stage, handler: Callable[..., Any], **rules: Any) -> tuple[App, list[Event]]:
+    """Start a member whose keys are parked at their first failure; return it with what it tells."""
+    events: list[Event] = []
+    app = stage.app()
+    app.consumer(stage.topic, group="g", backoff_s=(LATER_S,), **rules)(handler)
+    app.on_event(events.append)
+    app.start()
+    return app, events
+
+
+def set_limit(stage: Stage, name: str, limit: int) -> None:
+    """Change one limit of the group."""
+    changed: dict[str, Any] = {name: limit}
+    set_group(stage.database, stage.topic, "g", actor="test", **changed)
+
+
+def stall(stage: Stage) -> str | None:
+    """Return why the group stands still in the partition."""
+    (standing,) = group_standings(stage.database, stage.topic, "g", prefix=stage.prefix)
+    found = standing.partitions[0].stall
+    return None if found is None else found.reason
+
+
+def counted(stage: Stage) -> tuple[int, int]:
+    """Return messages and bytes that are parked by the counts, which are those that there are."""
+    size = "octet_length(body) + octet_length(key) + octet_length(m)"
+    [there] = rows(stage, f"SELECT count(*), coalesce(sum({size}), 0) FROM mqlayer.parked_message")
+    [total] = rows(stage, "SELECT coalesce(sum(messages), 0), coalesce(sum(bytes), 0) FROM mqlayer.parked_total")
+    [keys] = rows(stage, "SELECT coalesce(sum(messages), 0), coalesce(sum(bytes), 0) FROM mqlayer.parked_key")
+    assert there == total == keys
+    return int(there[0]), int(there[1])
+
+
+@pytest.mark.parametrize("limit", [{"key_messages_limit": 3}, {"key_bytes_limit": 1}])
+def test_what_follows_a_key_at_its_limit_waits_in_the_stream_and_the_others_go_on(
+    stage: Stage, limit: dict[str, int]
+) -> None:
+    """Case 64: nothing is lost, order holds over both places, and it is told once, shown in lag and explain."""
+    (name,) = limit
+    room = 3 if name == "key_messages_limit" else 1
+    shop = Shop("k")
+    stage.send([("k", b"%d" % number) for number in range(1, 11)])
+    app, events = consume(stage, shop.recorder, **limit)
+    wait_until(lambda: len(parked(stage).get("k", [])) == room, what="the key is parked as far as there is room")
+    stage.send([("other", b"%d" % number) for number in range(1, 50)])
+    wait_until(lambda: len(shop.recorder.bodies("other")) == 49, what="the other key handled")
+    wait_until(lambda: stall(stage) == "parking_full", what="a stall that says why")
+    assert not stage.all_settled()
+    assert counted(stage)[0] == room
+    says = explain_key(stage.database, stage.topic, "k", "g", prefix=stage.prefix).run_next
+    assert f"{name} is" in says
+    assert says.startswith("nothing: it is tried again at")
+    assert [(e.kind, e.cause) for e in events if e.kind == "parking_full"] == [("parking_full", name[: -len("_limit")])]
+    assert member_of(app).stats.parked == room
+    shop.broken.clear()
+    release(stage)
+    stage.wait_settled()
+    wait_until(lambda: not rows(stage, "SELECT FROM mqlayer.parked_key"), what="nothing parked")
+    assert shop.recorder.bodies("k") == [b"%d" % number for number in range(1, 11)]
+    shop.recorder.assert_in_order()
+    assert counted(stage) == (0, 0)
+
+
+def test_what_follows_is_parked_once_the_limit_is_raised(stage: Stage) -> None:
+    shop = Shop("k")
+    stage.send([("k", b"1"), ("k", b"2"), ("k", b"3")])
+    consume(stage, shop.recorder, key_messages_limit=1)
+    wait_until(lambda: parked(stage) == {"k": [1]}, what="one parked")
+    wait_until(lambda: stall(stage) is not None, what="the others wait")
+    set_group(stage.database, stage.topic, "g", actor="test", key_messages_limit=10)
+    stage.wait_settled()
+    assert parked(stage) == {"k": [1, 2, 3]}
+
+
+@pytest.mark.parametrize("limit", ["parked_messages_limit", "parked_bytes_limit"])
+def test_a_key_that_fails_in_a_full_group_waits_in_place_and_is_tried_again_there(stage: Stage, limit: str) -> None:
+    """Before Postgres fills up; with room again it is parked as any other one."""
+    shop = Shop("a", "b")
+    stage.send([("a", b"1")])
+    app, events = consume(stage, shop.recorder, **{limit: 1})
+    wait_until(lambda: parked(stage) == {"a": [1]}, what="one parked")
+    stage.send([("b", b"1"), ("b", b"2"), ("c", b"1"), ("a", b"2")])
+    full = "group" + limit.removeprefix("parked").removesuffix("_limit")
+    wait_until(lambda: {e.cause for e in events if e.kind == "parking_full"} == {full}, what="an alarm")
+    wait_until(lambda: shop.recorder.bodies("c") == [b"1"], what="the healthy one")
+    wait_until(lambda: stall(stage) == "parking_full", what="a stall that says why")
+    assert parked(stage) == {"a": [1]}
+    assert app.counts()["orders", "g"].parking_full >= 1
+    assert discard_parked(stage.database, stage.topic, "g", key="a", reason="a test's", actor="test") == 1
+    member_of(app).dispatcher.hurry()
+    wait_until(lambda: parked(stage) == {"b": [1, 2]} or len(parked(stage)) == 1, what="room is used", timeout_s=20)
+    shop.broken.clear()
+    set_limit(stage, limit, 1000)
+    member_of(app).dispatcher.hurry()
+    release(stage)
+    stage.wait_settled()
+    wait_until(lambda: not rows(stage, "SELECT FROM mqlayer.parked_key"), what="nothing parked")
+    assert (shop.recorder.bodies("a"), shop.recorder.bodies("b")) == ([b"2"], [b"1", b"2"])
+    assert counted(stage) == (0, 0)
+
+
+def test_what_a_former_owner_parked_and_did_not_settle_needs_no_room(stage: Stage) -> None:
+    """Else its key would wait for room, and the room for its key."""
+    shop = Shop("k")
+    stage.send([("k", b"1"), ("k", b"2"), ("k", b"3")])
+    app, _ = consume(stage, shop.recorder, key_messages_limit=2)
+    wait_until(lambda: parked(stage) == {"k": [1, 2]}, what="two parked")
+    app.stop()
+    (partition,) = stage.partitions
+    stage.redis.hset(stage.group_keys(partition).lock, mapping={"committed": 1, "base": 1})
+    stage.redis.delete(stage.group_keys(partition).acks)
+    shop.broken.clear()
+    consume(stage, shop.recorder)
+    release(stage)
+    stage.wait_settled()
+    wait_until(lambda: not rows(stage, "SELECT FROM mqlayer.parked_key"), what="nothing parked")
+    assert shop.recorder.bodies("k") == [b"1", b"2", b"3"]
+    assert counted(stage) == (0, 0)
+
+
+def test_what_comes_again_in_front_of_a_full_key_is_parked_in_front_of_it(stage: Stage) -> None:
+    """A seek: to wait in the stream for room it would come behind what it lay before."""
+    fails = {b"3"}
+
+    def act(body: bytes, _ctx: Context) -> None:
+        if body in fails:
+            raise Fault("no stock")
+
+    recorder = Recorder(act)
+    stage.send([("k", b"%d" % number) for number in range(1, 5)])
+    consume(stage, recorder, key_messages_limit=2)
+    wait_until(lambda: parked(stage) == {"k": [3, 4]}, what="parked")
+    stage.wait_settled()
+    with closing(RouteCache(stage.database)) as routes:
+        plan = planned_seek(stage.database, routes, topic=stage.topic, name="g", to="earliest", prefix=stage.prefix)
+        apply_seek(stage.database, plan, prefix=stage.prefix, actor="test")
+    wait_until(lambda: parked(stage) == {"k": [1, 2, 3, 4]}, what="all of it parked")
+    fails.clear()
+    release(stage)
+    stage.wait_settled()
+    wait_until(lambda: recorder.bodies() == [b"1", b"2", b"1", b"2", b"3", b"4"], what="all handled in order")
+
+
+@pytest.mark.parametrize(
+    "limit", ["parked_keys_limit", "parked_messages_limit", "key_messages_limit", "key_bytes_limit"]
+)
+def test_a_redrive_waits_for_room_and_says_so(stage: Stage, limit: str) -> None:
+    """What is given back is parked: as much as may be, the rest when that was handled. Nothing is sent twice."""
+    failing = Failing(stage)
+    bodies = [b"1", b"2", b"3"]
+    keys = ["k"] * 3 if limit.startswith("key") else ["a", "b", "c"]
+    failing.bury(*failing.publish(*zip(keys, bodies, strict=True)))
+    set_limit(stage, limit, 1)
+    started = start_redrive(stage.database, "orders", "g", DeadFilter(), actor="a test")
+    retry_scan(stage.database, at_most_s=0.3)
+    (found,) = redrives(stage.database)
+    assert (found.state, found.sent, len(failing.parked())) == ("running", 1, 1)
+    assert found.waits is not None
+    assert limit in found.waits
+    stage.consume(recorder := Recorder(), backoff_s=None)
+    worker = new_worker()
+    resume_redrive(stage.database, started, actor="a test", worker=worker)
+    done = work_on(stage.database, started, worker=worker)
+    assert (done.state, done.sent, done.waits) == ("done", 3, None)
+    wait_until(lambda: sorted(recorder.bodies()) == bodies, what="all handled")
+    if limit.startswith("key"):
+        assert recorder.bodies() == bodies
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, 2**63])
+def test_what_no_limit_can_be_is_refused(stage: Stage, limit: Any) -> None:
+    stage.consume(Recorder())
+    with pytest.raises(InvalidInput, match="whole number"):
+        set_group(stage.database, stage.topic, "g", actor="test", parked_bytes_limit=limit)
