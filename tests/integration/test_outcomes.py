@@ -162,6 +162,21 @@ def test_what_is_parked_and_released_is_told_from_postgres(stage: Stage, told: T
     assert outcomes[1].delivered_at <= outcomes[1].settled_at
 
 
+def test_what_is_parked_beside_what_finds_no_room_is_not_told_as_handled(stage: Stage, told: Told) -> None:
+    """Case 64: its offset is settled by the call that folds the rest."""
+    stage.send([("k", b"a"), ("k", b"b")])
+    stage.consume(failing(b"a", times=1), backoff_s=(LATER_S,), key_messages_limit=1)
+    at = spots(stage)
+    (partition, offset) = at[b"a"]
+    wait_until(lambda: stage.position(partition).committed == offset + 1, what="the first one is settled")
+    told.fetch()
+    assert told.words() == {at[b"a"]: [("parked", 1)]}
+    release_parked(stage.database, stage.topic, "g", key="k", actor="olga")
+    stage.wait_settled()
+    told.fetch()
+    assert told.words() == {at[b"a"]: [("parked", 1), ("handled", 2)], at[b"b"]: HANDLED}
+
+
 @pytest.mark.parametrize(
     ("policy", "error", "word", "attempts"),
     [
