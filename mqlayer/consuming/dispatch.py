@@ -157,7 +157,7 @@ class Dispatcher:
         with self.lock:
             if lane.held.state is State.OPEN:
                 lane.held.refill(lane, records, asked)
-                if records:
+                if lane.records:
                     self._line_up_or_park(lane)
 
     def not_refilled(self, held: Held, lanes: list[Lane]) -> None:
