@@ -37,11 +37,19 @@ JOIN mqlayer.parked_message m ON m.group_id = %(group_id)s AND m.partition_id = 
 
 -- name: dead_unsettled
 -- What is dead of partitions from an offset of each on: it is passed over. Also what was given back since the group was
--- last sent elsewhere: it is parked, or was handled from there.
+-- last sent elsewhere: it is parked, or was handled from there. And what is adrift in their LPs, for as long as its outbox
+-- may send it again.
 SELECT s.partition_id, d.source, d.lp, d.seq
-FROM unnest(%(partitions)s::int[], %(committed)s::bigint[]) AS s (partition_id, committed)
-JOIN mqlayer.dead_message d ON d.group_id = %(group_id)s AND d.partition_id = s.partition_id AND d.log_offset >= s.committed
-JOIN mqlayer.consumer_group g USING (group_id)
+FROM unnest(%(partitions)s::int[], %(committed)s::bigint[], %(lps_from)s::int[], %(lps_to)s::int[])
+     AS s (partition_id, committed, lp_from, lp_to)
+JOIN mqlayer.consumer_group g ON g.group_id = %(group_id)s
+CROSS JOIN LATERAL (
+    SELECT m.* FROM mqlayer.dead_message m
+    WHERE m.group_id = g.group_id AND m.partition_id = s.partition_id AND m.log_offset >= s.committed
+    UNION ALL
+    SELECT m.* FROM mqlayer.dead_message m
+    WHERE m.group_id = g.group_id AND m.lp >= s.lp_from AND m.lp < s.lp_to AND m.adrift
+      AND m.died_at > clock_timestamp() - interval '7 days') AS d
 WHERE d.redriven_at IS NULL OR d.redriven_seek = g.seek;
 
 -- name: dead_named
