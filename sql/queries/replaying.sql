@@ -149,8 +149,12 @@ ON CONFLICT (group_id, lp, name) DO UPDATE SET cause = k.cause;
 INSERT INTO mqlayer.parked_message
     (group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body, redriven, replay)
 SELECT %(group_id)s, g.lp, g.name, g.source, g.seq,
-       least(greatest(floor.place, ceiling.place - 16777216)
-             + row_number() OVER (PARTITION BY g.lp, g.name, ceiling.place ORDER BY g.number), ceiling.place - 1),
+       greatest(least(greatest(floor.place, ceiling.place - 16777216)
+                      + row_number() OVER (PARTITION BY g.lp, g.name, ceiling.place ORDER BY g.number), ceiling.place - 1),
+                -- Redriven, the one before of its source may have the place of the next one.
+                (SELECT p.place FROM mqlayer.parked_message p
+                 WHERE p.group_id = %(group_id)s AND p.lp = g.lp AND p.name = g.name AND p.source = g.source
+                   AND p.seq < g.seq ORDER BY p.seq DESC LIMIT 1)),
        g.partition_id, g.log_offset, g.key, g.m, g.body, %(again)s, %(redrive_id)s
 FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[], %(partitions)s::int[],
             %(offsets)s::bigint[], %(keys)s::bytea[], %(ms)s::bytea[], %(bodies)s::bytea[])

@@ -18,6 +18,7 @@ from mqlayer import Context
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failures import (
+    DeadFilter,
     Replay,
     ReplayFilter,
     cancel_replay,
@@ -28,7 +29,9 @@ from mqlayer.failures import (
     replays,
     resume_replay,
     retry_scan,
+    start_redrive,
     start_replay,
+    work_on,
     work_on_replay,
 )
 from mqlayer.membership.seeking import apply_seek, planned_seek
@@ -335,6 +338,20 @@ def test_what_was_parked_before_waits_in_its_place(scene: Scene, wanted: ReplayF
     thread.join(20)
     wait_until(lambda: len(recorder.bodies("key-0")) == 10, what="all of it")
     assert recorder.bodies("key-0") == numbers(1, 10)
+
+
+def test_what_was_redriven_and_waits_keeps_its_place_among_what_is_replayed(scene: Scene) -> None:
+    """Cases 64, 68: it has the place of the next one of its source, and what comes between the two has to, too."""
+    a = [one for one in scene.failing.records() if one[1].key == b"key-0"]
+    scene.failing.park(a[8])
+    scene.failing.bury(a[4])
+    worker = new_worker()
+    redrive = start_redrive(scene.stage.database, "orders", "g", DeadFilter(), actor="a test", worker=worker)
+    work_on(scene.stage.database, redrive, worker=worker)
+    scene.replay()
+    line = "SELECT seq FROM mqlayer.parked_message WHERE key = 'key-0' ORDER BY place, seq"
+    with scene.stage.database.connection() as connection:
+        assert connection.execute(line).fetchall() == [(record.identity.seq,) for _, record in a]
 
 
 def test_newer_messages_may_come_between(scene: Scene) -> None:
