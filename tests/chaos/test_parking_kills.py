@@ -58,7 +58,7 @@ class Shop:
     def killed_trying(self, failpoint: str) -> None:
         """The same, while parked keys are tried again and again: deaths may be counted against what was in hand."""
         process = self.start(f"killed-{failpoint}", failpoint)
-        wait_until(lambda: self.try_now() or process.poll() is not None, timeout_s=40, what=f"{failpoint} is reached")
+        wait_until(lambda: self.trying(lambda: process.poll() is not None), timeout_s=40, what=f"{failpoint} is reached")
         assert process.wait() == -9
 
     def fail(self, **faults: Any) -> None:
@@ -70,6 +70,11 @@ class Shop:
         with psycopg.connect(self.scene.settings.control_dsn(), autocommit=True) as connection:
             cursor = connection.execute(statement.encode(), arguments)
             return cursor.fetchall() if cursor.description else []
+
+    def trying(self, done: Callable[[], bool]) -> bool:
+        """Have all parked keys tried now; return what is asked."""
+        self.try_now()
+        return done()
 
     def try_now(self, *, attempts: str = "0") -> None:
         """Have all parked keys tried now: as an operator releases them, or earlier than they are due."""
@@ -203,7 +208,7 @@ def test_kills_while_a_key_at_its_limit_holds_a_route_change_up(scene: Scene) ->
         shop.killed_trying(failpoint)
     shop.start("last")
     wait_until(
-        lambda: shop.try_now() or shop.places()["sink"] == 2 * COUNT,
+        lambda: shop.trying(lambda: shop.places()["sink"] == 2 * COUNT),
         timeout_s=40, what="every message has its effect",
     )  # fmt: skip
     shop.wait_unparked()

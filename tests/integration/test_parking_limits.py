@@ -115,7 +115,7 @@ def test_what_follows_is_parked_once_the_limit_is_raised(stage: Stage) -> None:
 
 
 def test_looking_for_room_reads_one_message_of_what_waits_and_says_nothing_new(stage: Stage) -> None:
-    """Case 64: a key at its limit for ever costs its node and its member next to nothing, however much waits behind it."""
+    """Case 64: a key at its limit for ever costs its node and its member next to nothing, whatever waits behind it."""
     shop = Shop("k")
     stage.send([("k", b"1"), *[("k", b"x" * 50_000)] * 100])
     _, events = consume(stage, shop.recorder, key_messages_limit=1)
@@ -140,7 +140,7 @@ def told_by_node(stage: Stage) -> tuple[int, int]:
 
 
 def test_what_two_sources_sent_comes_again_in_front_of_a_full_key_in_its_order(stage: Stage) -> None:
-    """A seek: the other source, of which nothing is parked, would wait for room, and the key for what lies behind it."""
+    """A seek: the other source, of which nothing is parked, would wait for room, and the key for what is behind it."""
     fails = {b"5"}
 
     def act(body: bytes, _ctx: Context) -> None:
