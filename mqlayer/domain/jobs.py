@@ -35,6 +35,8 @@ BALANCE_BY_RATE: Final = Job("balance_by_rate", 10)
 RETRY_SCAN: Final = Job("retry_scan", 5)
 CLEAN_ATTEMPTS: Final = Job("clean_attempts", 300)
 ARCHIVE: Final = Job("archive", 5)
+RELEASE_DELAYED: Final = Job("release_delayed", 5)
+CLEAN_DEDUP: Final = Job("clean_dedup", 60)
 
 JOBS: Final = (
     RELAY,
@@ -49,4 +51,6 @@ JOBS: Final = (
     RETRY_SCAN,
     CLEAN_ATTEMPTS,
     ARCHIVE,
+    RELEASE_DELAYED,
+    CLEAN_DEDUP,
 )
