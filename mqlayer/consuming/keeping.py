@@ -220,9 +220,7 @@ class Keeper:
                 self._leave(held, lane, parking, written)
                 continue
             if parking is not None:
-                parking.tight = False
-                if not (lane.records or lane.later):
-                    parking.full = None
+                parking.has_room(more_waits=bool(lane.records or lane.later))
             dispatcher.kept(held, lane, parked=parking is not None and parking.ref not in written.gone)
         for lane, _ in work.burials:
             dispatcher.buried(lane)

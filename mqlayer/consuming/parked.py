@@ -47,6 +47,12 @@ class Parking:
         # It did: nobody ever said how its first message ended. A failed attempt.
         self.died = False
 
+    def has_room(self, *, more_waits: bool) -> None:
+        """Note that what was read of it found room; with nothing more that waits, the next lack of it is news."""
+        self.tight = False
+        if not more_waits:
+            self.full = None
+
     @property
     def alone(self) -> bool:
         """Whether its first message is handled by itself: it failed before, or may have killed its consumer."""

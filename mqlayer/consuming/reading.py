@@ -248,8 +248,7 @@ class Reader(NodeThread):
     def _refill_lane(self, held: Held, lane: Lane, limit: int) -> int:
         """Read again up to so many records of a lane; return how many."""
         later = lane.later or array("q")
-        # What failed before may fail again, and what found no room may find none: what is behind it would have been read
-        # for nothing.
+        # What failed before may fail again, what found no room find none: what is behind it would be read for nothing.
         parking = lane.parking
         alone = later[0] in held.attempts or (parking is not None and parking.tight)
         wanted = list(later[: 1 if alone else limit])

@@ -8,8 +8,8 @@ waits are messages of failing keys, parked, and the streams are settled.
 Then the fault is mended and the keys are released: every message has its effect, and the histories, the streams and the
 sink are judged.
 
-What the quiet stretches show is that the healthy keys keep up with what is published, far below what consumers could do,
-and that none of them waits for a failing one. How much of their throughput is left is measured by `bench failing_keys`.
+What the quiet stretches show is that the healthy keys keep up with what is published, less than consumers could do, and
+that none of them waits for a failing one. How much of their throughput is left is measured by `bench failing_keys`.
 
 The short form runs with the suite; `--long` (or MQLAYER_CHAOS_SECONDS) makes it last. MQLAYER_CHAOS_SEED repeats a
 choice of faults, MQLAYER_CHAOS_REPORT names a file for the verdict as JSON.

@@ -58,7 +58,9 @@ class Shop:
     def killed_trying(self, failpoint: str) -> None:
         """The same, while parked keys are tried again and again: deaths may be counted against what was in hand."""
         process = self.start(f"killed-{failpoint}", failpoint)
-        wait_until(lambda: self.trying(lambda: process.poll() is not None), timeout_s=40, what=f"{failpoint} is reached")
+        wait_until(
+            lambda: self.trying(lambda: process.poll() is not None), timeout_s=40, what=f"{failpoint} is reached"
+        )
         assert process.wait() == -9
 
     def fail(self, **faults: Any) -> None:
@@ -173,7 +175,7 @@ def test_kills_while_keys_are_resumed(scene: Scene) -> None:
 
 
 def test_kills_while_a_key_at_its_limit_holds_a_route_change_up(scene: Scene) -> None:
-    """Cases 24, 64: its parent drains when there is room, whoever dies over it; nothing of its successors comes before."""
+    """Cases 24, 64: its parent drains when there is room, whoever dies over it; no successor goes on before."""
     shop = Shop(scene, policy="park", attempt_limit=9, backoff_s=[LATER_S], key_messages_limit=LIMIT)
     shop.fail(always=["key-7"])
     scene.publish()

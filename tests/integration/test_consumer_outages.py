@@ -317,7 +317,7 @@ class FallBack:
 def test_what_died_before_a_fall_back_is_passed_over_wherever_it_comes_again(
     start_stage: StartStage, own_redis: RedisServer, tmp_path: Path
 ) -> None:
-    """Case 67: also at an offset behind its former one, for an owner that took over when the group had come past that."""
+    """Case 67: also behind its former offset, for an owner that took over when the group had come past that."""
     stage = start_stage(own_redis.url, partitions=1)
     back = FallBack(own_redis, tmp_path / "then")
 
