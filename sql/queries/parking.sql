@@ -95,12 +95,16 @@ WHERE g.group_id = %(group_id)s;
 SELECT given.source, given.lp, given.seq
 FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[], %(offsets)s::bigint[])
      AS given (lp, name, source, seq, log_offset)
-WHERE EXISTS (SELECT FROM mqlayer.parked_message m
-              WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.name = given.name
-                AND (m.partition_id, m.log_offset) > (%(partition_id)s::int, given.log_offset))
-   OR EXISTS (SELECT FROM mqlayer.parked_message m
-              WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.name = given.name AND m.source = given.source
-                AND m.seq >= given.seq);
+-- Ordered as the indexes are: without that a look without anything behind went through all of the key.
+WHERE coalesce(
+    (SELECT true FROM mqlayer.parked_message m
+     WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.name = given.name
+       AND (m.partition_id, m.log_offset) > (%(partition_id)s::int, given.log_offset)
+     ORDER BY m.partition_id, m.log_offset LIMIT 1),
+    (SELECT true FROM mqlayer.parked_message m
+     WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.name = given.name AND m.source = given.source
+       AND m.seq >= given.seq
+     ORDER BY m.seq LIMIT 1), false);
 
 -- name: parked_messages_put
 -- Park messages of parked keys, in order. One that comes again goes in front of what is later of its source, or lies behind

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mqlayer import App, Context, Event
+from mqlayer.consuming.clock import clock
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import InvalidInput
 from mqlayer.failures import (
@@ -25,6 +26,7 @@ from mqlayer.failures import (
 from mqlayer.inspecting import explain_key, group_standings
 from mqlayer.membership.seeking import apply_seek, planned_seek
 from mqlayer.membership.steering import set_group
+from mqlayer.postgres.queries import query
 from mqlayer.routes.cache import RouteCache
 from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
 from tests.fixtures.failing import Failing
@@ -274,3 +276,39 @@ def test_what_no_limit_can_be_is_refused(stage: Stage, limit: Any) -> None:
     stage.consume(Recorder())
     with pytest.raises(InvalidInput, match="whole number"):
         set_group(stage.database, stage.topic, "g", actor="test", parked_bytes_limit=limit)
+
+
+def test_what_a_page_costs_does_not_grow_with_what_is_parked_of_its_key(stage: Stage) -> None:
+    """Case 64: neither to park behind it, nor to find that there is no room, nor what comes again in front of it."""
+    stage.consume(Recorder()).stop()
+    group_id, (partition,), count = stage.group_id(), stage.partitions, 500
+    with stage.database.connection() as connection:
+        connection.execute("INSERT INTO mqlayer.parked_key (group_id, lp, name, cause) VALUES (%s, 5, 'k', 'retry')",
+                           [group_id])  # fmt: skip
+        connection.execute(
+            "INSERT INTO mqlayer.parked_message "
+            "(group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body) "
+            "SELECT %s, 5, 'k', 1, n, nextval('mqlayer.parked_place'), %s, n, 'k', 'm', 'b' "
+            "FROM generate_series(50001, 100000) n",
+            [group_id, partition],
+        )
+
+        # As the server does by itself after a while.
+        connection.execute("ANALYZE mqlayer.parked_message")
+
+        def took(name: str, source: int, first: int) -> float:
+            numbers = list(range(first, first + count))
+            facts: dict[str, list[Any]] = {"lps": [5], "names": [b"k"], "sources": [source], "keys": [b"k"], "ms": [b"m"], "bodies": [b"b"],
+                     "attempts": [0], "tried": [0]}  # fmt: skip
+            columns = {column: value * count for column, value in facts.items()} | {"seqs": numbers, "offsets": numbers}
+            began = clock()
+            connection.execute(
+                query(name), columns | {"group_id": group_id, "partition_id": partition, "member_id": "m"}
+            )
+            return clock() - began
+
+        # Often enough that the server makes one plan for all.
+        times = [took("parked_in_front", 3, 200_000) for _ in range(8)]
+        times += [took("parked_messages_put", 1, 100_001 + count * turn) for turn in range(8)]
+        times += [took("parked_messages_put", source, 1 + count * source) for source in (1, 2, 3)]
+    assert max(times) < 1.0, times
