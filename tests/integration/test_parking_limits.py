@@ -298,8 +298,10 @@ def test_what_a_page_costs_does_not_grow_with_what_is_parked_of_its_key(stage: S
 
         def took(name: str, source: int, first: int) -> float:
             numbers = list(range(first, first + count))
-            facts: dict[str, list[Any]] = {"lps": [5], "names": [b"k"], "sources": [source], "keys": [b"k"], "ms": [b"m"], "bodies": [b"b"],
-                     "attempts": [0], "tried": [0]}  # fmt: skip
+            facts: dict[str, list[Any]] = {
+                "lps": [5], "names": [b"k"], "sources": [source], "keys": [b"k"], "ms": [b"m"], "bodies": [b"b"],
+                "attempts": [0], "tried": [0],
+            }  # fmt: skip
             columns = {column: value * count for column, value in facts.items()} | {"seqs": numbers, "offsets": numbers}
             began = clock()
             connection.execute(
