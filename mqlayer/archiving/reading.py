@@ -26,7 +26,7 @@ Entry = list[Any]
 class Source:
     """A partition to archive. `version`: of the route that brought it into force; `piece`: records in one reply.
 
-    `cut`: of the marks it was sealed with, where its successors hold what is beyond.
+    `marks`: those that it was sealed with; `cut`: its successors hold what is beyond them.
     """
 
     topic_id: int
@@ -36,7 +36,8 @@ class Source:
     lp_from: int
     lp_to: int
     seal_id: str | None
-    cut: Mapping[str, int] | None
+    marks: Mapping[str, int] | None
+    cut: bool
     piece: int
 
 
