@@ -179,7 +179,7 @@ class _Turn:
         with self._database.connection() as connection:
             rows = connection.execute(query("archive_work"), {"topic_id": self._topic_id}).fetchall()
         for partition, node, version, lp_from, lp_to, upto, *sealed in rows:
-            yield Source(self._topic_id, partition, NodeId(node), version, lp_from, lp_to, *sealed, self._piece), upto
+            yield Source(self._topic_id, partition, NodeId(node), version, lp_from, lp_to, self._piece, *sealed), upto
 
     def _batch(self, source: Source, since: int) -> Written:
         """Archive a stretch of a partition, where there is one."""

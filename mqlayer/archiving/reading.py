@@ -35,10 +35,10 @@ class Source:
     version: int
     lp_from: int
     lp_to: int
+    piece: int
     seal_id: str | None
     marks: Mapping[str, int] | None
     cut: bool
-    piece: int
 
 
 def piece_of(body_limit: int) -> int:

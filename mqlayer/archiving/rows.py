@@ -159,12 +159,9 @@ class Chains:
         try:
             for index in range(at, len(entries)):
                 entry_id, fields = entries[index]
-                try:
-                    source, lp, seq_text, facts = fields[1].split(b":", 3)
-                    seq = int(seq_text)
-                    chain = chains.get((source, lp)) or self.of(source, lp)
-                except ValueError:
-                    return index
+                source, lp, seq_text, facts = fields[1].split(b":", 3)
+                seq = int(seq_text)
+                chain = chains.get((source, lp)) or self.of(source, lp)
                 if chain is None:
                     return index
                 if cut and seq > chain.end:
@@ -190,6 +187,8 @@ class Chains:
                 )
                 pieces += (start, placed, key, headers, body)
         except (IndexError, ValueError, struct.error, msgspec.MsgspecError) as error:
+            if is_command(entries[index]):
+                return index
             raise self._unreadable(entries[index], "is none that the archive can hold") from error
         return len(entries)
 

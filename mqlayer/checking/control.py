@@ -95,7 +95,7 @@ def check_archive(asked: AskedDatabase, limits: Limits) -> list[Finding]:
     rows, found = asked.rows("check_archive"), []
     for topic, gaps, passed_s, dropped in rows:
         if dropped:
-            seen = f"what became of {dropped} messages of topic {topic} is lost: nodes dropped it for lack of an archiver"
+            seen = f"nodes dropped what became of {dropped} messages of topic {topic}, for lack of an archiver"
             fix = "run archivers without a pause: mqlayer archive status counts it, the doctor forgets it after a day"
             found.append(Finding("archive", asked.subject, Verdict.WARNING, seen, fix))
         if gaps:

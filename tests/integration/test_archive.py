@@ -708,7 +708,10 @@ def test_topics_say_how_long_they_are_kept_and_the_longest_counts(scene: Scene) 
         "WHERE t.name = 'other'"
     )
     scene.age(40)
-    words = lambda: [one.word for one in retain_by_topics(scene.database)]  # noqa: E731
+
+    def words() -> list[Retained]:
+        return [one.word for one in retain_by_topics(scene.database)]
+
     assert words() == [], "nobody said so"
     assert set_retention(scene.database, TOPIC, days=7, actor="me")
     assert not set_retention(scene.database, TOPIC, days=7)
