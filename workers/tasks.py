@@ -7,7 +7,7 @@ from mqlayer.changes import bring_back_nodes, finish_changes, retire_partitions
 from mqlayer.domain import jobs
 from mqlayer.failures import clean_attempts, retry_scan
 from mqlayer.membership import balance_by_rate, rebalance_groups
-from mqlayer.outbox import rotate
+from mqlayer.outbox import clean_dedup, release_delayed, rotate
 from mqlayer.relay import relay_once
 from mqlayer.trimming import clean_fence, drop_closed_marks, trim_pass
 from mqlayer.workers.app import app
@@ -109,3 +109,17 @@ def retain() -> None:
     """Drop the days of the archive that are older than their topics are to be kept."""
     if claimed(control(), jobs.RETAIN):
         retain_by_topics(control())
+
+
+@app.task(name=task_name(jobs.RELEASE_DELAYED))
+def release_delayed_messages() -> None:
+    """Publish delayed messages that are due, also while no relay runs."""
+    if claimed(control(), jobs.RELEASE_DELAYED):
+        release_delayed(application(), at_most_s=jobs.RELEASE_DELAYED.every_s)
+
+
+@app.task(name=task_name(jobs.CLEAN_DEDUP))
+def clean_dedup_ids() -> None:
+    """Forget the outbox's dedup ids whose window is over."""
+    if claimed(control(), jobs.CLEAN_DEDUP):
+        clean_dedup(application(), window_s=settings().dedup_window_s)

@@ -26,6 +26,7 @@ from typing import Any, Final
 from psycopg.types.json import Jsonb
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
+from mqlayer.changes.ids import hand_over_ids
 from mqlayer.changes.proving import hold_back, prove, refuse_unproven
 from mqlayer.domain.changes import Mode, marks_within
 from mqlayer.domain.routing import NodeId, PartitionId
@@ -167,6 +168,7 @@ class Driver:
         change = {"change_id": work.change_id}
         marks = [row[0] for row in connection.execute(query("seal_marks_of"), change)]
         for place in work.successors:
+            self._hand_over_ids(work, place)
             self._open_one(work, place, marks_within(marks, place.lp_from, place.lp_to))
             failpoint("change.after_open")
         opened_at = connection.execute(query("change_clock")).fetchone()
@@ -266,6 +268,23 @@ class Driver:
             "cut": False,
         }
         connection.execute(query("seal_put"), facts)
+
+    def _hand_over_ids(self, work: Work, place: Place) -> None:
+        """Let a successor know the dedup ids of its LPs; what parents know on nodes that are away is forgotten."""
+        if work.mode != "live":
+            return
+        successor = (self.line(place.node), place.partition)
+        for parent in work.parents:
+            if parent.lp_from < place.lp_to and place.lp_from < parent.lp_to:
+                hand_over_ids(
+                    (self.line(parent.node), parent.partition),
+                    successor,
+                    prefix=self._prefix,
+                    change=work.change_id,
+                    lp_from=place.lp_from,
+                    lp_to=place.lp_to,
+                )
+        failpoint("change.after_ids")
 
     def _open_one(self, work: Work, place: Place, marks: Mapping[str, int]) -> None:
         line = self.line(place.node)

@@ -9,14 +9,19 @@ import typer
 
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.showing import JsonOption, show_rows
-from mqlayer.outbox import adopt, list_aside, renew, retry_aside, rotate
+from mqlayer.errors import NotFound
+from mqlayer.outbox import adopt, cancel_delayed, list_aside, list_delayed, renew, retry_aside, rotate
 from mqlayer.postgres.database import Database
 
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
-outbox = typer.Typer(no_args_is_help=True, help="The outbox of MQLAYER_APP_DSN: rows set aside, rotation.")
+outbox = typer.Typer(
+    no_args_is_help=True, help="The outbox of MQLAYER_APP_DSN: rows set aside, delayed messages, rotation."
+)
 aside = typer.Typer(no_args_is_help=True, help="Rows that can never be sent; each holds its LP.")
 outbox.add_typer(aside, name="aside")
+delayed = typer.Typer(no_args_is_help=True, help="Messages that wait for their time.")
+outbox.add_typer(delayed, name="delayed")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -43,6 +48,28 @@ def retry(
         typer.echo(f"topic {row.topic or row.topic_id}, LP {row.lp}: tried again from seq {row.seq}")
     if not chosen:
         typer.echo("nothing is set aside")
+
+
+@delayed.command("list")
+def list_delayed_(
+    topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many at the most.")] = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """List messages that are not due yet, the next ones first."""
+    with _application() as database:
+        found = list_delayed(database, topic=topic, limit=limit)
+    show_rows((asdict(row) for row in found), as_json=as_json, nothing="nothing is delayed")
+
+
+@delayed.command()
+def cancel(delayed_id: Annotated[int, typer.Argument(help="Its number, as publishing returned it.")]) -> None:
+    """Cancel a delayed message."""
+    with _application() as database, database.connection() as connection:
+        gone = cancel_delayed(connection, delayed_id)
+    if not gone:
+        raise NotFound("delayed message", delayed_id, "it was published or cancelled before")
+    typer.echo(f"{delayed_id} is cancelled")
 
 
 @outbox.command("rotate")

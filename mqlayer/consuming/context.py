@@ -57,6 +57,11 @@ class Context:
         return self._record.tags
 
     @property
+    def reordered(self) -> bool:
+        """Whether order may not hold for it: its topic is `best_effort`, and its key's partition did not take it."""
+        return self._record.reordered
+
+    @property
     def body(self) -> bytes:
         """The body as it was sent."""
         return self._record.body

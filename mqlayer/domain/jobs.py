@@ -36,6 +36,8 @@ RETRY_SCAN: Final = Job("retry_scan", 5)
 CLEAN_ATTEMPTS: Final = Job("clean_attempts", 300)
 ARCHIVE: Final = Job("archive", 5)
 RETAIN: Final = Job("retain", 300)
+RELEASE_DELAYED: Final = Job("release_delayed", 5)
+CLEAN_DEDUP: Final = Job("clean_dedup", 60)
 
 JOBS: Final = (
     RELAY,
@@ -51,4 +53,6 @@ JOBS: Final = (
     CLEAN_ATTEMPTS,
     ARCHIVE,
     RETAIN,
+    RELEASE_DELAYED,
+    CLEAN_DEDUP,
 )

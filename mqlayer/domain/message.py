@@ -19,8 +19,13 @@ from mqlayer.domain.tags import TAGS_HEADER, tags_of
 NO_KEY: Final = b"\xff"
 """Stands for "no key" in a record: not valid UTF-8, so no key can be equal to it."""
 
+REORDERED_HEADER: Final = "mq-reordered"
+"""Of a message that was sent to another partition than its key's, in a topic of the strategy best_effort."""
+
 _NO_HEADERS: Final[Mapping[str, str]] = {}
 _TAGGED: Final = f'"{TAGS_HEADER}":'.encode()
+_REORDERED: Final = f'"{REORDERED_HEADER}":'.encode()
+_OURS: Final = frozenset((TAGS_HEADER, REORDERED_HEADER))
 _decode_headers = msgspec.json.Decoder(dict[str, str]).decode
 _encode_headers = msgspec.json.Encoder().encode
 
@@ -59,6 +64,14 @@ def encode_facts(at_ms: int, headers: Mapping[str, str] | None, tags: str = "") 
     return b"%d" % at_ms
 
 
+def mark_reordered(facts: bytes) -> bytes:
+    """Return a message's facts, as of encode_facts, with the mark that its key's order may not hold for it."""
+    if _REORDERED in facts:
+        return facts
+    head, sep, headers = facts.partition(b":")
+    return b'%b:%b,%b"1"}' % (head, headers[:-1], _REORDERED) if sep else b'%b:{%b"1"}' % (head, _REORDERED)
+
+
 class Record(NamedTuple):
     """A record read from a partition; ``m`` stays raw until somebody asks for what is in it."""
 
@@ -82,7 +95,9 @@ class Record(NamedTuple):
     def headers(self) -> Mapping[str, str]:
         """The message's headers, as its publisher gave them."""
         headers = self._all_headers()
-        return {name: headers[name] for name in headers if name != TAGS_HEADER} if TAGS_HEADER in headers else headers
+        if _OURS.isdisjoint(headers):
+            return headers
+        return {name: headers[name] for name in headers if name not in _OURS}
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -91,6 +106,11 @@ class Record(NamedTuple):
             return ()
         text = self._all_headers().get(TAGS_HEADER)
         return () if text is None else tags_of(text)
+
+    @property
+    def reordered(self) -> bool:
+        """Whether it may come before earlier messages of its key, or behind later ones: see REORDERED_HEADER."""
+        return _REORDERED in self.m and REORDERED_HEADER in self._all_headers()
 
     def _all_headers(self) -> Mapping[str, str]:
         parts = self.m.split(b":", 4)

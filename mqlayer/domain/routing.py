@@ -56,6 +56,8 @@ class Route:
     ranges: tuple[Range, ...]
     body_limit: int
     backlog_limit: int
+    best_effort: bool = False
+    """Order is kept where it costs nothing: a message whose partition refuses may go to another one."""
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -45,11 +45,12 @@ class Collector:
         body: Body = b"",
         headers: Mapping[str, str] | None = None,
         tags: Sequence[str] = (),
+        dedup_id: str | None = None,
     ) -> None:
         """Publish a message with this transaction; see `outbox.publish`."""
         if not isinstance(self.connection, psycopg.Connection):
             raise InvalidInput("this connection is asynchronous: await tx.apublish(…)")
-        collect(self.connection, message_of(topic, key=key, body=body, headers=headers, tags=tags))
+        collect(self.connection, message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=dedup_id))
 
     async def apublish(
         self,
@@ -59,11 +60,14 @@ class Collector:
         body: Body = b"",
         headers: Mapping[str, str] | None = None,
         tags: Sequence[str] = (),
+        dedup_id: str | None = None,
     ) -> None:
         """Publish a message with this transaction; see `outbox.publish`."""
         if not isinstance(self.connection, psycopg.AsyncConnection):
             raise InvalidInput("this connection is synchronous: tx.publish(…)")
-        await acollect(self.connection, message_of(topic, key=key, body=body, headers=headers, tags=tags))
+        await acollect(
+            self.connection, message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=dedup_id)
+        )
 
     def add(self, messages: Iterable[Message]) -> int:
         """Add messages; return the number of the trace that they need, 0 for none."""

@@ -19,7 +19,8 @@ def adopt(application: Database) -> int:
 def renew(application: Database) -> None:
     """Give a copy whose original lives on an identity of its own, and empty its outbox.
 
-    What waits in it is the original's to send; what was published in the copy since is lost, so do this first.
+    What waits in it, delayed messages too, is the original's to send; what was published in the copy since is lost, so
+    do this first.
     Raises InvalidInput while a relay works on the outbox.
     """
     application.transaction(lambda connection: _renew(connection, keep=False))
@@ -27,4 +28,6 @@ def renew(application: Database) -> None:
 
 def _renew(connection: Connection, *, keep: bool) -> int:
     row = connection.execute(query("outbox_renew"), {"keep": keep}).fetchone()
+    if not keep:
+        connection.execute(query("delayed_drop"))
     return int(row[0]) if row is not None else 0

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from mqlayer.domain.dedup import encode_dedup_id
 from mqlayer.domain.names import BODY_LIMIT, check_body, check_headers, check_name, encode_key
 from mqlayer.domain.tags import TAGS_HEADER, tags_text
 from mqlayer.errors import InvalidInput, ReservedHeader
@@ -25,10 +26,17 @@ class Message(NamedTuple):
     key: str | None
     body: bytes
     headers: str | None
+    dedup_id: str | None = None
 
 
 def message_of(
-    topic: str, *, key: str | None, body: Body, headers: Mapping[str, str] | None, tags: Sequence[str] = ()
+    topic: str,
+    *,
+    key: str | None,
+    body: Body,
+    headers: Mapping[str, str] | None,
+    tags: Sequence[str] = (),
+    dedup_id: str | None = None,
 ) -> Message:
     """Return a message. Raises InvalidInput and its kinds for what can never be sent.
 
@@ -39,8 +47,10 @@ def message_of(
         encode_key(key)
         if "\0" in key:
             raise InvalidInput("a message key with a NUL character: Postgres can't store it")
+    if dedup_id is not None:
+        encode_dedup_id(dedup_id)
     data = check_body(topic, encode_body(body), BODY_LIMIT)
-    return Message(topic, key, data, _headers_text(headers or {}, tags) if headers or tags else None)
+    return Message(topic, key, data, _headers_text(headers or {}, tags) if headers or tags else None, dedup_id)
 
 
 def encode_body(body: Body) -> bytes:
@@ -58,12 +68,13 @@ def encode_body(body: Body) -> bytes:
 
 
 def arguments_of(messages: Sequence[Message]) -> dict[str, list[Any]]:
-    """Return the arguments of publish_many_v1."""
+    """Return the arguments of publish_many_v1 and of publish_many_once_v1."""
     return {
         "topics": [message.topic for message in messages],
         "keys": [message.key for message in messages],
         "bodies": [message.body for message in messages],
         "headers": [message.headers for message in messages],
+        "dedup_ids": [message.dedup_id for message in messages],
     }
 
 

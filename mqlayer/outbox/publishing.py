@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import psycopg
 
 from mqlayer.outbox import collecting, django_connections, sqlalchemy_connections
 from mqlayer.outbox.messages import Body, message_of
 from mqlayer.outbox.sending import asend, send
+from mqlayer.postgres.queries import query
+from mqlayer.postgres.sessions import caller_errors, run_one, run_one_async
 
 
 def publish(
@@ -20,12 +22,14 @@ def publish(
     body: Body = b"",
     headers: Mapping[str, str] | None = None,
     tags: Sequence[str] = (),
+    dedup_id: str | None = None,
 ) -> None:
     """Publish a message with the caller's transaction: it is sent if the transaction commits, else it never was.
 
     Messages of one key arrive in the order in which their transactions commit, and within a transaction in the order
     of the calls. A message without a key goes anywhere and has no order. `tags`: what groups may filter by, up to 8
-    names.
+    names. `dedup_id`: a name of the message within its key; a second one with it is not published while the first is
+    remembered, which `publish_once` tells.
 
     - SQLAlchemy Session or Connection: collected, and written right before COMMIT, sorted by LP. What was published
       within a savepoint that is rolled back is forgotten.
@@ -42,7 +46,7 @@ def publish(
     unknown topic, InvalidInput for a body over the topic's limit, TransactionConflict where the whole transaction must
     be run again (a busy LP under REPEATABLE READ or SERIALIZABLE, a deadlock), StoreUnavailable, SchemaMismatch.
     """
-    message = message_of(topic, key=key, body=body, headers=headers, tags=tags)
+    message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=dedup_id)
     if isinstance(connection, str):
         connection = django_connections.of_alias(connection)
     if sqlalchemy_connections.recognises(connection):
@@ -61,10 +65,60 @@ async def apublish(
     body: Body = b"",
     headers: Mapping[str, str] | None = None,
     tags: Sequence[str] = (),
+    dedup_id: str | None = None,
 ) -> None:
     """Do what `publish` does, on a psycopg AsyncConnection or a SQLAlchemy AsyncSession or AsyncConnection."""
-    message = message_of(topic, key=key, body=body, headers=headers, tags=tags)
+    message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=dedup_id)
     if sqlalchemy_connections.recognises(connection):
         await connection.run_sync(sqlalchemy_connections.publish, message)
     elif not isinstance(connection, psycopg.AsyncConnection) or not await collecting.acollect(connection, message):
         await asend(connection, [message])
+
+
+class Published(NamedTuple):
+    """The seq of a message in its LP; of a `duplicate`, which was not published, that of the first one with its id."""
+
+    seq: int
+    duplicate: bool
+
+
+def publish_once(
+    connection: Any,
+    topic: str,
+    *,
+    dedup_id: str,
+    key: str | None = None,
+    body: Body = b"",
+    headers: Mapping[str, str] | None = None,
+    tags: Sequence[str] = (),
+) -> Published:
+    """Publish a message with a dedup id in the caller's transaction, now, and say whether it is a duplicate.
+
+    It is not collected, whatever the connection: the LP is locked until COMMIT, and what the transaction collected
+    before comes behind it. Errors: see `publish`.
+    """
+    message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=_given(dedup_id))
+    if isinstance(connection, str):
+        connection = django_connections.of_alias(connection)
+    with caller_errors(connection):
+        return Published(*run_one(connection, query("outbox_publish_once"), message._asdict()))
+
+
+async def apublish_once(
+    connection: Any,
+    topic: str,
+    *,
+    dedup_id: str,
+    key: str | None = None,
+    body: Body = b"",
+    headers: Mapping[str, str] | None = None,
+    tags: Sequence[str] = (),
+) -> Published:
+    """Do what `publish_once` does, on an async connection."""
+    message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=_given(dedup_id))
+    with caller_errors(connection):
+        return Published(*await run_one_async(connection, query("outbox_publish_once"), message._asdict()))
+
+
+def _given(dedup_id: str | None) -> str:
+    return "" if dedup_id is None else dedup_id

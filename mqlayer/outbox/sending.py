@@ -26,6 +26,7 @@ async def asend(connection: Any, messages: Sequence[Message]) -> None:
 
 def statement_for(messages: Sequence[Message]) -> tuple[str, dict[str, Any]]:
     """Return the statement that writes these messages, and its arguments."""
+    once = any(message.dedup_id is not None for message in messages)
     if len(messages) == 1:
-        return query("outbox_publish"), messages[0]._asdict()
-    return query("outbox_publish_many"), arguments_of(messages)
+        return query("outbox_publish_once" if once else "outbox_publish"), messages[0]._asdict()
+    return query("outbox_publish_many_once" if once else "outbox_publish_many"), arguments_of(messages)

@@ -26,7 +26,8 @@ class PopMessage:
 
     `key`: None for a message without one; `identity`: the same at every delivery, an idempotency key for effects
     elsewhere; `attempt`: how often it was given out, this time included; `at_ms`: when it was published, ms of Unix
-    time by the publisher's clock; `replay`: the last seek, where fenced effects are applied again since, else 0.
+    time by the publisher's clock; `replay`: the last seek, where fenced effects are applied again since, else 0;
+    `reordered`: order may not hold for it, see `Context.reordered`.
     """
 
     key: str | None
@@ -38,6 +39,7 @@ class PopMessage:
     at_ms: int
     replay: int = 0
     tags: tuple[str, ...] = ()
+    reordered: bool = False
 
 
 def message_of(record: Record, *, attempt: int, token: Token, replay: int) -> PopMessage:
@@ -52,4 +54,5 @@ def message_of(record: Record, *, attempt: int, token: Token, replay: int) -> Po
         record.at_ms,
         replay,
         record.tags,
+        record.reordered,
     )

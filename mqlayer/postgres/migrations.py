@@ -27,6 +27,10 @@ GRANTED_FUNCTIONS: Final = (
     "fence_v1(int, smallint, int, text, bigint, bigint, int)",
     "fence_raise_v1(int, smallint, smallint, bigint)",
     "tags_v1(text[])",
+    "publish_once_v1(text, text, bytea, text, jsonb)",
+    "publish_many_once_v1(text[], text[], bytea[], text[], jsonb[])",
+    "publish_at_v1(text, text, bytea, timestamptz, jsonb)",
+    "cancel_delayed_v1(bigint)",
 )
 
 

@@ -20,6 +20,8 @@ from mqlayer.producing.messages import (
     Receipts,
     facts_bulk,
     indices_within,
+    pieces_of,
+    place_id,
     place_key,
     whole_body,
 )
@@ -43,9 +45,9 @@ class Bulk:
         try:
             keys = [message.key for message in messages]
             bodies = [message.body for message in messages]
-            extras = [message.headers or message.tags for message in messages]
+            extras = [message.headers or message.tags or message.dedup_id is not None for message in messages]
         except AttributeError:
-            raise InvalidInput("a batch is a sequence of Message(key, body, headers, tags)") from None
+            raise InvalidInput("a batch is a sequence of Message(key, body, headers, tags, dedup_id)") from None
         limit = topic.route.body_limit
         if set(map(type, bodies)) != {bytes} or max(map(len, bodies)) > limit:
             bodies = [whole_body(topic.name, body, limit) for body in bodies]
@@ -58,7 +60,9 @@ class Bulk:
         )
         at_ms = time.time_ns() // 1_000_000
         self.facts: list[bytes] | None = None
+        self.tokens: list[bytes] = []
         if any(extras):
+            self._note_ids(messages)
             self.facts = [facts_bulk(at_ms, message.headers, message.tags) for message in messages]
         self.common_facts = facts_bulk(at_ms, None)
         longest = max(map(len, self.facts)) if self.facts else len(self.common_facts)
@@ -66,6 +70,24 @@ class Bulk:
 
     def __len__(self) -> int:
         return len(self.placed)
+
+    def singly(self, listener: Gathering, deadline: float) -> Iterator[tuple[Lp, Parcel]]:
+        """Yield each message as a parcel of its own, with its LP and its token."""
+        for position, (lp, key) in enumerate(self.placed):
+            facts = self.common_facts if self.facts is None else self.facts[position]
+            body = self.bodies[position]
+            size = len(facts) + len(key) + len(body)
+            yield lp, Parcel(pieces_of(facts, key, body), 1, size, deadline, listener, token=self.tokens[position])
+
+    def _note_ids(self, messages: Sequence[Message]) -> None:
+        """Keep the tokens of messages with dedup ids, if there are any; without a key the LP follows from the id."""
+        if all(message.dedup_id is None for message in messages):
+            return
+        for position, message in enumerate(messages):
+            lp, key = self.placed[position]
+            lp, token = place_id(message.key, message.dedup_id, lp)
+            self.placed[position] = (lp, key)
+            self.tokens.append(token)
 
     def chunks(self) -> Iterator[tuple[Slot, Positions]]:
         """Yield positions in chunks of one partition each, of 500 messages and 1 MB at the most, partitions in turn."""
@@ -216,6 +238,34 @@ class BulkSend:
         if self._gathering.left or self._gathering.any_failed:
             raise _partly(self._bulk.topic.name, owners)
         return Receipts(owners)
+
+
+def send_singly(bulk: Bulk, ledger: Ledger, deadline: float) -> Receipts:
+    """Publish a call's messages one by one, as those with dedup ids need it. Raises PartlyPublished."""
+    gathering = Gathering(len(bulk))
+    owners: list[Parcel] = []
+    error: PublishError | None = None
+    for lp, parcel in bulk.singly(gathering, deadline):
+        owners.append(parcel)
+        with ledger.lock:
+            if error is None:
+                try:
+                    ledger.wait_for_room(1, parcel.size, deadline)
+                except PublishError as refusal:
+                    error = refusal
+            if error is None:
+                ledger.add(bulk.topic, lp, parcel)
+                parcel.lane.slot.link.wake_locked()
+            else:
+                # It was never queued, and what follows it must not overtake it.
+                parcel.outcome = error
+                gathering.left -= 1
+                gathering.any_failed = True
+    if gathering.left:
+        await_all(ledger, gathering, owners, deadline)
+    if gathering.left or gathering.any_failed:
+        raise _partly(bulk.topic.name, owners)
+    return Receipts(owners)
 
 
 def _partly(topic: str, owners: Sequence[Parcel]) -> PartlyPublished:

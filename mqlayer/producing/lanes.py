@@ -7,6 +7,7 @@ trouble is resolved when the last answer about it has come:
     repeat   refused for now, or overtaken: send again in order
     route    its partition does not serve it: ask for a newer route, then send again in order
     lost     the node lost messages that it had acknowledged
+    once     a message with a dedup id is under way; nothing may be behind it before its answer
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from mqlayer.domain.names import BATCH_BYTES_LIMIT, BATCH_COUNT_LIMIT
 from mqlayer.domain.routing import LP_COUNT, Route
 from mqlayer.errors import PublishError
 from mqlayer.producing.parcels import Parcel
-from mqlayer.redis.packets import bulk_number
+from mqlayer.redis.packets import bulk, bulk_number
 
 if TYPE_CHECKING:
     from mqlayer.producing.links import Link
 
-Trouble = Literal["repeat", "route", "lost"]
+Trouble = Literal["repeat", "route", "lost", "once"]
 
 
 class Lane:
@@ -57,10 +58,38 @@ class Lane:
         self.acked = self.unsure_to = self.lost_after = 0
         self.unsure_at: tuple[Slot, ...] = ()
 
+    def cut_free(self) -> list[Parcel]:
+        """Take out what waits, certainly is not stored, and has no dedup id: that is known in this LP only."""
+        index = next((i for i, parcel in enumerate(self.waiting) if parcel.first > self.unsure_to), None)
+        if index is None:
+            return []
+        gone = self.cut_off(index)
+        for parcel in gone:
+            if parcel.token:
+                parcel.first = self.next_seq
+                self.next_seq += parcel.count
+                self.waiting.append(parcel)
+        return [parcel for parcel in gone if not parcel.token]
+
     def put_back(self) -> None:
         """Have all that flies wait again, in front."""
         self.waiting.extendleft(reversed(self.flying))
         self.flying.clear()
+
+    def take_back(self, source: int | None) -> None:
+        """Let the number of a duplicate, the last one sent, go to the next message; or begin with a new source.
+
+        Nothing may fly. With another source than ours everything that waits is numbered from 1 on.
+        """
+        if source != self.source:
+            self.restart(source)
+            number = 1
+        else:
+            number = self.acked + 1
+        for parcel in self.waiting:
+            parcel.first = number
+            number += parcel.count
+        self.next_seq = number
 
     def note_unsure(self) -> None:
         """Note that what flies may have been stored: no seq up to its last may ever be given to another message."""
@@ -101,6 +130,10 @@ class Slot:
         self.refusals = 0
         self.refusal: PublishError | None = None
 
+    def is_avoided(self, now: float) -> bool:
+        """Whether it refuses, or its node is away, and it is not time yet to try it again."""
+        return (self.refusal is not None and now < self.retry_at) or self.link.is_away(now)
+
     def take(self) -> Batch | None:
         """Take what one append may carry: at most 500 messages and 1 MB, or one message, of one source."""
         batch = Batch(self)
@@ -115,12 +148,13 @@ class Slot:
 
 
 class Batch:
-    """One append: its parcels in the order of its runs, and its bytes for the wire."""
+    """One append: its parcels in the order of its runs, and its bytes for the wire. With `once`, all have dedup ids."""
 
-    __slots__ = ("count", "heads", "parcels", "pieces", "size", "slot", "source")
+    __slots__ = ("count", "heads", "once", "parcels", "pieces", "size", "slot", "source")
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
+        self.once = False
         self.source = 0
         self.parcels: list[Parcel] = []
         self.heads: list[bytes] = []
@@ -133,9 +167,13 @@ class Batch:
         if source is None or (self.source and self.source != source):
             return source is None
         waiting, flying = lane.waiting, lane.flying
+        if waiting[0].token or self.once:
+            return self._add_once(lane)
         first, count, size = waiting[0].first, self.count, self.size
         while waiting:
             parcel = waiting[0]
+            if parcel.token:
+                break
             if count and (count + parcel.count > BATCH_COUNT_LIMIT or size + parcel.size > BATCH_BYTES_LIMIT):
                 break
             flying.append(waiting.popleft())
@@ -148,6 +186,21 @@ class Batch:
             self.heads += (lane.lp_bulk, bulk_number(first), bulk_number(count - self.count))
             self.count, self.size = count, size
         return not waiting
+
+    def _add_once(self, lane: Lane) -> bool:
+        """Let one parcel with a dedup id fly. Return whether it could: then the lane waits for its answer."""
+        parcel = lane.waiting[0]
+        full = self.count == BATCH_COUNT_LIMIT or self.size + parcel.size > BATCH_BYTES_LIMIT
+        if not parcel.token or (self.count and (full or not self.once)):
+            return False
+        self.once = True
+        self.source = cast("int", lane.source)
+        lane.flying.append(lane.waiting.popleft())
+        self.parcels.append(parcel)
+        self.pieces += (lane.lp_bulk, bulk_number(parcel.first), bulk(parcel.token), *parcel.pieces)
+        self.count += 1
+        self.size += parcel.size
+        return True
 
     def add_fresh(self, lane: Lane, parcel: Parcel) -> bool:
         """Let a new parcel fly at once if nothing of its lane waits; return False, and do nothing, if something does.
@@ -187,7 +240,7 @@ class Batch:
 class TopicLanes:
     """A topic as a producer sees it: the newest route that it knows, and the lanes that it used."""
 
-    __slots__ = ("asked_at", "lanes", "name", "rerouting", "route", "stranded", "table")
+    __slots__ = ("asked_at", "best_effort", "lanes", "name", "rerouting", "route", "stranded", "table")
 
     def __init__(self, route: Route, table: list[Slot], asked_at: float) -> None:
         self.name = route.topic
@@ -199,6 +252,7 @@ class TopicLanes:
     def adopt(self, route: Route, table: list[Slot], asked_at: float) -> None:
         """Use a route from now on; lanes follow when nothing of them flies."""
         self.route, self.table, self.asked_at = route, table, asked_at
+        self.best_effort = route.best_effort
 
     def lane(self, lp: int, source: int | None) -> Lane:
         """Return the lane of an LP, made at its first use."""

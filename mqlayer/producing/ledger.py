@@ -6,6 +6,7 @@ Everything here is guarded by `lock`. Methods return the listeners to be told; `
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from mqlayer.domain.dedup import FirstPlace
 from mqlayer.domain.routing import Lp
 from mqlayer.errors import (
     AcknowledgedLoss,
@@ -24,9 +26,9 @@ from mqlayer.errors import (
     PublishError,
 )
 from mqlayer.producing.lanes import Batch, Lane, Slot, TopicLanes, Trouble
-from mqlayer.producing.parcels import NOTHING, Found, Listener, Parcel, Place
+from mqlayer.producing.parcels import NOTHING, Found, Listener, Original, Outcome, Parcel, Place
 from mqlayer.producing.pauses import pause_s
-from mqlayer.redis.partitions import RunOutcome
+from mqlayer.redis.partitions import OnceOutcome, RunOutcome
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,10 @@ class ProducerStats:
     """Not sent, because an earlier message of their LP failed."""
     lost: int
     """Were acknowledged, and a node lost them."""
+    duplicates: int
+    """Were not stored, because one with their dedup id was."""
+    diverted: int
+    """Went to another partition than their key's, in topics of the strategy best_effort; twice, if that one refused."""
     unreplicated: int
     """Are stored, but fewer replicas than required received them in time."""
     lines_lost: int
@@ -76,7 +82,15 @@ class Ledger:
 
     errands: Errands
 
-    def __init__(self, *, source: int, max_count: int, max_bytes: int, require_replicas: int) -> None:
+    def __init__(
+        self,
+        *,
+        source: int,
+        max_count: int,
+        max_bytes: int,
+        require_replicas: int,
+        chance: random.Random | None = None,
+    ) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.source: int | None = source
@@ -89,6 +103,7 @@ class Ledger:
         self._max_count, self._max_bytes = max_count, max_bytes
         self._require_replicas = require_replicas
         self._watchers = 0
+        self._chance = chance or random.Random()
         # The lanes with trouble: mostly none, so that no answer is looked through for them.
         self._troubled: set[Lane] = set()
 
@@ -130,6 +145,8 @@ class Ledger:
         self.pending_bytes += parcel.size
         if not lane.queued:
             self.queue(lane)
+        if topic.best_effort:
+            self._avoid(lane, time.monotonic())
         return lane
 
     def launch(self, topic: TopicLanes, parcels: Mapping[Lp, Parcel], slot: Slot) -> Batch | None:
@@ -203,14 +220,29 @@ class Ledger:
                     told += self._stored_parcel(parcel, offset, min(early, parcel.count), place, replicas, batch.slot)
                     offset += max(0, parcel.count - early)
                     early = max(0, early - parcel.count)
-            elif word == "unowned":
-                self._note_trouble(lane, lane.trouble or "route")
-            elif mark < lane.acked:
-                self._note_trouble(lane, "lost")
-                lane.lost_after = mark
             else:
-                # Overtaken: something before it was refused.
-                self._note_trouble(lane, lane.trouble or "repeat")
+                self._not_taken(lane, word, mark)
+        self._clear_refusal(batch.slot)
+        return told
+
+    def bar(self, batch: Batch) -> None:
+        """Send nothing behind the messages of a batch, which have dedup ids, before its answer has come."""
+        for parcel in batch.parcels:
+            self._note_trouble(parcel.lane, "once")
+
+    def each(self, batch: Batch, outcomes: Sequence[OnceOutcome], replicas: int | None) -> list[Listener]:
+        """The messages of a batch, all with dedup ids, fared differently."""
+        place = self._outcome_of(batch, replicas)
+        told: list[Listener] = []
+        for parcel, (word, offset, first, mark) in zip(batch.parcels, outcomes, strict=True):
+            if word == "ok":
+                told += self._stored_parcel(parcel, offset, 0, place, replicas, batch.slot)
+            elif word == "dup":
+                told += self._stored_before(parcel, first, place, replicas, batch.slot)
+            elif word == "same" and first is not None:
+                told += self._duplicate(parcel, first, place, replicas, batch.slot)
+            else:
+                self._not_taken(parcel.lane, word, mark)
         self._clear_refusal(batch.slot)
         return told
 
@@ -224,6 +256,7 @@ class Ledger:
             log.warning("publish_refused", extra={"partition": slot.partition, "reason": str(error)})
         self.repeat(batch)
         told: list[Listener] = []
+        self.avoid([slot], now)
         for lane in list(slot.ready):
             told += self.expire(lane, now)
         return told
@@ -231,18 +264,18 @@ class Ledger:
     def repeat(self, batch: Batch) -> None:
         """Nothing of a batch was stored; it is to be sent again."""
         for lane in batch.lanes():
-            self._note_trouble(lane, lane.trouble or "repeat")
+            self._hold_up(lane, "repeat")
 
     def misrouted(self, batch: Batch) -> None:
         """Nothing of a batch was stored: its partition is not open on this node."""
         for lane in batch.lanes():
-            self._note_trouble(lane, lane.trouble or "route")
+            self._hold_up(lane, "route")
 
     def unknown(self, batches: Iterable[Batch]) -> None:
         """Nobody knows what became of these batches, all that flew on one line: they are to be sent again."""
         for lane in dict.fromkeys(lane for batch in batches for lane in batch.lanes()):
             lane.note_unsure()
-            self._note_trouble(lane, lane.trouble or "repeat")
+            self._hold_up(lane, "repeat")
 
     def resolve(self, lanes: Iterable[Lane], now: float) -> list[Listener]:
         """Act on the trouble of lanes about which no more answers will come."""
@@ -261,6 +294,7 @@ class Ledger:
                 self._strand(lane)
             else:
                 self._forget_trouble(lane)
+                self._avoid(lane, now)
                 told += self.expire(lane, now)
                 self.queue(lane)
         return told
@@ -271,6 +305,36 @@ class Ledger:
             return []
         del self.searched[parcel]
         return self._finish(parcel, outcome)
+
+    # Best effort
+
+    def avoid(self, slots: Iterable[Slot], now: float) -> None:
+        """Have what waits for partitions that don't take it go elsewhere, where its topic says that it may."""
+        for slot in slots:
+            for lane in list(slot.ready):
+                self._avoid(lane, now)
+
+    def _avoid(self, lane: Lane, now: float) -> None:
+        """Send what certainly is not stored to another partition, marked; nothing, where order counts or none is free.
+
+        What may be stored stays: sent elsewhere too, it might be there twice.
+        """
+        topic = lane.topic
+        if not topic.best_effort or not lane.waiting or not lane.slot.is_avoided(now):
+            return
+        free = [slot for slot in dict.fromkeys(topic.table) if not slot.is_avoided(now)]
+        moved = lane.cut_free() if free else []
+        for parcel in moved:
+            self.pending_bytes += parcel.mark_reordered()
+            slot = self._chance.choice(free)
+            lp = self._chance.choice([lp for lp, other in enumerate(topic.table) if other is slot])
+            other = topic.lanes[lp] or topic.lane(lp, self.source)
+            parcel.lane, parcel.first = other, other.next_seq
+            other.next_seq += parcel.count
+            other.waiting.append(parcel)
+            self.queue(other)
+            other.slot.link.wake_locked()
+            self.counts["diverted"] += parcel.count
 
     # Failures
 
@@ -352,12 +416,7 @@ class Ledger:
     ) -> list[Listener]:
         """Settle a parcel of which the first `early` messages were there before."""
         lane = parcel.lane
-        told: list[Listener] = []
-        while lane.flying[0] is not parcel:
-            # It was refused in this try. The chain accepted what is behind it, so an earlier try had stored it.
-            ahead = lane.flying[0]
-            told += self._stored_parcel(ahead, 0, ahead.count, outcome, replicas, slot)
-        lane.flying.popleft()
+        told = self._land(parcel, outcome, replicas, slot)
         lane.acked = parcel.last
         self.counts["stored"] += parcel.count
         self.counts["repeated"] += early
@@ -370,6 +429,74 @@ class Ledger:
             self.counts["unreplicated"] += parcel.count
         parcel.offset = offset
         return told + self._finish(parcel, outcome)
+
+    def _stored_before(
+        self,
+        parcel: Parcel,
+        first: FirstPlace | None,
+        outcome: Place | MqlayerError,
+        replicas: int | None,
+        slot: Slot,
+    ) -> list[Listener]:
+        """Settle a message that an earlier try had stored: where it is, its dedup id tells, if that is known."""
+        lane = parcel.lane
+        if first is None or first.identity != (lane.source, lane.lp, parcel.first):
+            return self._stored_parcel(parcel, 0, 1, outcome, replicas, slot)
+        told = self._land(parcel, outcome, replicas, slot)
+        lane.acked = parcel.last
+        self.counts["stored"] += 1
+        self.counts["repeated"] += 1
+        where = (slot.partition if first.partition is None else first.partition, first.offset)
+        return told + self._finish(parcel, Found(first.identity.source, replicas, (where,)))
+
+    def _duplicate(
+        self, parcel: Parcel, first: FirstPlace, outcome: Place | MqlayerError, replicas: int | None, slot: Slot
+    ) -> list[Listener]:
+        """Settle a message whose dedup id another message had: nothing was stored, and its number is free again.
+
+        Unless a try of it had no answer: that one may be worked off at any later time, when the id is forgotten, and
+        would then take the number that the next message was given. So the lane goes on under a new incarnation.
+        """
+        lane = parcel.lane
+        told = self._land(parcel, outcome, replicas, slot)
+        if parcel.first > lane.unsure_to:
+            lane.take_back(lane.source)
+        else:
+            if lane.source == self.source:
+                self.source = None
+                self.errands.renew()
+            lane.take_back(self.source)
+        self.counts["duplicates"] += 1
+        partition = slot.partition if first.partition is None else first.partition
+        original = Original(partition, first.offset, first.identity, replicas)
+        return told + self._finish(parcel, original if isinstance(outcome, Place) else outcome)
+
+    def _land(self, parcel: Parcel, outcome: Place | MqlayerError, replicas: int | None, slot: Slot) -> list[Listener]:
+        """Take a parcel from what flies, and settle what flew in front of it."""
+        lane = parcel.lane
+        told: list[Listener] = []
+        while lane.flying[0] is not parcel:
+            # It was refused in this try. The chain accepted what is behind it, so an earlier try had stored it.
+            ahead = lane.flying[0]
+            told += self._stored_parcel(ahead, 0, ahead.count, outcome, replicas, slot)
+        lane.flying.popleft()
+        return told
+
+    def _not_taken(self, lane: Lane, word: str, mark: int) -> None:
+        """Nothing of a run was stored."""
+        if word == "unowned":
+            self._hold_up(lane, "route")
+        elif mark < lane.acked:
+            self._note_trouble(lane, "lost")
+            lane.lost_after = mark
+        else:
+            # Overtaken: something before it was refused.
+            self._hold_up(lane, "repeat")
+
+    def _hold_up(self, lane: Lane, trouble: Trouble) -> None:
+        """Note a trouble where nothing but a message with a dedup id holds the lane up."""
+        if lane.trouble in (None, "once"):
+            self._note_trouble(lane, trouble)
 
     def _note_trouble(self, lane: Lane, trouble: Trouble) -> None:
         lane.trouble = trouble
@@ -429,7 +556,7 @@ class Ledger:
             told += self._finish(parcel, PublishAborted(lane.topic.name, lane.lp, str(error)))
         return told
 
-    def _finish(self, parcel: Parcel, outcome: Place | Found | MqlayerError) -> list[Listener]:
+    def _finish(self, parcel: Parcel, outcome: Outcome | MqlayerError) -> list[Listener]:
         parcel.outcome = outcome
         parcel.pieces = NOTHING
         self._leave(parcel.count, parcel.size)
@@ -448,7 +575,17 @@ class Ledger:
             self.changed.notify_all()
 
 
-COUNTED: Final = ("stored", "repeated", "failed", "aborted", "lost", "unreplicated", "lines_lost")
+COUNTED: Final = (
+    "stored",
+    "repeated",
+    "failed",
+    "aborted",
+    "lost",
+    "duplicates",
+    "diverted",
+    "unreplicated",
+    "lines_lost",
+)
 
 
 class _Telling(threading.local):

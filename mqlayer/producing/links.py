@@ -18,8 +18,8 @@ from mqlayer.producing.ledger import Ledger, tell_all
 from mqlayer.producing.parcels import Listener, Parcel
 from mqlayer.producing.pauses import pause_s
 from mqlayer.redis.nodes import Node, NodeConnection, is_missing_script
-from mqlayer.redis.packets import append_packet, wait_packet
-from mqlayer.redis.partitions import Appended, Refused, append_reply
+from mqlayer.redis.packets import append_once_packet, append_packet, wait_packet
+from mqlayer.redis.partitions import Appended, OnceOutcome, Refused, append_once_reply, append_reply
 from mqlayer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,10 @@ class Link:
         """How many appends have no answer yet."""
         return len(self._flights)
 
+    def is_away(self, now: float) -> bool:
+        """Whether the connection failed last, and it is not time yet to try again."""
+        return self._failures > 0 and now < self._retry_at
+
     def patience(self, deadline: float) -> float | None:
         """Return until when a caller with this deadline waits for an answer; None where the socket gives up first."""
         return None if deadline - time.monotonic() > self._options.settings.socket_timeout_s else deadline
@@ -145,6 +149,8 @@ class Link:
                 batch = self._next_batch()
                 if batch is None:
                     return
+                if batch.once:
+                    self._ledger.bar(batch)
                 self._flights.append(batch)
             if not self._transmit(batch):
                 return
@@ -193,17 +199,29 @@ class Link:
         return True
 
     def _packet(self, batch: Batch) -> bytes:
-        slot = batch.slot
-        packet = append_packet(
-            self._line,
-            self._options.settings.key_prefix,
-            slot.partition,
-            batch.source,
-            batch.heads,
-            batch.pieces,
-            count=batch.count,
-            backlog=slot.backlog_limit,
-        )
+        slot, settings = batch.slot, self._options.settings
+        if batch.once:
+            packet = append_once_packet(
+                self._line,
+                settings.key_prefix,
+                slot.partition,
+                batch.source,
+                batch.pieces,
+                count=batch.count,
+                backlog=slot.backlog_limit,
+                window_ms=int(settings.dedup_window_s * 1000),
+            )
+        else:
+            packet = append_packet(
+                self._line,
+                settings.key_prefix,
+                slot.partition,
+                batch.source,
+                batch.heads,
+                batch.pieces,
+                count=batch.count,
+                backlog=slot.backlog_limit,
+            )
         # If it must be sent again, another batch is made of the parcels.
         batch.heads, batch.pieces = [], []
         return packet + self._wait_packet if self._wait_packet else packet
@@ -235,13 +253,16 @@ class Link:
             told = []
         else:
             try:
-                told = self._act(batch, append_reply(replies[0], self._address), replicas, now)
+                read = append_once_reply if batch.once else append_reply
+                told = self._act(batch, read(replies[0], self._address), replicas, now)
             except NodeOutOfMemory as error:
                 told = ledger.refused(batch, error, now)
         self._flights.popleft()
         return told + self._resolve(batch, now) if batch.parcels else told
 
-    def _act(self, batch: Batch, answer: Appended | Refused, replicas: int | None, now: float) -> list[Listener]:
+    def _act(
+        self, batch: Batch, answer: Appended | list[OnceOutcome] | Refused, replicas: int | None, now: float
+    ) -> list[Listener]:
         ledger = self._ledger
         if isinstance(answer, Appended):
             if answer.outcomes is None:
@@ -250,6 +271,8 @@ class Link:
                 batch.parcels = [parcel for parcel in batch.parcels if parcel.lane.trouble is not None]
                 return told
             return ledger.mixed(batch, answer.offset, answer.outcomes, replicas)
+        if isinstance(answer, list):
+            return ledger.each(batch, answer, replicas)
         topic = batch.parcels[0].lane.topic.name
         if answer.word == "full":
             return ledger.refused(batch, BacklogFull(topic, batch.slot.partition, batch.slot.backlog_limit), now)
@@ -288,6 +311,7 @@ class Link:
             lanes = dict.fromkeys(lane for batch in flights for lane in batch.lanes())
             told = self._resolve_lanes(list(lanes), now)
             self._note_failure(reason)
+            self._ledger.avoid(list(self.slots), now)
         tell_all(told)
 
     def _note_failure(self, reason: str) -> None:

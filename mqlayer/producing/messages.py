@@ -4,25 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Final, overload
+from typing import overload
 
 import msgspec
 
-from mqlayer.domain.message import NO_KEY, encode_facts
+from mqlayer.domain.dedup import encode_dedup_id, lp_of_unkeyed, token_of
+from mqlayer.domain.message import encode_facts
 from mqlayer.domain.names import check_body, check_headers, encode_key
 from mqlayer.domain.routing import Lp, lp_of
 from mqlayer.domain.tags import tags_text
 from mqlayer.errors import InvalidInput, InvalidName
-from mqlayer.producing.parcels import Parcel, Receipt
+from mqlayer.producing.parcels import NO_KEY_BULK, Parcel, Receipt
 from mqlayer.redis.packets import LINE_END, bulk, bulk_head
 
-NO_KEY_BULK: Final = bulk(NO_KEY)
+__all__ = [
+    "NO_KEY_BULK",
+    "Body",
+    "Message",
+    "Receipts",
+    "facts_bulk",
+    "indices_within",
+    "pieces_of",
+    "place_id",
+    "place_key",
+    "whole_body",
+]
 
 Body = bytes | bytearray | memoryview
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):
-    """A message of a batch: key (None for no order), body, headers, tags.
+    """A message of a batch: key (None for no order), body, headers, tags, and an id by which repetitions are known.
 
     The garbage collector does not look at it: lists of many cost it nothing.
     """
@@ -31,6 +43,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     body: Body
     headers: Mapping[str, str] | None = None
     tags: Sequence[str] = ()
+    dedup_id: str | None = None
 
 
 class Receipts(Sequence[Receipt]):
@@ -84,6 +97,17 @@ def place_key(key: str) -> tuple[Lp, bytes]:
         raise InvalidName("message key", key)
     data = encode_key(key)
     return lp_of(data), bulk(data)
+
+
+def place_id(key: str | None, dedup_id: str | None, lp: Lp) -> tuple[Lp, bytes]:
+    """Return the LP and the token of a message with a dedup id; of one without, the LP as given and no token.
+
+    Raises InvalidInput for what is no id.
+    """
+    if dedup_id is None:
+        return lp, b""
+    data = encode_dedup_id(dedup_id)
+    return (lp_of_unkeyed(data) if key is None else lp), token_of(None if key is None else encode_key(key), data)
 
 
 def whole_body(topic: str, body: Body, limit: int) -> bytes:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import msgspec
 
-from mqlayer.domain.message import Identity
+from mqlayer.domain.message import NO_KEY, Identity, mark_reordered
 from mqlayer.errors import MqlayerError
+from mqlayer.redis.packets import bulk
 
 if TYPE_CHECKING:
     from mqlayer.producing.lanes import Lane
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NOTHING: Final[tuple[bytes, ...]] = ()
+NO_KEY_BULK: Final = bulk(NO_KEY)
+PIECES: Final = 5
+"""How many pieces a message has: facts, key, head of the body, body, end of line."""
 
 
 class Receipt(NamedTuple):
@@ -31,6 +35,8 @@ class Receipt(NamedTuple):
     offset: int | None
     identity: Identity
     replicas: int | None = None
+    duplicate: bool = False
+    """Nothing was stored: this is where the first message with its dedup id is."""
 
 
 class Place(NamedTuple):
@@ -49,12 +55,25 @@ class Found(NamedTuple):
     positions: tuple[tuple[int, int | None], ...]
 
 
+class Original(NamedTuple):
+    """The message was a duplicate by its dedup id: where the first one is."""
+
+    partition: int
+    offset: int
+    identity: Identity
+    replicas: int | None
+
+
+Outcome = Place | Found | Original
+"""What became of a parcel that did not fail."""
+
+
 class Parcel(msgspec.Struct, eq=False, gc=False):
     """Consecutive messages of one LP, published by one call: queued, sent and settled as one.
 
     `pieces` are its messages for the wire, `size` their bytes. A definite refusal becomes a failure once `deadline`
     (monotonic) has passed. `lane` and `first`, the seq of the first message, are set when it is queued; `outcome` when
-    it is settled, and `offset` if it was stored by one append.
+    it is settled, and `offset` if it was stored by one append. One with a `token`, a dedup id, is one message.
 
     There is one per message at worst, so it is of the kind that is cheapest to make, and the garbage collector does
     not look at it: whatever it is in a cycle with must let go of it.
@@ -65,15 +84,27 @@ class Parcel(msgspec.Struct, eq=False, gc=False):
     size: int
     deadline: float
     listener: Listener | None
-    outcome: Place | Found | MqlayerError | None = None
+    outcome: Outcome | MqlayerError | None = None
     offset: int = 0
     first: int = 0
     lane: Lane = cast("Lane", None)
+    token: bytes = b""
 
     @property
     def last(self) -> int:
         """The seq of the last message."""
         return self.first + self.count - 1
+
+    def mark_reordered(self) -> int:
+        """Mark its messages that have a key as possibly reordered; return by how many bytes it grew."""
+        pieces, before = list(self.pieces), self.size
+        for at in range(0, len(pieces), PIECES):
+            if pieces[at + 1] != NO_KEY_BULK:
+                facts = pieces[at]
+                pieces[at] = bulk(mark_reordered(facts[facts.index(b"\n") + 1 : -2]))
+                self.size += len(pieces[at]) - len(facts)
+        self.pieces = tuple(pieces)
+        return self.size - before
 
     def receipt(self, index: int = 0) -> Receipt:
         """Return the receipt of one message; raise the error if the parcel failed."""
@@ -85,6 +116,9 @@ class Parcel(msgspec.Struct, eq=False, gc=False):
             if known is None:
                 return self._receipt(outcome, partition, None, index)
             offset = known
+        elif isinstance(outcome, Original):
+            topic = self.lane.topic.name
+            return Receipt(topic, outcome.partition, outcome.offset, outcome.identity, outcome.replicas, duplicate=True)
         elif outcome is None:
             raise RuntimeError("the parcel is not settled yet")
         else:

@@ -16,7 +16,7 @@ from mqlayer.domain.routing import random_lp
 from mqlayer.errors import InvalidInput, ProducerClosed, ProducerFull
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
-from mqlayer.producing.bulk import Bulk, BulkSend
+from mqlayer.producing.bulk import Bulk, BulkSend, send_singly
 from mqlayer.producing.lanes import Lane, TopicLanes
 from mqlayer.producing.ledger import Ledger, ProducerStats, is_telling, tell_all
 from mqlayer.producing.links import LinkOptions
@@ -27,6 +27,7 @@ from mqlayer.producing.messages import (
     Receipts,
     facts_bulk,
     pieces_of,
+    place_id,
     place_key,
     whole_body,
 )
@@ -119,11 +120,14 @@ class Producer:
         key: str | None = None,
         headers: Mapping[str, str] | None = None,
         tags: Sequence[str] = (),
+        dedup_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Receipt:
         """Publish one message and return where it is stored.
 
-        `tags`: what groups may filter by, up to 8 names.
+        `tags`: what groups may filter by, up to 8 names. `dedup_id`: a name of the message within its key; a second one
+        with it is not stored while the first is remembered (the setting dedup_window_s), and its receipt, a
+        `duplicate`, names the first one's place.
 
         Raises InvalidInput or NotFound (nothing was queued), PublishUnknown when the outcome is not known after
         `timeout_s` (default: the setting delivery_timeout_s): the message stays queued, and the error's future tells
@@ -131,7 +135,7 @@ class Producer:
         """
         _may_wait()
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        parcel, lane = self._queue(topic, key, body, headers, tags, deadline, None, wake=False)
+        parcel, lane = self._queue(topic, key, body, headers, tags, deadline, None, wake=False, dedup_id=dedup_id)
         link = lane.slot.link
         if link.try_lead():
             try:
@@ -153,6 +157,7 @@ class Producer:
         key: str | None = None,
         headers: Mapping[str, str] | None = None,
         tags: Sequence[str] = (),
+        dedup_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Future[Receipt]:
         """Queue one message and return a future of its receipt; with asyncio, await `asyncio.wrap_future(future)`.
@@ -165,7 +170,7 @@ class Producer:
         """
         promise = Promise()
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        self._queue(topic, key, body, headers, tags, deadline, promise, wake=True)
+        self._queue(topic, key, body, headers, tags, deadline, promise, wake=True, dedup_id=dedup_id)
         return promise.future
 
     def send_oneway(
@@ -176,13 +181,15 @@ class Producer:
         key: str | None = None,
         headers: Mapping[str, str] | None = None,
         tags: Sequence[str] = (),
+        dedup_id: str | None = None,
     ) -> None:
         """Queue one message and forget it: what goes wrong later is logged and counted in `stats`, never raised.
 
         It waits for room like `send_async`; without any, the message is dropped.
         """
         try:
-            self._queue(topic, key, body, headers, tags, time.monotonic() + self._timeout_s, self._oneway, wake=True)
+            deadline = time.monotonic() + self._timeout_s
+            self._queue(topic, key, body, headers, tags, deadline, self._oneway, wake=True, dedup_id=dedup_id)
         except ProducerFull as error:
             with self._ledger.lock:
                 self._ledger.counts["failed"] += 1
@@ -200,6 +207,8 @@ class Producer:
             return Receipts(())
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         bulk = Bulk(lanes, messages, self._chance)
+        if bulk.tokens:
+            return send_singly(bulk, self._ledger, deadline)
         return BulkSend(bulk, self._ledger, deadline, self._in_flight).run()
 
     def flush(self, timeout_s: float | None = None) -> int:
@@ -260,6 +269,7 @@ class Producer:
         listener: Listener | None,
         *,
         wake: bool,
+        dedup_id: str | None = None,
     ) -> tuple[Parcel, Lane]:
         """Check a message, give it its seq and queue it."""
         lanes = self._lanes(topic)
@@ -268,13 +278,17 @@ class Producer:
         facts = facts_bulk(time.time_ns() // 1_000_000, headers, tags)
         size = len(facts) + len(key_bulk) + len(whole)
         parcel = Parcel(pieces_of(facts, key_bulk, whole), 1, size, deadline, listener)
+        if dedup_id is not None:
+            lp, parcel.token = place_id(key, dedup_id, lp)
         if isinstance(listener, Promise):
             listener.parcel = parcel
         ledger = self._ledger
         with ledger.lock:
             if ledger.closed_because or not ledger.has_room(1, size):
                 ledger.wait_for_room(1, size, min(deadline, time.monotonic() + self._room_timeout_s))
-            lane = ledger.add(lanes, lp, parcel)
+            ledger.add(lanes, lp, parcel)
+            # It may have been given another lane since.
+            lane = parcel.lane
             if wake:
                 lane.slot.link.wake_locked()
         return parcel, lane

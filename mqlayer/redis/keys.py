@@ -8,6 +8,8 @@ different partitions have different tags. Groups are named by their id: a name m
 <prefix>:{<partition>}:meta                 hash    state, topic, lp_from, lp_to, next, first; of route changes:
                                                     change, sealed_for, seal, lost
 <prefix>:{<partition>}:marks                hash    <source>:<lp> -> highest seq in the partition
+<prefix>:{<partition>}:ids                  hash    dedup id, hashed -> where the first message with it is
+<prefix>:{<partition>}:ages                 zset    the same -> ms when it came
 <prefix>:{<partition>}:g<group>:lock        hash    owner, epoch, refreshed_at, committed, base, top, seek, told
 <prefix>:{<partition>}:g<group>:acks        string  ack bitmap, bit i is offset base + i
 <prefix>:{<partition>}:g<group>:attempts    hash    offset -> <failed attempts>:<ms of the first>:<ms of the last>
@@ -34,6 +36,8 @@ class PartitionKeys(NamedTuple):
     log: bytes
     meta: bytes
     marks: bytes
+    ids: bytes
+    ages: bytes
 
 
 class GroupKeys(NamedTuple):
@@ -58,7 +62,7 @@ class PopKeys(NamedTuple):
 def partition_keys(prefix: str, partition: int) -> PartitionKeys:
     """Return the keys of a partition."""
     stem = f"{prefix}:{{{partition}}}:".encode()
-    return PartitionKeys(stem + b"log", stem + b"meta", stem + b"marks")
+    return PartitionKeys(stem + b"log", stem + b"meta", stem + b"marks", stem + b"ids", stem + b"ages")
 
 
 @cache

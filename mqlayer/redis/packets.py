@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
+from mqlayer.domain.dedup import IDS_PER_PARTITION
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection
 
@@ -61,6 +62,32 @@ def append_packet(
     start = _append_start(line.digest("log_append"), prefix, partition, source, backlog)
     length = 9 + len(heads) + 3 * count
     return b"".join((b"*%d\r\n" % length, start, bulk_number(len(heads) // 3), *heads, *messages))
+
+
+@lru_cache(maxsize=1_024)
+def _append_once_start(digest: bytes, prefix: str, partition: int, source: int, backlog: int, window_ms: int) -> bytes:
+    numbers = (source, backlog, window_ms, IDS_PER_PARTITION)
+    start = (b"EVALSHA", digest, b"5", *partition_keys(prefix, partition), *(b"%d" % number for number in numbers))
+    return b"".join(map(bulk, start))
+
+
+def append_once_packet(
+    line: NodeConnection,
+    prefix: str,
+    partition: int,
+    source: int,
+    pieces: Sequence[bytes],
+    *,
+    count: int,
+    backlog: int,
+    window_ms: int,
+) -> bytes:
+    """Return the request that appends messages with dedup ids to a partition; it has one reply.
+
+    `pieces`, joined, are for each of `count` messages six bulk strings: LP, seq, token, facts, key, body.
+    """
+    start = _append_once_start(line.digest("log_append_once"), prefix, partition, source, backlog, window_ms)
+    return b"".join((b"*%d\r\n" % (13 + 6 * count), start, bulk_number(count), *pieces))
 
 
 def message_packet(facts: bytes, key: bytes, body: bytes) -> bytes:

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from mqlayer.domain.dedup import FirstPlace
 from mqlayer.domain.offsets import is_settled
 from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys, pop_keys
 from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 
 RunWord = Literal["ok", "dup", "gap", "unowned"]
+OnceWord = Literal["ok", "same", "dup", "gap", "unowned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,45 @@ def append_reply(reply: Any, address: str) -> Appended | Refused:
         words = zip(reply[2::3], reply[3::3], reply[4::3], strict=True)
         return Appended(reply[1], [RunOutcome(w.decode(), appended, mark) for w, appended, mark in words])
     return _refused(reply)
+
+
+class OnceOutcome(NamedTuple):
+    """What became of a message with a dedup id: where it, or the first one, is; the LP's mark where it was a gap."""
+
+    word: OnceWord
+    offset: int = 0
+    first: FirstPlace | None = None
+    mark: int = 0
+
+
+def append_once_reply(reply: Any, address: str) -> list[OnceOutcome] | Refused:
+    """Return what log_append_once says of each message. Raises NodeOutOfMemory or StoreUnavailable (unknown)."""
+    reply = raise_for_reply(reply, address)
+    if reply[0] != b"each":
+        return _refused(reply)
+    return [_once_outcome(word.decode(), fact) for word, fact in zip(reply[1::2], reply[2::2], strict=True)]
+
+
+def _once_outcome(word: OnceWord, fact: Any) -> OnceOutcome:
+    if word == "ok":
+        return OnceOutcome(word, offset=fact)
+    if word == "gap":
+        return OnceOutcome(word, mark=int(fact))
+    return OnceOutcome(word, first=FirstPlace.of(fact))
+
+
+def ids_load_command(
+    line: NodeConnection,
+    prefix: str,
+    partition: int,
+    change: int,
+    window_ms: int,
+    ids: Iterable[tuple[bytes, bytes, int]],
+) -> Command:
+    """Return the command that hands ids over to a successor: of each its token, place, and age in ms."""
+    keys = partition_keys(prefix, partition)
+    flat = [part for one in ids for part in one]
+    return line.script("ids_load", (keys.meta, keys.ids, keys.ages), change, window_ms, *flat)
 
 
 def create(line: NodeConnection, prefix: str, partition: int, *args: Any) -> str:
@@ -146,7 +187,9 @@ def retire_command(
     ]
     streams = [outcomes_key(prefix, partition, group) for group in groups]
     return line.script(
-        "partition_retire", (keys.meta, keys.log, keys.marks, *of_groups, *streams), len(streams) * archived
+        "partition_retire",
+        (keys.meta, keys.log, keys.marks, keys.ids, keys.ages, *of_groups, *streams),
+        len(streams) * archived,
     )
 
 

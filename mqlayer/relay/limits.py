@@ -24,6 +24,8 @@ class RelayLimits:
     compare_s: float = 3.0
     """How often marks are compared with what was acknowledged."""
     beat_s: float = 1.0
+    delayed_s: float = 0.25
+    """How often delayed messages are looked for at the least; sooner where one is known to be due."""
     topics_s: float = 60.0
     stall_s: float = 0.25
     """How long a node may leave all others waiting; after it, its LPs wait alone."""

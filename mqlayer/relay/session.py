@@ -10,6 +10,7 @@ from typing import Final
 
 from mqlayer.errors import StoreUnavailable
 from mqlayer.postgres.database import Database, connect, driver_errors
+from mqlayer.postgres.delayed import release_on
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.relay.lanes import Lane, Lanes, Row, Unsendable, chain_of, plan
 from mqlayer.relay.leases import LpSets
@@ -26,6 +27,8 @@ from mqlayer.topics import attach_topics
 
 log = logging.getLogger(__name__)
 
+DELAYED_WAIT_MS: Final = 20
+"""How long a busy LP is waited for whose delayed message is overdue; everything else waits too."""
 FIRST_CONNECT_S: Final = 2.0
 """How long the first scan waits for nodes, so that a backlog is not taken for lanes that fell behind."""
 
@@ -64,6 +67,7 @@ class Session:
         self._beat, self._compare = Every(limits.beat_s), Every(limits.compare_s)
         self._progress, self._sweeping = Every(limits.progress_s), Every(limits.sweep_s)
         self._topics = Every(limits.topics_s)
+        self._release_at = 0.0
         self.drained = False
         # When the leases were extended last, and whether all else that a start takes is done.
         self._leased_at, self._opened = 0.0, False
@@ -272,10 +276,20 @@ class Session:
         if self._progress.due(now):
             self._record_progress()
         self._attach(now)
+        if now >= self._release_at:
+            self._release_delayed(now)
         if self._sweep is None and self._sweeping.due(now):
             self._sweep = self._reader.sweep(self._leases.held)
             self._look_at_aside()
             retarget(self._lanes, self._targets, self._targets.retry_unrouted(now))
+
+    def _release_delayed(self, now: float) -> None:
+        """Publish what is due by now; its rows come by the scan, as all others."""
+        moved, next_s = release_on(self._connection, wait_ms=DELAYED_WAIT_MS)
+        longest = self._limits.delayed_s
+        # What is overdue waits for an LP that somebody holds.
+        wait_s = 0.0 if moved else longest if next_s is None else max(self._limits.poll_min_s, min(next_s, longest))
+        self._release_at = now + wait_s
 
     def _hold_leases(self) -> None:
         began = time.monotonic()

@@ -103,14 +103,15 @@ def load_route(database: Database, topic: str) -> Route:
         rows = connection.execute(query("route_in_force"), {"name": topic}).fetchall()
     if not rows:
         raise NotFound("topic", topic, f"create it: mqlayer topic create {topic}")
-    topic_id, version, body_limit, backlog_limit = rows[0][:4]
+    topic_id, version, body_limit, backlog_limit, strategy = rows[0][:5]
     if version is None:
         raise NotFound("topic", topic, f"its creation was cut off, finish it: mqlayer topic create {topic}")
     ranges = tuple(
-        Range(lp_from, lp_to, PartitionId(partition), NodeId(node))
-        for _, _, _, _, lp_from, lp_to, partition, node in rows
+        Range(lp_from, lp_to, PartitionId(partition), NodeId(node)) for *_, lp_from, lp_to, partition, node in rows
     )
-    return Route(topic_id, topic, RouteVersion(version), ranges, body_limit, backlog_limit)
+    return Route(
+        topic_id, topic, RouteVersion(version), ranges, body_limit, backlog_limit, best_effort=strategy == "best_effort"
+    )
 
 
 def load_nodes(database: Database) -> list[Node]:

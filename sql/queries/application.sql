@@ -195,6 +195,49 @@ SELECT mqlayer_app.publish_v1(%(topic)s, %(key)s, %(body)s::bytea, %(headers)s::
 -- Publish several messages in the caller's transaction.
 SELECT mqlayer_app.publish_many_v1(%(topics)s::text[], %(keys)s::text[], %(bodies)s::bytea[], %(headers)s::jsonb[]);
 
+-- name: outbox_publish_once
+-- Publish one message with a dedup id in the caller's transaction.
+SELECT seq, duplicate
+FROM mqlayer_app.publish_once_v1(%(topic)s, %(key)s, %(body)s::bytea, %(dedup_id)s, %(headers)s::jsonb);
+
+-- name: outbox_publish_many_once
+-- Publish several messages, some with dedup ids, in the caller's transaction.
+SELECT mqlayer_app.publish_many_once_v1(%(topics)s::text[], %(keys)s::text[], %(bodies)s::bytea[],
+                                        %(dedup_ids)s::text[], %(headers)s::jsonb[]);
+
+-- name: dedup_clean
+-- Forget some dedup ids that are older than the window; say how many.
+WITH gone AS (
+    DELETE FROM mqlayer_app.dedup WHERE ctid IN (
+        SELECT ctid FROM mqlayer_app.dedup
+        WHERE published_at < clock_timestamp() - make_interval(secs => %(window_s)s) LIMIT %(limit)s)
+    RETURNING 1)
+SELECT count(*) FROM gone;
+
+-- name: delayed_publish
+-- Publish a message at a time, or after a delay by this database's clock, in the caller's transaction.
+SELECT mqlayer_app.publish_at_v1(
+    %(topic)s, %(key)s, %(body)s::bytea,
+    coalesce(%(at)s::timestamptz, clock_timestamp() + make_interval(secs => %(delay_s)s::float8)), %(headers)s::jsonb);
+
+-- name: delayed_cancel
+-- Cancel a delayed message in the caller's transaction.
+SELECT mqlayer_app.cancel_delayed_v1(%(delayed_id)s);
+
+-- name: delayed_release
+-- Move what is due to the outbox.
+SELECT released, next_s FROM mqlayer_app.delayed_release_v1(%(limit)s, %(wait_ms)s);
+
+-- name: delayed_list
+-- Delayed messages, the next ones first, for people.
+SELECT d.delayed_id, t.name AS topic, d.key, d.lp, d.due_at, d.created_at, octet_length(d.body) AS size
+FROM mqlayer_app.delayed d LEFT JOIN mqlayer_app.topic t USING (topic_id)
+WHERE %(topic)s::text IS NULL OR t.name = %(topic)s ORDER BY d.due_at, d.delayed_id LIMIT %(limit)s;
+
+-- name: delayed_drop
+-- Drop all delayed messages: those of a copy are its original's to send.
+DELETE FROM mqlayer_app.delayed;
+
 -- name: outbox_trace
 -- Leave a trace of a message that was collected in a savepoint; a rollback of the savepoint takes it back.
 SELECT set_config('mqlayer.traces', concat_ws(',', nullif(current_setting('mqlayer.traces', true), ''),

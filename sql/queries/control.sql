@@ -105,7 +105,7 @@ WHERE topic_id = %(topic_id)s AND version IS NOT DISTINCT FROM %(version)s;
 
 -- name: route_in_force
 -- The route version in force of one topic: a line per range.
-SELECT t.topic_id, t.version, t.body_limit, t.backlog_limit, r.lp_from, r.lp_to, r.partition_id, p.node_id
+SELECT t.topic_id, t.version, t.body_limit, t.backlog_limit, t.strategy, r.lp_from, r.lp_to, r.partition_id, p.node_id
 FROM mqlayer.topic t
 LEFT JOIN mqlayer.route r ON r.topic_id = t.topic_id AND r.version = t.version
 LEFT JOIN mqlayer.partition p ON p.partition_id = r.partition_id

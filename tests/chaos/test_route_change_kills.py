@@ -187,7 +187,7 @@ def test_a_driver_killed_anywhere_leaves_a_change_that_anybody_completes(
 def _state_at(name: str) -> str:
     if name in ("change.after_seal", "change.before_sealed_commit"):
         return "sealing"
-    return "sealed" if name in ("change.after_open", "change.before_done_commit") else "planned"
+    return "sealed" if name in ("change.after_ids", "change.after_open", "change.before_done_commit") else "planned"
 
 
 @pytest.mark.parametrize("name", ["change.after_seal", "change.after_open"])

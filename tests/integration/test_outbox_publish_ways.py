@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 import psycopg
 import pytest
@@ -333,3 +334,25 @@ def test_a_search_path_of_the_callers_own_changes_nothing(shop_dsn: str, committ
         connection.execute("SET search_path = pg_temp, public")
         outbox.publish(connection, "orders", key="a", body=b"1")
     assert committed.bodies() == [b"1"]
+
+
+def by_one_call_each(connection: psycopg.Connection) -> None:
+    connection.execute("SELECT mqlayer_app.publish_v1('orders', NULL, '') FROM generate_series(1, 10000)")
+
+
+def by_collecting(connection: psycopg.Connection) -> None:
+    with outbox.transaction(connection) as tx:
+        for _ in range(10_000):
+            tx.publish("orders", body=b"")
+
+
+@pytest.mark.parametrize("publish", [by_one_call_each, by_collecting])
+def test_10_000_messages_without_a_key_reach_every_partition_evenly(
+    outbox_dsn: str, committed: CommittedOutbox, publish: Callable[[psycopg.Connection], None]
+) -> None:
+    """Case 3: whatever ranges of LPs partitions serve, here eight equal ones, give or take a sixth (6 deviations)."""
+    with psycopg.connect(outbox_dsn) as connection:
+        publish(connection)
+    counts = Counter(lp // 128 for lp in committed.lps())
+    assert set(counts) == set(range(8))
+    assert all(1_040 <= count <= 1_460 for count in counts.values()), counts

@@ -270,7 +270,10 @@ def test_what_comes_again_after_a_seek_is_told_again(stage: Stage, told: Told) -
 def test_a_seek_over_the_stream_gives_a_second_row_behind_the_first(stage: Stage, told: Told) -> None:
     stage.send_numbers(2, 20)
     for _ in range(2):
-        app = stage.consume(Recorder())
+        recorder = Recorder()
+        app = stage.consume(recorder)
+        # Until it takes its partitions, what it was sent back from counts as settled.
+        wait_until(lambda: len(recorder.ended) == 40, what="all handled")  # noqa: B023
         stage.wait_settled()
         app.stop(5.0)
         with closing(RouteCache(stage.database)) as routes:

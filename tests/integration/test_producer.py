@@ -191,13 +191,20 @@ def test_headers_reach_the_records(world: ProducerWorld) -> None:
     assert facts == [[], ['{"trace":"1:2","π":"ü"}'.encode()]]
 
 
-def test_messages_without_a_key_reach_every_partition(world: ProducerWorld) -> None:
-    """Case 3."""
+@pytest.mark.parametrize("way", ["send_many", "send_async"])
+def test_10_000_messages_without_a_key_reach_every_partition_evenly(world: ProducerWorld, way: str) -> None:
+    """Case 3: each of the four partitions gets a quarter, give or take a tenth (six standard deviations)."""
     with world.producer() as producer:
-        receipts = producer.send_many("orders", [Message(None, b"x") for _ in range(10_000)])
+        if way == "send_many":
+            receipts = list(producer.send_many("orders", [Message(None, b"x") for _ in range(10_000)]))
+        else:
+            receipts = [
+                future.result(20) for future in [producer.send_async("orders", body=b"") for _ in range(10_000)]
+            ]
         single = producer.send("orders", body=b"y")
     counts = Counter(receipt.partition for receipt in receipts)
     assert set(counts) == {partition for partition, _ in world.partitions()}
+    assert all(2_250 <= count <= 2_750 for count in counts.values()), counts
     assert single.partition in counts
     assert set(world.by_key()) == {None}
 

@@ -136,6 +136,7 @@ def test_a_rolled_back_transaction_sends_nothing_and_holds_nobody(world: OutboxW
 
 
 def test_a_row_that_can_never_be_sent_holds_its_lp_visibly_and_no_other(world: OutboxWorld) -> None:
+    """Case 76."""
     lp = lp_of(b"key-1")
     key = "x" * (KEY_LIMIT + 1)
     with world.relay():

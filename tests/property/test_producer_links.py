@@ -470,6 +470,8 @@ def take_repetitions_for_losses(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "mixed", mixed)
 
 
+# How many runs it takes to the first finding is chance: some of them take minutes on a busy machine.
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "plant",
     [
