@@ -174,10 +174,8 @@ class Chains:
                     chain.first = seq
                 chain.last = seq
                 key, body = fields[3], fields[5]
-                if facts.isdigit():
-                    ms, headers = facts, no_headers(-1, -1, len(body))
-                else:
-                    ms, headers = _headers(facts, len(body))
+                plain = facts.isdigit()
+                ms, headers = (facts, no_headers(-1, -1, len(body))) if plain else _headers(facts, len(body))
                 size = len(key)
                 if key == NO_KEY:
                     size, key = -1, b""
