@@ -800,6 +800,10 @@ def test_the_commands(scene: Scene, commands: Commands) -> None:
     assert "no gap" in commands.text("archive", "gaps")
     assert "no day" in commands.text("archive", "retain", "--older-than", "30d")
     assert "no age" in commands.failure("archive", "retain", "--older-than", "soon")
+    assert "kept for 84 days" in commands.text("topic", "set", TOPIC, "--retention", "12w")
+    assert "for ever" in commands.text("topic", "set", TOPIC, "--retention", "forever")
+    assert "no age" in commands.failure("topic", "set", TOPIC, "--retention", "3h")
+    assert "what to set" in commands.failure("topic", "set", TOPIC)
     assert "not archived" in commands.text("topic", "set", TOPIC, "--not-archived")
     assert "as before" in commands.text("topic", "set", TOPIC, "--not-archived")
     assert commands.lines("topic", "list")[0]["archived"] is False
