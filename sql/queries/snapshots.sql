@@ -160,9 +160,11 @@ JOIN mqlayer.partition n ON n.partition_id = f.partition_id
 WHERE p.snapshot_id = %(snapshot_id)s::int AND n.lp_from >= %(lp_from)s::smallint AND n.lp_from < %(lp_to)s::smallint;
 
 -- name: stream_topics
--- The last batch of topics in the archive, and the first one that is kept (null: none is): of some names, or all.
+-- The last batch of topics in the archive, and the first one from which on all are kept (null: none is): of some names, or
+-- all.
 SELECT t.name, t.topic_id, a.batch,
-       (SELECT min(d.first_batch) FROM mqlayer_archive.day d WHERE d.topic_id = a.topic_id) AS kept_from
+       (SELECT greatest(min(d.first_batch), a.dropped_batch + 1) FROM mqlayer_archive.day d
+        WHERE d.topic_id = a.topic_id AND d.last_batch > a.dropped_batch) AS kept_from
 FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id)
 WHERE %(topics)s::text[] IS NULL OR t.name = ANY (%(topics)s::text[]) ORDER BY t.name;
 

@@ -354,6 +354,58 @@ def test_what_was_redriven_and_waits_keeps_its_place_among_what_is_replayed(scen
         assert connection.execute(line).fetchall() == [(record.identity.seq,) for _, record in a]
 
 
+def test_what_is_newer_never_keeps_a_replayed_key_from_its_end(scene: Scene) -> None:
+    """It waits for that end, and may be as much as the group may have parked."""
+    recorder = Recorder()
+    scene.stage.consume(recorder, backoff_s=None)
+    replay_id, worker = scene.begin(ReplayFilter(key="key-0"), per_s=2.0)
+    thread = threading.Thread(
+        target=work_on_replay, args=(scene.stage.database, replay_id), kwargs={"worker": worker, "batch": 2}
+    )
+    thread.start()
+    wait_until(lambda: b"1" in recorder.bodies("key-0"), what="the first one")
+    scene.failing.sql("UPDATE mqlayer.consumer_group SET parked_messages_limit = 3")
+    scene.stage.send_numbers(1, 5, first=11)
+    wait_until(lambda: len(scene.failing.parked("key-0")) >= 3, what="the group to be full of what is newer")
+    assert replay_of(scene.stage.database, replay_id).state == "running"
+    thread.join(30)
+    try:
+        assert replay_of(scene.stage.database, replay_id).state == "done"
+    finally:
+        if thread.is_alive():
+            cancel_replay(scene.stage.database, replay_id, actor="a test")
+    wait_until(lambda: len(recorder.bodies("key-0")) == 15, what="all of it")
+    assert recorder.bodies("key-0") == numbers(1, 15)
+
+
+def test_each_message_that_is_given_again_is_told_and_what_a_backfill_leaves_out(scene: Scene) -> None:
+    """A replay tells nothing of what the filter leaves out: the group has come past it before."""
+    scene.archive.sql("UPDATE mqlayer_archive.record SET tags = '{eu,vip}' WHERE body = '3'")
+    scene.failing.sql("UPDATE mqlayer.consumer_group SET tag_filter = 'any:vip'")
+    replay_id, _ = scene.begin()
+    work_on_replay(scene.stage.database, replay_id, worker=taken(scene, replay_id))
+    asked = ("SELECT partition_id, log_offset, word, attempts, actor, reason FROM mqlayer_archive.outcome_queue "
+             "WHERE word <> 'handled' ORDER BY 1, 2, 3")  # fmt: skip
+    places = scene.archive.sql("SELECT partition_id, log_offset, body FROM mqlayer_archive.record ORDER BY 1, 2")
+    word = ("replayed", 0, "a test", f"replay {replay_id}")
+    assert scene.archive.sql(asked) == [(*place, *word) for *place, body in places if body == b"3"]
+    scene.archive.sql("DELETE FROM mqlayer_archive.outcome_queue RETURNING 1")
+    scene.archive.sql("DELETE FROM mqlayer.parked_message RETURNING 1")
+    replay_id, _ = scene.begin()
+    scene.archive.sql("UPDATE mqlayer.redrive SET kind = 'backfill' WHERE redrive_id = %s RETURNING 1", replay_id)
+    work_on_replay(scene.stage.database, replay_id, worker=taken(scene, replay_id))
+    words = [(row[2], row[5]) for row in scene.archive.sql(asked)]
+    assert words.count(("unmatched", f"backfill {replay_id}")) == 18
+    assert words.count(("replayed", f"backfill {replay_id}")) == 2
+
+
+def taken(scene: Scene, replay_id: int) -> str:
+    """Take a replay over; return the worker."""
+    worker = new_worker()
+    resume_replay(scene.stage.database, replay_id, actor="a test", worker=worker)
+    return worker
+
+
 def test_newer_messages_may_come_between(scene: Scene) -> None:
     """Where that is wanted: the group's streams go on."""
     recorder = Recorder()
