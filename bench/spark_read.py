@@ -20,7 +20,7 @@ from mqlayer.postgres.reading import read_address
 
 ROWS: Final = int(os.environ.get("BENCH_SPARK_ROWS", "1000000"))
 BODY_BYTES: Final = 128
-ROUNDS: Final = 3
+ROUNDS: Final = int(os.environ.get("BENCH_ROUNDS", "3"))
 TASKS: Final = (1, 2, 4)
 TARGETS: Final = {"jdbc": 0.9, "python": 0.5, "parquet": 3.0}
 FILL: Final = """
@@ -37,7 +37,8 @@ SELECT (now() AT TIME ZONE 'UTC')::date, topic_id, 1, 1000, {rows}, 0 FROM mqlay
 ANALYZE mqlayer_archive.record;
 """
 COLUMNS: Final = (
-    "version, partition_id, log_offset, source, lp, seq, published_at, archived_at, key, tags, headers, body"
+    'version, partition_id AS partition, log_offset AS "offset", source, lp, seq, published_at, archived_at, key, '
+    "tags, headers, body, batch"
 )
 
 
@@ -105,17 +106,19 @@ def rate(frame: Callable[[], Any]) -> Callable[[], float]:
 
 
 def plain(spark: Any, system: System, tasks: int) -> Any:
-    """The same rows and columns by Spark's JDBC source alone."""
+    """The same rows and columns by Spark's JDBC source alone, keys as texts and headers as maps."""
+    from mqlayer.archiving.tables import COLUMNS as DECLARED
     from mqlayer.spark import jdbc
 
     address = read_address(system.dsn)
     edges = [1024 * number // tasks for number in range(tasks + 1)]
-    return spark.read.jdbc(
+    frame = spark.read.jdbc(
         jdbc.url_of(address),
         f"(SELECT 'bench' AS topic, {COLUMNS} FROM mqlayer_archive.record) AS plain",
         predicates=[f"lp >= {start} AND lp < {end}" for start, end in pairwise(edges)],
         properties={"driver": jdbc.DRIVER, "user": address.parameters["user"], "fetchsize": "10000"},
     )
+    return frame.select([jdbc.declared_column(name, word) for name, word in DECLARED["records"].items()])
 
 
 def filled(stage: Stage) -> System:

@@ -102,7 +102,7 @@ class GrowthReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         most = limit.max_files if isinstance(limit, ReadMaxFiles) else None
         ends = dict(start)
         for topic, found in self._standings().items():
-            after = start.get(topic, (found.kept_from or 1) - 1)
+            after = start.get(topic, 0)
             last = found.batch if self._ends is None else min(found.batch, self._ends.get(topic, 0))
             ends[topic] = max(after, last if most is None else min(last, after + most))
         return ends
@@ -122,7 +122,8 @@ class GrowthReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         parts: list[InputPartition] = []
         for topic, upto in end.items():
             standing = found.get(topic)
-            after = start.get(topic, ((standing.kept_from if standing else None) or 1) - 1)
+            # One that was not there at the beginning came into the archive since: all of it is the stream's.
+            after = start.get(topic, 0)
             if after >= upto:
                 continue
             if standing is None:

@@ -8,8 +8,6 @@ from typing import Any, Final
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
-from mqlayer.archiving.tables import SNAPSHOT_QUERIES, Table
-from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.reading import READ_ONLY, ReadAddress, bound
 from mqlayer.spark.schemas import TYPES
@@ -17,7 +15,6 @@ from mqlayer.spark.schemas import TYPES
 DRIVER: Final = "org.postgresql.Driver"
 PASSED_ON: Final = ("sslmode", "sslrootcert", "sslcert", "sslkey")
 """Parameters of a DSN that mean the same to the JDBC driver."""
-RANGE_COLUMNS: Final[Mapping[Table, str]] = {"records": "lp", "outcomes": "lp_from", "lineage": "lp_from"}
 FETCH_BYTES: Final = 16_000_000
 """About what a task holds of rows that Spark has not taken yet."""
 FETCH_ROWS: Final = (50, 10_000)
@@ -34,20 +31,18 @@ def snapshot_frame(
     address: ReadAddress,
     snapshot_id: int,
     *,
-    table: Table,
+    statement: str,
     columns: Mapping[str, str],
-    ranges: Sequence[tuple[int, int]],
+    conditions: Sequence[str],
     width: int,
 ) -> DataFrame:
-    """Return these columns of a snapshot, one task for each range of LPs; `width`: bytes of a row, about."""
+    """Return these columns of a snapshot, one task for each condition; `width`: bytes of a row, about."""
     if address.parameters["host"].startswith("/"):
         raise InvalidInput("option way: JDBC does not reach a Unix socket; give a dsn with a host, or way='python'")
-    statement = bound(SNAPSHOT_QUERIES[table], {"snapshot_id": snapshot_id, "lp_from": 0, "lp_to": LP_COUNT})
-    name = RANGE_COLUMNS[table]
     frame = spark.read.jdbc(
         url=url_of(address),
         table=f"({statement}) AS snapshot_{snapshot_id}",
-        predicates=[f"{name} >= {start} AND {name} < {end}" for start, end in ranges],
+        predicates=list(conditions),
         properties={
             **properties_of(address),
             # The same transaction as the reading: what was dropped is an error, not an empty answer.
@@ -55,7 +50,7 @@ def snapshot_frame(
             "fetchsize": str(min(max(FETCH_BYTES // max(width, 1), FETCH_ROWS[0]), FETCH_ROWS[1])),
         },
     )
-    return frame.select([_column(name, word).alias(name) for name, word in columns.items()])
+    return frame.select([declared_column(name, word) for name, word in columns.items()])
 
 
 def url_of(address: ReadAddress) -> str:
@@ -80,6 +75,7 @@ def properties_of(address: ReadAddress) -> dict[str, str]:
     }
 
 
-def _column(name: str, word: str) -> Column:
+def declared_column(name: str, word: str) -> Column:
+    """Return a column, as it is stored, in its declared type."""
     column = F.col(f"`{name}`")
-    return F.from_json(column, word) if word.startswith("map<") else column.cast(TYPES[word])
+    return (F.from_json(column, word) if word.startswith("map<") else column.cast(TYPES[word])).alias(name)

@@ -15,8 +15,7 @@ from typing import Final, Literal
 
 from pyspark.sql import DataFrame, SparkSession
 
-from mqlayer.archiving.ranges import lp_ranges
-from mqlayer.archiving.snapshots import Stretch, find_snapshot, lp_weights, sample_width, snapshot_cut
+from mqlayer.archiving.snapshots import Stretch, find_snapshot, sample_width, snapshot_cut
 from mqlayer.archiving.tables import Table, check_table, chosen_columns
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
@@ -25,7 +24,7 @@ from mqlayer.settings import Settings
 from mqlayer.spark import jdbc
 from mqlayer.spark.chain import COLUMNS, check_chain
 from mqlayer.spark.exported import Exported
-from mqlayer.spark.source import APPLICATION, bound_source
+from mqlayer.spark.source import APPLICATION, bound_source, parts_of
 
 Way = Literal["jdbc", "python", "parquet"]
 WAYS: Final = ("jdbc", "python", "parquet")
@@ -51,7 +50,7 @@ def read_snapshot(
 
     `dsn`: the control database; MQLAYER_DSN where it is not given. `columns`: only these, in this order. `way`: by
     default JDBC where Postgres' driver is on the class path, else Python. `partitions`: how many tasks at most, each
-    for a range of LPs, so that an LP's records are in one; by default as many as Spark runs at once. `path`: where an
+    for a stretch of the archive's batches; by default as many as Spark runs at once. `path`: where an
     export of the snapshot is; read as Parquet, without the database. `check`: before anything is returned, prove that
     what this way reads is the cut, each seq once; its numbers are read once more for that. Raises ArchiveBroken.
     Raises NotFound for an unknown snapshot, InvalidInput naming the option that is wrong.
@@ -95,10 +94,16 @@ class _Stored:
         """Return these columns of a table."""
         if self._way == "jdbc":
             with self._database() as database:
-                weights, width = lp_weights(database, self._id), sample_width(database, self._id)
-            ranges = lp_ranges(weights, self._partitions)
+                statement, conditions = parts_of(database, self._id, table, self._partitions)
+                width = sample_width(database, self._id)
             return jdbc.snapshot_frame(
-                self._spark, self._address, self._id, table=table, columns=columns, ranges=ranges, width=width
+                self._spark,
+                self._address,
+                self._id,
+                statement=statement,
+                columns=columns,
+                conditions=conditions,
+                width=width,
             )
         options = {"snapshot": self._name, "table": table, "columns": ",".join(columns)}
         # The name that is registered is looked up when the frame is made, and by nobody later.

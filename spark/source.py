@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from mqlayer.archiving.ranges import lp_ranges
-from mqlayer.archiving.snapshots import find_snapshot, lp_weights
-from mqlayer.archiving.tables import SNAPSHOT_QUERIES, Table, check_table, chosen_columns
+from mqlayer.archiving.ranges import batches_condition
+from mqlayer.archiving.snapshots import find_snapshot, is_whole, shares_of
+from mqlayer.archiving.tables import SNAPSHOT_QUERIES, WHOLE_QUERY, Table, check_table, chosen_columns
+from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.reading import ReadAddress, arrow_batches, bound
@@ -31,10 +32,10 @@ BATCH_OPTIONS: Final = ("snapshot", "table", "columns", "partitions")
 
 @dataclass(frozen=True)
 class Part(InputPartition):
-    """What one task reads: a range of LPs."""
+    """What one task reads: rows of a statement."""
 
-    lp_from: int
-    lp_to: int
+    statement: str
+    condition: str
 
 
 class ArchiveSource(DataSource):
@@ -81,26 +82,36 @@ class ArchiveSource(DataSource):
 
 
 class SnapshotReader(DataSourceReader):
-    """Reads a snapshot by ranges of LPs."""
+    """Reads a snapshot in parts."""
 
     def __init__(self, address: ReadAddress, snapshot_id: int, table: Table, schema: StructType, parts: int) -> None:
         self._address, self._snapshot_id, self._table, self._schema = address, snapshot_id, table, schema
         self._parts = parts
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Return ranges of LPs with about as many records each."""
+        """Return parts with about as many records each."""
         with Database(self._address.conninfo(application=APPLICATION)) as database:
-            weights = lp_weights(database, self._snapshot_id)
-        return [Part(start, end) for start, end in lp_ranges(weights, self._parts)]
+            statement, conditions = parts_of(database, self._snapshot_id, self._table, self._parts)
+        return [Part(statement, condition) for condition in conditions]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Return the batches of a range, read in one transaction."""
+        """Return the batches of Arrow of a part, read in one transaction."""
         if not isinstance(partition, Part):
             return
         there = bound("snapshot_there", {"snapshot_id": self._snapshot_id})
-        facts = {"snapshot_id": self._snapshot_id, "lp_from": partition.lp_from, "lp_to": partition.lp_to}
-        statement = bound(SNAPSHOT_QUERIES[self._table], facts)
-        yield from read_batches(self._address, [there, chosen(statement, self._schema)], self._schema)
+        statement = f"{chosen(partition.statement, self._schema)} WHERE {partition.condition}"
+        yield from read_batches(self._address, [there, statement], self._schema)
+
+
+def parts_of(database: Database, snapshot_id: int, table: Table, count: int) -> tuple[str, list[str]]:
+    """Return the statement that reads a table of a snapshot, and the conditions that divide its rows among readers."""
+    whole = table == "records" and is_whole(database, snapshot_id)
+    facts = {"snapshot_id": snapshot_id, "lp_from": 0, "lp_to": LP_COUNT}
+    statement = bound(WHOLE_QUERY if whole else SNAPSHOT_QUERIES[table], facts)
+    if table == "lineage":
+        return statement, ["true"]
+    # Outcomes have batches between those of the records.
+    return statement, [batches_condition(share) for share in shares_of(database, snapshot_id, count)] or ["false"]
 
 
 def read_batches(address: ReadAddress, statements: Sequence[str], schema: StructType) -> Iterator[pa.RecordBatch]:

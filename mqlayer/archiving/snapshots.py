@@ -13,6 +13,7 @@ from datetime import datetime
 from itertools import groupby
 from typing import Final, NamedTuple
 
+from mqlayer.archiving.ranges import Batches, batch_shares
 from mqlayer.domain.names import check_name
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
@@ -24,6 +25,8 @@ CREATE_HINT: Final = "mqlayer snapshot list shows what there is; mqlayer snapsho
 PATIENCE: Final = {"lock_wait": "10s", "idle": "30s"}
 """A process that is stopped while it makes a snapshot must not keep its topics from being archived."""
 CREATE_S: Final = 60.0
+SAMPLE: Final = 20_000
+"""About how many records are looked at to divide a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,28 @@ def lp_weights(database: Database, snapshot_id: int) -> dict[int, int]:
     """Return how many records a snapshot holds of each LP that has any."""
     with database.connection() as connection:
         return dict(connection.execute(query("snapshot_weights"), {"snapshot_id": snapshot_id}).fetchall())
+
+
+def is_whole(database: Database, snapshot_id: int) -> bool:
+    """Return whether a snapshot is all that the archive held of its topics: then its batches say what is in it."""
+    with database.connection() as connection:
+        row = connection.execute(query("snapshot_whole"), {"snapshot_id": snapshot_id}).fetchone()
+    return bool(row and row[0])
+
+
+def shares_of(database: Database, snapshot_id: int, count: int) -> list[tuple[Batches, ...]]:
+    """Return at most `count` shares of a snapshot's batches with about as many records each, for readers side by side.
+
+    Looks at some pages of the archive, whatever its size.
+    """
+    with database.connection() as connection:
+        ((size,),) = connection.execute(query("archive_size")).fetchall()
+        percent = min(100.0, 100.0 * SAMPLE / size) if size else 100.0
+        facts = {"snapshot_id": snapshot_id, "percent": percent}
+        rows = connection.execute(query("snapshot_spread"), facts).fetchall()
+    lasts = {topic_id: last for topic_id, last, *_ in rows}
+    seen = [(topic_id, batch, weight) for topic_id, _, batch, weight in rows if batch is not None]
+    return batch_shares(lasts, seen, count)
 
 
 def sample_width(database: Database, snapshot_id: int) -> int:

@@ -27,6 +27,7 @@ COLUMNS: Final[Mapping[Table, Mapping[str, str]]] = {
         "tags": "array<string>",
         "headers": "map<string,string>",
         "body": "binary",
+        "batch": "bigint",
     },
     "outcomes": {
         "topic": "string",
@@ -40,6 +41,8 @@ COLUMNS: Final[Mapping[Table, Mapping[str, str]]] = {
         "settled_at": "timestamp",
         "actor": "string",
         "reason": "string",
+        "epoch": "bigint",
+        "place": "bigint",
     },
     "lineage": {
         "topic": "string",
@@ -57,6 +60,8 @@ SNAPSHOT_QUERIES: Final[Mapping[Table, str]] = {
     "outcomes": "snapshot_outcomes",
     "lineage": "snapshot_lineage",
 }
+WHOLE_QUERY: Final = "snapshot_records_whole"
+"""In the place of the one for records, where the snapshot is whole."""
 STREAM_QUERIES: Final[Mapping[Table, str]] = {"records": "stream_records", "outcomes": "stream_outcomes"}
 
 

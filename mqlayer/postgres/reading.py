@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 READ_ONLY: Final = (
-    "-c default_transaction_read_only=on -c default_transaction_isolation=repeatable\\ read -c enable_nestloop=off"
+    "-c default_transaction_read_only=on -c default_transaction_isolation=repeatable\\ read -c enable_nestloop=off "
+    "-c jit=off"
 )
 """One view of the data for all statements of a transaction, and nothing is ever written. Tables that were filled since
-they were last looked at are no reason to look a cut through once for each record."""
+they were last looked at are no reason to look a cut through once for each record, nor to compile what is soon done."""
 BATCH_BYTES: Final = 8_000_000
 """About how much one Arrow batch holds."""
 # The address that the host's name had, and what only newer client libraries know: these are for another process.

@@ -73,7 +73,7 @@ def _parts(
     bound = "" if whole else " The cut is not known: what is missing at either end of a chain was not noticed."
     explained = (
         "Each record's LP was computed anew from its key, by Spark's SHA-256. A chain is what a source published in "
-        "an LP, read in the order of the lineage: parents wholly before successors, then by offset." + bound
+        "an LP, read in the order of the lineage: parents wholly before successors, then by batch and offset." + bound
     )
     return [
         Note(f"✓ {word}" if good else f"✗ {word}", "good" if good else "bad"),

@@ -7,29 +7,27 @@ from typing import Final
 
 from mqlayer.spark.jobs.framework import Found, Tables, Wish, rows_of
 from mqlayer.spark.report import Bar, Bars, Part, Section, Table, Tile, Tiles
-from mqlayer.spark.transforms.failing import DEAD, by_attempts, by_error, by_member, by_word
+from mqlayer.spark.transforms.failing import DEAD, by_attempts, by_error, by_member, by_word, cases
 
 BARS: Final = 15
 
 
 def run(tables: Tables, _wish: Wish) -> Found:
     """Look at what did not go well at the first attempt, and what came of it."""
-    outcomes = tables.outcomes.persist()
+    looked = cases(tables.outcomes).persist()
     made = {"words": by_word, "errors": by_error, "members": by_member, "attempts": by_attempts}
-    frames = {name: make(outcomes).persist() for name, make in made.items()}
+    frames = {name: make(looked).persist() for name, make in made.items()}
     words = rows_of(frames["words"], "topic", "group", "-messages")
     errors = rows_of(frames["errors"], "-messages", "topic", "group", "word", "reason", "actor")
     members = rows_of(frames["members"], "-retries", "-dead", "topic", "group", "actor")
     attempts = rows_of(frames["attempts"], "topic", "group", "attempts")
-    outcomes.unpersist()
+    looked.unpersist()
     facts = {"words": words, "errors": errors, "members": members, "attempts": attempts}
     shown = {"messages by what became of them": words, "dead letters by error": errors, "members": members}
-    sums = {
-        word: sum(row["messages"] for row in words if row["word"] == word) for word in ("parked", "redriven", *DEAD)
-    }
-    dead = sum(sums[word] for word in DEAD)
+    sums = {word: sum(row["messages"] for row in words if row["word"] == word) for word in ("parked", "redriven")}
+    dead = sum(row["final"] for row in words if row["word"] in DEAD)
     tiles = [Tile("retries", f"{sum(row['retries'] for row in members):,}"), Tile("parked", f"{sums['parked']:,}")]
-    tiles += [Tile("dead", f"{dead:,}", "bad" if dead else ""), Tile("redriven", f"{sums['redriven']:,}")]
+    tiles += [Tile("dead in the end", f"{dead:,}", "bad" if dead else ""), Tile("redriven", f"{sums['redriven']:,}")]
     died = Counter[str]()
     for row in errors:
         died[f"{row['group']}: {row['reason'] or row['word']}"] += row["messages"]

@@ -14,7 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from mqlayer.errors import InvalidInput
 from mqlayer.spark.report import Section
 
-RECORD_COLUMNS: Final = ("topic", "partition", "offset", "source", "lp", "seq", "published_at", "key")
+RECORD_COLUMNS: Final = ("topic", "partition", "batch", "offset", "source", "lp", "seq", "published_at", "key")
 """No job ever reads a body or a header."""
 
 

@@ -4,48 +4,74 @@ from __future__ import annotations
 
 from typing import Final
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812
 
+from mqlayer.spark.transforms.settling import per_offset
+
 DEAD: Final = ("exhausted", "rejected", "skipped", "discarded")
+CASE: Final = ("topic", "group", "word", "reason", "actor", "attempts", "retries", "final")
 
 
-def by_word(outcomes: DataFrame) -> DataFrame:
-    """Return per topic, group and word how many messages came to it. One that came to two, such as parked and then
-    handled, counts in both."""
-    return outcomes.groupBy("topic", "group", "word").agg(F.sum(_messages()).alias("messages"))
+def cases(outcomes: DataFrame) -> DataFrame:
+    """Return what became of messages, with the number of `messages` that have all in common: word, reason, actor,
+    attempts, how many of these were `retries` that no earlier outcome of the message has, and whether it is the
+    `final` one: what became of the message in the end.
+
+    Outcomes of one message are in the order of (epoch, place), never of times, which come from several clocks.
+    """
+    at = Window.partitionBy("topic", "group", "partition", "offset").orderBy("epoch", "place")
+    before = F.lag(F.struct("word", "attempts")).over(at)
+    # Attempts of what was parked go on where they were, and an operator's word on what is dead makes none. After
+    # anything else they begin anew.
+    goes_on = (before["word"] == "parked") | ((F.col("word") == "discarded") & before["word"].isin(*DEAD))
+    counted = F.when(goes_on, before["attempts"])
+    retries = F.greatest(F.col("attempts") - F.greatest(F.coalesce(counted, F.lit(1)), F.lit(1)), F.lit(0))
+    rows = per_offset(outcomes).withColumns({
+        "retries": F.when(F.col("word") == "redriven", 0).otherwise(retries),
+        "final": F.lead("word").over(at).isNull(),
+        "reason": F.coalesce("reason", F.lit("")),
+    })  # fmt: skip
+    return rows.groupBy(*CASE).agg(F.count("*").alias("messages"))
 
 
-def by_error(outcomes: DataFrame) -> DataFrame:
-    """Return the dead letters per topic, group, word, error and actor, with their attempts."""
-    dead = outcomes.filter(F.col("word").isin(*DEAD))
-    return dead.groupBy("topic", "group", "word", F.coalesce("reason", F.lit("")).alias("reason"), "actor").agg(
-        F.sum(_messages()).alias("messages"), F.sum(_messages() * F.col("attempts")).alias("attempts")
+def by_word(found: DataFrame) -> DataFrame:
+    """Return per topic, group and word how many messages came to it, and for how many it is `final`. One that came to
+    two, such as parked and then handled, counts in both."""
+    return found.groupBy("topic", "group", "word").agg(
+        F.sum("messages").alias("messages"), _sum(F.col("final"), F.col("messages")).alias("final")
     )
 
 
-def by_member(outcomes: DataFrame) -> DataFrame:
-    """Return per topic, group and actor what it settled: messages, those of several attempts, attempts beyond the
-    first, the most of one, and how many were parked or died."""
-    tried, messages = F.col("attempts") > 1, _messages()
-    return outcomes.groupBy("topic", "group", "actor").agg(
+def by_error(found: DataFrame) -> DataFrame:
+    """Return the dead letters per topic, group, word, error and actor, with their attempts; `final` are those that are
+    still dead."""
+    dead = found.filter(F.col("word").isin(*DEAD))
+    return dead.groupBy("topic", "group", "word", "reason", "actor").agg(
+        F.sum("messages").alias("messages"),
+        F.sum(F.col("messages") * F.col("attempts")).alias("attempts"),
+        _sum(F.col("final"), F.col("messages")).alias("final"),
+    )
+
+
+def by_member(found: DataFrame) -> DataFrame:
+    """Return per topic, group and actor what it settled: messages, those of several attempts, retries, the most
+    attempts of one, and how many were parked or died. Attempts before a message was parked count for who parked it."""
+    messages = F.col("messages")
+    return found.groupBy("topic", "group", "actor").agg(
         F.sum(messages).alias("messages"),
-        _sum(tried, messages).alias("retried"),
-        _sum(tried, messages * (F.col("attempts") - 1)).alias("retries"),
+        _sum(F.col("attempts") > 1, messages).alias("retried"),
+        F.sum(messages * F.col("retries")).alias("retries"),
         F.max("attempts").alias("most_attempts"),
         _sum(F.col("word") == "parked", messages).alias("parked"),
         _sum(F.col("word").isin(*DEAD), messages).alias("dead"),
     )
 
 
-def by_attempts(outcomes: DataFrame) -> DataFrame:
+def by_attempts(found: DataFrame) -> DataFrame:
     """Return per topic, group and number of attempts how many messages needed so many until they were handled."""
-    handled = outcomes.filter(F.col("word") == "handled")
-    return handled.groupBy("topic", "group", "attempts").agg(F.sum(_messages()).alias("messages"))
-
-
-def _messages() -> Column:
-    return F.col("last_offset") - F.col("first_offset") + 1
+    handled = found.filter(F.col("word") == "handled")
+    return handled.groupBy("topic", "group", "attempts").agg(F.sum("messages").alias("messages"))
 
 
 def _sum(which: Column, what: Column) -> Column:

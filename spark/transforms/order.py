@@ -1,8 +1,8 @@
 """The order audit: is what a snapshot holds the unbroken chain that the promise says?
 
 Per topic, source and LP, records are looked at twice: in the order of their seqs, where each is one more than the last
-(else a *gap* or a *duplicate*), and in the order of the lineage (parents wholly before successors, then by offset),
-where seqs only grow (else an *inversion*). A record is *misplaced* where its LP is not that of its key, or its
+(else a *gap* or a *duplicate*), and in the order of the lineage (parents wholly before successors, then by batch and
+offset), where seqs only grow (else an *inversion*). A record is *misplaced* where its LP is not that of its key, or its
 partition never served its LP. A break of the chain is one finding, with the positions of both records beside it.
 
 An LP is served by one partition at a time, so the partitions of an LP in the order of the versions that brought them
@@ -21,7 +21,9 @@ from mqlayer.spark.transforms.placing import lp_of_key
 
 KINDS: Final = ("inversion", "gap", "duplicate", "misplaced")
 CHAIN: Final = ("topic", "source", "lp")
-PLACE: Final = ("born", "partition", "offset")
+PLACE: Final = ("born", "partition", "batch", "offset")
+"""Offsets alone are not the order of a partition: a node that fell back gives them out again, and a later record may
+stand at a lower one than an earlier one that was archived before. What it appends then is in later batches."""
 SPOT: Final = "struct<seq:bigint,partition:int,offset:bigint>"
 FINDING: Final = (
     "struct<kind:string,key:string,first_seq:bigint,last_seq:bigint,partition:int,offset:bigint,"
@@ -110,7 +112,7 @@ def _is_of(kind: str) -> Callable[[Column], Column]:
 
 def _placed(records: DataFrame, lineage: DataFrame) -> DataFrame:
     ranges = lineage.select("topic", "partition", "lp_from", "lp_to", F.col("first_version").alias("born"))
-    rows = records.select("topic", "partition", "offset", "source", "lp", "seq", "key")
+    rows = records.select("topic", "partition", "batch", "offset", "source", "lp", "seq", "key")
     rows = rows.join(F.broadcast(ranges), ["topic", "partition"], "left")
     served = (F.col("lp") >= F.col("lp_from")) & (F.col("lp") < F.col("lp_to"))
     return rows.select(

@@ -29,13 +29,17 @@ def settled(records: DataFrame, outcomes: DataFrame) -> DataFrame:
     """Return per topic, group and record that the group handled: when it was published, when first handled, and the
     milliseconds between (none below 0: the two clocks are not one).
 
-    What was left out, parked or dead is not handled; what was parked and handled later is.
+    What was left out, parked or dead is not handled; what was parked and handled later is. Offsets that a node gave to
+    two records, since it fell back in between, are left out: which of the two was handled when is not known.
     """
     handled = per_offset(outcomes.filter(F.col("word") == "handled").select(
         "topic", "group", "partition", "first_offset", "last_offset", "settled_at"
     ))  # fmt: skip
     first = handled.groupBy("topic", "group", "partition", "offset").agg(F.min("settled_at").alias("settled_at"))
-    published = records.select("topic", "partition", "offset", "published_at")
+    once = records.groupBy("topic", "partition", "offset").agg(
+        F.count("*").alias("records"), F.first("published_at").alias("published_at")
+    )
+    published = once.filter(F.col("records") == 1).drop("records")
     ms = F.round((_micros("settled_at") - _micros("published_at")) / 1_000).cast("bigint")
     return first.join(published, ["topic", "partition", "offset"]).withColumn("ms", F.greatest(ms, F.lit(0)))
 

@@ -10,14 +10,17 @@ def by_member(outcomes: DataFrame) -> DataFrame:
     """Return per group and member: messages handled, share of the group's, and seconds in which it had any in hand.
 
     A member has a message in hand from when it is first given it until it is settled; times that overlap count once.
+    Where it is not known when it was given one, the message counts, its time does not.
     """
-    handled = outcomes.filter((F.col("word") == "handled") & F.col("delivered_at").isNotNull())
+    handled = outcomes.filter(F.col("word") == "handled")
     who = ["topic", "group", "actor"]
     begun = Window.partitionBy(*who).orderBy("delivered_at", "settled_at")
-    until = F.max("settled_at").over(begun.rowsBetween(Window.unboundedPreceding, -1))
+    known = F.col("delivered_at").isNotNull()
+    until = F.max(F.when(known, F.col("settled_at"))).over(begun.rowsBetween(Window.unboundedPreceding, -1))
     # What reaches beyond all before it is new time; what lies within is counted already.
     since = F.greatest(F.col("delivered_at"), F.coalesce(until, F.col("delivered_at")))
     fresh_us = F.greatest(F.unix_micros(F.col("settled_at")) - F.unix_micros(since), F.lit(0))
+    fresh_us = F.when(known, fresh_us).otherwise(F.lit(0))
     rows = handled.select(*who, (F.col("last_offset") - F.col("first_offset") + 1).alias("n"), fresh_us.alias("us"))
     found = rows.groupBy(*who).agg(F.sum("n").alias("messages"), (F.sum("us") / 1_000_000).alias("busy_s"))
     share = F.col("messages") / F.sum("messages").over(Window.partitionBy("topic", "group"))

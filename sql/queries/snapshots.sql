@@ -38,12 +38,14 @@ LEFT JOIN (SELECT r.topic_id, r.source, r.lp, min(r.seq) AS seq
 WHERE m.topic_id = ANY (%(topic_ids)s) AND m.first_seq <= least(m.last_seq, late.seq - 1);
 
 -- name: snapshot_topic_insert
--- Note the batch, the route version and the number of records of each held topic, once it is cut.
-INSERT INTO mqlayer_archive.snapshot_topic (snapshot_id, topic_id, batch, version, records)
-SELECT %(snapshot_id)s, a.topic_id, a.batch, t.version,
-       (SELECT coalesce(sum(c.last_seq - c.first_seq + 1), 0) FROM mqlayer_archive.cut c
-        WHERE c.snapshot_id = %(snapshot_id)s AND c.topic_id = a.topic_id)
+-- Note the batch, the route version and the number of records of each held topic, once it is cut; and whether that is every
+-- record that was archived of it in the days that are kept.
+INSERT INTO mqlayer_archive.snapshot_topic (snapshot_id, topic_id, batch, version, records, whole)
+SELECT %(snapshot_id)s, a.topic_id, a.batch, t.version, c.records,
+       c.records = (SELECT sum(d.records) FROM mqlayer_archive.day d WHERE d.topic_id = a.topic_id)
 FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id)
+CROSS JOIN LATERAL (SELECT coalesce(sum(i.last_seq - i.first_seq + 1), 0) AS records FROM mqlayer_archive.cut i
+                    WHERE i.snapshot_id = %(snapshot_id)s AND i.topic_id = a.topic_id) c
 WHERE a.topic_id = ANY (%(topic_ids)s);
 
 -- name: snapshot_find
@@ -81,6 +83,20 @@ FROM mqlayer_archive.snapshot_topic p
 CROSS JOIN LATERAL (SELECT octet_length(i.body) + coalesce(octet_length(i.headers), 0) AS size
                     FROM mqlayer_archive.record i WHERE i.topic_id = p.topic_id LIMIT 1000) r
 WHERE p.snapshot_id = %(snapshot_id)s;
+
+-- name: snapshot_spread
+-- How the records of a snapshot are spread over its batches, going by some of the archive's pages; all topics, and the last
+-- batch of each, are there whatever was seen of them.
+SELECT p.topic_id, p.batch AS last, r.batch, r.seen
+FROM mqlayer_archive.snapshot_topic p
+LEFT JOIN (SELECT i.topic_id, i.batch, count(*) AS seen
+           FROM mqlayer_archive.record i TABLESAMPLE SYSTEM (%(percent)s)
+           GROUP BY i.topic_id, i.batch) r ON r.topic_id = p.topic_id AND r.batch <= p.batch
+WHERE p.snapshot_id = %(snapshot_id)s ORDER BY p.topic_id, r.batch;
+
+-- name: archive_size
+-- How many records the archive holds, of all topics.
+SELECT coalesce(sum(records), 0)::bigint FROM mqlayer_archive.day;
 
 -- name: snapshot_delete
 -- Drop a snapshot; the archive keeps what it covered until retention comes by.
@@ -123,7 +139,7 @@ WITH stretch AS MATERIALIZED (
     JOIN mqlayer_archive.cut c USING (snapshot_id, topic_id)
     WHERE p.snapshot_id = %(snapshot_id)s::int)
 SELECT c.name AS topic, r.version, r.partition_id AS partition, r.log_offset AS "offset", r.source, r.lp, r.seq,
-       r.published_at, r.archived_at, r.key, r.tags, r.headers, r.body
+       r.published_at, r.archived_at, r.key, r.tags, r.headers, r.body, r.batch, r.topic_id
 FROM mqlayer_archive.record r
 JOIN stretch c ON r.topic_id = c.topic_id AND r.source = c.source AND r.lp = c.lp
     AND r.seq BETWEEN c.first_seq AND c.last_seq AND r.batch <= c.batch
@@ -132,10 +148,27 @@ WHERE r.lp >= %(lp_from)s::smallint AND r.lp < %(lp_to)s::smallint
                        FROM mqlayer_archive.snapshot_topic p JOIN mqlayer_archive.day d USING (topic_id)
                        WHERE p.snapshot_id = %(snapshot_id)s::int AND d.first_batch <= p.batch);
 
+-- name: snapshot_records_whole
+-- The same of a snapshot that is all that the archive held of its topics: its cut is what its batches hold, so nothing is
+-- looked up for each record.
+SELECT t.name AS topic, r.version, r.partition_id AS partition, r.log_offset AS "offset", r.source, r.lp, r.seq,
+       r.published_at, r.archived_at, r.key, r.tags, r.headers, r.body, r.batch, r.topic_id
+FROM mqlayer_archive.snapshot_topic p
+JOIN mqlayer.topic t USING (topic_id)
+JOIN mqlayer_archive.record r ON r.topic_id = p.topic_id AND r.batch <= p.batch
+WHERE p.snapshot_id = %(snapshot_id)s::int
+  AND r.archived_at < (SELECT coalesce((max(d.day) + 1)::timestamp AT TIME ZONE 'UTC', 'infinity')
+                       FROM mqlayer_archive.snapshot_topic p JOIN mqlayer_archive.day d USING (topic_id)
+                       WHERE p.snapshot_id = %(snapshot_id)s::int AND d.first_batch <= p.batch);
+
+-- name: snapshot_whole
+-- Whether a snapshot is all that the archive held of its topics.
+SELECT coalesce(bool_and(p.whole), false) FROM mqlayer_archive.snapshot_topic p WHERE p.snapshot_id = %(snapshot_id)s;
+
 -- name: snapshot_outcomes
--- The outcomes of a snapshot, of partitions whose LPs begin in a range; where they begin, for readers that divide them.
+-- The outcomes of a snapshot, of partitions whose LPs begin in a range.
 SELECT t.name AS topic, g.name AS "group", o.partition_id AS partition, o.first_offset, o.last_offset, o.word, o.attempts,
-       o.delivered_at, o.settled_at, o.actor, o.reason, n.lp_from
+       o.delivered_at, o.settled_at, o.actor, o.reason, o.epoch, o.place, o.topic_id, o.batch
 FROM mqlayer_archive.snapshot_topic p
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer_archive.outcome o ON o.topic_id = p.topic_id AND o.batch <= p.batch
@@ -175,7 +208,7 @@ SELECT mqlayer_archive.batches_v1(%(topic_id)s::int, %(after)s::bigint);
 -- name: stream_records
 -- The records of a topic's batches in a range of LPs, as they are stored.
 SELECT t.name AS topic, r.version, r.partition_id AS partition, r.log_offset AS "offset", r.source, r.lp, r.seq,
-       r.published_at, r.archived_at, r.key, r.tags, r.headers, r.body
+       r.published_at, r.archived_at, r.key, r.tags, r.headers, r.body, r.batch
 FROM mqlayer_archive.record r
 JOIN mqlayer.topic t USING (topic_id)
 WHERE r.topic_id = %(topic_id)s::int AND r.batch > %(after)s::bigint AND r.batch <= %(upto)s::bigint
@@ -184,7 +217,7 @@ WHERE r.topic_id = %(topic_id)s::int AND r.batch > %(after)s::bigint AND r.batch
 -- name: stream_outcomes
 -- The outcomes of a topic's batches, of partitions whose LPs begin in a range.
 SELECT t.name AS topic, g.name AS "group", o.partition_id AS partition, o.first_offset, o.last_offset, o.word, o.attempts,
-       o.delivered_at, o.settled_at, o.actor, o.reason
+       o.delivered_at, o.settled_at, o.actor, o.reason, o.epoch, o.place
 FROM mqlayer_archive.outcome o
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer.consumer_group g ON g.group_id = o.group_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import stat
 from collections import Counter
 from html.parser import HTMLParser
@@ -20,6 +21,7 @@ from tests.fixtures.archived_topics import BEGAN
 from tests.fixtures.commands import Commands
 from tests.proof.outbox_world import OutboxWorld
 
+ROOT: Final = Path(__file__).parents[2]
 EVIL: Final = "<script>alert('k')</script>"
 KEYS: Final = [EVIL, *(f"key-{number}" for number in range(40))]
 SPARK: Final = ("--conf", "spark.sql.shuffle.partitions=2")
@@ -74,7 +76,8 @@ def archive(database: Database) -> None:
         for partition, last in offsets.items():
             for first, until, word, reason in ((1, last - 1, "handled", None), (last, last, "exhausted", EVIL)):
                 connection.execute(
-                    "INSERT INTO mqlayer_archive.outcome VALUES (1, 1, 1, %s, %s, %s, %s, 2, %s, %s, 'm1', %s, %s, 1, 1)",
+                    "INSERT INTO mqlayer_archive.outcome "
+                    "VALUES (1, 1, 1, %s, %s, %s, %s, 2, %s, %s, 'm1', %s, %s, 1, 1)",
                     (partition, first, until, word, BEGAN, BEGAN, reason, BEGAN),
                 )
 
@@ -109,6 +112,7 @@ def test_all_jobs_write_parquet_and_one_page_that_fetches_nothing(
     assert facts["latency"]["groups"][0]["messages"] == 99
     assert facts["skew"]["hottest_keys"][0]["key"] == "hot"
     assert [(row["word"], row["messages"]) for row in facts["failures"]["words"]] == [("handled", 99), ("exhausted", 2)]
+    assert [row["final"] for row in facts["failures"]["words"]] == [99, 2]
     assert facts["fairness"]["groups"][0]["gini_messages"] == 0
     for job, tables in TABLES.items():
         assert {path.name for path in (tmp_path / job).iterdir()} == tables
@@ -121,6 +125,27 @@ def test_all_jobs_write_parquet_and_one_page_that_fetches_nothing(
     assert EVIL in seen.shown
     assert "secret body" not in text
     assert "Clean: every record is in order" in seen.shown
+
+
+def test_each_job_is_a_program(
+    world: OutboxWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As spark-submit runs it: with the session that is there, and an exit code."""
+
+    def code(job: str, *words: str) -> object:
+        monkeypatch.setattr("sys.argv", [job, *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "spark" / "jobs" / f"{job}.py"), run_name="__main__")
+        return ended.value.code
+
+    for job in TABLES:
+        page = tmp_path / f"{job}.html"
+        assert code(job, "--snapshot", "nightly", "--topic", "orders", "--html", str(page)) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert (said["job"], said["good"]) == (job, True)
+        assert f'<section id="{job}"' in page.read_text()
+        assert code(job, "--snapshot", "weekly") == 1
+        assert capsys.readouterr().err.startswith("mqlayer: unknown snapshot 'weekly'")
 
 
 def test_an_audit_that_is_not_clean_says_so_and_exits_with_1(world: OutboxWorld, run: Commands) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -12,8 +13,12 @@ from mqlayer.domain.routing import LP_COUNT, lp_of
 from mqlayer.postgres.database import Database
 from mqlayer.spark.transforms import order
 from mqlayer.spark.transforms.placing import lp_of_key
+from mqlayer.topics import rearm_node
 from tests.fixtures.archived_topics import CUT, LINEAGE, RECORDS, ArchivedTopic, Row, random_topic
+from tests.fixtures.servers import StartRedis
+from tests.integration.test_archive import LOW, Scene
 from tests.proof.audit import archive_and_audit
+from tests.proof.fall_back import FallBack
 from tests.proof.outbox_world import OutboxWorld
 
 KEYS: Final = [
@@ -62,7 +67,7 @@ class Spoilt(ArchivedTopic):
 
 
 def swap(first: Row, second: Row) -> None:
-    for name in ("partition", "offset", "version"):
+    for name in ("partition", "offset", "batch", "version"):
         first[name], second[name] = second[name], first[name]
 
 
@@ -260,6 +265,28 @@ def test_what_a_real_system_archives_over_changes_is_clean_until_it_is_tampered_
     assert not tampered.good
     (said,) = tampered.facts["findings"]
     assert (said["kind"], said["lp"], said["first_seq"], said["offset"]) == ("inversion", *row)
+
+
+def test_what_a_node_that_fell_back_gives_again_is_in_order(
+    spark: Any, database_dsn: str, start_redis: StartRedis, key_prefix: str, tmp_path: Path
+) -> None:
+    """A later record stands at a lower offset than an earlier one, which the archive had before the node fell back."""
+    node = start_redis()
+    scene = Scene(database_dsn, key_prefix, node.url, partitions=1)
+    scene.send(1, LOW, b"1", b"2")
+    before = FallBack(node, tmp_path / "copy")
+    scene.send(2, LOW, *[b"direct"] * 5)
+    scene.send(1, LOW, b"3", b"4")
+    scene.archive()
+    before.happen()
+    rearm_node(scene.database, "n1", prefix=scene.prefix)
+    scene.seqs[1, lp_of(LOW.encode())] = 2
+    scene.send(1, LOW, b"3", b"4", b"5")
+    found = archive_and_audit(spark, database_dsn, prefix=key_prefix)
+    places = scene.rows("SELECT log_offset FROM mqlayer_archive.record WHERE source = 1 AND seq > 3 ORDER BY seq")
+    scene.close()
+    assert places == [(9,), (5,)]
+    assert found.good, found.facts["findings"]
 
 
 @pytest.mark.parametrize("source", ["made up", "hypothesis"])

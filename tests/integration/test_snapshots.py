@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +19,7 @@ import pytest
 
 from mqlayer import failpoints
 from mqlayer.archiving import (
+    Snapshot,
     create_snapshot,
     drop_snapshot,
     find_snapshot,
@@ -27,13 +28,18 @@ from mqlayer.archiving import (
     verify_snapshot,
 )
 from mqlayer.archiving.exporting import export_snapshot
-from mqlayer.archiving.ranges import lp_ranges
-from mqlayer.archiving.snapshots import snapshot_cut
+from mqlayer.archiving.ranges import batch_shares, batches_condition, lp_ranges
+from mqlayer.archiving.retention import PATIENCE
+from mqlayer.archiving.snapshots import is_whole, snapshot_cut
+from mqlayer.domain.routing import lp_of
 from mqlayer.errors import ArchiveBroken, Conflict, InvalidInput, NotFound
+from mqlayer.postgres.queries import query
 from mqlayer.postgres.reading import arrow_batches, bound, read_address
+from mqlayer.trimming import trim_pass
 from tests.fixtures.archived import BEGAN, ArchivedTopics
 from tests.fixtures.commands import Commands
 from tests.fixtures.waiting import wait_until
+from tests.integration.test_archive import LOW, Scene
 
 pq = pytest.importorskip("pyarrow.parquet")
 
@@ -147,6 +153,64 @@ def test_reading_is_equal_while_writers_and_retention_run(archived: ArchivedTopi
     assert verify_snapshot(archived.database, "later") == []
 
 
+def test_reading_is_equal_beside_writers_an_archiver_trimming_and_days_that_go(
+    database_dsn: str, redis_url: str, key_prefix: str
+) -> None:
+    """Invariant 18, cases 79, 80: what is read twice and in parallel is one thing, whatever streams and archive do."""
+    scene = Scene(database_dsn, key_prefix, redis_url, partitions=1)
+    group = scene.group()
+    scene.send(1, LOW, *[b"old"] * 50)
+    scene.archive()
+    scene.age(40)
+    scene.send(1, LOW, *[b"new"] * 50)
+    scene.archive()
+    made = create_snapshot(scene.database, "kept")
+    # Another topic, of which days come and go meanwhile.
+    other = ArchivedTopics(database_dsn, scene.connection, scene.database)
+    topic_id = other.topic("other", archived=False)
+    scene.connection.execute("UPDATE mqlayer.partition SET state = 'deleted' WHERE topic_id = %s", (topic_id,))
+    scene.connection.execute("INSERT INTO mqlayer_archive.topic (topic_id) VALUES (%s)", (topic_id,))
+    expected, ended = read(other, "kept"), Event()
+    seen: dict[str, int] = {"archived": 0, "trimmed": 0, "dropped": 0, "spared": 0}
+
+    def write() -> None:
+        scene.send(1, LOW, *[b"later"] * 20)
+        scene.settle(group, 1, scene.seqs[1, lp_of(LOW.encode())])
+
+    def archive_and_trim() -> None:
+        seen["archived"] += scene.archive().total
+        trim_pass(scene.database, prefix=scene.prefix)
+        seen["trimmed"] = max(0, scene.first(1) - 1 - made.records)
+
+    def keep_few_days() -> None:
+        other.put("x", topic="other", age_days=60)
+        for day in retain(scene.database, older_than=timedelta(days=10)):
+            seen[str(day.word)] = seen.get(str(day.word), 0) + 1
+
+    def on_and_on(work: Callable[[], None]) -> None:
+        while not ended.is_set():
+            work()
+
+    def look() -> None:
+        assert [read(other, "kept") for _ in range(8)] == [expected] * 8
+
+    with ThreadPoolExecutor(5) as pool:
+        beside = [pool.submit(on_and_on, work) for work in (write, archive_and_trim, keep_few_days)]
+        try:
+            wait_until(lambda: all(seen.values()) or any(one.done() for one in beside), what="all of it happens")
+            for looking in [pool.submit(look), pool.submit(look)]:
+                looking.result(timeout=60)
+        finally:
+            ended.set()
+        for one in beside:
+            one.result(timeout=30)
+    assert len(expected) == made.records == 100
+    assert all(seen.values()), seen
+    assert verify_snapshot(scene.database, "kept") == []
+    assert read(other, "kept") == expected
+    scene.close()
+
+
 def test_retention_that_meets_a_snapshot_in_the_making_spares_it(archived: ArchivedTopics, tmp_path: Path) -> None:
     archived.put("a", age_days=40)
     failpoints.arm("snapshot.after_lock", f"wait:{tmp_path / 'go'}")
@@ -163,6 +227,57 @@ def test_retention_that_meets_a_snapshot_in_the_making_spares_it(archived: Archi
         assert making.result(timeout=10).records == 1
         assert [day.word for day in dropping.result(timeout=10)] == ["spared"]
     assert len(read(archived, "s")) == 1
+
+
+def there(made: Snapshot) -> str:
+    return bound("snapshot_there", {"snapshot_id": made.snapshot_id})
+
+
+def test_nobody_drops_a_day_under_a_reader(archived: ArchivedTopics, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the snapshot and the reading somebody drops it and wants to drop its days."""
+    monkeypatch.setitem(PATIENCE, "lock_wait", "50ms")
+    archived.put("a", age_days=40)
+    archived.put("a")
+    made = create_snapshot(archived.database, "s")
+    facts = {"snapshot_id": made.snapshot_id, "lp_from": 0, "lp_to": 1024}
+    with psycopg.connect(read_address(archived.dsn).conninfo(application="test")) as reader:
+        reader.execute(there(made).encode())
+        drop_snapshot(archived.database, "s")
+        assert [day.word for day in retain(archived.database, older_than=timedelta(days=10))] == ["busy"]
+        assert len(reader.execute(bound("snapshot_records", facts).encode()).fetchall()) == 2
+    assert [day.word for day in retain(archived.database, older_than=timedelta(days=10))] == ["dropped"]
+
+
+def test_a_reader_whose_days_went_before_it_held_them_is_refused(archived: ArchivedTopics) -> None:
+    """Its transaction still sees the snapshot and its cut; the tables are gone all the same."""
+    archived.put("a", age_days=40)
+    archived.put("a")
+    made = create_snapshot(archived.database, "s")
+    for ask in (there(made), bound("stream_there", {"topic_id": 1, "after": 0})):
+        with psycopg.connect(read_address(archived.dsn).conninfo(application="test")) as reader:
+            reader.execute("SELECT count(*) FROM mqlayer_archive.cut")
+            if archived.rows("SELECT 1 FROM mqlayer_archive.snapshot"):
+                drop_snapshot(archived.database, "s")
+                retain(archived.database, older_than=timedelta(days=10))
+            with pytest.raises(psycopg.DatabaseError, match="dropped"):
+                reader.execute(ask.encode())
+
+
+def test_a_stream_does_not_pass_days_that_were_dropped_behind_spared_ones(archived: ArchivedTopics) -> None:
+    """A snapshot spares the oldest day only: whoever stands in it has lost what followed."""
+    first = archived.put("a", age_days=50)
+    create_snapshot(archived.database, "s")
+    second = archived.put("a", age_days=40)
+    third = archived.put("a")
+    words = [day.word for day in retain(archived.database, older_than=timedelta(days=10))]
+    assert words == ["spared", "dropped"]
+    with archived.database.connection() as connection:
+        ((_, _, last, kept_from),) = connection.execute(query("stream_topics"), {"topics": None}).fetchall()
+    assert (last, kept_from) == (third, third)
+    for after in (0, first):
+        with pytest.raises(psycopg.DatabaseError, match="dropped from the archive"):
+            archived.rows("SELECT mqlayer_archive.batches_v1(1, %s)", after)
+    assert archived.rows("SELECT mqlayer_archive.batches_v1(1, %s)", second) == [(third,)]
 
 
 def test_what_is_dropped_is_not_read_as_empty(archived: ArchivedTopics) -> None:
@@ -298,3 +413,32 @@ def test_ranges_tile_all_lps_and_divide_the_records() -> None:
     assert lp_ranges(dict.fromkeys(range(1024), 1), 4) == [(0, 256), (256, 512), (512, 768), (768, 1024)]
     assert lp_ranges({0: 100, 1: 1, 1023: 1}, 3) == [(0, 1), (1, 2), (2, 1024)]
     assert lp_ranges({5: 10}, 4) == [(0, 6), (6, 1024)]
+
+
+def test_shares_of_batches_are_all_batches_once_and_divide_the_records() -> None:
+    even = [(1, batch, 10) for batch in range(1, 101)]
+    assert batch_shares({1: 100}, even, 4) == [((1, 0, 25),), ((1, 25, 50),), ((1, 50, 75),), ((1, 75, 100),)]
+    assert batch_shares({1: 9, 2: 4}, [(1, 9, 10), (2, 1, 10), (2, 3, 10)], 2) == [((1, 0, 9), (2, 0, 1)), ((2, 1, 4),)]
+    assert batch_shares({1: 9}, [(1, 2, 100), (1, 9, 1)], 3) == [((1, 0, 2),), ((1, 2, 9),)]
+    assert batch_shares({1: 9, 2: 0}, [], 4) == [((1, 0, 9),)]
+    assert batch_shares({}, [], 4) == []
+    assert batches_condition([]) == "false"
+
+
+def test_a_snapshot_that_is_all_that_there_is_reads_as_by_its_cut(archived: ArchivedTopics) -> None:
+    """Whether it is: not one until a time, nor one behind a gap that was accepted."""
+    archived.put("a", "b", "a")
+    archived.put("c", at=BEGAN + HOUR)
+    made = {
+        "all": create_snapshot(archived.database, "all"),
+        "until": create_snapshot(archived.database, "until", at=BEGAN),
+    }
+    archived.connection.execute("UPDATE mqlayer_archive.mark SET first_seq = 2 WHERE last_seq = 2")
+    made["behind"] = create_snapshot(archived.database, "behind")
+    whole = {name: is_whole(archived.database, one.snapshot_id) for name, one in made.items()}
+    assert whole == {"all": True, "until": False, "behind": False}
+    archived.put("a")
+    facts = {"snapshot_id": made["all"].snapshot_id, "lp_from": 0, "lp_to": 1024}
+    found = [archived.rows(bound(name, facts)) for name in ("snapshot_records", "snapshot_records_whole")]
+    assert sorted(map(str, found[0])) == sorted(map(str, found[1]))
+    assert len(found[0]) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -294,35 +295,52 @@ def test_a_snapshot_during_a_split_replays_in_order(
     assert {row.last_version for row in lineage.values()} == {1, None}
 
 
+def built_wheel(directory: Path) -> Path:
+    """The wheel, built from a copy of the tree."""
+    tree = directory / "tree"
+    for name in ("mqlayer", "spark", "sql", "lua", "workers"):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree / name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q", "--no-deps"]
+    command = [*pip, "--no-build-isolation", "-w", str(directory), str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = directory.glob("*.whl")
+    return wheel
+
+
+JOB = """
+import runpy, sys, mqlayer.spark
+assert 'mqlayer.zip' in mqlayer.__file__, mqlayer.__file__
+spark = mqlayer.spark.session('job')
+frame = mqlayer.spark.read_snapshot(spark, 's', way='python', check=True)
+where = frame.rdd.map(lambda row: __import__('mqlayer').__file__).distinct().collect()
+print('read', frame.count(), all('mqlayer.zip' in path for path in where))
+runpy.run_path(sys.argv.pop(1), run_name='__main__')
+"""
+
+
 @pytest.mark.timeout(300)
-def test_the_wheel_serves_as_py_files(filled: ArchivedTopics, tmp_path: Path) -> None:
-    """Packaged data is read out of the archive; workers find the package there and nowhere else."""
+def test_the_wheel_as_a_zip_serves_as_py_files(filled: ArchivedTopics, tmp_path: Path) -> None:
+    """Packaged data is read out of the archive; workers find the package there and nowhere else; a job's file is a
+    program of spark-submit."""
     if shutil.which("java") is None:
         pytest.skip("Spark needs Java 17 or newer")
     package = tmp_path / "mqlayer.zip"
-    with zipfile.ZipFile(package, "w") as archive:
-        for path in sorted((ROOT / "mqlayer").rglob("*")):
-            if path.suffix in (".py", ".sql", ".lua"):
-                archive.write(path, path.relative_to(ROOT))
-        for name in ("spark", "sql", "lua"):
-            for path in sorted((ROOT / name).rglob("*.*")):
-                if path.suffix in (".py", ".sql", ".lua"):
-                    archive.write(path, Path("mqlayer") / path.relative_to(ROOT))
-    job = tmp_path / "job.py"
-    job.write_text(
-        "import sys, mqlayer.spark\n"
-        "assert 'mqlayer.zip' in mqlayer.__file__, mqlayer.__file__\n"
-        "spark = mqlayer.spark.session('job')\n"
-        "frame = mqlayer.spark.read_snapshot(spark, 's', way='python', check=True)\n"
-        "where = frame.rdd.map(lambda row: __import__('mqlayer').__file__).distinct().collect()\n"
-        "print('read', frame.count(), all('mqlayer.zip' in path for path in where))\n"
-    )
+    built_wheel(tmp_path).rename(package)
+    with zipfile.ZipFile(package) as archive:
+        archive.extract("mqlayer/spark/jobs/audit.py", tmp_path)
+    (tmp_path / "job.py").write_text(JOB)
     environment = os.environ | {"MQLAYER_DSN": filled.dsn, "PYSPARK_PYTHON": sys.executable, "PYTHONSAFEPATH": "1"}
     environment.pop("PYTHONPATH", None)
     command = [str(Path(sys.executable).parent / "spark-submit"), "--master", "local[2]", "--py-files", str(package)]
-    options = ["--conf", "spark.ui.enabled=false", "--conf", "spark.driver.host=127.0.0.1", str(job)]
-    done = subprocess.run(
-        [*command, *options], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    settings = {"spark.ui.enabled": "false", "spark.driver.host": "127.0.0.1", "spark.sql.shuffle.partitions": "2"}
+    command += [word for name, value in settings.items() for word in ("--conf", f"{name}={value}")]
+    job = ["job.py", "mqlayer/spark/jobs/audit.py", "--snapshot", "s", "--way", "python", "--out", "found"]
+    done = subprocess.run([*command, *job], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "read 68 True" in done.stdout
+    said, found = done.stdout.splitlines()
+    assert said == "read 68 True"
+    assert (json.loads(found)["verdict"], json.loads(found)["records"]) == ("clean", 68)
+    assert list((tmp_path / "found" / "audit" / "chains").glob("*.parquet"))

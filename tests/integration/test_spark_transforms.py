@@ -26,6 +26,8 @@ def outcome(first: int, last: int, settled_s: float, **facts: Any) -> Row:
         "settled_at": at(settled_s),
         "actor": "m1",
         "reason": None,
+        "epoch": 1,
+        "place": int(settled_s * 10),
     }
     return row | facts
 
@@ -141,31 +143,42 @@ def test_failures_are_counted_by_word_error_and_member(spark: Any) -> None:
         outcome(13, 14, 4, word="exhausted", attempts=5, reason="ValueError"),
         outcome(15, 15, 5, word="exhausted", attempts=2, reason="ValueError"),
         outcome(16, 16, 5, word="skipped", attempts=0, actor="operator", reason=None),
+        # Given back and handled at the second attempt, by a clock that is behind; the other one stays dead.
+        outcome(13, 13, 3, word="redriven", attempts=5, actor="operator", epoch=2),
+        outcome(13, 13, 2, attempts=2, actor="m2", epoch=3),
+        outcome(14, 14, 9, word="discarded", attempts=5, actor="operator", reason="no use", epoch=2),
     ]
-    frame = spark.createDataFrame(outcomes, OUTCOMES)
-    assert {row["word"]: row["messages"] for row in failing.by_word(frame).collect()} == {
-        "handled": 12, "parked": 1, "exhausted": 3, "skipped": 1,
+    frame = failing.cases(spark.createDataFrame(outcomes, OUTCOMES))
+    assert {row["word"]: (row["messages"], row["final"]) for row in failing.by_word(frame).collect()} == {
+        "handled": (13, 13), "parked": (1, 0), "exhausted": (3, 1), "skipped": (1, 1), "redriven": (1, 0),
+        "discarded": (1, 1),
     }  # fmt: skip
     dead = {
-        (row["word"], row["reason"], row["actor"]): (row["messages"], row["attempts"])
+        (row["word"], row["reason"], row["actor"]): (row["messages"], row["attempts"], row["final"])
         for row in failing.by_error(frame).collect()
     }
-    assert dead == {("exhausted", "ValueError", "m1"): (3, 12), ("skipped", "", "operator"): (1, 0)}
+    assert dead == {
+        ("exhausted", "ValueError", "m1"): (3, 12, 1), ("skipped", "", "operator"): (1, 0, 1),
+        ("discarded", "no use", "operator"): (1, 5, 1),
+    }  # fmt: skip
     members = {row["actor"]: row.asDict() for row in failing.by_member(frame).collect()}
     wanted = {"messages": 15, "retried": 5, "retries": 2 + 16 + 8 + 1, "most_attempts": 17, "parked": 1, "dead": 3}
     assert {name: members["m1"][name] for name in wanted} == wanted
-    assert (members["m2"]["retried"], members["m2"]["retries"], members["m2"]["dead"]) == (1, 17, 0)
-    assert members["operator"]["dead"] == 1
-    assert {row["attempts"]: row["messages"] for row in failing.by_attempts(frame).collect()} == {1: 10, 3: 1, 18: 1}
+    assert (members["m2"]["retried"], members["m2"]["retries"], members["m2"]["dead"]) == (2, 1 + 1, 0)
+    assert (members["operator"]["dead"], members["operator"]["retries"]) == (2, 0)
+    attempts = {row["attempts"]: row["messages"] for row in failing.by_attempts(frame).collect()}
+    assert attempts == {1: 10, 2: 1, 3: 1, 18: 1}
 
 
 def test_fairness_counts_messages_and_busy_time_once(spark: Any) -> None:
-    """m1 is busy from 0 to 10 (two overlap) and from 20 to 21; m2 from 0 to 1; m3 settles what it never handled."""
+    """m1 is busy from 0 to 10 (two overlap) and from 20 to 21; m2 from 0 to 1, and handles one that it was given before
+    the topic was archived: it counts, its time is not known; m3 settles what it never handled."""
     outcomes = [
         outcome(1, 6, 10, delivered_at=at(0)),
         outcome(7, 7, 5, delivered_at=at(2)),
         outcome(8, 8, 21, delivered_at=at(20)),
-        outcome(9, 10, 1, delivered_at=at(0), actor="m2"),
+        outcome(9, 9, 1, delivered_at=at(0), actor="m2"),
+        outcome(10, 10, 0.5, delivered_at=None, actor="m2"),
         outcome(11, 11, 1, delivered_at=None, word="unmatched", actor="m3"),
     ]
     members = sharing.by_member(spark.createDataFrame(outcomes, OUTCOMES))
