@@ -74,7 +74,8 @@ def archive(database: Database) -> None:
         for partition, last in offsets.items():
             for first, until, word, reason in ((1, last - 1, "handled", None), (last, last, "exhausted", EVIL)):
                 connection.execute(
-                    "INSERT INTO mqlayer_archive.outcome VALUES (1, 1, 1, %s, %s, %s, %s, 2, %s, %s, 'm1', %s, %s, 1, 1)",
+                    "INSERT INTO mqlayer_archive.outcome "
+                    "VALUES (1, 1, 1, %s, %s, %s, %s, 2, %s, %s, 'm1', %s, %s, 1, 1)",
                     (partition, first, until, word, BEGAN, BEGAN, reason, BEGAN),
                 )
 
