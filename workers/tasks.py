@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mqlayer.archiving import archive_pass
+from mqlayer.archiving import archive_pass, retain_by_topics
 from mqlayer.changes import bring_back_nodes, finish_changes, retire_partitions
 from mqlayer.domain import jobs
 from mqlayer.failures import clean_attempts, retry_scan
@@ -102,6 +102,13 @@ def archive() -> None:
     if claimed(control(), jobs.ARCHIVE):
         unsafe, at_most_s = settings().allow_unsafe_redis, 0.8 * jobs.ARCHIVE.every_s
         archive_pass(control(), prefix=settings().key_prefix, at_most_s=at_most_s, unsafe=unsafe)
+
+
+@app.task(name=task_name(jobs.RETAIN))
+def retain() -> None:
+    """Drop the days of the archive that are older than their topics are to be kept."""
+    if claimed(control(), jobs.RETAIN):
+        retain_by_topics(control())
 
 
 @app.task(name=task_name(jobs.RELEASE_DELAYED))

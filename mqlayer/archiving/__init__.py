@@ -6,7 +6,7 @@ See docs/archive.md.
 from mqlayer.archiving.archiver import ArchiveReport, archive_pass
 from mqlayer.archiving.gaps import ArchiveGap, accept_gaps, list_gaps
 from mqlayer.archiving.outcomes import OutcomeReport, archive_outcomes
-from mqlayer.archiving.retention import DayDropped, retain
+from mqlayer.archiving.retention import DayDropped, retain, retain_by_topics, set_retention
 from mqlayer.archiving.snapshots import (
     Snapshot,
     SnapshotTopic,
@@ -36,5 +36,7 @@ __all__ = [
     "list_gaps",
     "list_snapshots",
     "retain",
+    "retain_by_topics",
+    "set_retention",
     "verify_snapshot",
 ]

@@ -139,6 +139,7 @@ class _Turn:
         self._database, self._lines, self._report = database, lines, report
         self._topic_id, self._topic, self._piece, self._until = topic_id, topic, piece, until
         self._done: set[int] = set()
+        self._well = True
         self._chains: dict[int, Chains] = {}
         # The batch and stretch behind which the chains stand.
         self._stand = (-1, -1)
@@ -153,7 +154,7 @@ class _Turn:
             log.warning("archive_topic_held", extra={"topic": self._topic, "reason": str(error)})
             end_stopped(self._database)
             return
-        if self._report.ended:
+        if self._report.ended and self._well:
             with self._database.connection() as connection:
                 connection.execute(query("archive_passed"), {"topic_id": self._topic_id})
 
@@ -177,11 +178,8 @@ class _Turn:
     def _work(self) -> Iterator[tuple[Source, int]]:
         with self._database.connection() as connection:
             rows = connection.execute(query("archive_work"), {"topic_id": self._topic_id}).fetchall()
-        for partition, node, version, lp_from, lp_to, upto, seal_id, cut in rows:
-            yield (
-                Source(self._topic_id, partition, NodeId(node), version, lp_from, lp_to, seal_id, cut, self._piece),
-                upto,
-            )
+        for partition, node, version, lp_from, lp_to, upto, *sealed in rows:
+            yield Source(self._topic_id, partition, NodeId(node), version, lp_from, lp_to, self._piece, *sealed), upto
 
     def _batch(self, source: Source, since: int) -> Written:
         """Archive a stretch of a partition, where there is one."""
@@ -208,6 +206,8 @@ class _Turn:
         if isinstance(error, StoreUnavailable) and error.address != self._database.address:
             self._lines.pass_by(source.node, error)
         else:
+            # Nobody came to its end: else nobody would hear of it but readers of logs.
+            self._well = False
             self._report.failed[source.partition] = str(error)
             log.error("archive_failed", extra={"partition": source.partition, "reason": str(error)})
         return Written(since)

@@ -26,7 +26,7 @@ Entry = list[Any]
 class Source:
     """A partition to archive. `version`: of the route that brought it into force; `piece`: records in one reply.
 
-    `cut`: of the marks it was sealed with, where its successors hold what is beyond.
+    `marks`: those that it was sealed with; `cut`: its successors hold what is beyond them.
     """
 
     topic_id: int
@@ -35,9 +35,10 @@ class Source:
     version: int
     lp_from: int
     lp_to: int
-    seal_id: str | None
-    cut: Mapping[str, int] | None
     piece: int
+    seal_id: str | None
+    marks: Mapping[str, int] | None
+    cut: bool
 
 
 def piece_of(body_limit: int) -> int:

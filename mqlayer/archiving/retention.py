@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Any, Final, Literal
 
-from mqlayer.errors import InvalidInput, TransactionConflict
+from mqlayer.errors import InvalidInput, NotFound, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE: Final = {"lock_wait": "2s", "idle": "30s"}
 """Whoever reads or writes the archive waits behind us for the lock on its tables, so we don't wait for long."""
+LONGEST_DAYS: Final = 36_500
 
 Retained = Literal["dropped", "spared", "busy"]
 """dropped; a kept snapshot needs it; somebody reads the archive for longer than a drop may wait."""
@@ -45,12 +46,46 @@ def retain(database: Database, *, older_than: timedelta, actor: str = "api") -> 
     """
     if older_than < timedelta(days=1):
         raise InvalidInput("the archive keeps at least a day: say for example --older-than 30d")
+    return _drop_days(database, older_than, actor)
+
+
+def retain_by_topics(database: Database, *, actor: str = "worker") -> list[DayDropped]:
+    """Drop the days that are older than each topic with something in them is to be kept; say what became of each.
+
+    A day goes as a whole, so the longest retention of its topics counts for all of it, and one topic without any keeps
+    it for ever. Else as `retain`.
+    """
+    return _drop_days(database, None, actor)
+
+
+def set_retention(database: Database, topic: str, *, days: int | None, actor: str = "api") -> bool:
+    """Say for how many days a topic's archive is kept, None for ever; say whether that changed anything.
+
+    Written into the audit log. The worker drops what is older. Raises NotFound, InvalidInput for less than a day.
+    """
+    if days is not None and not 1 <= days <= LONGEST_DAYS:
+        raise InvalidInput(f"the archive is kept for 1 to {LONGEST_DAYS} days, or for ever: {days} days is neither")
+
+    def work(connection: Connection) -> bool:
+        row = connection.execute(query("topic_retention"), {"topic": topic}).fetchone()
+        if row is None:
+            raise NotFound("topic", topic, f"create it: mqlayer topic create {topic}")
+        if row[0] == days:
+            return False
+        connection.execute(query("topic_retention_set"), {"topic": topic, "days": days})
+        note(connection, actor, "topic set", topic, {"retention_days": days})
+        return True
+
+    return database.transaction(work)
+
+
+def _drop_days(database: Database, older_than: timedelta | None, actor: str) -> list[DayDropped]:
     with database.connection() as connection:
-        days = connection.execute(query("archive_days_old"), {"older_than": older_than}).fetchall()
-    return [_drop_day(database, day, actor) for (day,) in days]
+        days = connection.execute(query("archive_days_old"), {"older_than": older_than, "day": None}).fetchall()
+    return [_drop_day(database, day, older_than, actor) for (day,) in days]
 
 
-def _drop_day(database: Database, day: date, actor: str) -> DayDropped:
+def _drop_day(database: Database, day: date, older_than: timedelta | None, actor: str) -> DayDropped:
     with database.connection() as connection:
         held = _held(connection, day)
         # Long for a large day: before anything is locked. A closed day does not change, and that is looked at again.
@@ -61,7 +96,9 @@ def _drop_day(database: Database, day: date, actor: str) -> DayDropped:
     def work(connection: Connection) -> Retained:
         connection.execute(query("transaction_patience"), PATIENCE)
         connection.execute(query("archive_topics_hold"), {"topic_ids": [row[0] for row in held]})
-        if _held(connection, day) != held:
+        asked = {"older_than": older_than, "day": day}
+        # Also where somebody else dropped it, or a topic is to be kept for longer since.
+        if _held(connection, day) != held or not connection.execute(query("archive_days_old"), asked).fetchall():
             return "busy"
         if connection.execute(query("archive_day_needed"), {"day": day}).fetchone() is not None:
             return "spared"
@@ -72,7 +109,8 @@ def _drop_day(database: Database, day: date, actor: str) -> DayDropped:
         }
         connection.execute(query("archive_marks_begin"), facts)
         connection.execute(query("archive_day_drop"), {"day": day})
-        note(connection, actor, "archive retain", day.isoformat(), {"records": records})
+        if held:
+            note(connection, actor, "archive retain", day.isoformat(), {"records": records})
         failpoint("archive.before_drop_commit")
         return "dropped"
 

@@ -94,10 +94,36 @@ class Chains:
             source, lp, seq, _ = entry[1][1].split(b":", 3)
             return self.of(source, lp), int(seq)
         except ValueError as error:
-            raise Conflict(
-                f"the record at offset {offset_of(entry)} of partition {self.partition.partition} has no identity",
-                "somebody wrote it by hand; delete it (XDEL), then accept the gap",
-            ) from error
+            raise self._unreadable(entry, "has no identity") from error
+
+    def known(self, entry: Entry) -> tuple[Chain, int]:
+        """Return a record's chain, whose source's marks are loaded if it is one, and its seq."""
+        chain, seq = self.met(entry)
+        if chain is None:
+            raise self._unreadable(entry, "has no identity")
+        return chain, seq
+
+    def _unreadable(self, entry: Entry, what: str) -> Conflict:
+        return Conflict(
+            f"the record at offset {offset_of(entry)} of partition {self.partition.partition} {what}",
+            "somebody wrote it by hand; delete it (XDEL), then accept the gap",
+        )
+
+    def missing(self) -> list[int]:
+        """Return the sources of the marks that the partition was sealed with, where theirs are not loaded."""
+        return sorted({source for source, _, _ in self._sealed() if b"%d" % source not in self._sources})
+
+    def short(self) -> list[tuple[Chain, int]]:
+        """Return the chains that end before the marks that the partition was sealed with, and those marks.
+
+        Of a chain that the archive has nothing of nobody knows whether it was there when archiving began.
+        """
+        ends = [(self.of(b"%d" % source, b"%d" % lp), seq) for source, lp, seq in self._sealed()]
+        return [(chain, seq) for chain, seq in ends if chain is not None and NOTHING != chain.last < seq]
+
+    def _sealed(self) -> list[tuple[int, int, int]]:
+        marks = self.partition.marks or {}
+        return sorted((*map(int, name.split(":")), seq) for name, seq in marks.items())  # type: ignore[misc]
 
     def load(self, sources: Iterable[int], marks: Iterable[tuple[int, int, int, int]]) -> None:
         """Take in all marks of sources: source, LP, last seq, stretch."""
@@ -125,46 +151,48 @@ class Chains:
         """Append the new ones of some entries, from an index on, as COPY wants them.
 
         Stops at an entry that needs a decision, and returns its index: its chain is not loaded, a gap is before it, or
-        it is the command. Records that the archive has already are passed over.
+        it is the command. Records that the archive has already are passed over. Raises Conflict at one of which no row
+        can be made.
         """
-        chains, cut, middle, no_headers = self._of, self.partition.cut is not None, _MIDDLE.pack, _NO_HEADERS.pack
-        for index in range(at, len(entries)):
-            entry_id, fields = entries[index]
-            try:
+        chains, cut, middle, no_headers = self._of, self.partition.cut, _MIDDLE.pack, _NO_HEADERS.pack
+        index = at
+        try:
+            for index in range(at, len(entries)):
+                entry_id, fields = entries[index]
                 source, lp, seq_text, facts = fields[1].split(b":", 3)
                 seq = int(seq_text)
                 chain = chains.get((source, lp)) or self.of(source, lp)
-            except ValueError:
-                return index
-            if chain is None:
-                return index
-            if cut and seq > chain.end:
-                continue
-            if seq != chain.last + 1:
-                if seq <= chain.last:
-                    continue
-                if chain.last != NOTHING:
+                if chain is None:
                     return index
-                chain.first = seq
-            chain.last = seq
-            key, body = fields[3], fields[5]
-            if facts.isdigit():
-                ms, headers = facts, no_headers(-1, -1, len(body))
-            else:
-                ms, headers = _headers(facts, len(body))
-            size = len(key)
-            if key == NO_KEY:
-                size, key = -1, b""
-            published_us = (min(int(ms), _LAST_MS) - _EPOCH_MS) * 1_000
-            placed = middle(
-                8, int(entry_id[:-2]), 4, chain.source, 2, chain.lp, 8, seq, 8, published_us, 8, archived_us, size
-            )
-            pieces += (start, placed, key, headers, body)
+                if cut and seq > chain.end:
+                    continue
+                if seq != chain.last + 1:
+                    if seq <= chain.last:
+                        continue
+                    if chain.last != NOTHING:
+                        return index
+                    chain.first = seq
+                chain.last = seq
+                key, body = fields[3], fields[5]
+                plain = facts.isdigit()
+                ms, headers = (facts, no_headers(-1, -1, len(body))) if plain else _headers(facts, len(body))
+                size = len(key)
+                if key == NO_KEY:
+                    size, key = -1, b""
+                published_us = (min(int(ms), _LAST_MS) - _EPOCH_MS) * 1_000
+                placed = middle(
+                    8, int(entry_id[:-2]), 4, chain.source, 2, chain.lp, 8, seq, 8, published_us, 8, archived_us, size
+                )
+                pieces += (start, placed, key, headers, body)
+        except (IndexError, ValueError, struct.error, msgspec.MsgspecError) as error:
+            if is_command(entries[index]):
+                return index
+            raise self._unreadable(entries[index], "is none that the archive can hold") from error
         return len(entries)
 
     def _chain(self, source: int, lp: int, last: int, stretch: int) -> Chain:
-        cut = self.partition.cut
-        return Chain(source, lp, last, stretch, NO_END if cut is None else cut.get(f"{source}:{lp}", NO_END))
+        marks = self.partition.marks or {}
+        return Chain(source, lp, last, stretch, marks.get(f"{source}:{lp}", NO_END) if self.partition.cut else NO_END)
 
 
 def row_start(partition: Source, batch: int) -> bytes:

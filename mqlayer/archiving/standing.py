@@ -26,6 +26,7 @@ class ArchiveStanding:
     clock against the node's. `held`: messages that every group has settled and that are kept for the archive alone, and
     `held_bytes` what their part of the streams takes, about. `stream_bytes`: all that the topic's streams take in
     Redis; None where a node does not tell. `gaps`: that partitions wait at. `days`: oldest and newest day with records.
+    `outcomes_dropped`: offsets of which nodes dropped what became of them, ever, for lack of an archiver.
     `away`: nodes that could not be asked, with the reason; the counts leave them out.
     """
 
@@ -37,6 +38,7 @@ class ArchiveStanding:
     passed_at: datetime | None
     first_day: str | None
     last_day: str | None
+    outcomes_dropped: int
     lag: int = 0
     lag_s: float = 0.0
     held: int = 0

@@ -84,6 +84,7 @@ class Writer:
         for entries in pieces:
             if written.stopped:
                 self._look_behind(entries)
+                size += sum(len(entry[1][-1]) for entry in entries)
             else:
                 size += self._write_piece(entries)
             count += len(entries)
@@ -113,11 +114,19 @@ class Writer:
     def _decide(self, entries: list[Entry], at: int) -> int:
         """Do what an entry needs, and return where to go on."""
         entry = entries[at]
+        self._copy.end()
         if is_command(entry):
             self._written.complete = entry[1][5].decode() == self._source.seal_id
+            if self._written.complete:
+                self._check_ends(offset_of(entry) + 1)
             return at + 1
-        self._copy.end()
-        unknown = self._chains.unknown(entries[at:])
+        self._load(self._chains.unknown(entries[at:]))
+        chain, seq = self._chains.known(entry)
+        if chain.last in (seq - 1, NOTHING) or seq <= chain.last:
+            return at
+        return self._at_gap(chain, seq, entries, at)
+
+    def _load(self, unknown: list[int]) -> None:
         if unknown:
             facts = {
                 "topic_id": self._batch.topic_id,
@@ -126,24 +135,35 @@ class Writer:
                 "lp_to": self._source.lp_to,
             }
             self._chains.load(unknown, self._connection.execute(query("archive_marks"), facts).fetchall())
-        chain, seq = self._chains.met(entry)
-        if chain is None or chain.last in (seq - 1, NOTHING) or seq <= chain.last:
-            return at
-        return self._at_gap(chain, seq, entries, at)
+
+    def _check_ends(self, offset: int) -> None:
+        """Stop before the end where chains end before what the partition was sealed with.
+
+        What is missing there has nothing behind it in this partition; in its successors nothing may ever follow.
+        """
+        self._load(self._chains.missing())
+        for chain, seq in self._chains.short():
+            if not self._passed(chain, seq + 1, offset):
+                self._written.stopped, self._written.upto = True, offset
 
     def _at_gap(self, chain: Chain, seq: int, entries: list[Entry], at: int) -> int:
-        """Pass a gap that was accepted, or that a switch of the topic explains; stop before any other."""
-        switched = chain.stretch < self._batch.stretch and chain.last == chain.stored
-        accepted = switched or self._is_accepted(chain, seq)
-        gap = Gap(chain.source, chain.lp, chain.last, seq, offset_of(entries[at]), accepted)
-        self._written.gaps.append(gap)
-        if accepted:
-            chain.first, chain.last = seq, seq - 1
+        """Pass a gap, or stop before it."""
+        offset = offset_of(entries[at])
+        if self._passed(chain, seq, offset):
             return at
-        self._written.stopped, self._written.upto = True, gap.offset
+        self._written.stopped, self._written.upto = True, offset
         self._seen[chain.source, chain.lp] = seq
         self._look_behind(entries[at + 1 :])
         return at
+
+    def _passed(self, chain: Chain, seq: int, offset: int) -> bool:
+        """Note the gap before a seq; go on behind it where it was accepted, or a switch of the topic explains it."""
+        switched = chain.stretch < self._batch.stretch and chain.last == chain.stored
+        accepted = switched or self._is_accepted(chain, seq)
+        self._written.gaps.append(Gap(chain.source, chain.lp, chain.last, seq, offset, accepted))
+        if accepted:
+            chain.first, chain.last = seq, seq - 1
+        return accepted
 
     def _is_accepted(self, chain: Chain, seq: int) -> bool:
         facts = {

@@ -121,9 +121,11 @@ class _GivingUp:
     def _relocate(self, partition: int, topic_id: int) -> None:
         """Give a partition that nobody publishes to another node; what it has to hold there is seen to by `_mend`."""
         self._refuse_if_it_answers()
-        facts = {"partition_id": partition, "to_node_id": self._emptiest(topic_id)}
+        facts: dict[str, Any] = {"partition_id": partition, "to_node_id": self._emptiest(topic_id)}
+        # All that died there comes again at other offsets, as far as it comes.
+        facts |= {"partitions": [partition], "offsets": [1]}
         names = ("abandoned_put", "abandoned_remove", "partition_relocate", "group_starts_reset",
-                 "archive_progress_reset", "assignments_of_partition_raise")  # fmt: skip
+                 "archive_progress_reset", "assignments_of_partition_raise", "dead_adrift")  # fmt: skip
 
         def work(connection: Connection) -> None:
             for name in names:

@@ -238,6 +238,8 @@ class Driver:
             "cut": False,
         }
         connection.execute(query("seal_put"), facts)
+        # What its outbox sends to the successors again may be dead.
+        connection.execute(query("dead_adrift"), {"partitions": [place.partition], "offsets": [1]})
 
     def _read_back(self, place: Place, sealed: Sealed) -> None:
         """See the very command in the stream, on the run it was written to: a fact to record (invariant 6)."""

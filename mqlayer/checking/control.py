@@ -93,7 +93,11 @@ def check_parked(asked: AskedDatabase, limits: Limits) -> list[Finding]:
 def check_archive(asked: AskedDatabase, limits: Limits) -> list[Finding]:
     """What is not archived is not trimmed: an archiver that stands still fills the nodes."""
     rows, found = asked.rows("check_archive"), []
-    for topic, gaps, passed_s in rows:
+    for topic, gaps, passed_s, dropped in rows:
+        if dropped:
+            seen = f"nodes dropped what became of {dropped} messages of topic {topic}, for lack of an archiver"
+            fix = "run archivers without a pause: mqlayer archive status counts it, the doctor forgets it after a day"
+            found.append(Finding("archive", asked.subject, Verdict.WARNING, seen, fix))
         if gaps:
             seen = f"the archive of topic {topic} waits at {gaps} gaps, and holds trimming up"
             fix = f"mqlayer archive gaps {topic}, then mqlayer archive accept-gap {topic} --reason TEXT"

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
+from mqlayer.archiving import set_retention
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import TopicArgument
 from mqlayer.cli.showing import JsonOption, show_rows
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT
 from mqlayer.domain.routing import LP_COUNT
+from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.topics import create_topic, list_topics, set_archived
 
 topics = typer.Typer(no_args_is_help=True, help="Topics: create, list, set.")
+
+FOR_EVER: Final = "forever"
+_AGE: Final = re.compile(r"(\d{1,6})([dw])")
 
 
 class Strategy(StrEnum):
@@ -64,12 +70,36 @@ def create(
 @topics.command("set")
 def set_(
     name: TopicArgument,
-    archived: Annotated[bool, typer.Option("--archived/--not-archived", help="Whether its records are archived.")],
+    archived: Annotated[
+        bool | None, typer.Option("--archived/--not-archived", help="Whether its records are archived.")
+    ] = None,
+    retention: Annotated[
+        str | None, typer.Option(metavar="AGE", help="How long its archive is kept: such as 30d, 12w, or forever.")
+    ] = None,
 ) -> None:
-    """Switch a topic's archiving. What is published while it is off is a gap in the archive for ever."""
+    """Switch a topic's archiving, or say how long its archive is kept.
+
+    What is published while archiving is off is a gap in the archive for ever.
+    """
+    if archived is None and retention is None:
+        raise InvalidInput("say what to set: --archived, --not-archived, or --retention AGE")
+    days = None if retention is None or retention == FOR_EVER else _days(retention)
     with Database(settings_here().control_dsn()) as database:
-        changed = set_archived(database, name, archived=archived, actor=actor())
-    typer.echo(f"topic {name} is {'archived' if archived else 'not archived'}{'' if changed else ', as before'}")
+        if retention is not None:
+            changed = set_retention(database, name, days=days, actor=actor())
+            kept = "for ever" if days is None else f"for {days} days"
+            typer.echo(f"the archive of topic {name} is kept {kept}{'' if changed else ', as before'}")
+        if archived is not None:
+            changed = set_archived(database, name, archived=archived, actor=actor())
+            is_now = "archived" if archived else "not archived"
+            typer.echo(f"topic {name} is {is_now}{'' if changed else ', as before'}")
+
+
+def _days(text: str) -> int:
+    match = _AGE.fullmatch(text)
+    if match is None:
+        raise InvalidInput(f"{text!r} is no age in days or weeks: say for example 30d, 12w or {FOR_EVER}")
+    return int(match[1]) * (7 if match[2] == "w" else 1)
 
 
 @topics.command("list")
@@ -86,6 +116,7 @@ def list_(as_json: JsonOption = False) -> None:
             "body_limit": topic.body_limit,
             "backlog_limit": topic.backlog_limit,
             "archived": topic.archived,
+            "retention_days": topic.retention_days,
         }
         for topic in found
     )

@@ -157,7 +157,7 @@ class Dispatcher:
         with self.lock:
             if lane.held.state is State.OPEN:
                 lane.held.refill(lane, records, asked)
-                if records:
+                if lane.records:
                     self._line_up_or_park(lane)
 
     def not_refilled(self, held: Held, lanes: list[Lane]) -> None:
@@ -351,7 +351,8 @@ class Dispatcher:
                 held.parked.remove(parking)
                 lane.parking = None
             lane.records[:0] = [record for record in lane.batch if record.identity in left]
-            held.settled.extend(record for record in lane.batch if record.identity not in left)
+            # Not as handled: whoever parked them tells it.
+            held.passed.extend(record for record in lane.batch if record.identity not in left)
             lane.batch = ()
             held.busy -= 1
             if held.state is not State.OPEN:

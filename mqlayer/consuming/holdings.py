@@ -300,6 +300,9 @@ class Held:
         """Put back what was read again of the first `asked` offsets of a folded lane. Call under the lock."""
         later = lane.later or array("q")
         del later[:asked]
+        if self.dead:
+            # It may have died since it was read first.
+            records = self._without(records, self._is_dead)
         lane.records = records
         self.count_in_hand += len(records) - 1
         self.bytes_in_hand += sum(map(size_of, records))

@@ -44,6 +44,8 @@ IDLE_WAIT_S: Final = 0.25
 AGAIN_S: Final = 0.5
 FULL_AGAIN_S: Final = 2.0
 """How soon what finds no room among the parked messages is read and tried again."""
+FULL_EACH_S: Final = 0.01
+"""So much later for each key of its partition that waits beside it: looks for room take no time from other keys."""
 EARLY_S: Final = 1.0
 """How soon a key is looked at again of which nothing may be handled before its group comes to another partition."""
 NOTES_EVERY_S: Final = 0.2
@@ -218,7 +220,7 @@ class Keeper:
                 self._leave(held, lane, parking, written)
                 continue
             if parking is not None:
-                parking.full = None
+                parking.has_room(more_waits=bool(lane.records or lane.later))
             dispatcher.kept(held, lane, parked=parking is not None and parking.ref not in written.gone)
         for lane, _ in work.burials:
             dispatcher.buried(lane)
@@ -246,9 +248,9 @@ class Keeper:
         wait_s = 0.0
         if refused or parking.full != limit:
             wait_s = self._owner.full(held, parking.ref.lp, limit, parking.entry if refused else None)
-        parking.full = limit
-        left = written.left
-        self._owner.dispatcher.left(held, lane, left, parked=not refused, again_s=wait_s if refused else FULL_AGAIN_S)
+        parking.full, parking.tight = limit, True
+        again_s = wait_s if refused else max(FULL_AGAIN_S, FULL_EACH_S * held.asleep)
+        self._owner.dispatcher.left(held, lane, written.left, parked=not refused, again_s=again_s)
 
     def _reload(self, held: Held, heard: int) -> None:
         """Follow what others did to parked keys of a holding."""

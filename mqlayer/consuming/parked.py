@@ -25,7 +25,7 @@ NEVER: Final = float("inf")
 class Parking:
     """One parked key of a holding."""
 
-    __slots__ = ("attempts", "careful", "died", "due", "entry", "full", "given", "lane", "ref", "unsettled")
+    __slots__ = ("attempts", "careful", "died", "due", "entry", "full", "given", "lane", "ref", "tight", "unsettled")
 
     def __init__(self, ref: KeyRef, *, attempts: int = 0, due: float = NEVER, entry: KeyEntry | None = None) -> None:
         self.ref, self.attempts, self.due = ref, attempts, due
@@ -39,11 +39,19 @@ class Parking:
         self.unsettled: set[int] = set()
         # The limit that keeps what follows of it in the stream, as was said last.
         self.full: ParkingLimit | None = None
+        # What was read of it last found no room: one message is read to see whether there is some.
+        self.tight = False
         # Somebody ended in the middle of it, perhaps by chance: so many of its messages are handled one by one from
         # here, and to blame if that happens again.
         self.careful = 0
         # It did: nobody ever said how its first message ended. A failed attempt.
         self.died = False
+
+    def has_room(self, *, more_waits: bool) -> None:
+        """Note that what was read of it found room; with nothing more that waits, the next lack of it is news."""
+        self.tight = False
+        if not more_waits:
+            self.full = None
 
     @property
     def alone(self) -> bool:

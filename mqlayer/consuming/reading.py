@@ -248,8 +248,10 @@ class Reader(NodeThread):
     def _refill_lane(self, held: Held, lane: Lane, limit: int) -> int:
         """Read again up to so many records of a lane; return how many."""
         later = lane.later or array("q")
-        # What failed before may fail again: what is behind it would have been read for nothing.
-        wanted = list(later[: 1 if later[0] in held.attempts else limit])
+        # What failed before may fail again, what found no room find none: what is behind it would be read for nothing.
+        parking = lane.parking
+        alone = later[0] in held.attempts or (parking is not None and parking.tight)
+        wanted = list(later[: 1 if alone else limit])
         reads: list[Command] = [
             ("XRANGE", self._log(held), b"%d-0" % first, b"%d-0" % last) for first, last in as_ranges(wanted)
         ]

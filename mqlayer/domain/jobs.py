@@ -35,6 +35,7 @@ BALANCE_BY_RATE: Final = Job("balance_by_rate", 10)
 RETRY_SCAN: Final = Job("retry_scan", 5)
 CLEAN_ATTEMPTS: Final = Job("clean_attempts", 300)
 ARCHIVE: Final = Job("archive", 5)
+RETAIN: Final = Job("retain", 300)
 RELEASE_DELAYED: Final = Job("release_delayed", 5)
 CLEAN_DEDUP: Final = Job("clean_dedup", 60)
 
@@ -51,6 +52,7 @@ JOBS: Final = (
     RETRY_SCAN,
     CLEAN_ATTEMPTS,
     ARCHIVE,
+    RETAIN,
     RELEASE_DELAYED,
     CLEAN_DEDUP,
 )

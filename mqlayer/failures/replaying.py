@@ -342,6 +342,8 @@ class _Look:
         self.per_s, self.place, self.kind, self.topic_id = row[6:10]
         self.wanted = TagFilter.of(row[10])
         self.waiting, self.waiting_bytes = row[11:13]
+        # The key whose newer messages wait.
+        self.name: bytes | None = row[13]
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +392,9 @@ class _Work:
         self._look = look = self._look_again()
         with self._database.connection() as connection:
             row = connection.execute(query("parked_room"), {"group_id": self._group.group_id}).fetchone()
-        if row is not None and Room(*row).full is not None:
+        # What is newer of a key that is replayed waits for the end of that: it must not be what keeps the rest out.
+        starved = look.name is not None and look.waiting == 0
+        if row is not None and Room(*row).full is not None and not starved:
             return LOOK_S
         return FULL_WAIT_S if look.waiting >= self._waiting or look.waiting_bytes >= WAITING_BYTES else 0.0
 
@@ -439,6 +443,8 @@ class _Work:
             _cancel(connection, self._replay_id, "worker", self._group.group_id, why="its snapshot was dropped")
             return
         words = self._put(connection, look, found)
+        if look.kind == "backfill":
+            self._tell_unmatched(connection, [one for one in found if words[one.identity] == "unmatched"])
         if found:
             self._put_results(connection, look, words)
         counts = Counter(words.values())
@@ -484,6 +490,11 @@ class _Work:
             connection.execute(query("parked_heads_put"), facts | heads | {"identities": list(map(str, put))})
             raise_parking(connection, self._group.group_id, {(lp, bytes(name)) for lp, name, _, _ in joined})
         return words
+
+    def _tell_unmatched(self, connection: Connection, left_out: Sequence[_Archived]) -> None:
+        if left_out:
+            columns = _columns(("partitions", "offsets"), [(one.partition, one.offset) for one in left_out])
+            connection.execute(query("replay_unmatched_put"), {"redrive_id": self._replay_id} | columns)
 
     def _row(self, one: _Archived) -> tuple[Any, ...]:
         source, lp, seq = one.identity

@@ -283,8 +283,9 @@ class Ledger:
             counts: Counter[str] = Counter()
             self._hold_keys(connection, page)
             room = self._room(connection) if page.messages else Room()
-            counts["parked"] = self._put_keys(connection, [] if room.full else self._living(connection, page))
-            self._put_messages(connection, facts, page, room, written)
+            new = self._put_keys(connection, [] if room.full else self._living(connection, page))
+            counts["parked"] = len(new)
+            self._put_messages(connection, facts, page, room, new, written)
             burials = [*page.burials, *(t.burial for t in page.turns if t.burial is not None)]
             counts += self._bury(connection, facts, burials)
             for turn in page.turns:
@@ -333,16 +334,23 @@ class Ledger:
         row = connection.execute(query("parked_room"), self._who).fetchone()
         return Room(*row) if row is not None else Room()
 
-    def _put_keys(self, connection: Connection, entries: Sequence[KeyEntry]) -> int:
-        """Park keys; return how many were not."""
+    def _put_keys(self, connection: Connection, entries: Sequence[KeyEntry]) -> set[KeyRef]:
+        """Park keys; return those that were not."""
         if not entries:
-            return 0
+            return set()
         rows = [(*entry.ref, entry.cause, entry.wait_s, entry.attempts) for entry in entries]
         columns = _columns(("lps", "names", "causes", "waits_s", "attempts"), rows)
-        return connection.execute(query("parked_keys_put"), self._who | columns).rowcount
+        rows_put = connection.execute(query("parked_keys_put"), self._who | columns).fetchall()
+        return {KeyRef(lp, bytes(name)) for lp, name in rows_put}
 
     def _put_messages(
-        self, connection: Connection, facts: dict[str, object], page: Page, room: Room, written: Written
+        self,
+        connection: Connection,
+        facts: dict[str, object],
+        page: Page,
+        room: Room,
+        new: set[KeyRef],
+        written: Written,
     ) -> None:
         if not page.messages:
             return
@@ -353,21 +361,20 @@ class Ledger:
             written.refused = {entry.ref for entry in page.entries} - set(parked)
             written.full = dict.fromkeys(written.refused, room.full)
         written.gone = set(refs) - set(parked) - written.refused
-        self._leave(connection, page, room, parked, written)
-        # What failed is the first one of its key, and has been counted there.
+        self._leave(connection, facts, page, room, parked, written)
+        # What failed is the first one of its key, and has been counted there; not where somebody else parked that.
         counted = {entry.ref: entry.attempts for entry in page.entries}
         rows = [
             (*ref, record.identity.source, record.identity.seq, record.offset, record.key, record.m, record.body,
-             before, counted.pop(ref, before))
+             0 if ref in new else before, before)
             for ref, record in page.messages
+            for before in [counted.pop(ref, page.attempts.get(record.identity, 0))]
             if ref in parked and record.identity not in written.left
-            for before in [page.attempts.get(record.identity, 0)]
         ]  # fmt: skip
         names = ("lps", "names", "sources", "seqs", "offsets", "keys", "ms", "bodies", "attempts", "tried")
         columns = _columns(names, rows)
         put = connection.execute(query("parked_messages_put"), facts | columns).fetchall()
         # What comes again, after a seek or a death, may be in front of what failed. New keys have their own counts.
-        new = {entry.ref for entry in page.entries}
         joined = [row for row in put if KeyRef(row[0], row[1]) not in new]
         if joined:
             heads = _columns(("lps", "names"), [row[:2] for row in joined])
@@ -377,6 +384,7 @@ class Ledger:
     def _leave(
         self,
         connection: Connection,
+        facts: dict[str, object],
         page: Page,
         room: Room,
         parked: dict[KeyRef, tuple[int, int]],
@@ -400,9 +408,9 @@ class Ledger:
                     parked[ref] = messages + 1, size + len(record.body) + len(record.key) + len(record.m)
         if not over:
             return
-        asked = [(ref.lp, ref.name, record.identity.source, record.identity.seq) for ref, record in over]
-        facts = self._who | _columns(("lps", "names", "sources", "seqs"), asked)
-        in_front = {Identity(*row) for row in connection.execute(query("parked_in_front"), facts).fetchall()}
+        asked = [(*ref, record.identity.source, record.identity.seq, record.offset) for ref, record in over]
+        columns = _columns(("lps", "names", "sources", "seqs", "offsets"), asked)
+        in_front = {Identity(*row) for row in connection.execute(query("parked_in_front"), facts | columns).fetchall()}
         written.left |= {record.identity for _, record in over} - in_front
         written.full = {
             ref: limit

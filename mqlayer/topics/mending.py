@@ -132,6 +132,7 @@ class Mender:
         facts = {"partitions": list(self._found), "offsets": offsets}
         self._connection.execute(query("group_starts_lower"), facts)
         self._connection.execute(query("archive_progress_lower"), facts)
+        self._connection.execute(query("dead_adrift"), facts)
         for wanted in self._wanted:
             if not self._is_right(wanted):
                 self._mend_one(wanted)

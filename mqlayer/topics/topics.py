@@ -31,7 +31,10 @@ PATIENCE: Final = {"lock_wait": "5s", "idle": "30s"}
 
 @dataclass(frozen=True, slots=True)
 class TopicSummary:
-    """A topic as lists show it; version is None while its creation is not finished."""
+    """A topic as lists show it; version is None while its creation is not finished.
+
+    `retention_days`: for how many days its archive is kept, None for ever.
+    """
 
     topic_id: int
     name: str
@@ -41,6 +44,7 @@ class TopicSummary:
     version: int | None
     partitions: int
     archived: bool
+    retention_days: int | None
 
 
 def create_topic(

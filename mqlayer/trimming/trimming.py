@@ -67,10 +67,14 @@ def _pass(database: Database, connection: Connection, prefix: str, topic: str | 
     connection.execute(query("transaction_patience"), PATIENCE)
     connection.execute(query("trim_enter"))
     names = [topic] if topic is not None else [summary.name for summary in list_topics(database)]
-    work = _work_by_node(database, names)
+    # Runs first, then what bounds them: a node that falls back and is armed in between refuses what was asked before.
     nodes = {node.node_id: node for node in load_nodes(database)}
+    work = _work_by_node(database, names)
+    failpoint("trim.after_work")
     report = TrimReport()
     for node_id, partitions in work.items():
+        if node_id not in nodes:
+            continue
         try:
             _trim_node(nodes[node_id], partitions, report, prefix=prefix, unsafe=unsafe)
         except MqlayerError as error:

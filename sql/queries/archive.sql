@@ -8,7 +8,7 @@ WHERE t.archived AND t.version IS NOT NULL AND (%(topic)s::text IS NULL OR t.nam
 -- force, the first offset to archive, and how they were sealed. A successor comes when all its parents are complete, or
 -- deleted: until then what is missing at its beginning is in them.
 SELECT p.partition_id, p.node_id, coalesce(c.version, 1), p.lp_from, p.lp_to, coalesce(g.upto_offset, 1), s.seal_id::text,
-       CASE WHEN s.cut THEN s.marks END AS cut
+       s.marks, coalesce(s.cut, false) AS cut
 FROM mqlayer.partition p
 LEFT JOIN mqlayer.route_change c ON c.change_id = p.born_in
 LEFT JOIN mqlayer_archive.progress g ON g.partition_id = p.partition_id
@@ -115,9 +115,27 @@ WHERE g.next_seq <> excluded.next_seq OR (g.accepted_at IS NULL AND excluded.acc
 UPDATE mqlayer_archive.topic SET passed_at = clock_timestamp() WHERE topic_id = %(topic_id)s;
 
 -- name: archive_days_old
--- Days of the archive that ended longer ago than asked for, oldest first.
-SELECT DISTINCT day FROM mqlayer_archive.day
-WHERE (day + 1)::timestamp AT TIME ZONE 'UTC' <= now() - %(older_than)s::interval ORDER BY day;
+-- Days of the archive that ended longer ago than asked for, oldest first; also those that hold nothing. Without an age
+-- those that ended longer ago than each topic that has something in them is to be kept, and one day at the least.
+SELECT made.day
+FROM (SELECT CASE WHEN c.relname ~ '^record_[0-9]{8}$' THEN to_date(right(c.relname, 8), 'YYYYMMDD') END AS day
+      FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
+      WHERE i.inhparent = 'mqlayer_archive.record'::regclass) AS made
+WHERE (made.day + 1)::timestamp AT TIME ZONE 'UTC' <= now() - coalesce(%(older_than)s::interval, interval '1 day')
+  AND (%(day)s::date IS NULL OR made.day = %(day)s::date)
+  AND (%(older_than)s::interval IS NOT NULL OR NOT EXISTS (
+      SELECT FROM mqlayer_archive.day d JOIN mqlayer.topic t USING (topic_id)
+      WHERE d.day = made.day AND (t.retention_days IS NULL OR
+            (d.day + 1)::timestamp AT TIME ZONE 'UTC' > now() - make_interval(days => t.retention_days))))
+ORDER BY made.day;
+
+-- name: topic_retention
+-- For how many days a topic's archive is kept; null: for ever.
+SELECT retention_days FROM mqlayer.topic WHERE name = %(topic)s FOR UPDATE;
+
+-- name: topic_retention_set
+-- Keep a topic's archive for so many days.
+UPDATE mqlayer.topic SET retention_days = %(days)s WHERE name = %(topic)s;
 
 -- name: archive_day
 -- What a day of the archive holds, per topic.
@@ -154,8 +172,13 @@ FROM unnest(%(topics)s::int[], %(sources)s::int[], %(lps)s::smallint[], %(lasts)
 WHERE m.topic_id = gone.topic_id AND m.source = gone.source AND m.lp = gone.lp AND m.first_seq <= gone.last;
 
 -- name: archive_day_drop
--- Drop a day's table partitions, and what is noted of it.
-WITH forgotten AS (DELETE FROM mqlayer_archive.day WHERE day = %(day)s)
+-- Drop a day's table partitions, and what is noted of it but that its batches are gone.
+WITH forgotten AS (
+    DELETE FROM mqlayer_archive.day WHERE day = %(day)s RETURNING topic_id, last_batch
+), gone AS (
+    UPDATE mqlayer_archive.topic a SET dropped_batch = greatest(a.dropped_batch, f.last_batch)
+    FROM forgotten f WHERE f.topic_id = a.topic_id
+)
 SELECT mqlayer_archive.day_drop_v1(%(day)s);
 
 -- name: archive_gaps
@@ -180,7 +203,9 @@ SELECT t.topic_id, t.name, t.archived, a.batch,
        (SELECT count(*) FROM mqlayer_archive.gap g WHERE g.topic_id = t.topic_id AND g.accepted_at IS NULL)::int AS gaps,
        a.passed_at,
        (SELECT min(d.day)::text FROM mqlayer_archive.day d WHERE d.topic_id = t.topic_id) AS first_day,
-       (SELECT max(d.day)::text FROM mqlayer_archive.day d WHERE d.topic_id = t.topic_id) AS last_day
+       (SELECT max(d.day)::text FROM mqlayer_archive.day d WHERE d.topic_id = t.topic_id) AS last_day,
+       (SELECT coalesce(sum(o.dropped), 0) FROM mqlayer_archive.outcome_progress o
+        JOIN mqlayer.consumer_group g USING (group_id) WHERE g.topic_id = t.topic_id)::bigint AS outcomes_dropped
 FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id)
 WHERE %(topic)s::text IS NULL OR t.name = %(topic)s ORDER BY t.name;
 

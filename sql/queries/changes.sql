@@ -325,6 +325,13 @@ UPDATE mqlayer.group_start s SET start_offset = fallen.next
 FROM unnest(%(partitions)s::int[], %(offsets)s::bigint[]) AS fallen(partition_id, next)
 WHERE s.partition_id = fallen.partition_id AND s.start_offset > fallen.next;
 
+-- name: dead_adrift
+-- Partitions fell back behind the offsets at which messages died: where these come again, nobody knows.
+UPDATE mqlayer.dead_message d SET adrift = true
+FROM unnest(%(partitions)s::int[], %(offsets)s::bigint[]) AS fallen(partition_id, next)
+JOIN mqlayer.partition p USING (partition_id) JOIN mqlayer.consumer_group g USING (topic_id)
+WHERE d.group_id = g.group_id AND d.partition_id = fallen.partition_id AND d.log_offset >= fallen.next AND NOT d.adrift;
+
 -- name: group_starts_reset
 -- Its offsets begin anew there, for every group.
 UPDATE mqlayer.group_start SET start_offset = 1 WHERE partition_id = %(partition_id)s;

@@ -120,7 +120,11 @@ SELECT count(*)::int, min(reason) FILTER (WHERE first)
 FROM (SELECT reason, row_number() OVER (ORDER BY set_aside_at, topic_id, lp) = 1 AS first FROM mqlayer_app.set_aside) AS s;
 
 -- name: check_archive
--- Topics that are archived: gaps that partitions wait at, and how long ago an archiver came to their end.
+-- Topics that are archived: gaps that partitions wait at, how long ago an archiver came to their end, and of how many
+-- offsets nodes dropped what became of them, where that went on within a day.
 SELECT t.name, (SELECT count(*) FROM mqlayer_archive.gap g WHERE g.topic_id = t.topic_id AND g.accepted_at IS NULL)::int,
-       extract(epoch FROM clock_timestamp() - a.passed_at)::float8 AS passed_s
+       extract(epoch FROM clock_timestamp() - a.passed_at)::float8 AS passed_s,
+       (SELECT coalesce(sum(o.dropped), 0) FROM mqlayer_archive.outcome_progress o
+        JOIN mqlayer.consumer_group g USING (group_id)
+        WHERE g.topic_id = t.topic_id AND o.dropped_at > now() - interval '1 day')::bigint AS dropped
 FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id) WHERE t.archived ORDER BY t.name;

@@ -68,7 +68,7 @@ SELECT topic_id, strategy, body_limit, backlog_limit, version, archived FROM mql
 -- All topics with their limits and the number of partitions in force.
 SELECT t.topic_id, t.name, t.strategy, t.body_limit, t.backlog_limit, t.version,
        (SELECT count(*) FROM mqlayer.route r WHERE r.topic_id = t.topic_id AND r.version = t.version) AS partitions,
-       t.archived
+       t.archived, t.retention_days
 FROM mqlayer.topic t ORDER BY t.name;
 
 -- name: topic_archived

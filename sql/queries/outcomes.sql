@@ -14,11 +14,13 @@ JOIN mqlayer_archive.outcome_progress o USING (group_id, partition_id);
 
 -- name: outcome_progress_put
 -- Groups' entries of partitions are in the archive up to a place.
-INSERT INTO mqlayer_archive.outcome_progress AS o (group_id, partition_id, epoch, place, dropped)
-SELECT * FROM unnest(%(groups)s::int[], %(partitions)s::int[], %(epochs)s::bigint[], %(numbers)s::bigint[],
-                     %(dropped)s::bigint[])
+INSERT INTO mqlayer_archive.outcome_progress AS o (group_id, partition_id, epoch, place, dropped, dropped_at)
+SELECT group_id, partition_id, epoch, place, dropped, CASE WHEN dropped > 0 THEN now() END
+FROM unnest(%(groups)s::int[], %(partitions)s::int[], %(epochs)s::bigint[], %(numbers)s::bigint[], %(dropped)s::bigint[])
+     AS u(group_id, partition_id, epoch, place, dropped)
 ON CONFLICT (group_id, partition_id) DO UPDATE
-SET epoch = excluded.epoch, place = excluded.place, dropped = o.dropped + excluded.dropped;
+SET epoch = excluded.epoch, place = excluded.place, dropped = o.dropped + excluded.dropped,
+    dropped_at = coalesce(excluded.dropped_at, o.dropped_at);
 
 -- name: outcomes_put
 -- What was settled on nodes.

@@ -37,11 +37,19 @@ JOIN mqlayer.parked_message m ON m.group_id = %(group_id)s AND m.partition_id = 
 
 -- name: dead_unsettled
 -- What is dead of partitions from an offset of each on: it is passed over. Also what was given back since the group was
--- last sent elsewhere: it is parked, or was handled from there.
+-- last sent elsewhere: it is parked, or was handled from there. And what is adrift in their LPs, for as long as its outbox
+-- may send it again.
 SELECT s.partition_id, d.source, d.lp, d.seq
-FROM unnest(%(partitions)s::int[], %(committed)s::bigint[]) AS s (partition_id, committed)
-JOIN mqlayer.dead_message d ON d.group_id = %(group_id)s AND d.partition_id = s.partition_id AND d.log_offset >= s.committed
-JOIN mqlayer.consumer_group g USING (group_id)
+FROM unnest(%(partitions)s::int[], %(committed)s::bigint[], %(lps_from)s::int[], %(lps_to)s::int[])
+     AS s (partition_id, committed, lp_from, lp_to)
+JOIN mqlayer.consumer_group g ON g.group_id = %(group_id)s
+CROSS JOIN LATERAL (
+    SELECT m.* FROM mqlayer.dead_message m
+    WHERE m.group_id = g.group_id AND m.partition_id = s.partition_id AND m.log_offset >= s.committed
+    UNION ALL
+    SELECT m.* FROM mqlayer.dead_message m
+    WHERE m.group_id = g.group_id AND m.lp >= s.lp_from AND m.lp < s.lp_to AND m.adrift
+      AND m.died_at > clock_timestamp() - interval '7 days') AS d
 WHERE d.redriven_at IS NULL OR d.redriven_seek = g.seek;
 
 -- name: dead_named
@@ -52,12 +60,13 @@ JOIN unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[]) AS give
 WHERE d.group_id = %(group_id)s AND (d.redriven_at IS NULL OR d.redriven_seek = g.seek);
 
 -- name: parked_keys_put
--- Park keys; those that are parked stay as they are.
+-- Park keys; those that are parked stay as they are. Which ones were not.
 INSERT INTO mqlayer.parked_key (group_id, lp, name, cause, due_at, attempts)
 SELECT %(group_id)s, lp, name, cause, clock_timestamp() + make_interval(secs => wait_s), attempts
 FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(causes)s::text[], %(waits_s)s::double precision[],
             %(attempts)s::int[]) AS given (lp, name, cause, wait_s, attempts)
-ON CONFLICT (group_id, lp, name) DO NOTHING;
+ON CONFLICT (group_id, lp, name) DO NOTHING
+RETURNING lp, name;
 
 -- name: parked_keys_hold
 -- Hold what a page changes of parked keys, in the order in which operators take several: in any other one the two would
@@ -82,29 +91,58 @@ CROSS JOIN LATERAL (SELECT sum(messages)::bigint AS messages, sum(bytes)::bigint
 WHERE g.group_id = %(group_id)s;
 
 -- name: parked_in_front
--- Which of these messages are parked, or have a later one of their source parked in their key.
+-- Which of these messages are parked, or have a later one parked in their key: of their source, or further on in the log.
 SELECT given.source, given.lp, given.seq
-FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[]) AS given (lp, name, source, seq)
-WHERE EXISTS (SELECT FROM mqlayer.parked_message m
-              WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.name = given.name AND m.source = given.source
-                AND m.seq >= given.seq);
+FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[], %(offsets)s::bigint[])
+     AS given (lp, name, source, seq, log_offset)
+-- Ordered as the indexes are: without that a look without anything behind went through all of the key.
+WHERE coalesce(
+    (SELECT true FROM mqlayer.parked_message m
+     WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.name = given.name
+       AND (m.partition_id, m.log_offset) > (%(partition_id)s::int, given.log_offset)
+     ORDER BY m.partition_id, m.log_offset LIMIT 1),
+    (SELECT true FROM mqlayer.parked_message m
+     WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.name = given.name AND m.source = given.source
+       AND m.seq >= given.seq
+     ORDER BY m.seq LIMIT 1), false);
 
 -- name: parked_messages_put
--- Park messages of parked keys, in order. One whose source's next message of the key is there takes its place, in front
--- of it; what is there itself stays.
+-- Park messages of parked keys, in order. One that comes again goes in front of what is later of its source, or lies behind
+-- it in the log and was not redriven; behind what is earlier of its source, whatever else. What is there itself stays.
 WITH put AS (
     INSERT INTO mqlayer.parked_message
         (group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body, attempts, tried)
     SELECT %(group_id)s, lp, name, source, seq,
-           coalesce((SELECT o.place FROM mqlayer.parked_message o
-                     WHERE o.group_id = %(group_id)s AND o.lp = given.lp AND o.source = given.source
-                       AND o.seq > given.seq AND o.name = given.name ORDER BY o.seq LIMIT 1),
-                    nextval('mqlayer.parked_place')),
+           CASE WHEN ceiling IS NULL THEN nextval('mqlayer.parked_place')
+                ELSE greatest(
+                    least(greatest(floor.place, ceiling - 16777216) + nth, ceiling - 1),
+                    (SELECT o.place FROM mqlayer.parked_message o
+                     WHERE o.group_id = %(group_id)s AND o.lp = line.lp AND o.source = line.source
+                       AND o.seq < line.seq AND o.name = line.name ORDER BY o.seq DESC LIMIT 1)) END,
            %(partition_id)s, log_offset, key, m, body, attempts, tried
-    FROM (SELECT * FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[],
-                               %(offsets)s::bigint[], %(keys)s::bytea[], %(ms)s::bytea[], %(bodies)s::bytea[],
-                               %(attempts)s::int[], %(tried)s::int[])
-              WITH ORDINALITY AS u (lp, name, source, seq, log_offset, key, m, body, attempts, tried, n) ORDER BY n) AS given
+    FROM (SELECT *, row_number() OVER (PARTITION BY lp, name, ceiling ORDER BY n) AS nth
+          FROM (SELECT given.*,
+                       -- No further on than what follows it here.
+                       min(behind.place) OVER (PARTITION BY lp, name ORDER BY n DESC) AS ceiling
+                FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[],
+                            %(offsets)s::bigint[], %(keys)s::bytea[], %(ms)s::bytea[], %(bodies)s::bytea[],
+                            %(attempts)s::int[], %(tried)s::int[])
+                     WITH ORDINALITY AS given (lp, name, source, seq, log_offset, key, m, body, attempts, tried, n)
+                CROSS JOIN LATERAL (
+                    SELECT least(
+                        (SELECT o.place FROM mqlayer.parked_message o
+                         WHERE o.group_id = %(group_id)s AND o.lp = given.lp AND o.source = given.source
+                           AND o.seq > given.seq AND o.name = given.name ORDER BY o.seq LIMIT 1),
+                        (SELECT o.place FROM mqlayer.parked_message o
+                         WHERE o.group_id = %(group_id)s AND o.lp = given.lp AND o.name = given.name AND NOT o.redriven
+                           AND (o.partition_id, o.log_offset) > (%(partition_id)s::int, given.log_offset)
+                         ORDER BY o.partition_id, o.log_offset LIMIT 1)) AS place) AS behind) AS each
+          ORDER BY n) AS line
+    CROSS JOIN LATERAL (
+        SELECT coalesce((SELECT o.place FROM mqlayer.parked_message o
+                         WHERE o.group_id = %(group_id)s AND o.lp = line.lp AND o.name = line.name AND o.place < line.ceiling
+                         ORDER BY o.place DESC LIMIT 1), 0) AS place) AS floor
+    ORDER BY n
     ON CONFLICT (group_id, lp, source, seq) DO NOTHING
     RETURNING lp, name, source, seq, group_id, partition_id, log_offset, tried
 ), told AS (

@@ -67,7 +67,8 @@ ORDER BY lp, source, seq LIMIT %(limit)s;
 SELECT r.at_batch, r.at_record, r.upto_batch, r.snapshot_id, r.filter, r.bounds, r.per_s, r.place, r.kind, g.topic_id,
        g.tag_filter,
        (SELECT count(*) FROM mqlayer.parked_message m WHERE m.replay = r.redrive_id),
-       (SELECT coalesce(sum(octet_length(m.body)), 0)::bigint FROM mqlayer.parked_message m WHERE m.replay = r.redrive_id)
+       (SELECT coalesce(sum(octet_length(m.body)), 0)::bigint FROM mqlayer.parked_message m WHERE m.replay = r.redrive_id),
+       r.name
 FROM mqlayer.redrive r JOIN mqlayer.consumer_group g USING (group_id) WHERE r.redrive_id = %(redrive_id)s;
 
 -- name: replay_partitions
@@ -146,11 +147,16 @@ ON CONFLICT (group_id, lp, name) DO UPDATE SET cause = k.cause;
 -- name: replay_messages_put
 -- Replayed messages join their keys' lines in the order given: before what is later of their source, or of other sources
 -- further on in the log, and before all that was parked since the replay began; behind what was replayed before them.
+WITH put AS (
 INSERT INTO mqlayer.parked_message
     (group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body, redriven, replay)
 SELECT %(group_id)s, g.lp, g.name, g.source, g.seq,
-       least(greatest(floor.place, ceiling.place - 16777216)
-             + row_number() OVER (PARTITION BY g.lp, g.name, ceiling.place ORDER BY g.number), ceiling.place - 1),
+       greatest(least(greatest(floor.place, ceiling.place - 16777216)
+                      + row_number() OVER (PARTITION BY g.lp, g.name, ceiling.place ORDER BY g.number), ceiling.place - 1),
+                -- Redriven, the one before of its source may have the place of the next one.
+                (SELECT p.place FROM mqlayer.parked_message p
+                 WHERE p.group_id = %(group_id)s AND p.lp = g.lp AND p.name = g.name AND p.source = g.source
+                   AND p.seq < g.seq ORDER BY p.seq DESC LIMIT 1)),
        g.partition_id, g.log_offset, g.key, g.m, g.body, %(again)s, %(redrive_id)s
 FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[], %(partitions)s::int[],
             %(offsets)s::bigint[], %(keys)s::bytea[], %(ms)s::bytea[], %(bodies)s::bytea[])
@@ -170,7 +176,22 @@ CROSS JOIN LATERAL (
                      WHERE p.group_id = %(group_id)s AND p.lp = g.lp AND p.name = g.name AND p.place < ceiling.place
                      ORDER BY p.place DESC, p.seq DESC LIMIT 1), 0) AS place) AS floor
 ON CONFLICT (group_id, lp, source, seq) DO NOTHING
-RETURNING lp, name, source, seq;
+RETURNING lp, name, source, seq, partition_id, log_offset
+), told AS (
+    INSERT INTO mqlayer_archive.outcome_queue (topic_id, group_id, partition_id, log_offset, word, attempts, actor, reason)
+    SELECT g.topic_id, g.group_id, p.partition_id, p.log_offset, 'replayed', 0, r.actor, format('%%s %%s', r.kind, r.redrive_id)
+    FROM put p CROSS JOIN mqlayer.redrive r JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+    WHERE r.redrive_id = %(redrive_id)s AND t.archived
+)
+SELECT lp, name, source, seq FROM put;
+
+-- name: replay_unmatched_put
+-- What the tag filter of a group that is backfilled leaves out: it will never come to it by itself.
+INSERT INTO mqlayer_archive.outcome_queue (topic_id, group_id, partition_id, log_offset, word, attempts, actor, reason)
+SELECT g.topic_id, g.group_id, u.partition_id, u.log_offset, 'unmatched', 0, r.actor, format('%%s %%s', r.kind, r.redrive_id)
+FROM unnest(%(partitions)s::int[], %(offsets)s::bigint[]) AS u(partition_id, log_offset)
+CROSS JOIN mqlayer.redrive r JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+WHERE r.redrive_id = %(redrive_id)s AND t.archived;
 
 -- name: replay_results_put
 -- What was not sent of messages, and why.

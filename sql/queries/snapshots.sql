@@ -196,11 +196,8 @@ WHERE p.snapshot_id = %(snapshot_id)s::int AND n.lp_from >= %(lp_from)s::smallin
 -- The last batch of topics in the archive, and the first one from which on all are kept (null: none is): of some names, or
 -- all.
 SELECT t.name, t.topic_id, a.batch,
-       (SELECT max(k.first_batch)
-        FROM (SELECT d.first_batch, max(d.last_batch) OVER (ORDER BY d.first_batch ROWS BETWEEN UNBOUNDED PRECEDING
-                         AND 1 PRECEDING) AS before
-              FROM mqlayer_archive.day d WHERE d.topic_id = a.topic_id) k
-        WHERE k.before IS NULL OR k.before < k.first_batch - 1) AS kept_from
+       (SELECT greatest(min(d.first_batch), a.dropped_batch + 1) FROM mqlayer_archive.day d
+        WHERE d.topic_id = a.topic_id AND d.last_batch > a.dropped_batch) AS kept_from
 FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id)
 WHERE %(topics)s::text[] IS NULL OR t.name = ANY (%(topics)s::text[]) ORDER BY t.name;
 

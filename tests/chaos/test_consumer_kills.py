@@ -109,10 +109,10 @@ def scene(database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path) ->
         process.wait()
 
 
-def judge(scene: Scene) -> None:
+def judge(scene: Scene, *, partitions: int = 4) -> None:
     """Have the histories, the streams and the sink judged."""
     with History(scene.directory, "witness") as history:
-        note_streams(history, scene.settings.control_dsn(), scene.settings.key_prefix, [1, 2, 3, 4])
+        note_streams(history, scene.settings.control_dsn(), scene.settings.key_prefix, [*range(1, partitions + 1)])
         note_sink(history, scene.settings.control_dsn())
     verdict = check(read_histories(scene.directory), flows=[(GROUP, TOPIC)])
     assert verdict.clean, verdict

@@ -14,9 +14,12 @@ import psycopg
 import pytest
 import redis
 
+from mqlayer.changes import split
+from mqlayer.domain.routing import lp_of
 from mqlayer.membership.groups import find_group
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
+from mqlayer.routes.cache import load_route
 from mqlayer.topics import list_nodes
 from tests.chaos.actors import DEADLY, GROUP, TOPIC, put_faults
 from tests.chaos.test_consumer_kills import COUNT, KEYS, Scene, judge, scene
@@ -30,6 +33,8 @@ BROKEN: Final = tuple(f"key-{number}" for number in range(1, 7))
 OF_BROKEN: Final = len(BROKEN) * COUNT // KEYS
 PARTITIONS: Final = (1, 2, 3, 4)
 LATER_S: Final = 3600.0
+LIMIT: Final = 5
+"""How many messages of a key may be parked where that is limited."""
 DEATHS: Final = 12
 """More than it takes to find out which message it is."""
 PLACES: Final = ("parked_message", "dead_message", "sink")
@@ -50,6 +55,14 @@ class Shop:
         """Start a consumer, and see it killed at its place."""
         assert self.start(f"killed-{failpoint}", failpoint).wait(40) == -9, "the place was not reached"
 
+    def killed_trying(self, failpoint: str) -> None:
+        """The same, while parked keys are tried again and again: deaths may be counted against what was in hand."""
+        process = self.start(f"killed-{failpoint}", failpoint)
+        wait_until(
+            lambda: self.trying(lambda: process.poll() is not None), timeout_s=40, what=f"{failpoint} is reached"
+        )
+        assert process.wait() == -9
+
     def fail(self, **faults: Any) -> None:
         """Have these faults from now on."""
         put_faults(self.scene.directory, **faults)
@@ -59,6 +72,11 @@ class Shop:
         with psycopg.connect(self.scene.settings.control_dsn(), autocommit=True) as connection:
             cursor = connection.execute(statement.encode(), arguments)
             return cursor.fetchall() if cursor.description else []
+
+    def trying(self, done: Callable[[], bool]) -> bool:
+        """Have all parked keys tried now; return what is asked."""
+        self.try_now()
+        return done()
 
     def try_now(self, *, attempts: str = "0") -> None:
         """Have all parked keys tried now: as an operator releases them, or earlier than they are due."""
@@ -154,6 +172,49 @@ def test_kills_while_keys_are_resumed(scene: Scene) -> None:
     shop.wait_places(sink=2 * COUNT)
     shop.wait_unparked()
     judge(scene)
+
+
+def test_kills_while_a_key_at_its_limit_holds_a_route_change_up(scene: Scene) -> None:
+    """Cases 24, 64: its parent drains when there is room, whoever dies over it; no successor goes on before."""
+    shop = Shop(scene, policy="park", attempt_limit=9, backoff_s=[LATER_S], key_messages_limit=LIMIT)
+    shop.fail(always=["key-7"])
+    scene.publish()
+    of_key = COUNT // KEYS
+    first = shop.start("first")
+    wait_until(
+        lambda: shop.places() == {"parked_message": LIMIT, "dead_message": 0, "sink": COUNT - of_key},
+        timeout_s=40, what="the key is parked as far as there is room, the others are handled",
+    )  # fmt: skip
+    prefix = scene.settings.key_prefix
+    with Database(scene.settings.control_dsn()) as database:
+        parent = load_route(database, TOPIC).range_of(lp_of(b"key-7")).partition
+        split(database, TOPIC, parent, prefix=prefix)
+    first.kill()
+    scene.publish()
+    for failpoint in ("take.after_send=kill", "parking.before_commit=kill", "parking.after_commit=kill"):
+        shop.killed(failpoint)
+    shop.start("waiting")
+    others = "SELECT count(*) FROM sink WHERE partition > 4 OR key = 'key-7'"
+    elsewhere = "SELECT count(*) FROM sink WHERE value::int >= %s"
+    wait_until(lambda: shop.rows(elsewhere, COUNT)[0][0] > 0, timeout_s=40, what="other partitions go on")
+    assert shop.rows(others) == [(0,)]
+    # Others may be blamed for a death, and wait.
+    of_broken = "SELECT count(*) FROM mqlayer.parked_message WHERE key = 'key-7'"
+    assert shop.rows(of_broken) == [(LIMIT,)]
+    scene.running[-1].kill()
+    shop.fail()
+    for failpoint in (
+        "parking.before_resume=kill", "handler.after_success=kill@2", "parking.after_commit=kill@2",
+        "drained.before_commit=kill",
+    ):  # fmt: skip
+        shop.killed_trying(failpoint)
+    shop.start("last")
+    wait_until(
+        lambda: shop.trying(lambda: shop.places()["sink"] == 2 * COUNT),
+        timeout_s=40, what="every message has its effect",
+    )  # fmt: skip
+    shop.wait_unparked()
+    judge(scene, partitions=6)
 
 
 def test_a_consumer_that_died_by_chance_costs_a_parked_message_no_attempt(scene: Scene) -> None:

@@ -16,13 +16,23 @@ import redis
 from pydantic import SecretStr
 
 from mqlayer import failpoints
-from mqlayer.archiving import accept_gaps, archive_pass, archive_status, list_gaps, retain, writing
+from mqlayer.archiving import (
+    accept_gaps,
+    archive_pass,
+    archive_status,
+    list_gaps,
+    retain,
+    retain_by_topics,
+    set_retention,
+    writing,
+)
 from mqlayer.archiving.retention import PATIENCE, Retained
 from mqlayer.changes import give_up_node, merge, retire_partitions, split
 from mqlayer.checking import Verdict, examine
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.postgres.database import Database
+from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.partitions import Appended, Holder, Run, append_command, append_reply, settle_command, take_command
@@ -302,6 +312,62 @@ def test_whoever_accepts_a_gap_is_told_of_those_behind_it(scene: Scene) -> None:
     assert set(scene.marks().values()) == {(3, 3)}
 
 
+def test_a_hole_at_the_end_of_a_chain_is_found_where_the_partition_was_sealed(scene: Scene) -> None:
+    """Nothing may ever follow it: without the marks of the seal nobody would hear of it. Case 80."""
+    scene.send(1, LOW, *[b"x"] * 5)
+    scene.send(2, LOW, *[b"x"] * 5)
+    scene.archive()
+    lp = lp_of(LOW.encode())
+    low = scene.route.range_of(lp).partition
+    scene.send(1, LOW, b"6", b"7")
+    scene.send(2, LOW, b"6")
+    scene.client(low).xdel(scene.log(low), "12-0", "13-0")
+    split(scene.database, TOPIC, low, at=[256], prefix=scene.prefix, application=scene.database)
+    for _ in range(2):
+        report = scene.archive()
+        assert (report.completed, report.stopped) == ([], [low])
+    found = [(gap.source, gap.lp, gap.after, gap.next_seq, gap.offset) for gap in list_gaps(scene.database)]
+    assert sorted(found) == [(1, lp, 6, 8, 14), (2, lp, 5, 7, 14)]
+    assert accept_gaps(scene.database, TOPIC, reason="deleted by hand") == 2
+    assert scene.archive().completed == [low]
+    assert scene.marks() == {(1, lp): (8, 7), (2, lp): (7, 6)}
+    scene.send(1, LOW, b"8")
+    assert scene.archive().total == 1
+    assert scene.marks()[1, lp] == (8, 8)
+    assert list_gaps(scene.database, waiting=True) == []
+
+
+def test_a_topic_switched_off_and_on_explains_a_hole_at_the_end_of_a_chain(scene: Scene) -> None:
+    low = scene.route.range_of(lp_of(LOW.encode())).partition
+    scene.send(1, LOW, b"1")
+    scene.archive()
+    set_archived(scene.database, TOPIC, archived=False)
+    scene.send(1, LOW, b"2")
+    scene.client(low).xdel(scene.log(low), "2-0")
+    set_archived(scene.database, TOPIC, archived=True)
+    split(scene.database, TOPIC, low, at=[256], prefix=scene.prefix, application=scene.database)
+    assert scene.archive().completed == [low]
+    (gap,) = list_gaps(scene.database)
+    assert (gap.after, gap.next_seq, gap.actor, gap.accepted_at is None) == (1, 3, None, False)
+
+
+def test_what_is_looked_at_behind_a_gap_is_bounded_in_bytes(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read again by each pass, as long as the gap waits."""
+    monkeypatch.setattr("mqlayer.archiving.archiver.piece_of", lambda _: 10)
+    monkeypatch.setattr(writing, "BYTES", 100_000)
+    low = scene.route.range_of(lp_of(LOW.encode())).partition
+    scene.send(1, LOW, *[b"x"] * 20)
+    scene.archive()
+    for _ in range(30):
+        scene.send(1, LOW, *[b"x" * 10_000] * 10)
+    scene.client(low).xdel(scene.log(low), "21-0")
+    scene.archive()
+    client = scene.client(low)
+    client.config_resetstat()
+    scene.archive()
+    assert int(client.info("stats")["total_net_output_bytes"]) < 500_000
+
+
 def test_a_node_that_is_away_or_not_armed_keeps_nothing_else_waiting(
     database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
 ) -> None:
@@ -473,6 +539,34 @@ def test_a_sealed_partition_is_retired_once_the_archive_has_it(scene: Scene) -> 
     assert retire_partitions(scene.database, prefix=scene.prefix) == [1]
 
 
+def test_a_pass_that_asked_before_a_node_fell_back_trims_nothing_on_its_new_run(
+    database_dsn: str, start_redis: StartRedis, key_prefix: str, tmp_path: Path
+) -> None:
+    """Offsets that were archived are given out again, to what is not: by the old bound it would be dropped."""
+    node = start_redis()
+    scene = Scene(database_dsn, key_prefix, node.url, partitions=1)
+    group = scene.group()
+    before = FallBack(node, tmp_path / "copy")
+    for _ in range(2):
+        scene.send(1, LOW, *[b"old"] * 500)
+    scene.archive()
+    failpoints.arm("trim.after_work", f"mark:{tmp_path / 'reached'}")
+    failpoints.arm("trim.after_work", f"wait:{tmp_path / 'go'}")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(trim_pass, scene.database, prefix=scene.prefix)
+        wait_until((tmp_path / "reached").exists, what="the pass knows its bounds")
+        before.happen()
+        rearm_node(scene.database, "n1", prefix=scene.prefix)
+        for _ in range(2):
+            scene.send(7, LOW, *[b"new"] * 500)
+        scene.settle(group, 1, 1_000)
+        (tmp_path / "go").touch()
+        report = running.result()
+    assert (report.dropped, list(report.passed_by)) == ({}, ["n1"])
+    assert scene.archive().total == 1_000
+    scene.close()
+
+
 def test_trimming_that_is_on_its_way_and_archiving_switched_on_exclude_each_other(
     database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path
 ) -> None:
@@ -572,6 +666,70 @@ def test_a_day_that_somebody_reads_is_left_for_the_next_call(scene: Scene, monke
     assert days(scene) == ["dropped"]
 
 
+def test_days_that_hold_nothing_go_too(scene: Scene) -> None:
+    scene.archive()
+    scene.connection.execute("SELECT mqlayer_archive.day_make_v1((now() AT TIME ZONE 'UTC')::date - 40)")
+    assert days(scene) == ["dropped"]
+    assert days(scene) == []
+    made = scene.rows("SELECT count(*) FROM pg_inherits WHERE inhparent = 'mqlayer_archive.record'::regclass")
+    assert made == [(2,)]
+
+
+def test_a_stream_of_the_archive_is_told_of_a_day_that_went_before_an_older_one(scene: Scene) -> None:
+    """A snapshot keeps the first day; the second one is gone, and whoever had yet to read it must hear of that."""
+    scene.send(1, LOW, b"1")
+    scene.archive()
+    scene.age(40)
+    snapshot(scene.connection)
+    scene.send(1, LOW, b"2")
+    scene.archive()
+    scene.connection.execute("SELECT mqlayer_archive.day_make_v1((now() AT TIME ZONE 'UTC')::date - 45)")
+    scene.age(5)
+    scene.send(1, LOW, b"3")
+    scene.archive()
+    words = [one.word for one in retain(scene.database, older_than=timedelta(days=1)) if one.records]
+    assert words == ["spared", "dropped"]
+    with scene.database.connection() as connection:
+        facts = {"topic_id": 1, "after": 1}
+        with pytest.raises(psycopg.Error, match="dropped from the archive"):
+            connection.execute(query("stream_there"), facts)
+        (row,) = connection.execute(query("stream_topics"), {"topics": None}).fetchall()
+        assert row[2:] == (3, 3)
+        assert connection.execute(query("stream_there"), facts | {"after": row[3] - 1}).fetchone() == (3,)
+
+
+def test_topics_say_how_long_they_are_kept_and_the_longest_counts(scene: Scene) -> None:
+    for name in ("other", "third"):
+        create_topic(scene.database, name, prefix=scene.prefix, partitions=1, archived=True)
+    scene.send(1, LOW, b"1")
+    scene.archive()
+    scene.connection.execute(
+        "INSERT INTO mqlayer_archive.day SELECT day, t.topic_id, 1, 1, 0, 1 FROM mqlayer_archive.day, mqlayer.topic t "
+        "WHERE t.name = 'other'"
+    )
+    scene.age(40)
+
+    def words() -> list[Retained]:
+        return [one.word for one in retain_by_topics(scene.database)]
+
+    assert words() == [], "nobody said so"
+    assert set_retention(scene.database, TOPIC, days=7, actor="me")
+    assert not set_retention(scene.database, TOPIC, days=7)
+    assert words() == [], "of the other one nobody said so"
+    set_retention(scene.database, "other", days=50)
+    assert words() == []
+    set_retention(scene.database, "other", days=39)
+    assert words() == ["dropped"]
+    with pytest.raises(InvalidInput, match="0 days"):
+        set_retention(scene.database, TOPIC, days=0)
+    with pytest.raises(NotFound):
+        set_retention(scene.database, "none", days=1)
+    ((facts,),) = scene.rows("SELECT facts FROM mqlayer.audit WHERE actor = 'me'")
+    assert facts == {"retention_days": 7}
+    ((actor, records),) = scene.rows("SELECT actor, facts FROM mqlayer.audit WHERE act = 'archive retain'")
+    assert (actor, records) == ("worker", {"records": 1})
+
+
 def test_days_are_made_ahead_once_by_many(scene: Scene) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: scene.archive(), range(4)))
@@ -589,6 +747,33 @@ def test_a_record_that_no_script_wrote_stops_its_partition_only(scene: Scene) ->
     assert partition == low
     assert "by hand" in reason
     assert "secret" not in reason
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"m": "-1:0:1:0", "k": "k", "b": "secret"},
+        {"m": "1:0:1:0"},
+        {"m": "1:0:1:later", "k": "k", "b": "secret"},
+        {"m": '1:0:1:0:{"mq-tags":1}', "k": "k", "b": "secret"},
+        {"m": '1:0:1:0:{"mq-tags":"secret', "k": "k", "b": "secret"},
+    ],
+)
+def test_a_record_that_no_row_can_hold_stops_its_partition_only_and_the_doctor_sees_it(
+    scene: Scene, fields: dict[str, str]
+) -> None:
+    low = scene.route.range_of(0).partition
+    scene.archive()
+    ((before,),) = scene.rows("SELECT passed_at FROM mqlayer_archive.topic")
+    scene.client(low).xadd(scene.log(low), fields, id="1-0")  # type: ignore[arg-type]
+    scene.send(1, HIGH, b"y")
+    with ThreadPoolExecutor(1) as pool:
+        report = pool.submit(scene.archive).result(20)
+    assert report.total == 1
+    assert list(report.failed) == [low]
+    assert "offset 1 " in report.failed[low]
+    assert "secret" not in report.failed[low]
+    assert scene.rows("SELECT passed_at FROM mqlayer_archive.topic") == [(before,)], "it is behind, and says so"
 
 
 def test_the_doctor_names_an_archive_that_waits_or_is_late(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,6 +800,10 @@ def test_the_commands(scene: Scene, commands: Commands) -> None:
     assert "no gap" in commands.text("archive", "gaps")
     assert "no day" in commands.text("archive", "retain", "--older-than", "30d")
     assert "no age" in commands.failure("archive", "retain", "--older-than", "soon")
+    assert "kept for 84 days" in commands.text("topic", "set", TOPIC, "--retention", "12w")
+    assert "for ever" in commands.text("topic", "set", TOPIC, "--retention", "forever")
+    assert "no age" in commands.failure("topic", "set", TOPIC, "--retention", "3h")
+    assert "what to set" in commands.failure("topic", "set", TOPIC)
     assert "not archived" in commands.text("topic", "set", TOPIC, "--not-archived")
     assert "as before" in commands.text("topic", "set", TOPIC, "--not-archived")
     assert commands.lines("topic", "list")[0]["archived"] is False

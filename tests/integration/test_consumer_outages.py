@@ -13,7 +13,8 @@ import pytest
 from pydantic import SecretStr
 
 from mqlayer import Context
-from mqlayer.errors import NodeOutOfMemory, NotFound, StoreUnavailable
+from mqlayer.domain.routing import lp_of
+from mqlayer.errors import NodeOutOfMemory, NotFound, Reject, StoreUnavailable
 from mqlayer.failpoints import arm, disarm_all
 from mqlayer.redis.partitions import (
     Fenced,
@@ -311,6 +312,41 @@ class FallBack:
                 else:
                     shutil.copyfile(path, target)
         self.server.start()
+
+
+def test_what_died_before_a_fall_back_is_passed_over_wherever_it_comes_again(
+    start_stage: StartStage, own_redis: RedisServer, tmp_path: Path
+) -> None:
+    """Case 67: also behind its former offset, for an owner that took over when the group had come past that."""
+    stage = start_stage(own_redis.url, partitions=1)
+    back = FallBack(own_redis, tmp_path / "then")
+
+    def act(body: bytes, _ctx: Context) -> None:
+        if body == b"bad":
+            raise Reject("no")
+
+    stage.send([("k", b"first")])
+    app = stage.consume(Recorder(act), policy="dead_letter")
+    stage.wait_settled()
+    back.remember()
+    stage.send([("k", b"bad")])
+    stage.wait_settled()
+    app.stop()
+    back.fall_back()
+    again = Recorder()
+    app = stage.consume(again, policy="dead_letter")
+    wait_until(
+        lambda: [state for _, state in member_of(app).holdings().values()] == ["open"], what="it is armed and owned"
+    )
+    stage.send([(f"other-{number}", b"new") for number in range(5)])
+    stage.wait_settled()
+    app.stop()
+    stage.consume(again, policy="dead_letter")
+    # Sent again, under its number.
+    stage._seqs[int(lp_of(b"k"))] = 1
+    stage.send([("k", b"bad"), ("k", b"last")])
+    stage.wait_settled()
+    assert again.bodies("k") == [b"last"]
 
 
 def test_after_a_fall_back_no_old_ack_settles_a_new_message(

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from pydantic import SecretStr
 
 from mqlayer import Context, Receiver
-from mqlayer.archiving import archive_outcomes, archive_pass
+from mqlayer.archiving import archive_outcomes, archive_pass, archive_status
 from mqlayer.changes import retire_partitions, split
+from mqlayer.checking import examine
 from mqlayer.domain.message import records_of
 from mqlayer.errors import Reject, Skip
 from mqlayer.failpoints import arm, disarm_all
@@ -36,6 +38,7 @@ from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.outcomes import Place, told_of
 from mqlayer.redis.partitions import Holder, settle_command, take_command
 from mqlayer.routes.cache import RouteCache
+from mqlayer.settings import Settings
 from mqlayer.topics import list_nodes, set_archived
 from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
 from tests.fixtures.telling import Spot, Told
@@ -160,6 +163,21 @@ def test_what_is_parked_and_released_is_told_from_postgres(stage: Stage, told: T
     outcomes = told.all()[at[b"a"]]
     assert outcomes[1].delivered_at is not None
     assert outcomes[1].delivered_at <= outcomes[1].settled_at
+
+
+def test_what_is_parked_beside_what_finds_no_room_is_not_told_as_handled(stage: Stage, told: Told) -> None:
+    """Case 64: its offset is settled by the call that folds the rest."""
+    stage.send([("k", b"a"), ("k", b"b")])
+    stage.consume(failing(b"a", times=1), backoff_s=(LATER_S,), key_messages_limit=1)
+    at = spots(stage)
+    (partition, offset) = at[b"a"]
+    wait_until(lambda: stage.position(partition).committed == offset + 1, what="the first one is settled")
+    told.fetch()
+    assert told.words() == {at[b"a"]: [("parked", 1)]}
+    release_parked(stage.database, stage.topic, "g", key="k", actor="olga")
+    stage.wait_settled()
+    told.fetch()
+    assert told.words() == {at[b"a"]: [("parked", 1), ("handled", 2)], at[b"b"]: HANDLED}
 
 
 @pytest.mark.parametrize(
@@ -447,6 +465,16 @@ def test_what_no_archiver_fetches_is_dropped_at_a_bound_and_counted(stage: Stage
     report = told.fetch()
     assert report.dropped == 6
     assert told.rows("SELECT dropped FROM mqlayer_archive.outcome_progress WHERE dropped > 0") == [(6,)]
+    (standing,) = archive_status(stage.database, prefix=stage.prefix)
+    assert standing.outcomes_dropped == 6
+    settings = Settings(dsn=SecretStr(stage.dsn), key_prefix=stage.prefix)
+
+    def seen() -> list[str]:
+        return [one.seen for one in examine(settings) if one.check == "archive" and "dropped" in one.seen]
+
+    assert "6 messages" in seen()[0]
+    told.rows("UPDATE mqlayer_archive.outcome_progress SET dropped_at = now() - interval '2 days' RETURNING 1")
+    assert seen() == [], "no finding for ever"
     assert sorted(told.words()) == [(partition, offset) for offset in range(7, 11)]
     assert Place(0, 0) < Place(1, 0)
 

@@ -18,6 +18,7 @@ from mqlayer import Context
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failures import (
+    DeadFilter,
     Replay,
     ReplayFilter,
     cancel_replay,
@@ -28,7 +29,9 @@ from mqlayer.failures import (
     replays,
     resume_replay,
     retry_scan,
+    start_redrive,
     start_replay,
+    work_on,
     work_on_replay,
 )
 from mqlayer.membership.seeking import apply_seek, planned_seek
@@ -335,6 +338,72 @@ def test_what_was_parked_before_waits_in_its_place(scene: Scene, wanted: ReplayF
     thread.join(20)
     wait_until(lambda: len(recorder.bodies("key-0")) == 10, what="all of it")
     assert recorder.bodies("key-0") == numbers(1, 10)
+
+
+def test_what_was_redriven_and_waits_keeps_its_place_among_what_is_replayed(scene: Scene) -> None:
+    """Cases 64, 68: it has the place of the next one of its source, and what comes between the two has to, too."""
+    a = [one for one in scene.failing.records() if one[1].key == b"key-0"]
+    scene.failing.park(a[8])
+    scene.failing.bury(a[4])
+    worker = new_worker()
+    redrive = start_redrive(scene.stage.database, "orders", "g", DeadFilter(), actor="a test", worker=worker)
+    work_on(scene.stage.database, redrive, worker=worker)
+    scene.replay()
+    line = "SELECT seq FROM mqlayer.parked_message WHERE key = 'key-0' ORDER BY place, seq"
+    with scene.stage.database.connection() as connection:
+        assert connection.execute(line).fetchall() == [(record.identity.seq,) for _, record in a]
+
+
+def test_what_is_newer_never_keeps_a_replayed_key_from_its_end(scene: Scene) -> None:
+    """It waits for that end, and may be as much as the group may have parked."""
+    recorder = Recorder()
+    scene.stage.consume(recorder, backoff_s=None)
+    replay_id, worker = scene.begin(ReplayFilter(key="key-0"), per_s=2.0)
+    thread = threading.Thread(
+        target=work_on_replay, args=(scene.stage.database, replay_id), kwargs={"worker": worker, "batch": 2}
+    )
+    thread.start()
+    wait_until(lambda: b"1" in recorder.bodies("key-0"), what="the first one")
+    scene.failing.sql("UPDATE mqlayer.consumer_group SET parked_messages_limit = 3")
+    scene.stage.send_numbers(1, 5, first=11)
+    wait_until(lambda: len(scene.failing.parked("key-0")) >= 3, what="the group to be full of what is newer")
+    assert replay_of(scene.stage.database, replay_id).state == "running"
+    thread.join(30)
+    try:
+        assert replay_of(scene.stage.database, replay_id).state == "done"
+    finally:
+        if thread.is_alive():
+            cancel_replay(scene.stage.database, replay_id, actor="a test")
+    wait_until(lambda: len(recorder.bodies("key-0")) == 15, what="all of it")
+    assert recorder.bodies("key-0") == numbers(1, 15)
+
+
+def test_each_message_that_is_given_again_is_told_and_what_a_backfill_leaves_out(scene: Scene) -> None:
+    """A replay tells nothing of what the filter leaves out: the group has come past it before."""
+    scene.archive.sql("UPDATE mqlayer_archive.record SET tags = '{eu,vip}' WHERE body = '3'")
+    scene.failing.sql("UPDATE mqlayer.consumer_group SET tag_filter = 'any:vip'")
+    replay_id, _ = scene.begin()
+    work_on_replay(scene.stage.database, replay_id, worker=taken(scene, replay_id))
+    asked = ("SELECT partition_id, log_offset, word, attempts, actor, reason FROM mqlayer_archive.outcome_queue "
+             "WHERE word <> 'handled' ORDER BY 1, 2, 3")  # fmt: skip
+    places = scene.archive.sql("SELECT partition_id, log_offset, body FROM mqlayer_archive.record ORDER BY 1, 2")
+    word = ("replayed", 0, "a test", f"replay {replay_id}")
+    assert scene.archive.sql(asked) == [(*place, *word) for *place, body in places if body == b"3"]
+    scene.archive.sql("DELETE FROM mqlayer_archive.outcome_queue RETURNING 1")
+    scene.archive.sql("DELETE FROM mqlayer.parked_message RETURNING 1")
+    replay_id, _ = scene.begin()
+    scene.archive.sql("UPDATE mqlayer.redrive SET kind = 'backfill' WHERE redrive_id = %s RETURNING 1", replay_id)
+    work_on_replay(scene.stage.database, replay_id, worker=taken(scene, replay_id))
+    words = [(row[2], row[5]) for row in scene.archive.sql(asked)]
+    assert words.count(("unmatched", f"backfill {replay_id}")) == 18
+    assert words.count(("replayed", f"backfill {replay_id}")) == 2
+
+
+def taken(scene: Scene, replay_id: int) -> str:
+    """Take a replay over; return the worker."""
+    worker = new_worker()
+    resume_replay(scene.stage.database, replay_id, actor="a test", worker=worker)
+    return worker
 
 
 def test_newer_messages_may_come_between(scene: Scene) -> None:

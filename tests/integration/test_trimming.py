@@ -116,7 +116,8 @@ def test_trimming_a_partition_that_is_not_there_makes_nothing(stream: Stream) ->
     assert not stream.client.exists(group_keys(stream.prefix, 10**6, 1).lock)
 
 
-def test_a_pass_that_is_killed_half_way_is_done_by_the_next(stream: Stream) -> None:
+@pytest.mark.parametrize("place", ["trim.after_work", "trim.after_round"])
+def test_a_pass_that_is_killed_half_way_is_done_by_the_next(stream: Stream, place: str) -> None:
     """Between two rounds nothing is owed: what was dropped was settled by all."""
     group = stream.group()
     stream.settle(group, 1, 350)
@@ -126,7 +127,7 @@ def test_a_pass_that_is_killed_half_way_is_done_by_the_next(stream: Stream) -> N
     )
     killed = subprocess.run(
         [sys.executable, "-c", program, stream.database.dsn, stream.prefix],
-        env=os.environ | {"MQLAYER_FAILPOINTS": "trim.after_round=kill"},
+        env=os.environ | {"MQLAYER_FAILPOINTS": f"{place}=kill"},
         check=False,
     )
     assert killed.returncode == -9

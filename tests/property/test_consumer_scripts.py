@@ -268,6 +268,44 @@ class ConsumerScripts(RuleBasedStateMachine):
     def settle_all_behind_the_head(self, words: str) -> None:
         self.settle([(self.model.committed + 1, self.model.next - 1)], [], words=words)
 
+    @precondition(lambda self: len(self.waiting()) > 2)
+    @rule(count=st.sampled_from([2, 9, 11]), again=st.booleans())
+    def settle_one_by_one(self, count: int, again: bool) -> None:
+        """More calls than entries are kept: what one dropped counts on when it is dropped itself."""
+        self.own()
+        for offset in self.waiting()[1::2][:count]:
+            for _ in range(1 + again):
+                self.settle([(offset, offset)], [], words="h")
+
+    @precondition(lambda self: len(self.waiting()) > 2)
+    @rule(data=st.data())
+    def settle_in_any_order(self, data: st.DataObject) -> None:
+        """Ranges that have nothing in common, and those of the call before once more."""
+        self.own()
+        offsets = data.draw(st.permutations(self.waiting()[1:12:2]))
+        ranges = [(offset, offset) for offset in offsets]
+        for _ in range(2):
+            self.settle(ranges, [], words="h" * len(ranges))
+
+    @precondition(lambda self: self.waiting())
+    @rule(attempts=st.integers(1, 4), place=st.integers(0, 3))
+    def fail_and_settle(self, attempts: int, place: int) -> None:
+        """The attempts that failed go along with what is told, and are forgotten."""
+        self.own()
+        offset = self.waiting()[-1 - place % len(self.waiting())]
+        self.count(self.model.owner or "", 0, offset, attempts)
+        self.settle([(offset, offset)], [offset], words="h")
+
+    def waiting(self) -> list[int]:
+        """Return the first offsets from committed on that are not settled."""
+        offsets = range(max(1, self.model.committed), min(self.model.next, self.model.committed + 40))
+        return [offset for offset in offsets if not self.model.settled >> offset & 1]
+
+    def own(self) -> None:
+        """Let somebody own the partition."""
+        if not self.model.owner:
+            self.take("a", 1, 1, 0, afresh=False)
+
     @precondition(lambda self: self.model.next > self.model.committed > 0)
     @rule(words=st.sampled_from(["", "h", "-"]))
     def settle_the_head(self, words: str) -> None:

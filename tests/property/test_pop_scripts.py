@@ -319,6 +319,22 @@ class PopScripts(RuleBasedStateMachine):
             if epoch == self.model.epoch and offset in out and out[offset].batch != batch
         ]
 
+    @precondition(lambda self: any(out.batch == 0 for out in self.model.out.values()))
+    @rule(word=st.sampled_from(WORDS), brief=st.booleans())
+    def settle_what_was_given_back(self, word: SettleWord, brief: bool) -> None:
+        """Case 53: no receiver has it; what it is kept under is no batch."""
+        pairs = [(0, offset) for offset, out in sorted(self.model.out.items()) if out.batch == 0]
+        self.settle(word, self.model.epoch, pairs, brief=brief)
+
+    @precondition(lambda self: self.model.next > 9)
+    @rule(again=st.booleans())
+    def ack_one_by_one(self, again: bool) -> None:
+        """More acks than entries are kept: what one dropped counts on when it is dropped itself."""
+        self.receive(40, brief=False, step=0)
+        for offset, out in sorted(self.model.out.items())[:11]:
+            for _ in range((1 + again) * bool(out.batch)):
+                self.settle("ack", self.model.epoch, [(out.batch, offset)], brief=False)
+
     @precondition(lambda self: self.model.out)
     @rule(word=st.sampled_from(WORDS), brief=st.booleans(), first=st.booleans())
     def settle_what_is_out(self, word: SettleWord, brief: bool, first: bool) -> None:

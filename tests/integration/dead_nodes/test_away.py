@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import redis
 
-from mqlayer import failpoints
+from mqlayer import App, Context, failpoints
 from mqlayer.changes import apply_change, bring_back_nodes, finish_changes, give_up_node, move, plan_move
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import ConfigurationRefused, Conflict, StoreUnavailable
+from mqlayer.errors import ConfigurationRefused, Conflict, Reject, StoreUnavailable
 from mqlayer.failpoints import FailpointHit
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
@@ -75,6 +75,44 @@ def test_a_node_that_is_lost_for_good_is_given_up_and_what_the_outbox_holds_is_s
         world.publish(100, tag="after")
         wait_until(lambda: all_handled(world, seen), what="everything is handled in order", timeout_s=30)
     assert world.rows("SELECT act FROM mqlayer.audit WHERE act = 'node lost'")
+
+
+def test_what_died_in_a_lost_partition_stays_dead_in_its_successor(
+    world: OutboxWorld, database: Database, node: RedisServer
+) -> None:
+    """Case 67: it is sent again there, under its number and at another offset."""
+    with world.relay():
+        world.publish(100, tag="before")
+        world.wait_until_whole()
+    app = App(world.settings(lease_s=2.0))
+
+    @app.consumer("orders", group="ledger", start="earliest", policy="dead_letter")
+    def refuse(_body: bytes, ctx: Context) -> None:
+        if ctx.partition == 2:
+            raise Reject("no")
+
+    died = "SELECT convert_from(body, 'UTF8') FROM mqlayer.dead_message"
+    of_node = "SELECT count(*) FROM mqlayer_app.outbox WHERE lp >= 512"
+    app.start()
+    try:
+        [(expected,)] = world.rows(of_node)
+        wait_until(lambda: len(world.rows(died)) == expected > 0, what="all of the partition is dead")
+    finally:
+        app.stop()
+    node.kill()
+    assert give_up_node(database, "node-2", prefix=world.key_prefix, application=database).again > 0
+    dead = {body for (body,) in world.rows(died)}
+    with world.relay(), consuming(world) as seen:
+        world.publish(100, tag="after")
+        wanted = {key: [body for body in bodies if body not in dead] for key, bodies in published(world).items()}
+        later = {key: [body for body in bodies if body.startswith("after")] for key, bodies in wanted.items()}
+        wait_until(
+            lambda: all(
+                [body for body in seen[key] if body.startswith("after")] == bodies for key, bodies in later.items()
+            ),
+            what="what came after is handled", timeout_s=30,
+        )  # fmt: skip
+        assert not dead & {body for bodies in seen.values() for body in bodies}
 
 
 @pytest.mark.parametrize("name", sorted(name for name in failpoint_names() if name.startswith("lost.")))
