@@ -16,7 +16,7 @@ from mqlayer.errors import InvalidInput, NotFound, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
-from mqlayer.postgres.queries import query
+from mqlayer.postgres.queries import columns, query
 
 log = logging.getLogger(__name__)
 
@@ -103,11 +103,7 @@ def _drop_day(database: Database, day: date, older_than: timedelta | None, actor
         if connection.execute(query("archive_day_needed"), {"day": day}).fetchone() is not None:
             return "spared"
         connection.execute(query("archive_day_lock"))
-        columns = list(zip(*ends, strict=True)) or [()] * 4
-        facts: dict[str, Any] = {
-            name: list(column) for name, column in zip(("topics", "sources", "lps", "lasts"), columns, strict=True)
-        }
-        connection.execute(query("archive_marks_begin"), facts)
+        connection.execute(query("archive_marks_begin"), columns(("topics", "sources", "lps", "lasts"), ends))
         connection.execute(query("archive_day_drop"), {"day": day})
         if held:
             note(connection, actor, "archive retain", day.isoformat(), {"records": records})

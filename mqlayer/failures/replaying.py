@@ -47,7 +47,7 @@ from mqlayer.membership.starts import kept_partitions
 from mqlayer.parking import Room
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
-from mqlayer.postgres.queries import query
+from mqlayer.postgres.queries import columns, query
 from mqlayer.routes.cache import load_nodes
 
 log = logging.getLogger(__name__)
@@ -472,29 +472,29 @@ class _Work:
         given = [one for one in found if words[one.identity] == "sent"]
         if not given:
             return words
-        named = _columns(("lps", "sources", "seqs"), [(i.lp, i.source, i.seq) for i in (one.identity for one in given)])
+        named = columns(("lps", "sources", "seqs"), [(i.lp, i.source, i.seq) for i in (one.identity for one in given)])
         facts = {"group_id": self._group.group_id, "redrive_id": self._replay_id, "place": look.place,
                  "again": look.kind == "replay"}  # fmt: skip
         for source, lp, seq in connection.execute(query("replay_dead"), facts | named).fetchall():
             words[Identity(source, lp, seq)] = "dead"
         rows = [self._row(one) for one in given if words[one.identity] == "sent"]
-        columns = _columns(("lps", "names", "sources", "seqs", "partitions", "offsets", "keys", "ms", "bodies"), rows)
-        connection.execute(query("replay_keys_put"), facts | columns, prepare=False)
-        joined = connection.execute(query("replay_messages_put"), facts | columns, prepare=False).fetchall()
+        arrays = columns(("lps", "names", "sources", "seqs", "partitions", "offsets", "keys", "ms", "bodies"), rows)
+        connection.execute(query("replay_keys_put"), facts | arrays, prepare=False)
+        joined = connection.execute(query("replay_messages_put"), facts | arrays, prepare=False).fetchall()
         put = {Identity(source, lp, seq) for lp, _, source, seq in joined}
         for one in given:
             if words[one.identity] == "sent" and one.identity not in put:
                 words[one.identity] = "already"
         if joined:
-            heads = _columns(("lps", "names"), [row[:2] for row in joined])
+            heads = columns(("lps", "names"), [row[:2] for row in joined])
             connection.execute(query("parked_heads_put"), facts | heads | {"identities": list(map(str, put))})
             raise_parking(connection, self._group.group_id, {(lp, bytes(name)) for lp, name, _, _ in joined})
         return words
 
     def _tell_unmatched(self, connection: Connection, left_out: Sequence[_Archived]) -> None:
         if left_out:
-            columns = _columns(("partitions", "offsets"), [(one.partition, one.offset) for one in left_out])
-            connection.execute(query("replay_unmatched_put"), {"redrive_id": self._replay_id} | columns)
+            arrays = columns(("partitions", "offsets"), [(one.partition, one.offset) for one in left_out])
+            connection.execute(query("replay_unmatched_put"), {"redrive_id": self._replay_id} | arrays)
 
     def _row(self, one: _Archived) -> tuple[Any, ...]:
         source, lp, seq = one.identity
@@ -504,19 +504,14 @@ class _Work:
     def _put_results(self, connection: Connection, look: _Look, words: Mapping[Identity, ReplayWord]) -> None:
         told = [(i.lp, i.source, i.seq, word) for i, word in words.items() if word in ("already", "dead", "ahead")]
         if told and look.kind == "replay":
-            columns = _columns(("lps", "sources", "seqs", "results"), told)
-            connection.execute(query("replay_results_put"), {"redrive_id": self._replay_id} | columns)
+            arrays = columns(("lps", "sources", "seqs", "results"), told)
+            connection.execute(query("replay_results_put"), {"redrive_id": self._replay_id} | arrays)
 
 
 def _word(one: _Archived, look: _Look) -> ReplayWord:
     if one.offset >= look.bounds.get(str(one.partition), BEHIND):
         return "ahead"
     return "sent" if look.wanted is None or look.wanted.takes(one.tags) else "unmatched"
-
-
-def _columns(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Return rows as one array per column."""
-    return {name: [row[at] for row in rows] for at, name in enumerate(names)}
 
 
 # -- the end ---------------------------------------------------------------------------------------------------------

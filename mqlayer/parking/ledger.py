@@ -29,7 +29,7 @@ from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.counting import add_counts
 from mqlayer.postgres.database import Connection, Database
-from mqlayer.postgres.queries import query
+from mqlayer.postgres.queries import columns, query
 
 ParkCause = Literal["retry", "exhausted", "rejected", "paused"]
 DeathCause = Literal["exhausted", "rejected", "skipped"]
@@ -227,7 +227,7 @@ class Ledger:
 
     def load(self, spans: Sequence[Span]) -> dict[PartitionId, Loaded]:
         """Return what is parked and dead of partitions. Call it with the pull locks taken: then nobody adds to it."""
-        facts = self._who | _columns(("partitions", "lps_from", "lps_to", "committed"), spans)
+        facts = self._who | columns(("partitions", "lps_from", "lps_to", "committed"), spans)
         with self._database.connection() as connection:
             # First: what is changed after it is looked at again.
             parking = connection.execute(query("parking_number"), facts).fetchone()
@@ -247,7 +247,7 @@ class Ledger:
     def dead(self, span: Span) -> set[Identity]:
         """Return what is dead of a partition from an offset on."""
         with self._database.connection() as connection:
-            facts = self._who | _columns(("partitions", "lps_from", "lps_to", "committed"), [span])
+            facts = self._who | columns(("partitions", "lps_from", "lps_to", "committed"), [span])
             rows = connection.execute(query("dead_unsettled"), facts).fetchall()
         return {Identity(*identity) for _, *identity in rows}
 
@@ -266,9 +266,9 @@ class Ledger:
         """Return the parked keys of a partition's LPs, or those of these that are parked."""
         with self._database.connection() as connection:
             if named is None:
-                facts = self._who | _columns(("partitions", "lps_from", "lps_to", "committed"), [span])
+                facts = self._who | columns(("partitions", "lps_from", "lps_to", "committed"), [span])
                 return [_state(row[1:]) for row in connection.execute(query("parked_keys"), facts).fetchall()]
-            facts = self._who | _columns(("lps", "names"), list(set(named)))
+            facts = self._who | columns(("lps", "names"), list(set(named)))
             return [_state(row) for row in connection.execute(query("parked_keys_named"), facts).fetchall()]
 
     def write(self, partition: PartitionId, epoch: int, page: Page) -> Written:
@@ -307,15 +307,15 @@ class Ledger:
             counted = counts.setdefault(note.partition, Counter())
             counted["failed"] += 1
             counted["timed_out"] += note.timed_out
-        columns = _columns(("lps", "sources", "seqs", "attempts", "errors"), rows)
+        arrays = columns(("lps", "sources", "seqs", "attempts", "errors"), rows)
         with self._database.connection() as connection, connection.transaction():
-            connection.execute(query("failed_attempts_put"), self._who | columns)
+            connection.execute(query("failed_attempts_put"), self._who | arrays)
             add_counts(connection, self._who, counts)
 
     def _hold_keys(self, connection: Connection, page: Page) -> None:
         refs = [*{ref for ref, _ in page.messages} | {turn.ref for turn in page.turns}]
         if len(refs) > 1:
-            connection.execute(query("parked_keys_hold"), self._who | _columns(("lps", "names"), refs))
+            connection.execute(query("parked_keys_hold"), self._who | columns(("lps", "names"), refs))
 
     def _living(self, connection: Connection, page: Page) -> list[KeyEntry]:
         """Return the keys to be parked but those whose failed message is dead: the answer to parking them was lost, and
@@ -326,7 +326,7 @@ class Ledger:
         for ref, record in page.messages:
             heads.setdefault(ref, record.identity)
         asked = [(i.lp, i.source, i.seq) for i in (heads[e.ref] for e in page.entries if e.ref in heads)]
-        facts = self._who | _columns(("lps", "sources", "seqs"), asked)
+        facts = self._who | columns(("lps", "sources", "seqs"), asked)
         dead = {Identity(*row) for row in connection.execute(query("dead_named"), facts).fetchall()}
         return [entry for entry in page.entries if heads.get(entry.ref) not in dead]
 
@@ -339,8 +339,8 @@ class Ledger:
         if not entries:
             return set()
         rows = [(*entry.ref, entry.cause, entry.wait_s, entry.attempts) for entry in entries]
-        columns = _columns(("lps", "names", "causes", "waits_s", "attempts"), rows)
-        rows_put = connection.execute(query("parked_keys_put"), self._who | columns).fetchall()
+        arrays = columns(("lps", "names", "causes", "waits_s", "attempts"), rows)
+        rows_put = connection.execute(query("parked_keys_put"), self._who | arrays).fetchall()
         return {KeyRef(lp, bytes(name)) for lp, name in rows_put}
 
     def _put_messages(
@@ -355,7 +355,7 @@ class Ledger:
         if not page.messages:
             return
         refs = list({ref for ref, _ in page.messages})
-        there = connection.execute(query("parked_keys_there"), self._who | _columns(("lps", "names"), refs)).fetchall()
+        there = connection.execute(query("parked_keys_there"), self._who | columns(("lps", "names"), refs)).fetchall()
         parked = {KeyRef(lp, name): (messages, size) for lp, name, messages, size in there}
         if room.full:
             written.refused = {entry.ref for entry in page.entries} - set(parked)
@@ -372,12 +372,12 @@ class Ledger:
             if ref in parked and record.identity not in written.left
         ]  # fmt: skip
         names = ("lps", "names", "sources", "seqs", "offsets", "keys", "ms", "bodies", "attempts", "tried")
-        columns = _columns(names, rows)
-        put = connection.execute(query("parked_messages_put"), facts | columns).fetchall()
+        arrays = columns(names, rows)
+        put = connection.execute(query("parked_messages_put"), facts | arrays).fetchall()
         # What comes again, after a seek or a death, may be in front of what failed. New keys have their own counts.
         joined = [row for row in put if KeyRef(row[0], row[1]) not in new]
         if joined:
-            heads = _columns(("lps", "names"), [row[:2] for row in joined])
+            heads = columns(("lps", "names"), [row[:2] for row in joined])
             identities = [str(Identity(source, lp, seq)) for lp, _, source, seq in joined]
             connection.execute(query("parked_heads_put"), self._who | heads | {"identities": identities})
 
@@ -409,8 +409,8 @@ class Ledger:
         if not over:
             return
         asked = [(*ref, record.identity.source, record.identity.seq, record.offset) for ref, record in over]
-        columns = _columns(("lps", "names", "sources", "seqs", "offsets"), asked)
-        in_front = {Identity(*row) for row in connection.execute(query("parked_in_front"), facts | columns).fetchall()}
+        arrays = columns(("lps", "names", "sources", "seqs", "offsets"), asked)
+        in_front = {Identity(*row) for row in connection.execute(query("parked_in_front"), facts | arrays).fetchall()}
         written.left |= {record.identity for _, record in over} - in_front
         written.full = {
             ref: limit
@@ -429,7 +429,7 @@ class Ledger:
             for source, lp, seq in [record.identity]
         ]  # fmt: skip
         names = ("lps", "sources", "seqs", "offsets", "keys", "ms", "bodies", "causes", "reasons", "attempts", "tried")
-        put = connection.execute(query("dead_put"), facts | _columns(names, rows)).fetchall()
+        put = connection.execute(query("dead_put"), facts | columns(names, rows)).fetchall()
         return Counter("dead" if kept else "skipped" for (kept,) in put)
 
     def _take(self, connection: Connection, facts: dict[str, object], turn: Turn, written: Written) -> bool:
@@ -438,8 +438,8 @@ class Ledger:
         ended = [*((record, True) for record in turn.handled), *([(turn.burial.record, False)] if turn.burial else [])]
         if ended:
             rows = [(lp, source, seq, handled) for record, handled in ended for source, lp, seq in [record.identity]]
-            columns = _columns(("lps", "sources", "seqs", "handled"), rows)
-            connection.execute(query("parked_messages_end"), key | columns | {"given_s": turn.given_s})
+            arrays = columns(("lps", "sources", "seqs", "handled"), rows)
+            connection.execute(query("parked_messages_end"), key | arrays | {"given_s": turn.given_s})
         if turn.go_on:
             records = written.next[turn.ref] = self._next(connection, turn, key, written)
             return not records and turn.ref not in written.early
@@ -486,11 +486,6 @@ class Ledger:
             ParkedRecord.of((offset, m, name, body), attempts=own if at else attempts, redriven=redriven, replay=replay)
             for at, (offset, m, name, body, redriven, replay, own) in enumerate(rows)
         ]
-
-
-def _columns(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:
-    """Return rows as one array per column."""
-    return {name: [row[at] for row in rows] for at, name in enumerate(names)}
 
 
 def _state(row: Sequence[Any]) -> KeyState:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from mqlayer.postgres.database import Connection
-from mqlayer.postgres.queries import query
+from mqlayer.postgres.queries import columns, query
 
 BY_OPERATORS: Final = 0
 """In the place of a partition: what operators and jobs do, who hold the group's lock."""
@@ -18,6 +18,5 @@ def add_counts(connection: Connection, group: Mapping[str, object], counts: Mapp
         (partition, event, count) for partition, events in counts.items() for event, count in events.items() if count
     ]
     if rows:
-        partitions, events, numbers = (list(column) for column in zip(*rows, strict=True))
-        columns = {"partitions": partitions, "events": events, "counts": numbers}
-        connection.execute(query("failure_counts_add"), {"group_id": group["group_id"]} | columns)
+        facts = {"group_id": group["group_id"]} | columns(("partitions", "events", "counts"), rows)
+        connection.execute(query("failure_counts_add"), facts)

@@ -7,9 +7,9 @@ several statements of a file share is a ``-- part: <name>``, put in where they s
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import Final, LiteralString
+from typing import Any, Final, LiteralString
 
 from mqlayer.resources import sql_names, sql_source
 
@@ -41,3 +41,8 @@ def query(name: str) -> LiteralString:
     """Return the statement of this name."""
     # The text comes from a file of this package, never from data.
     return queries()[name]
+
+
+def columns(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Return rows as one array per column, as statements over many rows take them."""
+    return {name: [row[at] for row in rows] for at, name in enumerate(names)}

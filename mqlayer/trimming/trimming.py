@@ -69,7 +69,7 @@ def _pass(database: Database, connection: Connection, prefix: str, topic: str | 
     names = [topic] if topic is not None else [summary.name for summary in list_topics(database)]
     # Runs first, then what bounds them: a node that falls back and is armed in between refuses what was asked before.
     nodes = {node.node_id: node for node in load_nodes(database)}
-    work = _work_by_node(database, names)
+    work = _work_by_node(connection, names)
     failpoint("trim.after_work")
     report = TrimReport()
     for node_id, partitions in work.items():
@@ -85,14 +85,13 @@ def _pass(database: Database, connection: Connection, prefix: str, topic: str | 
     return report
 
 
-def _work_by_node(database: Database, names: Iterable[str]) -> dict[NodeId, list[Work]]:
+def _work_by_node(connection: Connection, names: Iterable[str]) -> dict[NodeId, list[Work]]:
     found: dict[NodeId, list[Work]] = {}
-    with database.connection() as connection:
-        for name in names:
-            for partition, node_id, *starts, floor in connection.execute(query("trim_work"), {"topic": name}):
-                groups = list(map(GroupStart, *starts))
-                if groups:
-                    found.setdefault(node_id, []).append(Work(partition, groups, NO_FLOOR if floor is None else floor))
+    for name in names:
+        for partition, node_id, *starts, floor in connection.execute(query("trim_work"), {"topic": name}):
+            groups = list(map(GroupStart, *starts))
+            if groups:
+                found.setdefault(node_id, []).append(Work(partition, groups, NO_FLOOR if floor is None else floor))
     return found
 
 
