@@ -1,6 +1,6 @@
 """Nodes and topics: registering, creating, arming."""
 
-from mqlayer.topics.nodes import find_node, list_nodes, rearm_node, register_node
+from mqlayer.topics.nodes import find_node, list_nodes, rearm_node, register_node, set_node_address
 from mqlayer.topics.topics import TopicSummary, attach_topics, create_topic, list_topics, set_archived
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "rearm_node",
     "register_node",
     "set_archived",
+    "set_node_address",
 ]

@@ -11,11 +11,20 @@ SELECT node_id, name, url, armed_run_id FROM mqlayer.node ORDER BY node_id;
 
 -- name: node_lock
 -- Lock one node for re-arming.
-SELECT node_id, name, url, armed_run_id FROM mqlayer.node WHERE name = %(name)s FOR UPDATE;
+SELECT node_id, name, url, armed_run_id, former_runs FROM mqlayer.node WHERE name = %(name)s FOR UPDATE;
 
 -- name: node_arm
--- Record the run that may be served.
-UPDATE mqlayer.node SET armed_run_id = %(run_id)s, armed_at = now(), lost_at = NULL WHERE node_id = %(node_id)s;
+-- Record the run that may be served, and the one before it as one that may not any more: the last 32 of these.
+UPDATE mqlayer.node n SET armed_run_id = %(run_id)s, armed_at = now(), lost_at = NULL, former_runs = (
+    SELECT coalesce(array_agg(run ORDER BY place) FILTER (WHERE place > last - 32), '{}')
+    FROM (SELECT run, place, max(place) OVER () AS last
+          FROM unnest(n.former_runs || n.armed_run_id) WITH ORDINALITY AS former(run, place)
+          WHERE split_part(run, '/', 1) <> split_part(%(run_id)s, '/', 1)) AS others)
+WHERE node_id = %(node_id)s;
+
+-- name: node_address_put
+-- The node is at another address.
+UPDATE mqlayer.node SET url = %(url)s WHERE node_id = %(node_id)s;
 
 -- name: node_partitions
 -- What the partitions of a node have to be: open, or sealed as is recorded. Successors count as open from the moment that
@@ -198,3 +207,14 @@ ORDER BY w.name;
 -- name: audit_insert
 -- Note an operator's act.
 INSERT INTO mqlayer.audit (actor, act, object, facts) VALUES (%(actor)s, %(act)s, %(object)s, %(facts)s);
+
+-- name: server_known
+-- Whether there is a control schema here that can tell this server from others, and that this user has a business with.
+SELECT EXISTS (
+    SELECT FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+    WHERE n.nspname = 'mqlayer' AND p.proname = 'server_seen_v1' AND has_schema_privilege(n.oid, 'USAGE')
+);
+
+-- name: server_seen
+-- Whether this server is another one than before; if so, that is seen to.
+SELECT mqlayer.server_seen_v1();
