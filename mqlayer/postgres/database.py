@@ -133,9 +133,9 @@ class Database:
 
 
 def _configure(connection: Connection) -> None:
-    """Ask first whether the server is another one, then have transactions see what was committed before each statement, whatever the database's default is.
+    """Have transactions see what was committed before each statement, whatever the database's default is.
 
-    Our transactions take a lock and then read what it guards.
+    Our transactions take a lock and then read what it guards. And see to it first where the server is another one.
     """
     connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
     meet_server(connection)

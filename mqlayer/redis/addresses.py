@@ -99,7 +99,8 @@ class Line:
         }
         if self._secure:
             options |= self._tls | {"ssl": True}
-        asked = redis.sentinel.Sentinel(list(found.hosts), sentinel_kwargs=options)
+        # Not typed by the driver.
+        asked: Any = redis.sentinel.Sentinel(list(found.hosts), sentinel_kwargs=options)  # type: ignore[no-untyped-call]
         try:
             host, port = asked.discover_master(found.service)
         finally:

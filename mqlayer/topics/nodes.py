@@ -86,8 +86,8 @@ def rearm_node(
     part, Conflict where an outbox does not hold any more what is lost, unless `accept_loss`, or the partition is one of
     `accept_loss_of`; NodeNotArmed where an old primary answers that another one took the place of, unless `former`.
     """
-    options = {"prefix": prefix, "application": application, "accept_loss": accept_loss}
-    options |= {"accept_loss_of": accept_loss_of}
+    options: dict[str, Any] = {"prefix": prefix, "application": application, "accept_loss": accept_loss}
+    options["accept_loss_of"] = accept_loss_of
 
     def work(connection: Connection) -> int:
         node, formers = _locked(connection, name)
@@ -115,8 +115,8 @@ def set_node_address(
 
     The same as `rearm_node`, in one transaction with the address: processes follow within seconds, and nobody is served
     by the new Redis before all earlier owners are refused there. The address and the run that are in force already are
-    left as they are. Raises Conflict where the Redis holds none of the node's partitions, unless `empty` says that it is
-    new and what only the old one held is lost; and what `rearm_node` raises.
+    left as they are. Raises Conflict where the Redis holds none of the node's partitions, unless `empty` says that it
+    is new and what only the old one held is lost; and what `rearm_node` raises.
     """
     parse_address(url)
     options: dict[str, Any] = {"prefix": prefix, "application": application, "accept_loss": accept_loss}
@@ -198,7 +198,8 @@ class _Arming:
     def _raise_epochs(self, line: NodeConnection, prefix: str) -> int:
         raised = self._connection.execute(query("node_epochs_raise"), {"node_id": self._node.node_id}).fetchall()
         failpoint("rearm.before_raise")
-        replies = line.call([raise_command(line, prefix, partition, group, epoch) for group, partition, epoch in raised])
+        commands = [raise_command(line, prefix, partition, group, epoch) for group, partition, epoch in raised]
+        replies = line.call(commands)
         for reply in replies:
             raise_for_reply(reply, self._node.address)
         return len(raised)

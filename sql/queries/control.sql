@@ -52,8 +52,8 @@ WHERE (p.node_id = %(node_id)s AND p.state = 'deleted')
 ORDER BY p.partition_id;
 
 -- name: source_outbox
--- Which outbox a source is; null for a direct producer.
-SELECT outbox_uuid FROM mqlayer.source WHERE source_id = %(source_id)s;
+-- Which outbox a source is; null for a direct producer, and for an outbox that goes on under another source.
+SELECT CASE WHEN closed_at IS NULL THEN outbox_uuid END FROM mqlayer.source WHERE source_id = %(source_id)s;
 
 -- name: node_epochs_raise
 -- Give every assignment on a node a new epoch and say which, so that Redis can refuse all earlier ones. Of deleted
@@ -155,6 +155,11 @@ ON CONFLICT (outbox_uuid) WHERE kind = 'outbox' AND closed_at IS NULL DO NOTHING
 -- name: source_of_outbox
 -- The live incarnation of an outbox.
 SELECT source_id, cluster FROM mqlayer.source
+WHERE outbox_uuid = %(outbox_uuid)s AND kind = 'outbox' AND closed_at IS NULL;
+
+-- name: source_close_outbox
+-- An outbox goes on under another source.
+UPDATE mqlayer.source SET closed_at = now()
 WHERE outbox_uuid = %(outbox_uuid)s AND kind = 'outbox' AND closed_at IS NULL;
 
 -- name: trim_work
