@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +11,8 @@ import pytest
 import redis
 
 from mqlayer.changes import bring_back_nodes
-from mqlayer.errors import AcknowledgedLoss, Conflict, NodeNotArmed
+from mqlayer.errors import AcknowledgedLoss, Conflict, NodeNotArmed, StaleToken
+from mqlayer.popping import Receiver
 from mqlayer.postgres.database import Database
 from mqlayer.producing import Message, Producer
 from mqlayer.redis.keys import partition_keys
@@ -108,14 +110,17 @@ def test_a_producer_with_a_line_to_the_old_primary_is_told_what_is_missing(
     assert world.by_key()["k"] == ["0", "1", "2", "again"]
 
 
-def test_members_leave_the_old_primary_behind_the_same_address(
-    pair: Pair, switch: Switch, start_stage: StartStage
+def test_members_and_receivers_leave_the_old_primary_behind_the_same_address(
+    pair: Pair, switch: Switch, start_stage: StartStage, request: pytest.FixtureRequest
 ) -> None:
     """Their lines stay open, the server behind them answers. What a worker arms at the address is followed."""
     stage = start_stage(f"redis://{switch.host}:{switch.port}/0")
     recorder = Recorder()
     stage.send_numbers(keys=5, each=4)
     app = stage.consume(recorder)
+    receiver = Receiver("orders", group="pop", settings=stage.settings()).open()
+    request.addfinalizer(receiver.close)
+    receiver.receive(1, wait_s=0)
     stage.wait_settled()
     pair.wait_in_step()
     before = member_of(app).holdings()
@@ -129,6 +134,14 @@ def test_members_leave_the_old_primary_behind_the_same_address(
     stage.send_numbers(keys=5, each=4, first=5)
     wait_until(lambda: recorder.count() == 40, what="what came to the new one handled")
     recorder.assert_in_order()
+    received: set[bytes] = set()
+    while received < {b"5", b"6", b"7", b"8"}:
+        batch = receiver.receive(wait_s=5)
+        assert batch, "what came to the new one is not given out"
+        received |= {message.body for message in batch}
+        # The first ones may still be the old one's.
+        with contextlib.suppress(StaleToken, NodeNotArmed):
+            receiver.ack(batch)
     assert all(epoch > before[partition][0] for partition, (epoch, _) in member_of(app).holdings().items())
 
 

@@ -30,6 +30,7 @@ def test_a_relay_follows_what_sentinels_promote(
             pair.wait_in_step()
             pair.primary.kill()
             world.publish(40, tag="while")
+            pair.wait_promoted()
             # The Sentinel knows the replica by its own address, not by the line's.
             world.urls = [pair.replica.url]
             world.wait_until_whole(timeout_s=40)
