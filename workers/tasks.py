@@ -5,7 +5,7 @@ from __future__ import annotations
 from mqlayer.archiving import archive_pass, retain_by_topics
 from mqlayer.changes import bring_back_nodes, finish_changes, retire_partitions
 from mqlayer.domain import jobs
-from mqlayer.failures import clean_attempts, retry_scan
+from mqlayer.failures import clean_attempts, reclaim_shared, retry_scan
 from mqlayer.membership import balance_by_rate, rebalance_groups
 from mqlayer.outbox import clean_dedup, release_delayed, rotate
 from mqlayer.relay import relay_once
@@ -84,8 +84,10 @@ def balance_groups_by_rate() -> None:
 
 @app.task(name=task_name(jobs.RETRY_SCAN))
 def scan_parked() -> None:
-    """Tell groups again whose parked keys nobody takes up, and go on with redrives that nobody works on."""
+    """Tell groups again whose parked keys nobody takes up, go on with redrives that nobody works on; and make due what
+    members of shared groups have that are gone."""
     if claimed(control(), jobs.RETRY_SCAN):
+        reclaim_shared(control(), prefix=settings().key_prefix, unsafe=settings().allow_unsafe_redis)
         retry_scan(control(), at_most_s=jobs.RETRY_SCAN.every_s)
 
 

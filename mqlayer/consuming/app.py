@@ -114,10 +114,11 @@ class App:
         raise RetryLater, Reject, Skip or PauseKey to say what is to become of the message.
         `mode`: "exclusive" gives each partition to one member, which keeps the order of keys; "shared" gives every
         message to whichever member has time, without order, and again after `invisible_s` (default 30) where nobody
-        hears of that member; said once. `start` serves when the group is created; an existing one keeps its own: "earliest" (all that is kept, along
-        the lineage of partitions), "latest" (what is published from then on) or a datetime with a time zone: the first
-        message of that time or later, by the publishers' clocks. `from_archive`: it is given what the archive of its
-        topic holds from there on, then the streams. `tag_filter`: which messages the group wants, as
+        hears of that member; said once. `start` serves when the group is created; an existing one keeps its own:
+        "earliest" (all that is kept, along the lineage of partitions), "latest" (what is published from then on) or a
+        datetime with a time zone: the first message of that time or later, by the publishers' clocks. `from_archive`:
+        it is given what the archive of its topic holds from there on, then the streams. `tag_filter`: which messages
+        the group wants, as
         `any_of("eu", "vip")` or `all_of("eu", "vip")` says, or "none" for all; others are settled unseen. `ordered`,
         `balance`, `tag_filter` and the rules for messages that fail (`backoff_s`, `jitter`, `attempt_limit`, `policy`,
         `final_errors`, `retried_errors`, `time_limit_s`, `time_cap_s`) live with the group too, see GroupSettings and

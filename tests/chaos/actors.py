@@ -36,6 +36,7 @@ from mqlayer.changes import (
 )
 from mqlayer.domain.routing import NodeId, Route, lp_of
 from mqlayer.errors import AlreadyApplied, Conflict, NotFound, StaleOwner
+from mqlayer.failures import reclaim_shared
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.relay import Relay
 from mqlayer.routes.cache import load_nodes, load_route
@@ -259,6 +260,43 @@ def pop(name: str, directory: Path, stopping: threading.Event) -> None:
                 stopping.wait(0.1)
 
 
+def share(name: str, directory: Path, stopping: threading.Event) -> None:
+    """Consume as a member of a shared group, through the fence, until asked to stop.
+
+    "fatal" ends the process each time, "bad" fails each time; both have a fenced effect never.
+    """
+    settings = mqlayer.Settings()
+    app = mqlayer.App(settings)
+    pool = ConnectionPool(settings.application_dsn(), min_size=1, max_size=4, open=True)
+    begun = (directory / f"{name}.begun").open("a", buffering=1)
+
+    @app.consumer(
+        TOPIC, group=GROUP, mode="shared", invisible_s=0.6, backoff_s=(0.05,), attempt_limit=3,
+        options=mqlayer.MemberOptions(concurrency=4),
+    )  # fmt: skip
+    def book(body: bytes, ctx: mqlayer.Context) -> None:
+        begun.write(f"{body.decode()} {ctx.attempt}\n")
+        if body == b"fatal":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if body == b"bad":
+            raise ValueError("bad")
+        with pool.connection() as connection, connection.transaction():
+            ctx.fence(connection)
+            source, lp, seq = ctx.identity
+            facts = (body.decode(), source, lp, seq)
+            connection.execute("INSERT INTO shared_sink (body, source, lp, seq) VALUES (%s, %s, %s, %s)", facts)
+
+    _run(app, stopping)
+    pool.close()
+
+
+def reclaim(_name: str, _directory: Path, _stopping: threading.Event) -> None:
+    """Look once for messages of members that are gone."""
+    settings = mqlayer.Settings()
+    with Database(settings.control_dsn()) as database:
+        reclaim_shared(database, prefix=settings.key_prefix)
+
+
 def _book_batch(
     receiver: mqlayer.Receiver, connection: Connection, history: History, batch: Sequence[mqlayer.PopMessage]
 ) -> None:
@@ -408,6 +446,8 @@ ROLES: Final[dict[str, Callable[[str, Path, threading.Event], None]]] = {
     "driver": drive,
     "receiver": pop,
     "seller": sell,
+    "sharer": share,
+    "reclaimer": reclaim,
 }
 
 

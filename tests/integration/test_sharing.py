@@ -34,6 +34,28 @@ def test_members_share_one_partition_and_each_message_is_handled_once(every_stag
     assert {h.attempt for r in recorders for h in r.begun} == {1}
 
 
+def test_what_is_behind_a_handler_that_hangs_goes_to_other_workers_and_is_settled(every_stage: Stage) -> None:
+    """Case 58."""
+    go_on = threading.Event()
+
+    def act(body: bytes, _ctx: Context) -> None:
+        if body == b"3":
+            go_on.wait(20)
+
+    recorder = Recorder(act)
+    partition = every_stage.partitions[0]
+    key = every_stage.key_in(partition)
+    # So many that a worker takes several at a time.
+    every_stage.send((key, b"%d" % number) for number in range(400, 1400))
+    app = share(every_stage, recorder, concurrency=2, invisible_s=30.0)
+    every_stage.wait_settled()
+    every_stage.send((key, b"%d" % number) for number in range(20))
+    wait_until(lambda: shared_member(app).stats.settled == 1019, what="all but one are settled")
+    assert len(recorder.begun) == 1020
+    go_on.set()
+    every_stage.wait_settled()
+
+
 def test_an_append_wakes_a_member(every_stage: Stage) -> None:
     """Case 61."""
     recorder = Recorder()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mqlayer.domain.message import Identity, ParkedRecord
+from mqlayer.domain.routing import LP_COUNT
 from mqlayer.failpoints import failpoint
 from mqlayer.parking import AttemptNote, Burial
 from mqlayer.postgres.counting import add_counts
@@ -85,6 +86,13 @@ class SharedLedger:
         facts = self._who | columns(("lps", "sources", "seqs"), rows)
         with self._database.connection() as connection:
             return {Identity(*row) for row in connection.execute(query("dead_named"), facts).fetchall()}
+
+    def dead_from(self, partition: int, committed: int) -> set[Identity]:
+        """Return what of a partition is dead, or was given back, from an offset on; and what may come elsewhere."""
+        spans = columns(("partitions", "committed", "lps_from", "lps_to"), [(partition, committed, 0, LP_COUNT)])
+        with self._database.connection() as connection:
+            rows = connection.execute(query("dead_unsettled"), self._who | spans).fetchall()
+        return {Identity(*row[1:]) for row in rows}
 
     def bury(self, partition: int, epoch: int, burials: Sequence[Burial]) -> bool:
         """Write messages of a partition off; False where the epoch is not in force any more. Idempotent."""

@@ -27,7 +27,7 @@ from mqlayer.domain.tags import TagFilter
 from mqlayer.errors import MessageTimeout, MqlayerError, StaleOwner
 from mqlayer.events import Event, EventKind, Hook, tell
 from mqlayer.health import Health, stuck_after_s
-from mqlayer.membership.gates import drained_popped
+from mqlayer.membership.gates import drained_popped, seal_marks
 from mqlayer.membership.groups import INVISIBLE_S, Group
 from mqlayer.membership.members import Beat
 from mqlayer.membership.popping import PopPartition, pop_partitions, renew_pop_epoch
@@ -86,7 +86,8 @@ class SharedMember:
             invisible_s=self.invisible_s,
         )
         self._links = SharedLinks(self, routes, database, application)
-        self._clerk = Clerk(self, SharedLedger(database, group.group_id, self.member_id), name=self._name)
+        self._ledger = SharedLedger(database, group.group_id, self.member_id)
+        self._clerk = Clerk(self, self._ledger, name=self._name)
         self._heart = Heart(
             self, database=database, group=group, member_id=self.member_id, settings=settings, name=self._name
         )
@@ -231,6 +232,11 @@ class SharedMember:
 
     # -- what readers, settlers and the clerk ask --------------------------------------------------------------------
 
+    def learn(self, spot: Spot, committed: int) -> None:
+        """Ask Postgres what a partition that is taken from an offset on holds that is not to be handled."""
+        spot.dead = self._ledger.dead_from(spot.place.partition, committed)
+        spot.marks = seal_marks(self._database, spot.place.partition) if spot.one.cut else {}
+
     def spots_on(self, node_id: NodeId) -> list[Spot]:
         """Return what may be read on a node now."""
         return [spot for spot in self._spots.values() if spot.one.node == node_id]
@@ -323,7 +329,7 @@ class SharedMember:
         self._clerk.wake.set()
 
     def say_through(self, partition: PartitionId, epoch: int, seal_id: str) -> bool:
-        """Tell Postgres that a sealed partition is through. Where it refuses, the next look at the node says it again."""
+        """Tell Postgres that a sealed partition is through. Where it refuses, a later look says it again."""
         if partition in self._spots and drained_popped(self._database, self.group.group_id, partition, epoch, seal_id):
             log.info("partition_drained", extra={"partition": str(partition), "group": self.group.name})
             self._heart.nudge()

@@ -6,10 +6,11 @@ that the others find something to do.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.sharing.ledger import Claim
@@ -22,7 +23,7 @@ AHEAD_S: Final = 0.5
 SLICE_S: Final = 0.005
 """How much work a worker takes at a time, by the pace; what is not begun within TURN_S goes to others."""
 TURN_S: Final = 0.05
-SLICE_LIMIT: Final = 250
+SLICE_LIMIT: Final = 500
 FRESH: Final = 0.9
 """Nothing is begun that was last kept longer ago than this part of the invisible time."""
 
@@ -62,18 +63,38 @@ class Batch:
         return [record.offset for record in self.records if record.offset not in ended and record.offset not in lost]
 
 
-Slice = tuple[Batch, int, int]
-"""Records of a batch from one place up to another."""
+Slice = tuple[Batch, Sequence[Record]]
+"""Records of a batch that are to be handled one after the other."""
 
 
 class Hand:
-    """What one worker is at: looked at by whoever keeps messages."""
+    """What one worker is at. `work`: batch, records that it has not begun, offsets it has handled since it said so.
 
-    __slots__ = ("batch", "offset", "since")
+    Each record is taken out of the line by whoever gets it: the worker, or others where a handler takes long.
+    """
+
+    __slots__ = ("offset", "since", "work")
 
     def __init__(self) -> None:
-        self.batch: Batch | None = None
+        self.work: tuple[Batch, deque[Record], deque[int]] | None = None
         self.offset, self.since = 0, 0.0
+
+    def begin(self, batch: Batch, records: Sequence[Record], now: float) -> tuple[deque[Record], deque[int]]:
+        """Begin with some records; return their line, and where to note those that are handled."""
+        todo: deque[Record] = deque(records)
+        done: deque[int] = deque()
+        self.since = now
+        self.work = (batch, todo, done)
+        return todo, done
+
+
+def all_of(line: deque[Any]) -> list[Any]:
+    """Take out what is in a line, though others may do so too."""
+    found: list[Any] = []
+    with contextlib.suppress(IndexError):
+        while True:
+            found.append(line.popleft())
+    return found
 
 
 class Pool:
@@ -116,7 +137,7 @@ class Pool:
             if batch.suspect:
                 self._suspects["blamed" if batch.attempts.get(batch.records[0].offset) else "new"].append(batch)
             else:
-                self._ready.append((batch, 0, len(batch.records)))
+                self._ready.append((batch, batch.records))
             self._changed.notify_all()
         if self.on_ready is not None:
             self.on_ready()
@@ -143,21 +164,21 @@ class Pool:
             return None
         suspect = self._next_suspect()
         if suspect is not None:
-            return suspect, 0, 1
+            return suspect, suspect.records
         count = max(1, min(SLICE_LIMIT, int(SLICE_S / self._pace_s)))
         limit, now = self._invisible_s * FRESH, clock()
         for _ in range(len(self._ready)):
-            batch, at, end = self._ready.popleft()
+            batch, records = self._ready.popleft()
             if batch.dropped:
                 continue
             if now - batch.kept_at > limit:
                 # Until its node says that it is still ours.
-                self._ready.append((batch, at, end))
+                self._ready.append((batch, records))
                 continue
-            if end - at > count:
-                self._ready.appendleft((batch, at + count, end))
-                end = at + count
-            return batch, at, end
+            if len(records) > count:
+                self._ready.appendleft((batch, records[count:]))
+                records = records[:count]
+            return batch, records
         return None
 
     def _next_suspect(self) -> Batch | None:
@@ -171,16 +192,38 @@ class Pool:
             return self._suspects["blamed"].popleft()
         return None
 
-    def put_back(self, batch: Batch, at: int, end: int) -> None:
+    def put_back(self, batch: Batch, records: Sequence[Record]) -> None:
         """Take back what a worker did not begin, and let others have it; of a suspect, that it ended."""
         with self._changed:
             if batch.suspect:
                 self._careful -= 1
                 self._alone = False
-            if at < end:
-                self._ready.appendleft((batch, at, end))
-            if at < end or batch.suspect:
+            if records:
+                self._ready.appendleft((batch, records))
+            if records or batch.suspect:
                 self._changed.notify_all()
+        if records and self.on_ready is not None:
+            self.on_ready()
+
+    def relieve(self) -> list[tuple[Batch, list[int]]]:
+        """Take from workers whose handlers take long what they have not begun, for others; return what they handled."""
+        now, found = clock(), []
+        for hand in self._hands:
+            work = hand.work
+            if work is None or now - hand.since < TURN_S:
+                continue
+            batch, todo, done = work
+            rest = all_of(todo)
+            if rest:
+                with self._changed:
+                    self._ready.appendleft((batch, rest))
+                    self._changed.notify_all()
+                if self.on_ready is not None:
+                    self.on_ready()
+            handled = all_of(done)
+            if handled:
+                found.append((batch, handled))
+        return found
 
     def note_pace(self, count: int, seconds: float) -> None:
         """Learn how long messages take."""
@@ -224,7 +267,8 @@ class Pool:
     def hung(self, limit_s: float) -> set[tuple[int, int]]:
         """Return batches (by their ids) and offsets whose handlers have run for longer than that."""
         now = clock()
-        return {(id(hand.batch), hand.offset) for hand in self._hands if hand.batch and now - hand.since > limit_s}
+        found = [(hand.work, hand.offset, hand.since) for hand in self._hands]
+        return {(id(work[0]), offset) for work, offset, since in found if work and now - since > limit_s}
 
     def under_way(self) -> set[tuple[int, int]]:
         """Return the same of all that is being handled."""

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.node_thread import NodeThread
 from mqlayer.consuming.sharing.pool import Batch, Pool
-from mqlayer.domain.message import Record, pop_command, records_of
+from mqlayer.domain.message import Identity, Record, pop_command, records_of
 from mqlayer.domain.routing import NodeId
 from mqlayer.domain.tags import TagFilter
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.popping import PopPartition
 from mqlayer.redis.nodes import NodeConnection, is_missing_script, raise_for_reply
+from mqlayer.redis.outcomes import RangeWord
 from mqlayer.redis.partitions import Failures, Fenced, Refused
 from mqlayer.redis.sharing import (
     AT_ONCE,
@@ -58,12 +59,16 @@ class Spot:
     `strays`: whether the node may have messages as ours that we do not know of: of a lost answer, or another epoch.
     """
 
-    __slots__ = ("left_ms", "one", "place", "refused", "rest_until", "strays", "taken")
+    __slots__ = ("dead", "left_ms", "marks", "one", "place", "refused", "rest_until", "strays", "taken")
 
     def __init__(self, one: PopPartition, place: SharedPlace) -> None:
         self.one, self.place = one, place
         self.taken, self.strays = False, True
         self.left_ms, self.rest_until, self.refused = -1, 0.0, 0
+        # What died, or was given back, and may come again: after a fall-back of its node, at other offsets too.
+        self.dead: set[Identity] = set()
+        # Of a partition that holds messages which its successors hold too: the marks that it was recorded with.
+        self.marks: Mapping[str, int] = {}
 
 
 class SharedReadingOwner(Protocol):
@@ -75,6 +80,12 @@ class SharedReadingOwner(Protocol):
     invisible_s: float
     keep_limit_s: float
 
+    def handled(self, batch: Batch, offsets: list[int]) -> None:
+        """Count what was handled, and have it settled."""
+
+    def learn(self, spot: Spot, committed: int) -> None:
+        """Ask Postgres what a partition that is taken from an offset on holds that is not to be handled."""
+
     def spots_on(self, node_id: NodeId) -> list[Spot]:
         """Return what may be read on a node now."""
 
@@ -83,6 +94,9 @@ class SharedReadingOwner(Protocol):
 
     def left_out(self, batch: Batch, offsets: list[int]) -> None:
         """Settle messages that the group's filter leaves out."""
+
+    def end(self, batch: Batch, offsets: list[int], word: RangeWord) -> None:
+        """Have messages settled."""
 
     def command_read(self, spot: Spot, entry_id: bytes) -> None:
         """Settle a command record."""
@@ -121,6 +135,8 @@ class SharedReader(NodeThread):
 
     def _pass(self) -> None:
         now, owner = clock(), self._owner
+        for batch, offsets in owner.pool.relieve():
+            owner.handled(batch, offsets)
         spots = [spot for spot in owner.spots_on(self._line.node.node_id) if now >= spot.rest_until]
         if not self._take([spot for spot in spots if not spot.taken]):
             return
@@ -183,6 +199,8 @@ class SharedReader(NodeThread):
         """Take what shared_take says; say whether the epoch is in force."""
         answer = shared_take_reply(reply, self._line.node.address)
         if isinstance(answer, InForce):
+            if answer.fresh:
+                self._owner.learn(spot, answer.committed)
             spot.taken, spot.left_ms, spot.refused = True, answer.left_ms, 0
             return True
         if isinstance(answer, Through):
@@ -216,8 +234,13 @@ class SharedReader(NodeThread):
             if noted and noted.attempts
         }
         owner.pool.add(batch)
+        if spot.dead or spot.marks:
+            void = [record.offset for record in records if is_void(spot, record.identity)]
+            if void:
+                batch.lost.update(void)
+                owner.end(batch, void, "-")
         if wanted is not None:
-            others = [record.offset for record in records if not wanted.takes(record.tags)]
+            others = [r.offset for r in records if r.offset not in batch.lost and not wanted.takes(r.tags)]
             if others:
                 batch.lost.update(others)
                 owner.left_out(batch, others)
@@ -310,3 +333,9 @@ class SharedReader(NodeThread):
         if missing:
             self._line.reload_scripts()
         return missing
+
+
+def is_void(spot: Spot, identity: Identity) -> bool:
+    """Say whether a record is not to be handled here: it died, or belongs to the successors."""
+    source, lp, seq = identity
+    return identity in spot.dead or seq > spot.marks.get(f"{source}:{lp}", seq)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable
 from inspect import isawaitable
 from typing import Any, Final, Protocol
@@ -13,7 +14,7 @@ from typing import Any, Final, Protocol
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.faults import where
 from mqlayer.consuming.limits import LoopLimits, ThreadLimits
-from mqlayer.consuming.sharing.pool import TURN_S, Batch, Pool
+from mqlayer.consuming.sharing.pool import TURN_S, Batch, Pool, all_of
 from mqlayer.domain.message import Record
 from mqlayer.domain.retrying import RetryRules
 from mqlayer.errors import AlreadyApplied, HandlerFault
@@ -75,34 +76,39 @@ class SharedThreads:
             found = pool.take(IDLE_WAIT_S)
             if found is None:
                 continue
-            batch, at, end = found
+            batch, records = found
             if batch.suspect and not _begin(owner, batch):
-                pool.put_back(batch, end, end)
+                pool.put_back(batch, ())
                 continue
             handle: Any = self._limits.around(self._handle, owner.rules)
-            record, done = batch.records[at], []
             began = now = clock()
-            until, records, lost = began + TURN_S, batch.records, batch.lost
-            hand.batch = batch
+            todo, done = hand.begin(batch, records, now)
+            until, lost, take, note, count = began + TURN_S, batch.lost, todo.popleft, done.append, 0
+            record = records[0]
             try:
-                while at < end and now < until and not owner.pool.stopping and not batch.dropped:
-                    record = records[at]
-                    at += 1
-                    if lost and record.offset in lost:
+                while todo and now < until and not owner.pool.stopping and not batch.dropped:
+                    try:
+                        record = take()
+                    except IndexError:
+                        # Others got the rest meanwhile.
+                        break
+                    offset = record.offset
+                    if lost and offset in lost:
                         continue
-                    hand.offset, hand.since = record.offset, now
+                    hand.offset, hand.since = offset, now
                     answer = handle(batch, record)
-                    if isawaitable(answer):
+                    if answer is not None and isawaitable(answer):
                         raise _not_awaited(answer)
-                    done.append(record.offset)
+                    note(offset)
+                    count += 1
                     now = clock()
             except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
                 _judge(owner, batch, record, error, done)
                 now = clock()
-            hand.batch = None
-            _end(owner, batch, done)
-            pool.put_back(batch, at, end)
-            pool.note_pace(max(1, len(done)), now - began)
+            hand.work = None
+            _end(owner, batch, all_of(done))
+            pool.put_back(batch, all_of(todo))
+            pool.note_pace(max(1, count), now - began)
 
 
 class SharedLoop:
@@ -156,32 +162,35 @@ class SharedLoop:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ready.wait(), IDLE_WAIT_S)
                 continue
-            batch, at, end = found
+            batch, records = found
             # It waits for its node, and the loop must not.
             if batch.suspect and not await asyncio.to_thread(_begin, owner, batch):
-                pool.put_back(batch, end, end)
+                pool.put_back(batch, ())
                 continue
             handle: Any = self._limits.around(self._handle, owner.rules)
-            record, done = batch.records[at], []
             began = now = clock()
-            hand.batch = batch
+            todo, done = hand.begin(batch, records, now)
+            record, count = records[0], 0
             try:
-                while at < end and now < began + TURN_S and not owner.pool.stopping and not batch.dropped:
-                    record = batch.records[at]
-                    at += 1
+                while todo and now < began + TURN_S and not owner.pool.stopping and not batch.dropped:
+                    try:
+                        record = todo.popleft()
+                    except IndexError:
+                        break
                     if record.offset in batch.lost:
                         continue
                     hand.offset, hand.since = record.offset, now
                     await handle(batch, record)
                     done.append(record.offset)
+                    count += 1
                     now = clock()
             except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
                 _judge(owner, batch, record, error, done)
                 now = clock()
-            hand.batch = None
-            _end(owner, batch, done)
-            pool.put_back(batch, at, end)
-            pool.note_pace(max(1, len(done)), now - began)
+            hand.work = None
+            _end(owner, batch, all_of(done))
+            pool.put_back(batch, all_of(todo))
+            pool.note_pace(max(1, count), now - began)
 
 
 def _begin(owner: SharedOwner, batch: Batch) -> bool:
@@ -192,7 +201,7 @@ def _begin(owner: SharedOwner, batch: Batch) -> bool:
         return False
 
 
-def _judge(owner: SharedOwner, batch: Batch, record: Record, error: BaseException, done: list[int]) -> None:
+def _judge(owner: SharedOwner, batch: Batch, record: Record, error: BaseException, done: deque[int]) -> None:
     if isinstance(error, AlreadyApplied):
         done.append(record.offset)
         return
