@@ -77,7 +77,7 @@ WHERE c.state IN ('planned', 'sealing', 'sealed')
 SELECT t.name, g.name, (SELECT count(*) FROM mqlayer.member m
                         WHERE m.group_id = g.group_id AND m.lease_until >= now())::int AS living
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
-WHERE g.state = 'live' AND g.mode = 'exclusive' ORDER BY t.name, g.name;
+WHERE g.state = 'live' AND g.mode IN ('exclusive', 'shared') ORDER BY t.name, g.name;
 
 -- name: check_parked
 -- What groups have parked: keys, messages, keys that wait for an operator, whether one or the group is at a limit, since

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
@@ -12,8 +13,10 @@ import pytest
 from mqlayer import Context
 from mqlayer.changes import apply_change, plan_split, retire_partitions
 from mqlayer.errors import Reject
+from mqlayer.failures import skip_head
 from mqlayer.inspecting import group_standings
 from mqlayer.membership import apply_seek, planned_seek
+from mqlayer.membership.steering import pause_group, resume_group
 from mqlayer.redis.partitions import Fenced
 from mqlayer.redis.sharing import (
     SharedPlace,
@@ -233,3 +236,55 @@ def test_a_filter_and_an_archive_see_what_became_of_each_message(stage: Stage) -
     words = {words[0] for words in told.words().values()}
     assert words == {("handled", 1), ("handled", 3), ("rejected", 1)}
     assert {len(words) for words in told.words().values()} == {1}
+
+
+def test_an_operator_may_pass_over_a_message_that_waits(stage: Stage) -> None:
+    """Case 69."""
+
+    def act(body: bytes, _ctx: Context) -> None:
+        if body == b"2":
+            raise ValueError("no")
+
+    recorder = Recorder(act)
+    app = share(stage, recorder, backoff_s=(60.0,), invisible_s=0.5)
+    stage.send_numbers(keys=1, each=3)
+    wait_until(lambda: shared_member(app).stats.settled == 2, what="the others are settled")
+    skipped = skip_head(stage.database, stage.topic, "g", "key-0", reason="test", actor="test", prefix=stage.prefix)
+    assert not skipped.parked
+    wait_until(
+        lambda: len(shared_member(app).holdings()) == 2 and shared_member(app).health().ready, what="it reads on"
+    )
+    stage.send_numbers(keys=1, each=1, first=4)
+    wait_until(lambda: len(recorder.bodies()) == 3, what="it goes on")
+    assert recorder.attempts(b"2") == [1]
+
+
+def test_a_paused_group_is_given_nothing_till_it_is_resumed(stage: Stage) -> None:
+    recorder = Recorder()
+    app = share(stage, recorder)
+    stage.send_numbers(keys=2, each=2)
+    stage.wait_settled()
+    pause_group(stage.database, stage.topic, "g", actor="test")
+    wait_until(lambda: shared_member(app).holdings() == {}, what="it reads nothing")
+    stage.send_numbers(keys=2, each=2, first=3)
+    [standing] = group_standings(stage.database, stage.topic, prefix=stage.prefix)
+    assert (standing.lag, standing.facts.alive) == (4, 1)
+    assert len(recorder.begun) == 4
+    resume_group(stage.database, stage.topic, "g", actor="test")
+    stage.wait_settled()
+    assert len(recorder.ended) == 8
+
+
+def test_an_async_handler_shares_too_and_its_time_limit_is_a_failed_attempt(stage: Stage) -> None:
+    done: list[bytes] = []
+
+    async def handle(body: bytes, ctx: Context) -> None:
+        if body == b"2" and ctx.attempt == 1:
+            await asyncio.sleep(20)
+        done.append(body)
+
+    app = share(stage, handle, time_limit_s=0.2)
+    stage.send_numbers(keys=3, each=4)
+    stage.wait_settled()
+    assert sorted(done) == sorted([b"1", b"2", b"3", b"4"] * 3)
+    assert shared_member(app).stats.timed_out == 3

@@ -185,9 +185,13 @@ class SharedReader(NodeThread):
             return
         failpoint("shared.after_read")
         by_key: dict[bytes, Any] = dict(streams) if streams else {}
+        wanted = owner.spots_on(self._line.node.node_id)
         for spot, reply in zip(spots, checks, strict=True):
             entries = by_key.get(spot.place.log)
-            if not self._follow(spot, reply):
+            if spot not in wanted:
+                # Paused, or under another epoch, since it was asked.
+                self._give_back(spot, entries or [])
+            elif not self._follow(spot, reply):
                 spot.strays = spot.strays or bool(entries)
             elif entries:
                 self._put(spot, entries)
@@ -222,6 +226,15 @@ class SharedReader(NodeThread):
         command = pop_command(entries)
         if entries:
             self._hand_on(spot, records_of(entries))
+        if command is not None:
+            self._owner.command_read(spot, b"%d-1" % (command.end - 1))
+
+    def _give_back(self, spot: Spot, entries: list[Any]) -> None:
+        """Give back at once what was read and is not to be handled; refused under another epoch, which sees to it."""
+        command = pop_command(entries)
+        back = [(record.offset, 0, None) for record in records_of(entries)]
+        if back:
+            self._line.call([shared_back_command(self._line, spot.place, self._owner.member_id, back)])
         if command is not None:
             self._owner.command_read(spot, b"%d-1" % (command.end - 1))
 
