@@ -184,6 +184,10 @@ class SharedReader(NodeThread):
                 spot.strays = True
             return
         failpoint("shared.after_read")
+        self._take_in(spots, streams, checks)
+
+    def _take_in(self, spots: list[Spot], streams: Any, checks: Sequence[Any]) -> None:
+        owner = self._owner
         by_key: dict[bytes, Any] = dict(streams) if streams else {}
         wanted = owner.spots_on(self._line.node.node_id)
         for spot, reply in zip(spots, checks, strict=True):
