@@ -57,16 +57,14 @@ if told ~= '' then
   kept, words, reads = string.match(told, '^(%d+):([hu-]*):([%d:,]*)$')
   if not words or #words ~= range_count then return redis.error_reply('ERR shared_settle: a letter per range') end
 end
-local ids, offsets = {}, {}
+local ids = {}
 for i = 1, range_count do
   local first, last = tonumber(ARGV[2 * i + 5]), tonumber(ARGV[2 * i + 6])
   if first < 1 or last < first then return redis.error_reply('ERR shared_settle: bad range') end
   if last >= next_offset then return {'unknown', next_offset} end
   if #ids + last - first >= LIMIT then return redis.error_reply('ERR shared_settle: 1000 messages at most') end
   for offset = first, last do
-    local n = #ids + 1
-    offsets[n] = format('%d', offset)
-    ids[n] = offsets[n] .. '-0'
+    ids[#ids + 1] = format('%d-0', offset)
   end
 end
 
@@ -88,7 +86,13 @@ if words then
   end
 end
 local failed = {}
-if #offsets > 0 and redis.call('HLEN', attempts_key) > 0 then
+local noted = #ids > 0 and redis.call('HLEN', attempts_key) > 0
+local back = #ids > 0 and redis.call('ZCARD', due_key) > 0
+local offsets = {}
+if noted or back then
+  for i, id in ipairs(ids) do offsets[i] = string.sub(id, 1, -3) end
+end
+if noted then
   if words then
     local counts = redis.call('HMGET', attempts_key, unpack(offsets))
     for i, offset in ipairs(offsets) do
@@ -98,7 +102,7 @@ if #offsets > 0 and redis.call('HLEN', attempts_key) > 0 then
   end
   redis.call('HDEL', attempts_key, unpack(offsets))
 end
-if #offsets > 0 and redis.call('ZCARD', due_key) > 0 then redis.call('ZREM', due_key, unpack(offsets)) end
+if back then redis.call('ZREM', due_key, unpack(offsets)) end
 local count = 0
 if #ids > 0 then count = redis.call('XACK', log_key, group, unpack(ids)) end
 if command ~= '' then redis.call('XACK', log_key, group, command) end
