@@ -6,6 +6,7 @@ The fence does that for ordered groups, see `Context.fence`; which to take says 
 from mqlayer.effects.gaps import (
     HeldVersion,
     VersionGap,
+    WaitingEntity,
     held_versions,
     set_version,
     version_gaps,
@@ -23,6 +24,7 @@ __all__ = [
     "VersionGap",
     "Versioned",
     "Versions",
+    "WaitingEntity",
     "anote",
     "held_versions",
     "inbox_stats",
