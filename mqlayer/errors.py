@@ -360,7 +360,7 @@ class FenceError(MqlayerError):
 
 
 class AlreadyApplied(FenceError):
-    """The effect of this message is in the database already."""
+    """The effect of this message is in the database already, by the fence or the inbox."""
 
     def __init__(self, group: str, topic: str, lp: int, seq: int) -> None:
         super().__init__(group, topic, lp, seq)

@@ -18,7 +18,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from mqlayer import Context, Receiver
 from mqlayer.domain.message import Identity
 from mqlayer.effects import InboxEntry, anote, inbox_stats, look_up, note
-from mqlayer.errors import AlreadyApplied, InvalidInput, Reject, TransactionConflict
+from mqlayer.errors import AlreadyApplied, Conflict, InvalidInput, Reject, TransactionConflict
+from mqlayer.failures import skip_head
 from mqlayer.membership.seeking import apply_seek, planned_seek
 from mqlayer.postgres.database import Database
 from mqlayer.routes.cache import RouteCache
@@ -242,6 +243,27 @@ def test_a_member_that_is_stopped_in_its_transaction_has_no_second_effect(one: S
     one.wait_settled()
     old.stop(5.0)
     assert bodies(one) == ["old", "2"]
+
+
+def test_a_message_with_an_effect_is_not_passed_over(one: Stage) -> None:
+    """Case 69: its head only has to be settled; dead it would be a lie."""
+    after, end = threading.Event(), threading.Event()
+
+    def wait(body: bytes, ctx: Context) -> None:
+        after.set()
+        end.wait(20)
+
+    one.send([("k", b"1")])
+    one.consume(Booking(one.dsn, wait))
+    assert after.wait(20)
+    with pytest.raises(Conflict, match="only has to be settled"):
+        skip_head(
+            one.database, one.topic, "g", "k",
+            reason="r", actor="t", prefix=one.prefix, application=one.database,
+        )  # fmt: skip
+    end.set()
+    one.wait_settled()
+    assert bodies(one) == ["1"]
 
 
 def test_one_name_on_several_messages_is_one_effect(one: Stage) -> None:
