@@ -114,17 +114,13 @@ BEGIN
         v_end := v_held;
     END LOOP;
     IF v_end > current THEN
-        WITH gone AS (
-            DELETE FROM mqlayer_app.held_version h
-            WHERE h.name = p_name AND h.entity = p_entity AND h.version <= v_end RETURNING h.*)
-        SELECT count(*), coalesce(sum(octet_length(g.body) + octet_length(g.headers)), 0),
-               array_agg(g.version ORDER BY g.version) FILTER (WHERE g.version IS DISTINCT FROM p_version),
-               array_agg(g.body ORDER BY g.version) FILTER (WHERE g.version IS DISTINCT FROM p_version),
-               array_agg(g.headers ORDER BY g.version) FILTER (WHERE g.version IS DISTINCT FROM p_version),
-               array_agg(g.origin ORDER BY g.version) FILTER (WHERE g.version IS DISTINCT FROM p_version)
-        INTO v_count, v_bytes, versions, bodies, headers, origins FROM gone g;
-        v_count := -v_count;
-        v_bytes := -v_bytes;
+        SELECT -count(*), -coalesce(sum(octet_length(h.body) + octet_length(h.headers)), 0),
+               array_agg(h.version ORDER BY h.version) FILTER (WHERE h.version IS DISTINCT FROM p_version),
+               array_agg(h.body ORDER BY h.version) FILTER (WHERE h.version IS DISTINCT FROM p_version),
+               array_agg(h.headers ORDER BY h.version) FILTER (WHERE h.version IS DISTINCT FROM p_version),
+               array_agg(h.origin ORDER BY h.version) FILTER (WHERE h.version IS DISTINCT FROM p_version)
+        INTO v_count, v_bytes, versions, bodies, headers, origins
+        FROM mqlayer_app.held_version h WHERE h.name = p_name AND h.entity = p_entity AND h.version <= v_end;
     END IF;
     IF p_version <= v_end THEN
         answer := 'due';
@@ -145,6 +141,9 @@ BEGIN
         v_count := v_count + 1;
         v_bytes := v_bytes + v_size;
         answer := 'held';
+    END IF;
+    IF v_end > current THEN
+        DELETE FROM mqlayer_app.held_version h WHERE h.name = p_name AND h.entity = p_entity AND h.version <= v_end;
     END IF;
     held := v_row.held_messages + v_count;
     -- What comes next is missing since the first event behind it came, however long what came before it was.
