@@ -115,16 +115,18 @@ class Versions:
         Raises VersionsFull where the event came too early and there is no room to hold it, InvalidInput where no
         transaction is open, TransactionConflict where the whole transaction must be run again.
         """
+        event = self._event(message, entity, version)
         check_in_transaction(connection)
         with caller_errors(connection):
-            row = run_one(connection, query("version_take"), self._event(message, entity, version))
+            row = run_one(connection, query("version_take"), event)
         return self._taken(message, entity, version, row)
 
     async def atake(self, connection: Any, message: Carrier, *, entity: str, version: int) -> list[Versioned]:
         """Do what `take` does on an async connection."""
+        event = self._event(message, entity, version)
         check_in_transaction(connection)
         with caller_errors(connection):
-            row = await run_one_async(connection, query("version_take"), self._event(message, entity, version))
+            row = await run_one_async(connection, query("version_take"), event)
         return self._taken(message, entity, version, row)
 
     def take_released(self, connection: Any) -> list[Versioned]:

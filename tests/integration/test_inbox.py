@@ -116,9 +116,9 @@ def test_groups_messages_names_seeks_and_replays_stand_apart(connection: Connect
 
 
 @pytest.mark.parametrize("name", ["", "x" * 513, "a\0b", "\ud800"])
-def test_a_name_that_can_not_be_kept_is_refused(connection: Connection, name: str) -> None:
+def test_a_name_that_can_not_be_kept_is_refused(name: str) -> None:
     with pytest.raises(InvalidInput, match="1 to 512 bytes"):
-        note(connection, entry(name=name))
+        entry(name=name).facts()
 
 
 def test_without_a_transaction_it_is_refused(database_dsn: str) -> None:
