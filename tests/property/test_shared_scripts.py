@@ -1,7 +1,7 @@
 """The scripts of shared groups do what a plain model of one partition and one group does, on every Redis here.
 
-Cases 50 to 54 as far as they go without order: committed is the first offset that is not settled, whoever settles what in
-whatever order; nothing is given to two members at a time, and nothing is lost.
+Cases 50 to 54 as far as they go without order: committed is the first offset that is not settled, whoever settles what
+in whatever order; nothing is given to two members at a time, and nothing is lost.
 """
 
 from __future__ import annotations
