@@ -7,7 +7,8 @@ Reads only, in one step, and never tells a body.
 KEYS
   1 meta_key      hash    state, next and first offset of the partition
   2 log_key       stream  the partition's records
-  3 lock_key      hash    owner, epoch, last refresh, committed, base of the ack bitmap, seek
+  3 lock_key      hash    owner, epoch, last refresh, committed, base of the ack bitmap, seek; shared: name of the native
+                          consumer group, which knows what is settled above committed
   4 acks_key      string  ack bitmap: bit i is offset base + i
   5 attempts_key  hash    offset -> failed attempts and when (see attempt_count)
 
@@ -32,10 +33,21 @@ local seek = tonumber(ARGV[2])
 local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
 local next_offset = tonumber(meta[2])
-local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'base', 'seek')
+local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'base', 'seek', 'shared')
 local position, settled = tonumber(lock[3] or '0'), 0
 if position == 0 or tonumber(lock[5] or '0') < seek then
   position = math.max(math.min(start, next_offset), tonumber(meta[3] or '1'))
+elseif lock[6] then
+  -- All that was given and is not pending is settled.
+  local groups = redis.pcall('XINFO', 'GROUPS', log_key)
+  for _, facts in ipairs(groups.err and {} or groups) do
+    local named = {}
+    for i = 1, #facts, 2 do named[facts[i]] = facts[i + 1] end
+    if named['name'] == lock[6] then
+      local given = tonumber(string.match(named['last-delivered-id'], '^%d+')) + 1
+      settled = math.max(0, given - position - named['pending'])
+    end
+  end
 else
   -- Every bit from base up to committed is set.
   settled = math.max(0, redis.call('BITCOUNT', acks_key) - (position - tonumber(lock[4] or '0')))

@@ -7,7 +7,8 @@ Reads only, and never tells a body.
 
 KEYS
   1 log_key       stream  the partition's records
-  2 lock_key      hash    owner, epoch, last refresh, committed, base of the ack bitmap, seek
+  2 lock_key      hash    owner, epoch, last refresh, committed, base of the ack bitmap, seek; shared: name of the native
+                          consumer group
   3 acks_key      string  ack bitmap: bit i is offset base + i
   4 attempts_key  hash    offset -> failed attempts and when (see attempt_count)
 
@@ -31,10 +32,23 @@ local count = tonumber(ARGV[3])
 local seek = tonumber(ARGV[4])
 
 if count < 1 or count > 1000 then return redis.error_reply('ERR key_find: 1 to 1000 offsets') end
-local lock = redis.call('HMGET', lock_key, 'committed', 'base', 'seek')
+local lock = redis.call('HMGET', lock_key, 'committed', 'base', 'seek', 'shared')
 local committed, base = 0, 0
 if tonumber(lock[3] or '0') >= seek then committed, base = tonumber(lock[1] or '0'), tonumber(lock[2] or '0') end
+local given = 0
+if lock[4] then
+  local groups = redis.pcall('XINFO', 'GROUPS', log_key)
+  for _, facts in ipairs(groups.err and {} or groups) do
+    local named = {}
+    for i = 1, #facts, 2 do named[facts[i]] = facts[i + 1] end
+    if named['name'] == lock[4] then given = tonumber(string.match(named['last-delivered-id'], '^%d+')) end
+  end
+end
 local function is_settled(offset)
+  if lock[4] and offset >= committed then
+    local id = string.format('%d-0', offset)
+    return offset <= given and #redis.call('XPENDING', log_key, lock[4], id, id, 1) == 0
+  end
   return offset < committed or (committed > 0 and redis.call('GETBIT', acks_key, offset - base) == 1)
 end
 local entries = redis.call('XRANGE', log_key, string.format('%d-0', first), string.format('%d-0', first + count - 1))

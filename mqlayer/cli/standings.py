@@ -22,7 +22,7 @@ def group_row(group: GroupStanding) -> dict[str, Any]:
         "mode": facts.mode,
         "version": facts.version,
         "topic_version": facts.topic_version,
-        "members": facts.alive if facts.mode == "exclusive" else None,
+        "members": facts.alive if facts.mode != "pop" else None,
         "partitions": len(group.undrained) if live else None,
         "lag": group.lag if live else None,
         "away": ", ".join(sorted(group.away)),
@@ -49,7 +49,7 @@ def settings_row(group: GroupStanding) -> dict[str, Any]:
         "topic_version": facts.topic_version,
         "seek": facts.seek,
         "created_at": facts.created_at.isoformat(timespec="seconds"),
-        "members": facts.alive if facts.mode == "exclusive" else None,
+        "members": facts.alive if facts.mode != "pop" else None,
         "lag": group.lag if facts.state == "live" else None,
         "away": dict(group.away),
     }

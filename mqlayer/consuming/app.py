@@ -25,18 +25,27 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import FrameType
-from typing import Any, TypeVar, Unpack, get_type_hints
+from typing import Any, Literal, TypeVar, Unpack, get_type_hints
 
 from mqlayer.consuming.bodies import decoder_for, type_name
 from mqlayer.consuming.context import Context
 from mqlayer.consuming.holdings import Held
 from mqlayer.consuming.member import Member, MemberOptions, MemberStats
+from mqlayer.consuming.sharing.member import SharedMember
 from mqlayer.domain.message import Record
 from mqlayer.domain.names import check_name
 from mqlayer.errors import Conflict, InvalidInput, SchemaMismatch
 from mqlayer.events import Hook, HookType
 from mqlayer.health import Health, health_endpoint
-from mqlayer.membership.groups import Balance, Group, GroupSettings, Rules, ensure_group, settings_of
+from mqlayer.membership.groups import (
+    Balance,
+    Group,
+    GroupSettings,
+    Rules,
+    check_settings,
+    ensure_group,
+    settings_of,
+)
 from mqlayer.membership.starts import Start
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
@@ -69,7 +78,7 @@ class App:
     def __init__(self, settings: Settings | None = None) -> None:
         self._settings = settings
         self.consumers: list[Consumer] = []
-        self.members: list[Member] = []
+        self.members: list[Member | SharedMember] = []
         self.hooks: list[Hook] = []
         self._open: list[Any] = []
 
@@ -85,12 +94,14 @@ class App:
         topic: str,
         *,
         group: str,
+        mode: Literal["exclusive", "shared"] = "exclusive",
         body: Any = None,
         start: Start = "earliest",
         from_archive: bool = False,
         ordered: bool | None = None,
         balance: Balance | None = None,
         tag_filter: str | None = None,
+        invisible_s: float | None = None,
         options: MemberOptions | None = None,
         **rules: Unpack[Rules],
     ) -> Callable[[Handler], Handler]:
@@ -101,10 +112,13 @@ class App:
         parameter's annotation where it is not given. An exception of the handler is a failed attempt: the message is
         tried again after the group's backoff, its key waits, others go on. A body that does not fit is one too. It may
         raise RetryLater, Reject, Skip or PauseKey to say what is to become of the message.
-        `start` serves when the group is created; an existing one keeps its own: "earliest" (all that is kept, along
-        the lineage of partitions), "latest" (what is published from then on) or a datetime with a time zone: the first
-        message of that time or later, by the publishers' clocks. `from_archive`: it is given what the archive of its
-        topic holds from there on, then the streams. `tag_filter`: which messages the group wants, as
+        `mode`: "exclusive" gives each partition to one member, which keeps the order of keys; "shared" gives every
+        message to whichever member has time, without order, and again after `invisible_s` (default 30) where nobody
+        hears of that member; said once. `start` serves when the group is created; an existing one keeps its own:
+        "earliest" (all that is kept, along the lineage of partitions), "latest" (what is published from then on) or a
+        datetime with a time zone: the first message of that time or later, by the publishers' clocks. `from_archive`:
+        it is given what the archive of its topic holds from there on, then the streams. `tag_filter`: which messages
+        the group wants, as
         `any_of("eu", "vip")` or `all_of("eu", "vip")` says, or "none" for all; others are settled unseen. `ordered`,
         `balance`, `tag_filter` and the rules for messages that fail (`backoff_s`, `jitter`, `attempt_limit`, `policy`,
         `final_errors`, `retried_errors`, `time_limit_s`, `time_cap_s`) live with the group too, see GroupSettings and
@@ -118,7 +132,8 @@ class App:
         said = settings_of(
             start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive, **rules
         )
-        group_settings = replace(said, mode="exclusive")
+        group_settings = replace(said, mode=mode, invisible_s=invisible_s)
+        check_settings(group_settings)
 
         def register(handler: Handler) -> Handler:
             body_type, with_context = _parameters(handler, body)
@@ -266,7 +281,7 @@ class App:
 
     def _member(
         self, consumer: Consumer, database: Database, routes: RouteCache, application: Database | None
-    ) -> Member:
+    ) -> Member | SharedMember:
         settings = self.settings
         group = ensure_group(
             database,
@@ -277,7 +292,8 @@ class App:
             settings=consumer.group_settings,
             unsafe=settings.allow_unsafe_redis,
         )
-        return Member(
+        make = SharedMember if group.mode == "shared" else Member
+        return make(
             settings=settings,
             database=database,
             routes=routes,

@@ -65,6 +65,7 @@ class MemberOptions:
     not settled, over all partitions; bytes by the size of what was read lately, so a single read may go over.
     `drain_limit_s`: how long a hand-over or stop waits for running handlers. `parked_keys`: how many keys of a
     partition this member parks at most, where that is fewer than its group's `parked_keys_limit`.
+    `keep_limit_s`: of a shared group, how long a handler may run before its message is given to others, too.
     """
 
     concurrency: int = 8
@@ -72,6 +73,7 @@ class MemberOptions:
     prefetch_bytes: int = 32 * 1024 * 1024
     drain_limit_s: float = 30.0
     parked_keys: int | None = None
+    keep_limit_s: float = 3_600.0
     member_id: str = ""
 
 

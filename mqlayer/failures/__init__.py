@@ -12,6 +12,7 @@ from mqlayer.failures.listing import (
     parked_keys,
     parked_line,
 )
+from mqlayer.failures.reclaiming import reclaim_shared
 from mqlayer.failures.redriving import (
     Redrive,
     RedriveResult,
@@ -69,6 +70,7 @@ __all__ = [
     "new_worker",
     "parked_keys",
     "parked_line",
+    "reclaim_shared",
     "redrive_results",
     "redrives",
     "release_all",

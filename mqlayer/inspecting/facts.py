@@ -37,7 +37,7 @@ class GroupFacts:
     balance: str
     settings_version: int
     paused_at: datetime | None
-    mode: Literal["exclusive", "pop"]
+    mode: Literal["exclusive", "pop", "shared"]
     scope: Literal["partition", "key"] | None
     alive: int
     tag_filter: str

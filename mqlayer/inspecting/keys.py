@@ -282,6 +282,8 @@ def _under_way(group: GroupStanding, head: Waiting, waits_in: PartitionStanding 
         return "a receiver has it, or the next one gets it" if pop else "it is being handled"
     if pop:
         return "it is given out again; the receivers say why it was not settled"
+    if group.facts.mode == "shared":
+        return "it is tried again; the logs of the group's members say why it fails"
     at = f" at {head.retry_at:%H:%M:%S} UTC" if head.retry_at else ""
     owner = waits_in.facts.owner if waits_in is not None else None
     return f"it is tried again{at}; the log of member {owner} says why it fails"
@@ -296,6 +298,8 @@ def _of_servers(one: PartitionStanding, group: GroupStanding) -> str | None:
         return f"mqlayer group resume {group.facts.topic} {group.facts.name}  # it is paused"
     if group.facts.mode == "pop":
         return None
+    if group.facts.mode == "shared":
+        return None if group.facts.alive else "mqlayer consume MODULE:APP  # no member of the group lives"
     if reason in ("no_owner", "lease_over") or not one.facts.alive:
         if not group.facts.alive:
             return "mqlayer consume MODULE:APP  # no member of the group lives"

@@ -234,16 +234,22 @@ def stall_of(
         return Stall("partition_missing", None, "its node does not have it: it lost data")
     if not look.unsettled:
         return None
-    if facts.behind:
+    if facts.behind and group.mode != "shared":
         parents = ", ".join(map(str, facts.behind))
         return Stall("hidden", facts.made_at, f"behind what is not drained: partition {parents}")
     if group.paused_at is not None:
         return Stall("paused", group.paused_at, "an operator paused the group")
     if group.mode == "pop":
         return _failing(head)
+    if group.mode == "shared":
+        return _unheard(group) or _failing(head)
     return (
         _unowned(facts, group) or _untaken(facts, look) or _resting(replay) or _unparkable(head, full) or _failing(head)
     )
+
+
+def _unheard(group: GroupFacts) -> Stall | None:
+    return None if group.alive else Stall("no_owner", None, "no member lives")
 
 
 def _resting(replay: ReplayStanding | None) -> Stall | None:

@@ -38,11 +38,18 @@ from mqlayer.routes.cache import RouteCache
 log = logging.getLogger(__name__)
 
 Balance = Literal["count", "rate"]
-Mode = Literal["exclusive", "pop"]
-"""How a group is consumed: partitions assigned to members, or batches for whoever asks (ordered pop)."""
+Mode = Literal["exclusive", "pop", "shared"]
+"""How a group is consumed: partitions assigned to members, batches for whoever asks (ordered pop), or all partitions by
+all members, without order (shared)."""
 Scope = Literal["partition", "key"]
 """Ordered pop: what is withheld from all while a message is out: its whole partition, or its key."""
-CALLED: Final[Mapping[str, str]] = {"exclusive": "mqlayer.App, or `mqlayer consume`", "pop": "mqlayer.Receiver"}
+CALLED: Final[Mapping[str, str]] = {
+    "exclusive": "mqlayer.App, or `mqlayer consume`",
+    "pop": "mqlayer.Receiver",
+    "shared": "mode='shared' of @app.consumer",
+}
+INVISIBLE_S: Final = 30.0
+"""Shared: after how many seconds a message is taken from a member that was not heard of, unless the group says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,9 @@ class GroupSettings:
     by their tags, as `any_of` and `all_of` say; "none" (default) for all. `mode`: by members with partitions of their
     own (default), or by receivers (ordered pop), with
     its `scope`, by key unless said otherwise; both said once. The others are those of RetryRules; a time without end,
-    `math.inf`, says that there is no limit. The policy of ordered pop is "block", and it has no filter.
+    `math.inf`, says that there is no limit. The policy of ordered pop is "block", and it has no filter. A shared
+    group is not ordered; its policy is "dead_letter" (default) or "skip", and `invisible_s`, said once, tells after how
+    many seconds (default 30) a message is taken from a member that was not heard of.
     """
 
     start: Start = "earliest"
@@ -79,6 +88,7 @@ class GroupSettings:
     key_bytes_limit: int | None = None
     mode: Mode | None = None
     scope: Scope | None = None
+    invisible_s: float | None = None
     from_archive: bool = False
 
     def rules(self) -> RetryRules:
@@ -90,6 +100,8 @@ class GroupSettings:
                 said[name] = None if value == math.inf else value
         if self.mode == "pop":
             said["policy"] = "block"
+        if self.mode == "shared":
+            said.setdefault("policy", "dead_letter")
         return RetryRules(**said)
 
 
@@ -140,6 +152,7 @@ class Group:
     scope: Scope | None = None
     tag_filter: str = NO_FILTER
     from_archive: bool = False
+    invisible_s: float | None = None
 
 
 def find_group(database: Database, topic: str, name: str) -> Group:
@@ -148,8 +161,11 @@ def find_group(database: Database, topic: str, name: str) -> Group:
         row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
     if row is None:
         raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
-    group_id, topic_id, state, start, start_at, *rest, mode, scope, tag_filter, from_archive = row[:-RULES_COUNT]
-    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), mode, scope, tag_filter, from_archive]
+    group_id, topic_id, state, start, start_at, *rest, mode, scope, tag_filter, from_archive, invisible_s = row[
+        :-RULES_COUNT
+    ]
+    rules = RetryRules.of(row[-RULES_COUNT:])
+    values: list[Any] = [*rest, rules, mode, scope, tag_filter, from_archive, invisible_s]
     return Group(group_id, topic_id, topic, name, state, start_at or start, *values)
 
 
@@ -175,11 +191,12 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
         "start": start,
         "start_at": at,
         "from_archive": settings.from_archive,
-        "ordered": settings.ordered is not False,
+        "ordered": settings.ordered is not False and settings.mode != "shared",
         "balance": settings.balance or "count",
         "tag_filter": settings.tag_filter or NO_FILTER,
         "mode": settings.mode or "exclusive",
         "scope": settings.scope or ("key" if settings.mode == "pop" else None),
+        "invisible_s": settings.invisible_s or (INVISIBLE_S if settings.mode == "shared" else None),
         **as_columns(asdict(settings.rules())),
     }
     database.transaction(lambda connection: connection.execute(query("group_insert"), facts))
@@ -261,8 +278,8 @@ def _check_parking_limits(settings: GroupSettings) -> None:
 
 
 def _check_mode(settings: GroupSettings) -> None:
-    if settings.mode not in (None, "exclusive", "pop"):
-        raise InvalidInput(f"a group is consumed in mode exclusive or pop, not {settings.mode!r}")
+    if settings.mode not in (None, *CALLED):
+        raise InvalidInput(f"a group is consumed in one of the modes {', '.join(CALLED)}, not {settings.mode!r}")
     if settings.scope not in (None, "partition", "key"):
         raise InvalidInput(f"the scope of ordered pop is partition or key, not {settings.scope!r}")
     if settings.mode != "pop" and settings.scope is not None:
@@ -273,8 +290,28 @@ def _check_mode(settings: GroupSettings) -> None:
         raise InvalidInput("ordered pop gives out every message: it has no tag filter")
     if settings.mode == "pop":
         refuse_policy(settings.policy)
+    _check_shared(settings)
     if settings.from_archive and (settings.mode == "pop" or settings.start == "latest"):
         raise InvalidInput("from the archive a group with members starts, at earliest or a time: say another start")
+
+
+def _check_shared(settings: GroupSettings) -> None:
+    invisible_s = settings.invisible_s
+    if settings.mode != "shared":
+        if invisible_s is not None:
+            raise InvalidInput("only a shared group has an invisible time: say mode='shared'")
+        return
+    if invisible_s is not None and not 0.1 <= invisible_s <= 43_200:
+        raise InvalidInput(f"the invisible time is {invisible_s:g} s: say 0.1 to 43,200 seconds")
+    if settings.ordered or settings.balance is not None:
+        raise InvalidInput("a shared group has no order, and nothing to balance: leave ordered and balance out")
+    if settings.policy not in (None, "dead_letter", "skip"):
+        raise InvalidInput(
+            f"policy {settings.policy} keeps a message and what follows it: a shared group has no order to keep, say "
+            "dead_letter or skip"
+        )
+    if settings.from_archive:
+        raise InvalidInput("a shared group begins with the streams: leave from_archive out")
 
 
 def refuse_policy(policy: Policy | None) -> None:
@@ -304,14 +341,14 @@ def refuse_others(group: Group, settings: GroupSettings) -> None:
             f"group {group.name!r} of topic {group.topic!r} is consumed in mode {group.mode}, not {settings.mode}",
             f"consume it with {CALLED[group.mode]}, or use another group: the mode is said once",
         )
-    for name in (*RULES, "ordered", "balance", "tag_filter", "scope"):
+    for name in (*RULES, "ordered", "balance", "tag_filter", "scope", "invisible_s"):
         brought, there = getattr(settings, name), getattr(group.rules if name in RULES else group, name)
         if there is None:
             there = math.inf
         if brought is not None and brought != there:
             change = (
                 "it is said once"
-                if name in ("ordered", "scope")
+                if name in ("ordered", "scope", "invisible_s")
                 else f"change it for all: mqlayer group set {group.topic}"
             )
             raise Conflict(

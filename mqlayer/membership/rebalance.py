@@ -56,6 +56,10 @@ def rebalance(connection: Connection, group_id: int) -> bool:
         # It has no members: its partitions are free, each under an epoch.
         return False
     connection.execute(query("member_expire"), group)
+    if locked is not None and locked[4] == "shared":
+        # Its members read all partitions: these are free, each under an epoch.
+        connection.execute(query("member_forget"), group)
+        return False
     connection.execute(query("assignment_free_unreadable_of_gone"), group)
     live: dict[str, bool] = dict(connection.execute(query("member_live"), group).fetchall())
     rows = connection.execute(query("assignment_list"), group).fetchall()

@@ -58,8 +58,8 @@ def set_group(
     }
 
     def work(connection: Connection, group: Group) -> None:
-        if group.mode == "pop":
-            check_settings(replace(settings, mode="pop"))
+        if group.mode in ("pop", "shared"):
+            check_settings(replace(settings, mode=group.mode))
         times = connection.execute(query("group_settings_put"), facts | {"group_id": group.group_id}).fetchone()
         if times is None:
             raise Conflict(f"the settings of {_called(group)} are at version {group.settings_version}", "look at them")

@@ -147,12 +147,12 @@ ON CONFLICT DO NOTHING
 RETURNING partition_id;
 
 -- name: drained_put_popped
--- A group with ordered pop drained a partition: said by a receiver, under the epoch in force, of the very command that is
+-- A group with ordered pop, or a shared one, drained a partition: said by a receiver or member, under the epoch in force, of the very command that is
 -- recorded.
 INSERT INTO mqlayer.drained (group_id, partition_id)
 SELECT a.group_id, a.partition_id
 FROM mqlayer.assignment a
-JOIN mqlayer.consumer_group g ON g.group_id = a.group_id AND g.mode = 'pop'
+JOIN mqlayer.consumer_group g ON g.group_id = a.group_id AND g.mode IN ('pop', 'shared')
 JOIN mqlayer.seal s ON s.partition_id = a.partition_id AND s.seal_id = %(seal_id)s
 WHERE a.group_id = %(group_id)s AND a.partition_id = %(partition_id)s AND a.epoch = %(epoch)s
 ON CONFLICT DO NOTHING

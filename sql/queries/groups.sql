@@ -1,10 +1,10 @@
 -- name: group_insert
 -- Create a group that is not live yet; nothing where the name is taken.
-INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, from_archive, ordered, balance, mode, scope, tag_filter,
+INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, from_archive, ordered, balance, mode, scope, invisible_s, tag_filter,
        backoff_s, backoff_jitter, attempt_limit, policy, final_errors, retried_errors, time_limit_s, time_cap_s,
        parked_keys_limit, parked_messages_limit, parked_bytes_limit, key_messages_limit, key_bytes_limit)
 SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(from_archive)s, %(ordered)s, %(balance)s, %(mode)s, %(scope)s,
-       %(tag_filter)s, %(backoff_s)s, %(jitter)s, %(attempt_limit)s, %(policy)s, %(final_errors)s, %(retried_errors)s,
+       %(invisible_s)s, %(tag_filter)s, %(backoff_s)s, %(jitter)s, %(attempt_limit)s, %(policy)s, %(final_errors)s, %(retried_errors)s,
        %(time_limit_s)s, %(time_cap_s)s, %(parked_keys_limit)s, %(parked_messages_limit)s, %(parked_bytes_limit)s,
        %(key_messages_limit)s, %(key_bytes_limit)s
 FROM mqlayer.topic WHERE name = %(topic)s
@@ -13,7 +13,7 @@ ON CONFLICT (topic_id, name) DO NOTHING;
 -- name: group_find
 -- One group of a topic.
 SELECT g.group_id, g.topic_id, g.state, g.start, g.start_at, t.strategy, g.version, g.seek, g.ordered, g.balance,
-       g.settings_version, g.paused_at, g.mode, g.scope, g.tag_filter, g.from_archive, g.backoff_s, g.backoff_jitter,
+       g.settings_version, g.paused_at, g.mode, g.scope, g.tag_filter, g.from_archive, g.invisible_s, g.backoff_s, g.backoff_jitter,
        g.attempt_limit, g.policy, g.final_errors, g.retried_errors, g.time_limit_s, g.time_cap_s, g.parked_keys_limit,
        g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
@@ -134,6 +134,7 @@ SELECT (SELECT count(*) FROM beat) AS known,
                AND m.lease_until < now() AND m.lease_until > '-infinity')
        OR EXISTS (SELECT FROM mqlayer.readable r
                   LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
+                  JOIN mqlayer.consumer_group g ON g.group_id = r.group_id AND g.mode = 'exclusive'
                   WHERE r.group_id = %(group_id)s AND a.member_id IS NULL) AS unbalanced;
 
 -- name: member_session
@@ -151,7 +152,7 @@ WHERE g.state = 'live'
        OR EXISTS (SELECT FROM mqlayer.readable r
                   LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
                   LEFT JOIN mqlayer.member m ON m.group_id = a.group_id AND m.member_id = a.member_id
-                  WHERE r.group_id = g.group_id
+                  WHERE r.group_id = g.group_id AND g.mode = 'exclusive'
                     AND (m.lease_until = '-infinity'
                          OR a.member_id IS NULL
                             AND EXISTS (SELECT FROM mqlayer.member s
@@ -310,7 +311,7 @@ WITH raised AS (
 SELECT pg_notify('mqlayer_group', group_id::text) FROM raised;
 
 -- name: pop_partitions
--- The partitions of a group with ordered pop, under which epoch they are given out, and whether they are now.
+-- The partitions of a group with ordered pop, or a shared one, under which epoch they are given out, and whether they are now.
 SELECT p.partition_id, p.node_id, a.epoch, coalesce(s.start_offset, 1) AS start_offset, g.seek, g.replay,
        coalesce(e.cut, false) AS cut, r.partition_id IS NOT NULL AS readable, t.archived
 FROM mqlayer.consumer_group g

@@ -15,6 +15,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -36,6 +37,7 @@ from mqlayer.changes import (
 )
 from mqlayer.domain.routing import NodeId, Route, lp_of
 from mqlayer.errors import AlreadyApplied, Conflict, NotFound, StaleOwner
+from mqlayer.failures import reclaim_shared
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.relay import Relay
 from mqlayer.routes.cache import load_nodes, load_route
@@ -259,6 +261,43 @@ def pop(name: str, directory: Path, stopping: threading.Event) -> None:
                 stopping.wait(0.1)
 
 
+def share(name: str, directory: Path, stopping: threading.Event) -> None:
+    """Consume as a member of a shared group, through the fence, until asked to stop.
+
+    "fatal" ends the process each time, "bad" fails each time; both have a fenced effect never.
+    """
+    settings = mqlayer.Settings()
+    app = mqlayer.App(settings)
+    pool = ConnectionPool(settings.application_dsn(), min_size=1, max_size=4, open=True)
+    begun = (directory / f"{name}.begun").open("a", buffering=1)
+
+    @app.consumer(
+        TOPIC, group=GROUP, mode="shared", invisible_s=0.6, backoff_s=(0.05,), attempt_limit=3,
+        options=mqlayer.MemberOptions(concurrency=4),
+    )  # fmt: skip
+    def book(body: bytes, ctx: mqlayer.Context) -> None:
+        begun.write(f"{body.decode()} {ctx.attempt}\n")
+        if body == b"fatal":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if body == b"bad":
+            raise ValueError("bad")
+        with pool.connection() as connection, connection.transaction():
+            ctx.fence(connection)
+            source, lp, seq = ctx.identity
+            facts = (body.decode(), source, lp, seq)
+            connection.execute("INSERT INTO shared_sink (body, source, lp, seq) VALUES (%s, %s, %s, %s)", facts)
+
+    _run(app, stopping)
+    pool.close()
+
+
+def reclaim(_name: str, _directory: Path, _stopping: threading.Event) -> None:
+    """Look once for messages of members that are gone."""
+    settings = mqlayer.Settings()
+    with Database(settings.control_dsn()) as database:
+        reclaim_shared(database, prefix=settings.key_prefix)
+
+
 def _book_batch(
     receiver: mqlayer.Receiver, connection: Connection, history: History, batch: Sequence[mqlayer.PopMessage]
 ) -> None:
@@ -399,6 +438,46 @@ def random_plan(route: Route, nodes: Sequence[NodeId], rng: random.Random) -> Pl
             return plan_move(route, parent.partition, rng.choice([node for node in nodes if node != parent.node]))
 
 
+def work(name: str, directory: Path, stopping: threading.Event) -> None:
+    """Run the periodic jobs, but for trimming: what a run's streams hold is read at its end."""
+    observe_retiring(History(directory, name), TOPIC)
+    del stopping
+    _celery().worker_main(["worker", "--pool", "threads", "--concurrency", "2", "--loglevel", "INFO",
+                           "--hostname", f"{name}@chaos", "--without-gossip", "--without-mingle"])  # fmt: skip
+
+
+def tick(name: str, directory: Path, stopping: threading.Event) -> None:
+    """Say when jobs are due."""
+    del stopping
+    _celery().start(["beat", "--schedule", str(directory / f"{name}.schedule"), "--loglevel", "INFO", "--pidfile", ""])
+
+
+def _celery() -> Any:
+    from mqlayer.workers.app import app
+
+    if "MQLAYER_TEST_TRIMS" in os.environ:
+        return app
+    schedule = app.conf.beat_schedule
+    app.conf.beat_schedule = {job: facts for job, facts in schedule.items() if "trim" not in job}
+    return app
+
+
+def skew_clock(file: Path) -> None:
+    """From now on this process's wall clock is off by as many seconds as a file says, once there is one."""
+    real, real_ns = time.time, time.time_ns
+    known: list[float] = [0.0, 0.0]
+
+    def skew() -> float:
+        if time.monotonic() > known[0]:
+            known[0] = time.monotonic() + 0.2
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                known[1] = float(file.read_text())
+        return known[1]
+
+    time.time = lambda: real() + skew()
+    time.time_ns = lambda: real_ns() + int(skew() * 1e9)
+
+
 ROLES: Final[dict[str, Callable[[str, Path, threading.Event], None]]] = {
     "writer": write,
     "relay": relay,
@@ -408,6 +487,10 @@ ROLES: Final[dict[str, Callable[[str, Path, threading.Event], None]]] = {
     "driver": drive,
     "receiver": pop,
     "seller": sell,
+    "sharer": share,
+    "reclaimer": reclaim,
+    "worker": work,
+    "beat": tick,
 }
 
 
@@ -420,6 +503,11 @@ def main() -> None:
         stopping.set()
 
     signal.signal(signal.SIGTERM, end)
+    if name_of_bug := os.environ.get("MQLAYER_TEST_PLANT"):
+        from tests.chaos.harness.plants import plant
+
+        plant(name_of_bug)
+    skew_clock(Path(directory) / f"{name}.skew")
     ROLES[role](name, Path(directory), stopping)
 
 

@@ -1,0 +1,69 @@
+#!lua flags=allow-oom
+--[[
+shared_reclaim: take messages of a shared group from members that were not heard of for a while, to be given again at once.
+
+Whoever gets one of them starts it with care: it may have ended its member's process. Consumers of members that are long
+gone are forgotten.
+
+KEYS
+  1 log_key       stream  the partition's records, with the native consumer group
+  2 lock_key      hash    owner ("shared") and epoch
+  3 attempts_key  hash    offset -> failed attempts and when (see shared_back)
+  4 due_key       zset    offset -> ms when it may be given again
+
+ARGV
+  1 group         string  the native consumer group
+  2 epoch         int     the epoch in force
+  3 invisible     int     ms after which a message is taken from a member that did not say that it still has it
+  4 limit         int     1 to 500 messages
+
+RETURNS
+  {"reclaimed", count}   so many messages are due
+  {"missing"}            there is no such native group: take the partition afresh
+  {"fenced", epoch}      another epoch is in force; nothing was changed
+]]
+local log_key = KEYS[1]
+local lock_key = KEYS[2]
+local attempts_key = KEYS[3]
+local due_key = KEYS[4]
+local group = ARGV[1]
+local epoch = tonumber(ARGV[2])
+local invisible = ARGV[3]
+local limit = tonumber(ARGV[4])
+
+local FORGET_MS = 3600000
+local format = string.format
+local lock = redis.call('HMGET', lock_key, 'owner', 'epoch')
+local held = tonumber(lock[2] or '0')
+if lock[1] ~= 'shared' or held ~= epoch then return {'fenced', held} end
+if limit < 1 or limit > 500 then return redis.error_reply('ERR shared_reclaim: 1 to 500 messages') end
+local consumers = redis.pcall('XINFO', 'CONSUMERS', log_key, group)
+if consumers.err then return {'missing'} end
+local time = redis.call('TIME')
+local now = format('%d', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))
+local done = 0
+for _, facts in ipairs(consumers) do
+  local named = {}
+  for i = 1, #facts, 2 do named[facts[i]] = facts[i + 1] end
+  local name = named['name']
+  if name ~= '-' and named['pending'] == 0 and named['idle'] > FORGET_MS then
+    redis.call('XGROUP', 'DELCONSUMER', log_key, group, name)
+  elseif name ~= '-' and named['pending'] > 0 and done < limit then
+    local late = redis.call('XPENDING', log_key, group, 'IDLE', invisible, '-', '+', limit - done, name)
+    for _, one in ipairs(late) do
+      local id = one[1]
+      local offset = string.match(id, '^%d+')
+      if string.sub(id, -2) ~= '-0' then
+        -- A command record that its reader did not settle: nobody else needs it.
+        redis.call('XACK', log_key, group, id)
+      else
+        local count, first, last = string.match(redis.call('HGET', attempts_key, offset) or '', '^(%d+):(%d+):(%d+)')
+        redis.call('XCLAIM', log_key, group, '-', 0, id, 'JUSTID')
+        redis.call('ZADD', due_key, now, offset)
+        redis.call('HSET', attempts_key, offset, format('%s:%s:%s:t', count or '0', first or now, last or now))
+        done = done + 1
+      end
+    end
+  end
+end
+return {'reclaimed', done}

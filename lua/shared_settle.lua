@@ -1,0 +1,160 @@
+#!lua flags=allow-oom
+--[[
+shared_settle: settle messages of a shared group, and move committed to the first offset that is not settled.
+
+Idempotent; whoever handled a message may say so, also where others have it meanwhile. All calls carry the epoch in force,
+so none of before a fall-back of the node settles a message that got an old offset.
+
+Of an archived topic, what was not settled before is told in one entry of a stream, in the form of offsets_settle.
+
+KEYS
+  1 meta_key      hash    state and next offset of the partition
+  2 log_key       stream  the partition's records, with the native consumer group
+  3 lock_key      hash    owner ("shared"), epoch, committed; told
+  4 attempts_key  hash    offset -> failed attempts and when (see shared_back)
+  5 due_key       zset    offset -> ms when it may be given again
+  6 outcomes_key  stream  what became of offsets, until an archiver has fetched it
+
+ARGV
+  1 group         string  the native consumer group
+  2 epoch         int     the epoch under which they were given
+  3 member        string  who settles
+  4 command       string  entry id of a command record that was read, or empty
+  5 told          string  empty: nothing is told; else as of offsets_settle: <entries kept at most>:<a letter per
+                          range>:<last offset:how many ms ago it was given, by commas>
+  6 range_count   int     0 to 500 ranges, of 1000 messages at most
+  7 ...           per range: first offset, last offset
+
+RETURNS
+  {"settled", committed, count}   done; so many were not settled before
+  {"fenced", epoch}               another epoch is in force; nothing was changed
+  {"unknown", next}               an offset at or above next; nothing was changed
+  {"absent"}                      no such partition on this node
+]]
+local meta_key = KEYS[1]
+local log_key = KEYS[2]
+local lock_key = KEYS[3]
+local attempts_key = KEYS[4]
+local due_key = KEYS[5]
+local outcomes_key = KEYS[6]
+local group = ARGV[1]
+local epoch = tonumber(ARGV[2])
+local member = ARGV[3]
+local command = ARGV[4]
+local told = ARGV[5]
+local range_count = tonumber(ARGV[6])
+
+local LIMIT = 1000
+local format = string.format
+local meta = redis.call('HMGET', meta_key, 'state', 'next')
+if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
+local next_offset = tonumber(meta[2])
+local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed')
+local held = tonumber(lock[2] or '0')
+if lock[1] ~= 'shared' or held ~= epoch then return {'fenced', held} end
+local kept, words, reads
+if told ~= '' then
+  kept, words, reads = string.match(told, '^(%d+):([hu-]*):([%d:,]*)$')
+  if not words or #words ~= range_count then return redis.error_reply('ERR shared_settle: a letter per range') end
+end
+local ids = {}
+for i = 1, range_count do
+  local first, last = tonumber(ARGV[2 * i + 5]), tonumber(ARGV[2 * i + 6])
+  if first < 1 or last < first then return redis.error_reply('ERR shared_settle: bad range') end
+  if last >= next_offset then return {'unknown', next_offset} end
+  if #ids + last - first >= LIMIT then return redis.error_reply('ERR shared_settle: 1000 messages at most') end
+  for offset = first, last do
+    ids[#ids + 1] = format('%d-0', offset)
+  end
+end
+
+-- What is settled by this call and no earlier one, by its letter: first and last offset in turn.
+local fresh = {h = {}, u = {}}
+if words then
+  for i = 1, range_count do
+    local line = fresh[string.sub(words, i, i)]
+    if line then
+      local first, last = tonumber(ARGV[2 * i + 5]), tonumber(ARGV[2 * i + 6])
+      local pending = redis.call('XPENDING', log_key, group, format('%d-0', first), format('%d-0', last), LIMIT)
+      for _, one in ipairs(pending) do
+        local offset, n = tonumber(string.match(one[1], '^%d+')), #line
+        if string.sub(one[1], -2) == '-0' then
+          if line[n] == offset - 1 then line[n] = offset else line[n + 1], line[n + 2] = offset, offset end
+        end
+      end
+    end
+  end
+end
+local failed = {}
+local noted = #ids > 0 and redis.call('HLEN', attempts_key) > 0
+local back = #ids > 0 and redis.call('ZCARD', due_key) > 0
+local offsets = {}
+if noted or back then
+  for i, id in ipairs(ids) do offsets[i] = string.sub(id, 1, -3) end
+end
+if noted then
+  if words then
+    local counts = redis.call('HMGET', attempts_key, unpack(offsets))
+    for i, offset in ipairs(offsets) do
+      local count = counts[i] and string.match(counts[i], '^%d+') or '0'
+      if count ~= '0' then failed[#failed + 1] = offset .. ':' .. count end
+    end
+  end
+  redis.call('HDEL', attempts_key, unpack(offsets))
+end
+if back then redis.call('ZREM', due_key, unpack(offsets)) end
+local count = 0
+if #ids > 0 then count = redis.call('XACK', log_key, group, unpack(ids)) end
+if command ~= '' then redis.call('XACK', log_key, group, command) end
+
+-- All that was given and is not pending is settled.
+local committed = tonumber(lock[3])
+local pending = redis.call('XPENDING', log_key, group)
+local low = pending[2]
+if pending[1] == 0 then
+  for _, facts in ipairs(redis.call('XINFO', 'GROUPS', log_key)) do
+    local named = {}
+    for i = 1, #facts, 2 do named[facts[i]] = facts[i + 1] end
+    if named['name'] == group then low = named['last-delivered-id'] end
+  end
+  if low then committed = math.max(committed, tonumber(string.match(low, '^%d+')) + 1) end
+elseif string.sub(low, -2) == '-0' then
+  committed = math.max(committed, tonumber(string.match(low, '^%d+')))
+else
+  committed = math.max(committed, tonumber(string.match(low, '^%d+')) + 1)
+end
+if committed > tonumber(lock[3]) then
+  redis.call('HSET', lock_key, 'committed', format('%d', committed), 'base', format('%d', committed))
+end
+
+if #fresh.h > 0 or #fresh.u > 0 then
+  local time = redis.call('TIME')
+  local entry = {'m', member, 't', format('%d', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))}
+  local function add(name, value)
+    if value ~= '' then entry[#entry + 1], entry[#entry + 2] = name, value end
+  end
+  for name, line in pairs(fresh) do
+    local ranges = {}
+    for i = 1, #line, 2 do ranges[#ranges + 1] = format('%d-%d', line[i], line[i + 1]) end
+    add(name, table.concat(ranges, ','))
+  end
+  add('r', reads)
+  add('a', table.concat(failed, ','))
+  -- What is dropped is counted in the new entry; an entry that goes leaves its count to the next one.
+  local dropped = 0
+  while redis.call('XLEN', outcomes_key) >= tonumber(kept) do
+    local oldest = redis.call('XRANGE', outcomes_key, '-', '+', 'COUNT', 1)[1]
+    local fields = oldest[2]
+    for i = 1, #fields, 2 do
+      if fields[i] == 'x' then dropped = dropped + tonumber(fields[i + 1]) end
+      if fields[i] == 'h' or fields[i] == 'u' then
+        for first, last in string.gmatch(fields[i + 1], '(%d+)-(%d+)') do dropped = dropped + last - first + 1 end
+      end
+    end
+    redis.call('XDEL', outcomes_key, oldest[1])
+  end
+  add('x', dropped > 0 and format('%d', dropped) or '')
+  local place = redis.call('HINCRBY', lock_key, 'told', 1)
+  redis.call('XADD', outcomes_key, format('%d-%d', epoch, place), unpack(entry))
+end
+return {'settled', committed, count}

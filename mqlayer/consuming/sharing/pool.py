@@ -1,0 +1,283 @@
+"""What a member of a shared group has in hand: batches of records as they were read, handed to workers in slices.
+
+The pool is bounded by the options of its member, and by its pace: a member with slow handlers reads little ahead, so
+that the others find something to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Literal
+
+from mqlayer.consuming.clock import clock
+from mqlayer.consuming.sharing.ledger import Claim
+from mqlayer.domain.message import Record
+from mqlayer.membership.popping import PopPartition
+from mqlayer.redis.sharing import SharedPlace
+
+AHEAD_S: Final = 0.5
+"""How much work a member reads ahead, by its pace."""
+SLICE_S: Final = 0.005
+"""How much work a worker takes at a time, by the pace; what is not begun within TURN_S goes to others."""
+TURN_S: Final = 0.05
+SLICE_LIMIT: Final = 500
+FRESH: Final = 0.9
+"""Nothing is begun that was last kept longer ago than this part of the invisible time."""
+
+
+class Batch:
+    """Records of one partition that one call gave. Stands for the partition towards handlers' contexts.
+
+    `place`: None for what was given back from Postgres. `epoch`: for the fence, one for all partitions of a group.
+    `suspect`: it may have ended its former member's process.
+    """
+
+    __slots__ = (
+        "assigned", "attempts", "claim", "dropped", "ended", "epoch", "kept_at", "lost", "partition", "place",
+        "read_at", "records", "size", "suspect",
+    )  # fmt: skip
+    ordered: Final = False
+
+    def __init__(
+        self, one: PopPartition, place: SharedPlace | None, epoch: int, records: Sequence[Record], now: float
+    ) -> None:
+        self.assigned, self.place, self.epoch, self.records = one, place, epoch, records
+        self.partition = one.partition
+        self.read_at = self.kept_at = now
+        self.attempts: dict[int, int] = {}
+        # Offsets that are settled or given back, and those that others have.
+        self.ended: set[int] = set()
+        self.lost: set[int] = set()
+        self.size = sum([len(record[3]) for record in records])
+        self.suspect = self.dropped = False
+        # Of a message that was given back from Postgres.
+        self.claim: Claim | None = None
+
+    @property
+    def open(self) -> list[int]:
+        """The offsets that are neither settled nor given back, nor others'."""
+        ended, lost = self.ended, self.lost
+        return [record.offset for record in self.records if record.offset not in ended and record.offset not in lost]
+
+
+Slice = tuple[Batch, Sequence[Record]]
+"""Records of a batch that are to be handled one after the other."""
+
+
+class Hand:
+    """What one worker is at. `work`: batch, records that it has not begun, offsets it has handled since it said so.
+
+    Each record is taken out of the line by whoever gets it: the worker, or others where a handler takes long.
+    """
+
+    __slots__ = ("offset", "since", "work")
+
+    def __init__(self) -> None:
+        self.work: tuple[Batch, deque[Record], deque[int]] | None = None
+        self.offset, self.since = 0, 0.0
+
+    def begin(self, batch: Batch, records: Sequence[Record], now: float) -> tuple[deque[Record], deque[int]]:
+        """Begin with some records; return their line, and where to note those that are handled."""
+        todo: deque[Record] = deque(records)
+        done: deque[int] = deque()
+        self.since = now
+        self.work = (batch, todo, done)
+        return todo, done
+
+
+def all_of(line: deque[Any]) -> list[Any]:
+    """Take out what is in a line, though others may do so too."""
+    found: list[Any] = []
+    with contextlib.suppress(IndexError):
+        while True:
+            found.append(line.popleft())
+    return found
+
+
+class Pool:
+    """Safe for many threads; every call is short."""
+
+    def __init__(self, *, concurrency: int, prefetch_count: int, prefetch_bytes: int, invisible_s: float) -> None:
+        self._concurrency, self._count_limit, self._bytes_limit = concurrency, prefetch_count, prefetch_bytes
+        self._invisible_s = invisible_s
+        self._changed = threading.Condition()
+        self._ready: deque[Slice] = deque()
+        # Suspects: those that nobody has begun with care so far go beside each other, the others alone.
+        self._suspects: dict[Literal["new", "blamed"], deque[Batch]] = {"new": deque(), "blamed": deque()}
+        self._careful, self._alone = 0, False
+        self._batches: dict[int, Batch] = {}
+        self._hands: list[Hand] = []
+        self._pace_s = 0.01
+        self.count = self.bytes = 0
+        self.stopping = False
+        self.on_ready: Callable[[], None] | None = None
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        """Return how many more records may be read."""
+        if self.bytes >= self._bytes_limit:
+            return 0
+        ahead = int(self._concurrency * AHEAD_S / self._pace_s)
+        return min(self._count_limit, max(2 * self._concurrency, ahead)) - self.count
+
+    def add(self, batch: Batch) -> None:
+        """Count a batch that nobody is to handle as yet."""
+        with self._changed:
+            self._batches[id(batch)] = batch
+            self.count += len(batch.records)
+            self.bytes += batch.size
+
+    def put(self, batch: Batch) -> None:
+        """Have a batch handled."""
+        with self._changed:
+            if batch.suspect:
+                self._suspects["blamed" if batch.attempts.get(batch.records[0].offset) else "new"].append(batch)
+            else:
+                self._ready.append((batch, batch.records))
+            self._changed.notify_all()
+        if self.on_ready is not None:
+            self.on_ready()
+
+    # -- handling ------------------------------------------------------------------------------------------------------
+
+    def new_hand(self) -> Hand:
+        """Return what a worker says in what it is at."""
+        hand = Hand()
+        self._hands.append(hand)
+        return hand
+
+    def take(self, timeout_s: float) -> Slice | None:
+        """Return what to handle next, None where nothing came in time or it is stopping."""
+        with self._changed:
+            found = self._next()
+            if found is None and timeout_s:
+                self._changed.wait(timeout_s)
+                found = self._next()
+            return found
+
+    def _next(self) -> Slice | None:
+        if self.stopping:
+            return None
+        suspect = self._next_suspect()
+        if suspect is not None:
+            return suspect, suspect.records
+        count = max(1, min(SLICE_LIMIT, int(SLICE_S / self._pace_s)))
+        limit, now = self._invisible_s * FRESH, clock()
+        for _ in range(len(self._ready)):
+            batch, records = self._ready.popleft()
+            if batch.dropped:
+                continue
+            if now - batch.kept_at > limit:
+                # Until its node says that it is still ours.
+                self._ready.append((batch, records))
+                continue
+            if len(records) > count:
+                self._ready.appendleft((batch, records[count:]))
+                records = records[:count]
+            return batch, records
+        return None
+
+    def _next_suspect(self) -> Batch | None:
+        if self._alone:
+            return None
+        if self._suspects["new"]:
+            self._careful += 1
+            return self._suspects["new"].popleft()
+        if self._suspects["blamed"] and not self._careful:
+            self._careful, self._alone = 1, True
+            return self._suspects["blamed"].popleft()
+        return None
+
+    def put_back(self, batch: Batch, records: Sequence[Record]) -> None:
+        """Take back what a worker did not begin, and let others have it; of a suspect, that it ended."""
+        with self._changed:
+            if batch.suspect:
+                self._careful -= 1
+                self._alone = False
+            if records:
+                self._ready.appendleft((batch, records))
+            if records or batch.suspect:
+                self._changed.notify_all()
+        if records and self.on_ready is not None:
+            self.on_ready()
+
+    def relieve(self) -> list[tuple[Batch, list[int]]]:
+        """Take from workers whose handlers take long what they have not begun, for others; return what they handled."""
+        now, found = clock(), []
+        for hand in self._hands:
+            work = hand.work
+            if work is None or now - hand.since < TURN_S:
+                continue
+            batch, todo, done = work
+            rest = all_of(todo)
+            if rest:
+                with self._changed:
+                    self._ready.appendleft((batch, rest))
+                    self._changed.notify_all()
+                if self.on_ready is not None:
+                    self.on_ready()
+            handled = all_of(done)
+            if handled:
+                found.append((batch, handled))
+        return found
+
+    def note_pace(self, count: int, seconds: float) -> None:
+        """Learn how long messages take."""
+        if count:
+            self._pace_s = max(1e-7, 0.7 * self._pace_s + 0.3 * seconds / count)
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def end(self, batch: Batch, offsets: Iterable[int]) -> None:
+        """Make room for what is settled or given back."""
+        with self._changed:
+            if id(batch) not in self._batches:
+                return
+            before = len(batch.ended)
+            batch.ended.update(offsets)
+            self.count -= len(batch.ended) - before
+            if len(batch.ended) >= len(batch.records):
+                self._forget(batch)
+
+    def drop(self, doomed: Callable[[Batch], bool]) -> None:
+        """Forget batches that are not ours any more: what of them is under way can't be settled."""
+        with self._changed:
+            for batch in [batch for batch in self._batches.values() if doomed(batch)]:
+                batch.dropped = True
+                self.count -= len(batch.records) - len(batch.ended)
+                self._forget(batch)
+            for waiting in self._suspects.values():
+                left = [batch for batch in waiting if not batch.dropped]
+                waiting.clear()
+                waiting.extend(left)
+
+    def _forget(self, batch: Batch) -> None:
+        del self._batches[id(batch)]
+        self.bytes -= batch.size
+
+    def batches(self) -> list[Batch]:
+        """Return what is in hand."""
+        with self._changed:
+            return list(self._batches.values())
+
+    def hung(self, limit_s: float) -> set[tuple[int, int]]:
+        """Return batches (by their ids) and offsets whose handlers have run for longer than that."""
+        now = clock()
+        found = [(hand.work, hand.offset, hand.since) for hand in self._hands]
+        return {(id(work[0]), offset) for work, offset, since in found if work and now - since > limit_s}
+
+    def under_way(self) -> set[tuple[int, int]]:
+        """Return the same of all that is being handled."""
+        return self.hung(-1.0)
+
+    def stop(self) -> None:
+        """Hand nothing out any more."""
+        with self._changed:
+            self.stopping = True
+            self._changed.notify_all()
+        if self.on_ready is not None:
+            self.on_ready()

@@ -1,0 +1,171 @@
+"""Members of shared groups that are killed, at each place between two writes: nothing is lost, each fenced effect is
+there once, and a message is dead or pending, never both.
+
+Cases 59, 67 and 77.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from mqlayer.failures import DeadFilter, reclaim_shared, start_redrive, work_on
+from tests.chaos.actors import GROUP
+from tests.fixtures.consuming import LEASE_S, Recorder, Stage
+from tests.fixtures.forking import Process, start_python
+from tests.fixtures.sharing import due, pending, share
+from tests.fixtures.waiting import wait_until
+
+ROOT: Final = Path(__file__).parents[2]
+COUNT: Final = 120
+
+
+class Scene:
+    """A stage with a sink, members in processes of their own, and what they leave."""
+
+    def __init__(self, stage: Stage, directory: Path) -> None:
+        self.stage, self.directory = stage, directory
+        self.running: list[Process] = []
+        self.sql("CREATE TABLE shared_sink (body text, source int, lp int, seq bigint)")
+
+    def start(self, name: str, failpoints: str = "", role: str = "sharer") -> Process:
+        """Start a member, to be killed at a place."""
+        environment = os.environ | {
+            "MQLAYER_DSN": self.stage.dsn,
+            "MQLAYER_KEY_PREFIX": self.stage.prefix,
+            "MQLAYER_LEASE_S": str(LEASE_S),
+            "MQLAYER_FAILPOINTS": failpoints,
+        }
+        with (self.directory / f"{name}.log").open("ab") as log:
+            process = start_python(
+                "tests.chaos.actors", role, name, str(self.directory),
+                cwd=ROOT, env=environment, stdout=log, stderr=log,
+            )  # fmt: skip
+        self.running.append(process)
+        return process
+
+    def sql(self, text: str) -> list[tuple[object, ...]]:
+        """Run a statement on the database."""
+        with self.stage.database.connection() as connection:
+            cursor = connection.execute(text.encode())
+            return cursor.fetchall() if cursor.description else []
+
+    def sink(self) -> list[str]:
+        """Return the effects, sorted."""
+        return sorted(str(body) for (body,) in self.sql("SELECT body FROM shared_sink"))
+
+    def dead(self) -> list[bytes]:
+        """Return the bodies of what is dead."""
+        rows = self.sql("SELECT body FROM mqlayer.dead_message WHERE redriven_at IS NULL")
+        return [bytes(body) for (body,) in rows]  # type: ignore[call-overload]
+
+    def begun(self) -> Counter[str]:
+        """Return how often each body was begun."""
+        lines = [line for path in self.directory.glob("*.begun") for line in path.read_text().splitlines()]
+        return Counter(line.split()[0] for line in lines)
+
+
+@pytest.fixture
+def scene(stage: Stage, tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(stage, tmp_path)
+    yield scene
+    for process in scene.running:
+        process.kill()
+        process.wait()
+
+
+def send(stage: Stage, *special: bytes) -> list[str]:
+    """Publish numbers, and special ones among them; return the numbers, sorted."""
+    bodies = [b"%d" % number for number in range(COUNT)]
+    stage.send((f"key-{at % 7}", body) for at, body in enumerate([*bodies[:30], *special, *bodies[30:]]))
+    return sorted(body.decode() for body in bodies)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "shared.after_read", "shared.after_again@2", "shared.after_handling@2", "shared.before_settle@2",
+        "shared.after_settle@2", "shared.before_dead_commit", "shared.after_dead",
+    ],
+)  # fmt: skip
+def test_a_kill_loses_nothing_and_writes_off_what_failed_once(scene: Scene, place: str) -> None:
+    """Case 67: exactly one of pending and dead, wherever its member dies."""
+    numbers = send(scene.stage, b"bad")
+    name, _, occurrence = place.partition("@")
+    killed = scene.start("first", f"{name}=kill@{occurrence or 1}")
+    assert killed.wait(20) == -9, "the place was not reached"
+    scene.start("second")
+    scene.stage.wait_settled(GROUP)
+    assert scene.sink() == numbers
+    assert scene.dead() == [b"bad"]
+    assert scene.sql("SELECT count(*) FROM mqlayer.dead_message") == [(1,)]
+    assert scene.begun()["bad"] <= 4
+    for partition in scene.stage.partitions:
+        assert sum(pending(scene.stage, partition, GROUP).values()) == 0
+
+
+def test_a_message_that_ends_its_process_each_time_dies_and_its_neighbours_do_not(scene: Scene) -> None:
+    """Case 59: an attempt is counted before it is begun, alone at last."""
+    numbers = send(scene.stage, b"fatal")
+    deaths = 0
+    for number in range(8):
+        process = scene.start(f"m{number}")
+        wait_until(lambda p=process: p.poll() is not None or settled(scene), timeout_s=20, what="ended, or done")  # type: ignore[misc]
+        if process.poll() is None:
+            break
+        deaths += 1
+    assert settled(scene)
+    assert scene.sink() == numbers
+    assert scene.dead() == [b"fatal"]
+    assert 3 <= deaths <= 5
+    assert scene.begun()["fatal"] == deaths
+
+
+def settled(scene: Scene) -> bool:
+    """Say whether the group exists and has settled everything."""
+    rows = scene.sql(f"SELECT 1 FROM mqlayer.consumer_group WHERE name = '{GROUP}' AND state = 'live'")
+    return bool(rows) and scene.stage.all_settled(GROUP)
+
+
+def test_what_a_dead_member_had_is_due_after_a_scan_also_one_that_is_killed_and_one_that_runs_twice(
+    scene: Scene,
+) -> None:
+    numbers = send(scene.stage)
+    assert scene.start("first", "shared.after_read=kill").wait(20) == -9
+    had = sum(sum(pending(scene.stage, p, GROUP).values()) for p in scene.stage.partitions)
+    assert had > 0
+
+    def scanned() -> bool:
+        assert scene.start("scan", "shared.after_reclaim=kill", role="reclaimer").wait(20) == -9
+        return sum(due(scene.stage, p, GROUP) for p in scene.stage.partitions) == had
+
+    wait_until(scanned, what="all of it is due")
+    assert reclaim_shared(scene.stage.database, prefix=scene.stage.prefix) == 0
+    scene.start("second")
+    scene.stage.wait_settled(GROUP)
+    assert scene.sink() == numbers
+
+
+def test_a_dead_message_that_is_given_back_survives_a_kill_of_whoever_has_it(scene: Scene) -> None:
+    """Case 68: it is handled from Postgres, and its row there goes."""
+    scene.stage.send([("k", b"bad")])
+    first = scene.start("first")
+    wait_until(lambda: scene.dead() == [b"bad"], what="dead")
+    first.kill()
+    first.wait()
+    database, topic = scene.stage.database, scene.stage.topic
+    redrive = start_redrive(database, topic, GROUP, DeadFilter(), actor="test", worker="w")
+    assert work_on(database, redrive, worker="w").sent == 1
+    assert scene.start("second", "shared.after_claim=kill").wait(20) == -9
+    recorder = Recorder()
+    share(scene.stage, recorder, group=GROUP, invisible_s=0.6)
+    wait_until(lambda: recorder.bodies() == [b"bad"], what="handled")
+    wait_until(lambda: scene.sql("SELECT 1 FROM mqlayer.parked_key") == [], what="nothing is left of it")
+    assert recorder.begun[0].attempt == 2
+    assert partial(scene.dead)() == []
