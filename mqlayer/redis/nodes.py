@@ -90,8 +90,8 @@ class NodeConnection:
         """Connect unless connected; check the server's run, role and settings; load the scripts.
 
         Raises StoreUnavailable, NodeNotArmed or ConfigurationRefused; nothing was sent to the data then. Where another
-        run or address counts since it was connected, the line is closed and NodeNotArmed raised: what is under way on
-        it has an unknown outcome. The next call connects anew.
+        run or address counts since it was connected, the line is closed and StoreUnavailable raised: what is under way
+        on it has an unknown outcome. The next call connects anew, and is judged then.
         """
         facts = self.facts
         if facts is not None:
@@ -135,10 +135,11 @@ class NodeConnection:
             raise StoreUnavailable(node.address, "it is not the primary any more")
         if node.url != self._url:
             self.close()
-            raise NodeNotArmed(node.address, "the node has this address now, the line was to another one")
+            raise StoreUnavailable(node.address, "the node has this address now, the line was to another one")
         if not self._any_run and facts.run_id != node.armed_run_id:
             self.close()
-            raise NodeNotArmed(node.address, f"another run is armed since this line to run {facts.run_id[:8]} was made")
+            reason = f"run {facts.run_id[:8]} is not the armed one any more"
+            raise StoreUnavailable(node.address, f"{reason}: the line to it is given up")
 
     def call(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands in one write and return their replies in order."""
