@@ -7,7 +7,7 @@ ALTER TABLE mqlayer.node ADD COLUMN former_runs text[] NOT NULL DEFAULT '{}';
 CREATE TABLE mqlayer.server (
     only_one  boolean NOT NULL DEFAULT true,
     system_id text NOT NULL,
-    -- 0 where the server does not tell it.
+    -- 0, and an empty id, where the server does not tell it.
     timeline  int NOT NULL,
     since     timestamptz NOT NULL DEFAULT now(),
     CONSTRAINT server_key PRIMARY KEY (only_one),
@@ -22,6 +22,13 @@ BEGIN
     RETURN ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int;
 EXCEPTION WHEN insufficient_privilege OR feature_not_supported OR undefined_function THEN
     RETURN 0;
+END $$;
+
+CREATE FUNCTION mqlayer.system_v1() RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog AS $$
+BEGIN
+    RETURN (SELECT system_identifier::text FROM pg_control_system());
+EXCEPTION WHEN insufficient_privilege OR feature_not_supported OR undefined_function THEN
+    RETURN '';
 END $$;
 
 -- Say whether this server is another one than the schema knows, and see to what that may mean: a standby that was promoted,
@@ -40,10 +47,10 @@ BEGIN
         RAISE EXCEPTION 'it is a standby' USING ERRCODE = 'read_only_sql_transaction',
             HINT = 'add target_session_attrs=read-write to the DSN';
     END IF;
-    SELECT system_identifier::text INTO v_system FROM pg_control_system();
+    v_system := mqlayer.system_v1();
     v_timeline := mqlayer.timeline_v1();
     SELECT * INTO v_known FROM mqlayer.server;
-    IF v_known.system_id = v_system AND v_known.timeline = v_timeline THEN
+    IF v_known.system_id = v_system AND v_timeline IN (v_known.timeline, 0) THEN
         RETURN false;
     END IF;
     INSERT INTO mqlayer.server (system_id, timeline) VALUES (v_system, v_timeline) ON CONFLICT DO NOTHING;
@@ -52,7 +59,11 @@ BEGIN
     END IF;
     -- One of all connections that see it does what follows; the others wait, and find it done.
     SELECT * INTO v_known FROM mqlayer.server FOR UPDATE;
-    IF v_known.system_id = v_system AND v_known.timeline = v_timeline THEN
+    IF v_known.system_id = v_system AND v_timeline IN (v_known.timeline, 0) THEN
+        RETURN false;
+    END IF;
+    IF v_known.system_id = v_system AND v_known.timeline = 0 THEN
+        UPDATE mqlayer.server SET timeline = v_timeline;
         RETURN false;
     END IF;
     FOR v_one IN
