@@ -30,7 +30,7 @@ SLOW = {
     "test_relay_chaos.py",
     "test_route_chaos.py",
     "test_route_machine.py",
-    "test_route_model.py",
+    "test_models.py",
     "test_whole_path.py",
 }
 """Files with tests of ten seconds and more."""
