@@ -14,6 +14,7 @@ pytest_plugins = [
     "tests.fixtures.commands",
     "tests.fixtures.consuming",
     "tests.fixtures.outboxes",
+    "tests.fixtures.power",
     "tests.fixtures.servers",
     "tests.fixtures.spark",
 ]
