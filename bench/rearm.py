@@ -50,7 +50,7 @@ def fill(system: System) -> None:
         connection.execute(
             "INSERT INTO mqlayer.assignment (group_id, partition_id, epoch) "
             "SELECT group_id, partition_id, nextval('mqlayer.epoch') FROM mqlayer.consumer_group, mqlayer.partition "
-            "WHERE state IN ('open', 'sealed')"
+            "WHERE partition.state IN ('open', 'sealed')"
         )
         connection.execute(
             "INSERT INTO mqlayer.parked_key (group_id, lp, name, cause, attempts) "
