@@ -27,7 +27,7 @@ from mqlayer.domain.message import Identity
 from mqlayer.errors import AcknowledgedLoss, PublishError
 from mqlayer.postgres.database import Database
 from mqlayer.settings import Settings
-from mqlayer.topics import create_topic, list_nodes, register_node
+from mqlayer.topics import create_topic, register_node
 from tests.chaos.actors import GROUP, SINK, TOPIC
 from tests.chaos.test_whole_path import Play, drained, note_sink, note_streams
 from tests.fixtures.power import PoweredRedis

@@ -79,8 +79,8 @@ def test_a_head_that_was_discarded_is_not_parked_again_by_who_has_read_it(stage:
     messages = [(ref, Record(seq, b"1:%d:%d:0" % (ref.lp, seq), b"k", b"body")) for seq in (1, 2)]
     ledger = Ledger(stage.database, stage.group_id(), member_id or "")
     ledger.write(PartitionId(partition), epoch, Page([KeyEntry(ref, "exhausted", None, 1)], messages))
-    act = {"reason": "a test's", "actor": "test"}
-    assert discard_parked(stage.database, stage.topic, "g", key="k", head=True, **act) == 1
+    gone = discard_parked(stage.database, stage.topic, "g", key="k", head=True, reason="a test's", actor="test")
+    assert gone == 1
     later = (ref, Record(3, b"1:%d:3:0" % ref.lp, b"k", b"body"))
     written = ledger.write(PartitionId(partition), epoch, Page(messages=[*messages, later]))
     # To be settled, all three: one is dead, the others are parked.
