@@ -26,6 +26,7 @@ SLOW = {
     "test_failing_keys.py",
     "test_parking_kills.py",
     "test_periodic_jobs.py",
+    "test_power_cut.py",
     "test_producer_links.py",
     "test_receiver_kills.py",
     "test_relay_chaos.py",
