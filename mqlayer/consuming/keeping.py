@@ -201,6 +201,7 @@ class Keeper:
                 raise
             self._owner.fenced(held, "parking")
             return
+        held.unsure = False
         self._follow(held, work, turns, written)
         if written.changed:
             held.followed = UNKNOWN
@@ -265,8 +266,8 @@ class Keeper:
         now = clock()
         states = self._ledger.keys(_span_of(held, held.committed), named)
         parkings = [parking_of(state, now, own_epoch=held.epoch) for state in states]
-        if held.parked.by_offset:
-            # What a former owner parked and may not have settled comes once more.
+        if held.parked.by_offset or held.unsure:
+            # What a former owner parked and may not have settled comes once more; what we may have parked is in hand.
             self._learn_dead(held)
         self._owner.dispatcher.reload_parked(held, parkings, None if named is None else {ref.name for ref in named})
         self._owner.parked(held, keys=[], messages=0)

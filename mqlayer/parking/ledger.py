@@ -325,10 +325,13 @@ class Ledger:
         heads: dict[KeyRef, Identity] = {}
         for ref, record in page.messages:
             heads.setdefault(ref, record.identity)
-        asked = [(i.lp, i.source, i.seq) for i in (heads[e.ref] for e in page.entries if e.ref in heads)]
-        facts = self._who | columns(("lps", "sources", "seqs"), asked)
-        dead = {Identity(*row) for row in connection.execute(query("dead_named"), facts).fetchall()}
+        dead = self._dead_among(connection, [heads[entry.ref] for entry in page.entries if entry.ref in heads])
         return [entry for entry in page.entries if heads.get(entry.ref) not in dead]
+
+    def _dead_among(self, connection: Connection, identities: Sequence[Identity]) -> set[Identity]:
+        asked = [(identity.lp, identity.source, identity.seq) for identity in identities]
+        facts = self._who | columns(("lps", "sources", "seqs"), asked)
+        return {Identity(*row) for row in connection.execute(query("dead_named"), facts).fetchall()}
 
     def _room(self, connection: Connection) -> Room:
         row = connection.execute(query("parked_room"), self._who).fetchone()
@@ -361,7 +364,10 @@ class Ledger:
             written.refused = {entry.ref for entry in page.entries} - set(parked)
             written.full = dict.fromkeys(written.refused, room.full)
         written.gone = set(refs) - set(parked) - written.refused
-        self._leave(connection, facts, page, room, parked, written)
+        # Looked at while the keys are held: an operator may have let some of a key die that its owner has read since.
+        dead = self._dead_among(connection, [record.identity for _, record in page.messages])
+        living = [(ref, record) for ref, record in page.messages if record.identity not in dead]
+        self._leave(connection, facts, living, room, parked, written)
         # What failed is the first one of its key, and has been counted there; not where somebody else parked that.
         counted = {entry.ref: entry.attempts for entry in page.entries}
         rows = [
@@ -369,7 +375,7 @@ class Ledger:
              0 if ref in new else before, before)
             for ref, record in page.messages
             for before in [counted.pop(ref, page.attempts.get(record.identity, 0))]
-            if ref in parked and record.identity not in written.left
+            if ref in parked and record.identity not in written.left and record.identity not in dead
         ]  # fmt: skip
         names = ("lps", "names", "sources", "seqs", "offsets", "keys", "ms", "bodies", "attempts", "tried")
         arrays = columns(names, rows)
@@ -385,7 +391,7 @@ class Ledger:
         self,
         connection: Connection,
         facts: dict[str, object],
-        page: Page,
+        messages: Sequence[tuple[KeyRef, Record]],
         room: Room,
         parked: dict[KeyRef, tuple[int, int]],
         written: Written,
@@ -395,7 +401,7 @@ class Ledger:
         What is parked already, or belongs in front of what is, goes on: its key could not without it.
         """
         over: list[tuple[KeyRef, Record]] = []
-        for ref, record in page.messages:
+        for ref, record in messages:
             if ref in written.refused:
                 written.left.add(record.identity)
             elif ref in parked:
@@ -404,8 +410,8 @@ class Ledger:
                     written.full[ref] = limit
                     over.append((ref, record))
                 else:
-                    messages, size = parked[ref]
-                    parked[ref] = messages + 1, size + len(record.body) + len(record.key) + len(record.m)
+                    count, size = parked[ref]
+                    parked[ref] = count + 1, size + len(record.body) + len(record.key) + len(record.m)
         if not over:
             return
         asked = [(*ref, record.identity.source, record.identity.seq, record.offset) for ref, record in over]
