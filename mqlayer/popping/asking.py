@@ -188,18 +188,22 @@ class Asker:
         return []
 
     def _messages(self, spot: Spot, given: Given) -> list[PopMessage]:
-        """Return a batch as messages, but for those that are to be handled in the successors only."""
+        """Return a batch as messages, but for void records, and for those that are to be handled in the successors."""
         found: list[PopMessage] = []
         beyond: list[Token] = []
+        void: list[Token] = []
         for record, times in zip(given.records, given.times, strict=True):
             token = Token(spot.place.partition, spot.place.epoch, given.batch, record.offset)
             if spot.one.cut and self._is_cut_off(spot, record):
                 beyond.append(token)
+            elif record.void:
+                void.append(token)
             else:
                 found.append(message_of(record, attempt=times, token=token, replay=spot.one.replay))
         if beyond:
             log.warning("records_cut_off", extra={"partition": spot.one.partition, "count": len(beyond)})
-            self._settler.settle("ack", beyond, handled=False)
+        if beyond or void:
+            self._settler.settle("ack", [*beyond, *void], handled=False)
         return found
 
     def _is_cut_off(self, spot: Spot, record: Record) -> bool:

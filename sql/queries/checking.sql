@@ -119,6 +119,12 @@ WHERE c.seq > coalesce(r.seq, 0) AND s.lp IS NULL;
 SELECT count(*)::int, min(reason) FILTER (WHERE first)
 FROM (SELECT reason, row_number() OVER (ORDER BY set_aside_at, topic_id, lp) = 1 AS first FROM mqlayer_app.set_aside) AS s;
 
+-- name: check_voided
+-- How many rows of best_effort topics were passed over and wait for an operator, and the reason of the oldest.
+SELECT count(*)::int, min(reason) FILTER (WHERE first)
+FROM (SELECT reason, row_number() OVER (ORDER BY voided_at, id) = 1 AS first FROM mqlayer_app.voided
+      WHERE ended IS NULL) AS v;
+
 -- name: check_archive
 -- Topics that are archived: gaps that partitions wait at, how long ago an archiver came to their end, and of how many
 -- offsets nodes dropped what became of them, where that went on within a day.
