@@ -1,4 +1,4 @@
-"""`python -m tests.chaos --seed N --minutes M`: faults for so long; prints a report as JSON, exits with 1 if unclean."""
+"""`python -m tests.chaos --seed N --minutes M`: faults for so long; prints a JSON report, exits with 1 if unclean."""
 
 from __future__ import annotations
 
