@@ -123,6 +123,7 @@ class Member:
         self._database, self._routes, self._application = database, routes, application
         self.rules = group.rules
         self.tag_filter = TagFilter.of(group.tag_filter)
+        self.may_be_void = group.strategy == "best_effort"
         # Whether what becomes of messages is told to an archiver; by the heartbeat, before anything is held.
         self.archived = False
         self._holdings = Holdings()

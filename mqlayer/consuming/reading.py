@@ -43,6 +43,8 @@ class ReadingOwner(Protocol):
     dispatcher: Dispatcher
     tag_filter: TagFilter | None
     archived: bool
+    may_be_void: bool
+    """Whether there may be void records in its topic."""
 
     def holdings_on(self, node_id: NodeId) -> list[Held]:
         """Return the holdings on a node that are not gone."""
@@ -63,7 +65,7 @@ class ReadingOwner(Protocol):
         """Begin a holding anew whose pull lock the node does not know any more."""
 
     def left_out(self, count: int) -> None:
-        """Count messages that the group's filter leaves out, and have the settlers send that."""
+        """Count messages that the group's filter leaves out, and void records, and have the settlers send that."""
 
     def sealed(self) -> None:
         """Note that a command record was read."""
@@ -219,8 +221,19 @@ class Reader(NodeThread):
             records = records_of(entries)
             self._look_for_holes(held, records)
             self._note_read(held, records[-1].offset)
-            self._owner.dispatcher.put(held, records)
+            if self._owner.may_be_void:
+                self._put_but_void(held, records)
+            else:
+                self._owner.dispatcher.put(held, records)
         self._note_command(held, command)
+
+    def _put_but_void(self, held: Held, records: list[Record]) -> None:
+        """Hand on what was read, but for void records: these are left out as by a filter."""
+        void = [record.offset for record in records if record.void]
+        real = [record for record in records if not record.void] if void else records
+        self._owner.dispatcher.put(held, real, last=records[-1].offset, unmatched=as_ranges(void))
+        if void:
+            self._owner.left_out(len(void))
 
     def _note_read(self, held: Held, last: int) -> None:
         """Of an archived topic, note when these were given to us."""

@@ -30,7 +30,7 @@ from typing import Any, Final, Literal
 import msgspec
 from psycopg.types.json import Jsonb
 
-from mqlayer.domain.message import NO_KEY, Identity, encode_facts
+from mqlayer.domain.message import NO_KEY, Identity, Record, encode_facts
 from mqlayer.domain.parking import parked_name
 from mqlayer.domain.tags import TagFilter, tags_text
 from mqlayer.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
@@ -360,6 +360,7 @@ class _Archived:
     m: bytes
     body: bytes
     tags: tuple[str, ...]
+    void: bool
 
     @classmethod
     def of(cls, row: Sequence[Any]) -> _Archived:
@@ -372,7 +373,8 @@ class _Archived:
         identity = Identity(source, lp, seq)
         key = NO_KEY if key is None else bytes(key)
         m = b"%d:%d:%d:%b" % (source, lp, seq, facts)
-        return cls(partition, offset, batch, identity, key, m, bytes(body), tuple(tags or ()))
+        void = Record(offset, m, key, b"").void
+        return cls(partition, offset, batch, identity, key, m, bytes(body), tuple(tags or ()), void)
 
 
 class _Work:
@@ -513,7 +515,8 @@ class _Work:
 def _word(one: _Archived, look: _Look) -> ReplayWord:
     if one.offset >= look.bounds.get(str(one.partition), BEHIND):
         return "ahead"
-    return "sent" if look.wanted is None or look.wanted.takes(one.tags) else "unmatched"
+    matches = not one.void and (look.wanted is None or look.wanted.takes(one.tags))
+    return "sent" if matches else "unmatched"
 
 
 # -- the end ---------------------------------------------------------------------------------------------------------

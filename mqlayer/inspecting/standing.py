@@ -39,7 +39,7 @@ class Waiting:
     """The first message that is not settled. `key`: None for a message without one.
 
     `retry_at`: when its next attempt is due at the latest, by its last failure and the group's backoff; a new owner
-    tries at once. `unmatched`: the group's filter leaves it out, it is settled once it is read.
+    tries at once. `unmatched`: the group's filter leaves it out, or it is a void record; it is settled once it is read.
     """
 
     offset: int
@@ -213,7 +213,7 @@ def waiting(head: Head | None, now_ms: int, group: GroupFacts) -> Waiting | None
         _time(first_ms) if attempts else None,
         _time(retry_ms),
         None if retry_ms is None else max(0, retry_ms - now_ms) / 1000,
-        wanted is not None and not wanted.takes(record.tags),
+        record.void or (wanted is not None and not wanted.takes(record.tags)),
     )
 
 

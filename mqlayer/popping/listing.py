@@ -30,9 +30,13 @@ class Listing:
         # Also those that are not readable now: what is out of them can be settled.
         self._nodes: dict[int, NodeId] = {}
         self.archived = False
+        self.news = threading.Event()
+        """Set when it was read; whoever waits for it clears it."""
         self._read_at = -LIST_AGE_S
         self._reading: threading.Thread | None = None
         self._starting = threading.Lock()
+        # One after the other, or what was asked for first could be noted last.
+        self._one_reading = threading.Lock()
         self._read()
 
     @property
@@ -55,6 +59,10 @@ class Listing:
                 self._reading = threading.Thread(target=self._try_read, name="mqlayer-lists-partitions", daemon=True)
                 self._reading.start()
 
+    def reread(self) -> None:
+        """Read it here and now: for whoever changed it, over a Postgres that has just answered. Raises nothing."""
+        self._try_read()
+
     def close(self) -> None:
         """Wait for a reading that is under way."""
         if self._reading is not None:
@@ -73,11 +81,13 @@ class Listing:
         return self._nodes.get(partition)
 
     def _read(self) -> None:
-        # Before the query: what is said to be new while it runs is read again.
-        self._read_at = time.monotonic()
-        found = pop_partitions(self._database, self._group.group_id)
-        self._note(found)
-        self._spots = {one.partition: self._spot(one) for one in found if one.readable}
+        with self._one_reading:
+            # Before the query: what is said to be new while it runs is read again.
+            self._read_at = time.monotonic()
+            found = pop_partitions(self._database, self._group.group_id)
+            self._note(found)
+            self._spots = {one.partition: self._spot(one) for one in found if one.readable}
+        self.news.set()
 
     def _note(self, found: Sequence[PopPartition]) -> None:
         self._nodes = {**self._nodes, **{one.partition: one.node for one in found}}

@@ -119,6 +119,12 @@ WHERE c.seq > coalesce(r.seq, 0) AND s.lp IS NULL;
 SELECT count(*)::int, min(reason) FILTER (WHERE first)
 FROM (SELECT reason, row_number() OVER (ORDER BY set_aside_at, topic_id, lp) = 1 AS first FROM mqlayer_app.set_aside) AS s;
 
+-- name: check_voided
+-- How many rows of best_effort topics were passed over and wait for an operator, and the reason of the oldest.
+SELECT count(*)::int, min(reason) FILTER (WHERE first)
+FROM (SELECT reason, row_number() OVER (ORDER BY voided_at, id) = 1 AS first FROM mqlayer_app.voided
+      WHERE ended IS NULL) AS v;
+
 -- name: check_versions
 -- Entities whose next version is overdue: how many, how many events are held behind it, for how long the first, and of which
 -- name that is.

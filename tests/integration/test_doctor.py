@@ -429,6 +429,11 @@ def test_rows_set_aside_are_broken_until_they_are_tried_again(ward: Ward) -> Non
     assert "no outbox row waits" in ward.finding("relay").seen, "it is counted once"
     ward.world.rows("DELETE FROM mqlayer_app.set_aside")
     assert ward.findings("set aside") == []
+    ward.world.rows("INSERT INTO mqlayer_app.voided VALUES (7, 1, 0, 1, 'too large', now(), 'k', NULL, 'b')")
+    finding = ward.finding("set aside")
+    assert (finding.verdict, "passed over; the first: too large" in finding.seen) == ("warning", True)
+    ward.world.rows("UPDATE mqlayer_app.voided SET body = NULL, ended = 'discarded', ended_at = now()")
+    assert ward.findings("set aside") == []
 
 
 def test_a_version_that_does_not_come_is_told(ward: Ward) -> None:
