@@ -292,7 +292,9 @@ class App:
             database=database,
             routes=routes,
             group=group,
-            handle=_handle(consumer, group) if consumer.batch is None else _batch_handler(consumer, group, *consumer.batch),
+            handle=_handle(consumer, group)
+            if consumer.batch is None
+            else _batch_handler(consumer, group, *consumer.batch),
             is_async=consumer.is_async,
             options=consumer.options,
             application=application,

@@ -345,19 +345,12 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
 
     def _of_one_key(self, raised: BaseException | None) -> list[Outcome]:
         rest = self._when_open(raised)
-        if isinstance(raised, BatchUndone):
-            # Which one failed is known, but those before it are not applied.
-            rest = Again(singly=True)
+        # Nothing is said of what is behind one that is not done, whatever it is marked as.
+        behind = rest if isinstance(rest, Again) else Again(singly=False)
         outcomes: list[Outcome] = []
         for message in self._all:
-            outcome = _outcome(message, raised, rest)
-            behind = bool(outcomes) and not isinstance(outcomes[-1], Done)
-            if behind:
-                outcomes.append(rest if isinstance(rest, Again) else Again(singly=False))
-            elif isinstance(raised, BatchUndone) and message.fenced:
-                outcomes.append(rest)
-            else:
-                outcomes.append(outcome)
+            waits = bool(outcomes) and not isinstance(outcomes[-1], Done)
+            outcomes.append(behind if waits else _outcome(message, raised, rest))
         return outcomes
 
     def _when_open(self, raised: BaseException | None) -> Outcome:
@@ -369,7 +362,8 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
             known = any(isinstance(message.error, StaleOwner) for message in self._all)
             return Again(singly=False) if known else Failed(raised)
         if isinstance(raised, BatchUndone):
-            return Again(singly=False)
+            # Of one key, those before the failed one have to be applied first, without it.
+            return Again(singly=self.kind == "key")
         open_count = sum(not m.is_done and m.mark is not Mark.FAILED for m in self._messages)
         marked = any(message.mark is Mark.FAILED for message in self._messages)
         return Failed(raised) if open_count == 1 and not marked else Again(singly=True)

@@ -85,6 +85,11 @@ def test_a_consumer_stopped_past_its_lease_wakes_up_and_changes_nothing(
     redis_url: str,
     place: str,
 ) -> None:
+    wake_a_zombie(scene, redis_url, place)
+
+
+def wake_a_zombie(scene: Scene, redis_url: str, place: str) -> None:
+    """Stop a consumer at a place, have another one go on, and see that the first one changes nothing when it wakes."""
     name, _, occurrence = place.partition("@")
     # An effect's transaction that its process has left alone ends after this, in place of a minute.
     scene._environment["PGOPTIONS"] = "-c idle_in_transaction_session_timeout=1500"

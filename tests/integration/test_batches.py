@@ -13,6 +13,7 @@ import pytest
 
 from mqlayer import Batch, BatchOf, PauseKey, Reject, RetryLater
 from mqlayer.errors import Conflict, InvalidInput
+from mqlayer.failures import release_parked
 from tests.fixtures.consuming import Stage, member_of
 from tests.fixtures.failing import Failing
 from tests.fixtures.waiting import wait_until
@@ -59,6 +60,15 @@ class Batches:
 
 def numbers(count: int, *, first: int = 1) -> list[bytes]:
     return [b"%d" % number for number in range(first, first + count)]
+
+
+def held_by(go_on: threading.Event) -> Callable[[Batch[bytes]], None]:
+    """Return an act that ends when the test says so."""
+
+    def act(_batch: Batch[bytes]) -> None:
+        go_on.wait(30)
+
+    return act
 
 
 def test_a_batch_has_one_message_of_each_key_and_keeps_their_order(stage: Stage) -> None:
@@ -139,15 +149,9 @@ def test_none_beside_a_message_that_fails_for_ever_pays_for_it(stage: Stage, kin
     batches = Batches(act)
     stage.consume(batches, batch=BatchOf(kind), attempt_limit=1, policy="dead_letter", concurrency=1)
     stage.wait_settled()
-    assert Failing.dead(_failing(stage)) == [b"7"]
+    assert Failing(stage).dead() == [b"7"]
     handled = [body for given in batches.done for _, body, _ in given]
     assert sorted(handled, key=int) == [body for body in numbers(20) if body != b"7"]
-
-
-def _failing(stage: Stage) -> Failing:
-    found = Failing.__new__(Failing)
-    found.stage, found.group, found.group_id = stage, "g", stage.group_id()
-    return found
 
 
 def test_what_is_marked_as_done_stays_so_when_the_handler_raises(stage: Stage) -> None:
@@ -171,9 +175,9 @@ def test_of_a_key_nothing_is_done_before_what_precedes_it(stage: Stage) -> None:
     def act(batch: Batch[bytes]) -> None:
         if len(batch) > 1 and not refused:
             batch.fail(batch[2], RuntimeError("planted"))
-            for mark in (lambda: batch.done(batch[3]), lambda: batch.done(batch[1]), lambda: batch.done(batch[2])):
+            for index in (3, 1, 2):
                 try:
-                    mark()
+                    batch.done(batch[index])
                 except InvalidInput as error:
                     refused.append(str(error))
             batch.done(batch[0], batch[1])
@@ -196,13 +200,18 @@ def test_a_message_may_be_rejected_put_off_or_paused_by_itself(stage: Stage, kin
 
     def act(batch: Batch[bytes]) -> None:
         for message in batch:
+            error: Exception | None = None
             if message.value == b"1":
-                batch.fail(message, Reject("no such order"))
+                error = Reject("no such order")
             elif message.value == b"2" and message.attempt == 1:
-                batch.fail(message, RetryLater(0.01))
+                error = RetryLater(0.01)
             elif message.value == b"3" and not paused:
+                error = PauseKey(0.01)
                 paused.append(True)
-                batch.fail(message, PauseKey(0.01))
+            if error is not None:
+                batch.fail(message, error)
+                if kind == "key":
+                    return
 
     paused: list[bool] = []
     stage.send([("a" if kind == "key" else body.decode(), body) for body in numbers(4)])
@@ -230,17 +239,13 @@ def test_a_parked_key_is_handled_in_batches_when_it_is_released(stage: Stage, ki
     stage.wait_settled()
     assert batches.bodies("good") == numbers(3)
     broken = False
-    failing = _failing(stage)
-    failing.sql("UPDATE mqlayer.parked_key SET due_at = clock_timestamp() WHERE group_id = %s", failing.group_id)
-    failing.sql(
-        "INSERT INTO mqlayer.parking_change (group_id, parking, lp, name) "
-        "SELECT group_id, 0, lp, name FROM mqlayer.parked_key WHERE false"
-    )
-    failing.sql("UPDATE mqlayer.consumer_group SET parking = parking + 1000 WHERE group_id = %s", failing.group_id)
-    wait_until(lambda: failing.parked() == [], timeout_s=20, what="the parked key is handled")
+    release_parked(stage.database, "orders", "g", key="bad", actor="a test")
+    wait_until(lambda: Failing(stage).parked() == [], timeout_s=20, what="the parked key is handled")
     handled = [body for given in batches.done for key, body, _ in given if key == "bad"]
     assert list(dict.fromkeys(handled)) == numbers(12)
-    assert handled[-11:] == numbers(11, first=2)
+    assert len(handled) < 25, "each once, but for the batches that the failed one was in"
+    if kind == "key":
+        assert max(map(len, batches.begun[2:])) > 1
 
 
 def test_a_batch_waits_for_others_as_long_as_it_is_told(stage: Stage) -> None:
@@ -292,8 +297,10 @@ def test_bodies_come_decoded_and_one_that_does_not_fit_fails_by_itself(stage: St
     stage.send([("k" if kind == "key" else str(number), body) for number, body in enumerate(bodies)])
     stage.consume(handle, batch=BatchOf(kind), attempt_limit=1, policy="dead_letter")
     stage.wait_settled()
-    assert seen == ([[1, 2], [4]] if kind == "key" else [[1, 2, 4]]) or sorted(sum(seen, [])) == [1, 2, 4]
-    assert _failing(stage).dead() == [bodies[2]]
+    assert sorted(amount for amounts in seen for amount in amounts) == [1, 2, 4]
+    if kind == "key":
+        assert seen == [[1, 2], [4]]
+    assert Failing(stage).dead() == [bodies[2]]
 
 
 @pytest.mark.parametrize("kind", ["distinct", "key"])
@@ -343,13 +350,13 @@ def test_a_batch_that_takes_too_long_is_ended_and_its_messages_come_one_by_one(s
     )  # fmt: skip
     stage.wait_settled()
     assert len(seen[0]) == 4
-    assert _failing(stage).dead() == [b"2"]
+    assert Failing(stage).dead() == [b"2"]
 
 
 def test_a_stop_waits_for_the_batch_and_nothing_of_it_comes_again(stage: Stage) -> None:
     """Cases 36, 71: what runs is settled before others go on; what was not begun has no attempt more."""
     go_on = threading.Event()
-    first = Batches(lambda batch: go_on.wait(30) and None)
+    first = Batches(held_by(go_on))
     stage.send_numbers(keys=3, each=5)
     app = stage.consume(first, batch=BatchOf("key", limit=2), concurrency=2)
     wait_until(lambda: len(first.begun) == 2, what="two batches run")
@@ -370,7 +377,7 @@ def test_a_stop_waits_for_the_batch_and_nothing_of_it_comes_again(stage: Stage) 
 def test_after_the_drain_limit_the_batch_comes_again_elsewhere(stage: Stage) -> None:
     """Case 37: a batch that does not end in time is given to the next owner, and its own acks are refused."""
     go_on = threading.Event()
-    first, second = Batches(lambda batch: go_on.wait(30) and None), Batches()
+    first, second = Batches(held_by(go_on)), Batches()
     stage.send_numbers(keys=1, each=4)
     app = stage.consume(first, batch=BatchOf("key", limit=2))
     wait_until(lambda: first.begun, what="a batch runs")
