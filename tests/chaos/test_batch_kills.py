@@ -17,9 +17,9 @@ from tests.proof.history import Deliver, read_histories
 __all__ = ["scene"]
 
 PLACES: Final = [
-    ("batch.after_handler=kill@4", "distinct"), ("batch.after_handler=kill@4", "key"),
-    ("fence.after=kill@6", "distinct"), ("fence.after=kill@6", "key"),
-    ("fence.before=kill@6", "key"), ("ack.before_send=kill@2", "key"), ("ack.after_send=kill@2", "distinct"),
+    ("batch.after_handler@4", "distinct"), ("batch.after_handler@4", "key"),
+    ("fence.after@6", "distinct"), ("fence.after@6", "key"),
+    ("fence.before@6", "key"), ("ack.before_send@2", "key"), ("ack.after_send@2", "distinct"),
 ]  # fmt: skip
 
 
@@ -36,7 +36,8 @@ def test_a_kill_in_a_batch_loses_repeats_and_reverses_nothing(scene: Scene, plac
     """Case 77: what a part of the batch had committed is left out by the fence, the rest is applied."""
     shop = batching(scene, kind)
     scene.publish()
-    shop.killed(place)
+    name, _, nth = place.partition("@")
+    shop.killed(f"{name}=kill@{nth}")
     shop.start("second")
     scene.wait_until_drained()
     judge(scene)
@@ -47,7 +48,7 @@ def test_a_consumer_stopped_in_a_batch_past_its_lease_wakes_up_and_changes_nothi
 ) -> None:
     """Case 34: what it has in hand is another one's, its transaction comes to nothing."""
     scene._environment["MQLAYER_TEST_BATCH"] = "key"
-    wake_a_zombie(scene, redis_url, "fence.after@6")
+    wake_a_zombie(scene, redis_url, "fence.after@6", in_hand=8)
 
 
 @pytest.mark.parametrize("kind", ["distinct", "key"])
