@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mqlayer import Batch, BatchOf, PauseKey, Reject, RetryLater
+from mqlayer import App, Batch, BatchOf, PauseKey, Reject, RetryLater
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.failures import release_parked
 from tests.fixtures.consuming import Stage, member_of
@@ -225,13 +225,15 @@ def test_a_message_may_be_rejected_put_off_or_paused_by_itself(stage: Stage, kin
 
 @pytest.mark.parametrize("kind", ["distinct", "key"])
 def test_a_parked_key_is_handled_in_batches_when_it_is_released(stage: Stage, kind: Any) -> None:
-    """Case 65: what waits in Postgres comes in order, the failed one first and by itself."""
+    """Case 65: what waits in Postgres comes in order, one by one where its batch fails as a whole."""
     broken = True
 
     def act(batch: Batch[bytes]) -> None:
         for message in batch:
             if message.key == "bad" and message.value == b"1" and broken:
                 batch.fail(message, RuntimeError("planted"))
+        if not broken and len(batch) > 1 and batch[0].key == "bad" and batch[-1].value == b"12":
+            raise RuntimeError("as a whole")
 
     batches = Batches(act)
     stage.consume(batches, batch=BatchOf(kind, limit=20), attempt_limit=1, policy="park")
@@ -244,8 +246,9 @@ def test_a_parked_key_is_handled_in_batches_when_it_is_released(stage: Stage, ki
     handled = [body for given in batches.done for key, body, _ in given if key == "bad"]
     assert list(dict.fromkeys(handled)) == numbers(12)
     assert len(handled) < 25, "each once, but for the batches that the failed one was in"
+    assert {attempt for given in batches.begun[2:] for _, _, attempt in given} == {1}
     if kind == "key":
-        assert max(map(len, batches.begun[2:])) > 1
+        assert [len(given) for given in batches.begun if given[0][0] == "bad"][-13:] == [12, *([1] * 12)]
 
 
 def test_a_batch_waits_for_others_as_long_as_it_is_told(stage: Stage) -> None:
@@ -256,6 +259,22 @@ def test_a_batch_waits_for_others_as_long_as_it_is_told(stage: Stage) -> None:
         stage.send([(f"key-{number}", b"1")])
     stage.wait_settled()
     assert [len(given) for given in batches.begun] == [4]
+
+
+def test_what_waits_for_a_batch_is_not_begun_at_a_stop(stage: Stage) -> None:
+    """Case 71: nor does the stop wait for it."""
+    first, second = Batches(), Batches()
+    app = stage.consume(first, batch=BatchOf("distinct", linger_s=60.0))
+    stage.send([("k", b"1")])
+    wait_until(lambda: _read(app), what="it is read")
+    assert app.stop()
+    stage.consume(second, batch=DISTINCT)
+    stage.wait_settled()
+    assert (first.begun, second.begun) == ([], [[("k", b"1", 1)]])
+
+
+def _read(app: App) -> bool:
+    return any(held.count_in_hand for held in member_of(app).all_holdings())
 
 
 def test_a_batch_of_a_key_goes_without_what_does_not_come_in_time(stage: Stage) -> None:

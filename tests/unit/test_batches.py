@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mqlayer.consuming.batch_handlers import batch_shape
 from mqlayer.consuming.batches import Again, Batch, BatchMessage, Done, Failed, Kind, Mark, Outcome
 from mqlayer.consuming.bodies import decoder_for
+from mqlayer.consuming.context import Context
 from mqlayer.consuming.holdings import Held, Lane
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import NodeId, PartitionId
@@ -183,6 +184,13 @@ def say_anything(batch: Batch[Any], rng: random.Random) -> BaseException | None:
         except (BatchUndone, HandlerFault) as error:
             return error
     return rng.choice([None, BOOM])
+
+
+def test_a_message_of_a_batch_tells_what_a_context_does() -> None:
+    of_call = {"fence", "afence", "extend", "remaining_s", "topic", "group"}
+    told = {name for name in dir(Context) if not name.startswith("_")} - of_call
+    assert told <= {name for name in dir(BatchMessage) if not name.startswith("_")}
+    assert of_call <= set(dir(Batch))
 
 
 def test_a_handler_says_by_its_annotations_what_it_takes() -> None:
