@@ -9,6 +9,7 @@ from typing import Any
 from mqlayer.consuming.holdings import Held
 from mqlayer.consuming.limits import under_way
 from mqlayer.domain.message import NO_KEY, Identity, ParkedRecord, Record
+from mqlayer.effects import InboxEntry, anote, note
 from mqlayer.errors import AlreadyApplied, HandlerFault, StaleOwner
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.queries import query
@@ -114,13 +115,14 @@ class Delivered:
 
 
 class Context(Delivered):
-    """The message under way: all of that, how long it has, and `fence`."""
+    """The message under way: all of that, how long it has, `fence` and `inbox`."""
 
-    __slots__ = ("_fenced", "_timer")
+    __slots__ = ("_fenced", "_noted", "_timer")
 
     def __init__(self, topic: str, group: str, group_id: int, held: Held, record: Record) -> None:
         super().__init__(topic, group, group_id, held, record)
         self._fenced = False
+        self._noted: frozenset[str | None] = frozenset()
         self._timer = under_way.get()
 
     @property
@@ -159,6 +161,30 @@ class Context(Delivered):
             answer, epoch = await run_one_async(connection, query("fence"), self.fence_facts())
         self._judge(answer, epoch)
         failpoint("fence.after")
+
+    def inbox(self, connection: Any, *, name: str | None = None) -> None:
+        """Note, in the effect's own transaction, that this message has its effect; whatever order and owner are.
+
+        For effects to which order says nothing: in unordered groups, or where they concern several keys. Call it first
+        in the transaction, as `fence`; raises AlreadyApplied where the effect is there, which settles the message. A
+        delivery that comes while another one is at work waits for it. `name`: note this in place of the message, for
+        the whole group: an id that several messages may carry, or f"{ctx.identity}/mail" for one effect of several
+        that are made in transactions of their own. Let AlreadyApplied pass only where no other effect is left to make.
+        """
+        note(connection, self._entry(name))
+
+    async def ainbox(self, connection: Any, *, name: str | None = None) -> None:
+        """Do what `inbox` does on an async connection."""
+        await anote(connection, self._entry(name))
+
+    def _entry(self, name: str | None) -> InboxEntry:
+        if name in self._noted:
+            raise HandlerFault("one effect was noted twice for one message: call it once, in one transaction")
+        self._noted |= {name}
+        record = self._record
+        replay = record.replay if isinstance(record, ParkedRecord) else None
+        seek = self._held.assigned.replay
+        return InboxEntry(self._group_id, self._group, self._topic, record.identity, name, seek, replay)
 
     def _only_once(self) -> None:
         """Refuse a second call: it would answer "applied" for the first one's sake, and the effect would be dropped."""
