@@ -514,6 +514,20 @@ class PauseKey(HandlerControl):
         return f"its key rests for {self.seconds:g} s" + _because(self.reason)
 
 
+class BatchUndone(HandlerControl):
+    """A message of a batch failed that the fence had let through: it counts as failed, the others come again."""
+
+    def __init__(self, topic: str, lp: int, seq: int) -> None:
+        super().__init__(topic, lp, seq)
+        self.topic, self.lp, self.seq = topic, lp, seq
+
+    def __str__(self) -> str:
+        return (
+            f"{self.topic}/{self.lp}/{self.seq} failed after the fence let it through: roll the transaction back, "
+            "or it counts as applied; the other messages of the batch come again"
+        )
+
+
 def _wait_s(seconds: float) -> float:
     if not 0 <= seconds < math.inf:
         raise InvalidInput(f"a message waits for 0 seconds or more, not for {seconds}")

@@ -27,6 +27,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, Literal, TypeVar, Unpack, get_type_hints
 
+from mqlayer.consuming.batch_handlers import BatchHandler, BatchShape, batch_shape
+from mqlayer.consuming.batches import BatchOf
 from mqlayer.consuming.bodies import decoder_for, type_name
 from mqlayer.consuming.context import Context
 from mqlayer.consuming.holdings import Held
@@ -70,6 +72,7 @@ class Consumer:
     is_async: bool
     group_settings: GroupSettings
     options: MemberOptions
+    batch: tuple[BatchOf, BatchShape] | None = None
 
 
 class App:
@@ -102,6 +105,7 @@ class App:
         balance: Balance | None = None,
         tag_filter: str | None = None,
         invisible_s: float | None = None,
+        batch: BatchOf | None = None,
         options: MemberOptions | None = None,
         **rules: Unpack[Rules],
     ) -> Callable[[Handler], Handler]:
@@ -111,7 +115,8 @@ class App:
         msgspec Struct, a pydantic model, a dataclass, bytes, str, or anything msgspec reads from JSON; the first
         parameter's annotation where it is not given. An exception of the handler is a failed attempt: the message is
         tried again after the group's backoff, its key waits, others go on. A body that does not fit is one too. It may
-        raise RetryLater, Reject, Skip or PauseKey to say what is to become of the message.
+        raise RetryLater, Reject, Skip or PauseKey to say what is to become of the message. With `batch` it takes a list
+        of bodies and, if it has a second parameter, the Batch; or the Batch alone.
         `mode`: "exclusive" gives each partition to one member, which keeps the order of keys; "shared" gives every
         message to whichever member has time, without order, and again after `invisible_s` (default 30) where nobody
         hears of that member; said once. `start` serves when the group is created; an existing one keeps its own:
@@ -134,14 +139,19 @@ class App:
         )
         group_settings = replace(said, mode=mode, invisible_s=invisible_s)
         check_settings(group_settings)
+        member = options or MemberOptions()
+        _check_batch(batch, member, mode=mode, ordered=ordered)
 
         def register(handler: Handler) -> Handler:
-            body_type, with_context = _parameters(handler, body)
             is_async = _is_async(handler)
+            if batch is not None:
+                shape = batch_shape(handler, body)
+                of = (topic, group, handler, shape.body_type, shape.batch, is_async, group_settings, member)
+                self.consumers.append(Consumer(*of, batch=(batch, shape)))
+                return handler
+            body_type, with_context = _parameters(handler, body)
             self.consumers.append(
-                Consumer(
-                    topic, group, handler, body_type, with_context, is_async, group_settings, options or MemberOptions()
-                )
+                Consumer(topic, group, handler, body_type, with_context, is_async, group_settings, member)
             )
             return handler
 
@@ -292,18 +302,14 @@ class App:
             settings=consumer.group_settings,
             unsafe=settings.allow_unsafe_redis,
         )
+        facts: dict[str, Any] = {
+            "settings": settings, "database": database, "routes": routes, "group": group, "is_async": consumer.is_async,
+            "options": consumer.options, "application": application, "hooks": self.hooks,
+        }  # fmt: skip
+        if consumer.batch is not None:
+            return Member(handle=_batch_handler(consumer, group, *consumer.batch), **facts)
         make = SharedMember if group.mode == "shared" else Member
-        return make(
-            settings=settings,
-            database=database,
-            routes=routes,
-            group=group,
-            handle=_handle(consumer, group),
-            is_async=consumer.is_async,
-            options=consumer.options,
-            application=application,
-            hooks=self.hooks,
-        )
+        return make(handle=_handle(consumer, group), **facts)
 
 
 def _is_async(handler: Callable[..., Any]) -> bool:
@@ -335,6 +341,27 @@ def _handle(consumer: Consumer, group: Group) -> Callable[[Held, Record], Any]:
     if consumer.body_type is bytes:
         return lambda _, record: handler(record.body)
     return lambda _, record: handler(decode(record.body))
+
+
+def _check_batch(batch: BatchOf | None, options: MemberOptions, *, mode: str, ordered: bool | None) -> None:
+    if batch is None:
+        return
+    if mode == "shared":
+        raise InvalidInput("a shared group gives messages one by one: leave `batch` out, or use an unordered group")
+    if batch.limit > options.prefetch_count or batch.limit_bytes > options.prefetch_bytes:
+        raise InvalidInput("a batch is larger than what its member reads ahead: raise prefetch_count or prefetch_bytes")
+    if batch.kind == "key" and ordered is False:
+        raise InvalidInput("a group without order has no batches of one key: use BatchOf('distinct')")
+
+
+def _batch_handler(consumer: Consumer, group: Group, batch_of: BatchOf, shape: BatchShape) -> BatchHandler:
+    """Return what workers call for a batch. Raises Conflict where the group can't have such."""
+    if batch_of.kind == "key" and not (group.ordered and group.strategy == "strict"):
+        raise Conflict(
+            f"group {group.name!r} of topic {group.topic!r} keeps no order, so it has no batches of one key",
+            "use BatchOf('distinct')",
+        )
+    return BatchHandler(consumer.topic, group, batch_of, consumer.handler, shape)
 
 
 def _has_fence(application: Database) -> bool:

@@ -62,18 +62,9 @@ class Lane:
     """
 
     __slots__ = (
-        "batch",
-        "caution",
-        "held",
-        "key",
-        "later",
-        "line",
-        "parking",
-        "records",
-        "resumed",
-        "unsure",
-        "verdict",
-    )
+        "batch", "caution", "held", "key", "later", "line", "parking", "records", "resumed", "since", "singly",
+        "unsure", "verdict",
+    )  # fmt: skip
 
     def __init__(self, held: Held, key: bytes, record: Record) -> None:
         self.held, self.key = held, key
@@ -84,6 +75,8 @@ class Lane:
         self.line: deque[Record] = held.settled
         # Offsets below are started with care: one of them may have killed the former owners.
         self.caution = held.caution
+        # Of batch handlers: offsets below are given to them one by one, and since when the lane waits for a worker.
+        self.singly, self.since = 0, 0.0
         # Set while its key is parked.
         self.parking: Parking | None = None
         # So many of its first messages may be parked already: the answer to that did not come.

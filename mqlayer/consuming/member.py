@@ -23,10 +23,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from mqlayer.consuming.batch_handlers import BatchHandler
+from mqlayer.consuming.batch_workers import BatchLoopWorkers, BatchThreadWorkers
 from mqlayer.consuming.caution import Caution
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.faults import described, where
+from mqlayer.consuming.gathering import BatchDispatcher
 from mqlayer.consuming.heart import Heart
 from mqlayer.consuming.holdings import Held, Holdings, Lane, State
 from mqlayer.consuming.keeping import Keeper
@@ -99,7 +102,8 @@ class MemberStats:
 class Member:
     """One member of a group, with its threads. `start` returns when it has joined; `stop` when nothing runs any more.
 
-    `handle(held, record)` is called for each message: on a thread of the pool, or as a coroutine when `is_async`.
+    `handle(held, record)` is called for each message: on a thread of the pool, or as a coroutine when `is_async`. A
+    BatchHandler is called for batches.
     """
 
     def __init__(
@@ -109,7 +113,7 @@ class Member:
         database: Database,
         routes: RouteCache,
         group: Group,
-        handle: Callable[[Held, Record], Any],
+        handle: Callable[[Held, Record], Any] | BatchHandler,
         is_async: bool = False,
         options: MemberOptions | None = None,
         application: Database | None = None,
@@ -139,7 +143,7 @@ class Member:
         self._heart = Heart(
             self, database=database, group=group, member_id=self.member_id, settings=settings, name=self._name
         )
-        self.dispatcher = Dispatcher(self._heart.lease)
+        self.dispatcher, self._workers = self._for_handler(handle, is_async=is_async)
         self._keeper = Keeper(
             self,
             Ledger(database, group.group_id, self.member_id),
@@ -149,8 +153,19 @@ class Member:
         self.dispatcher.on_parking = self._keeper.wake.set
         self._caution = Caution()
         self._hooks = hooks
+
+    def _for_handler(
+        self, handle: Callable[[Held, Record], Any] | BatchHandler, *, is_async: bool
+    ) -> tuple[Dispatcher, ThreadWorkers | LoopWorkers]:
+        lease, count, name = self._heart.lease, self.options.concurrency, self._name
+        if isinstance(handle, BatchHandler):
+            gathering = BatchDispatcher(lease, handle.batch_of)
+            self.dispatcher = gathering
+            of_batches = BatchLoopWorkers if is_async else BatchThreadWorkers
+            return gathering, of_batches(self, handle, gathering, count=count, name=name)
+        self.dispatcher = Dispatcher(lease)
         workers = LoopWorkers if is_async else ThreadWorkers
-        self._workers = workers(self, handle, count=self.options.concurrency, name=self._name)
+        return self.dispatcher, workers(self, handle, count=count, name=name)
 
     # -- life ------------------------------------------------------------------------------------------------------
 

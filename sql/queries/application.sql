@@ -283,6 +283,12 @@ SELECT coalesce(current_setting('mqlayer.traces', true), '');
 SELECT answer, epoch
 FROM mqlayer_app.fence_v1(%(group_id)s, %(lp)s::smallint, %(source)s, %(key)s, %(seq)s, %(epoch)s, %(replay)s);
 
+-- name: fence_many
+-- Check and note the messages of a batch in the effect's own transaction; answers and epochs are in their order.
+SELECT answers, epochs
+FROM mqlayer_app.fence_many_v1(%(group_id)s, %(lps)s::smallint[], %(sources)s::int[], %(keys)s::text[],
+                               %(seqs)s::bigint[], %(epochs)s::bigint[], %(replays)s::int[]);
+
 -- name: fence_raise
 -- Raise the epoch of a range of LPs for a new owner.
 SELECT mqlayer_app.fence_raise_v1(%(group_id)s, %(lp_from)s::smallint, %(lp_to)s::smallint, %(epoch)s);
