@@ -7,6 +7,7 @@ from mqlayer.changes import bring_back_nodes, finish_changes, retire_partitions
 from mqlayer.domain import jobs
 from mqlayer.failures import clean_attempts, retry_scan
 from mqlayer.membership import balance_by_rate, rebalance_groups
+from mqlayer.membership.retiring import forget_retired, retire_away
 from mqlayer.outbox import clean_dedup, release_delayed, rotate
 from mqlayer.relay import relay_once
 from mqlayer.trimming import clean_fence, drop_closed_marks, trim_pass
@@ -123,3 +124,11 @@ def clean_dedup_ids() -> None:
     """Forget the outbox's dedup ids whose window is over."""
     if claimed(control(), jobs.CLEAN_DEDUP):
         clean_dedup(application(), window_s=settings().dedup_window_s)
+
+
+@app.task(name=task_name(jobs.RETIRE_GROUPS))
+def retire_groups() -> None:
+    """Drop the positions of instances that are away for too long, and what retired groups have on the nodes."""
+    if claimed(control(), jobs.RETIRE_GROUPS):
+        retire_away(control())
+        forget_retired(control(), prefix=settings().key_prefix, unsafe=settings().allow_unsafe_redis)

@@ -25,18 +25,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import FrameType
-from typing import Any, TypeVar, Unpack, get_type_hints
+from typing import Any, Literal, TypeVar, Unpack, get_type_hints
 
 from mqlayer.consuming.bodies import decoder_for, type_name
 from mqlayer.consuming.context import Context
 from mqlayer.consuming.holdings import Held
 from mqlayer.consuming.member import Member, MemberOptions, MemberStats
 from mqlayer.domain.message import Record
-from mqlayer.domain.names import check_name
+from mqlayer.domain.names import check_instance, check_name
 from mqlayer.errors import Conflict, InvalidInput, SchemaMismatch
-from mqlayer.events import Hook, HookType
+from mqlayer.events import Event, Hook, HookType, tell
 from mqlayer.health import Health, health_endpoint
 from mqlayer.membership.groups import Balance, Group, GroupSettings, Rules, ensure_group, settings_of
+from mqlayer.membership.instances import ensure_instance, host_instance
 from mqlayer.membership.starts import Start
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
@@ -61,6 +62,7 @@ class Consumer:
     is_async: bool
     group_settings: GroupSettings
     options: MemberOptions
+    instance: str | None = None
 
 
 class App:
@@ -72,6 +74,8 @@ class App:
         self.members: list[Member] = []
         self.hooks: list[Hook] = []
         self._open: list[Any] = []
+        # Which of several processes of one command this is: each is an instance of its own.
+        self.process_number = 1
 
     @property
     def settings(self) -> Settings:
@@ -92,6 +96,9 @@ class App:
         balance: Balance | None = None,
         tag_filter: str | None = None,
         options: MemberOptions | None = None,
+        mode: Literal["exclusive", "broadcast"] = "exclusive",
+        instance: str | None = None,
+        keep_away_s: float | None = None,
         **rules: Unpack[Rules],
     ) -> Callable[[Handler], Handler]:
         """Register a handler, plain or `async def`, for a topic and a group.
@@ -109,23 +116,43 @@ class App:
         `balance`, `tag_filter` and the rules for messages that fail (`backoff_s`, `jitter`, `attempt_limit`, `policy`,
         `final_errors`, `retried_errors`, `time_limit_s`, `time_cap_s`) live with the group too, see GroupSettings and
         Rules: what is said here must be what is in force there, else `start()` raises Conflict; leave them out to take
-        what is there. Raises InvalidInput for a start or setting that there is not.
+        what is there. `mode`: "broadcast" for a group each instance of which gets every message; `instance`: which one
+        this process is, else as the settings say, else the host's name; `keep_away_s`: for how long the position of one
+        that is away is kept. Raises InvalidInput for a start or setting that there is not.
         """
         check_name("topic", topic)
         check_name("group", group)
         if any((c.topic, c.group) == (topic, group) for c in self.consumers):
             raise Conflict(f"group {group!r} of topic {topic!r} has a handler already", "use another group")
-        said = settings_of(
-            start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive, **rules
+        if instance is not None:
+            check_instance(instance)
+            if mode != "broadcast":
+                raise InvalidInput("only a broadcast group has instances: say mode='broadcast'")
+        group_settings = settings_of(
+            start,
+            ordered=ordered,
+            balance=balance,
+            tag_filter=tag_filter,
+            from_archive=from_archive,
+            keep_away_s=keep_away_s,
+            mode=mode,
+            **rules,
         )
-        group_settings = replace(said, mode="exclusive")
 
         def register(handler: Handler) -> Handler:
             body_type, with_context = _parameters(handler, body)
             is_async = _is_async(handler)
             self.consumers.append(
                 Consumer(
-                    topic, group, handler, body_type, with_context, is_async, group_settings, options or MemberOptions()
+                    topic,
+                    group,
+                    handler,
+                    body_type,
+                    with_context,
+                    is_async,
+                    group_settings,
+                    options or MemberOptions(),
+                    instance,
                 )
             )
             return handler
@@ -277,6 +304,10 @@ class App:
             settings=consumer.group_settings,
             unsafe=settings.allow_unsafe_redis,
         )
+        again = None
+        if group.mode == "broadcast":
+            again = partial(self._instance, consumer, group, database, routes)
+            group = again()
         return Member(
             settings=settings,
             database=database,
@@ -287,7 +318,29 @@ class App:
             options=consumer.options,
             application=application,
             hooks=self.hooks,
+            again=again,
         )
+
+    def _instance(self, consumer: Consumer, group: Group, database: Database, routes: RouteCache) -> Group:
+        """Return the instance of a broadcast group that this process is; tell where it begins anew."""
+        settings = self.settings
+        instance, anew = ensure_instance(
+            database,
+            routes,
+            group,
+            self._instance_name(consumer),
+            prefix=settings.key_prefix,
+            unsafe=settings.allow_unsafe_redis,
+        )
+        if anew:
+            tell(Event("begun_anew", group.topic, instance.name, cause=str(group.start)), self.hooks)
+        return instance
+
+    def _instance_name(self, consumer: Consumer) -> str:
+        if consumer.instance is not None:
+            return consumer.instance
+        name = self.settings.instance or host_instance()
+        return name if self.process_number == 1 else f"{name}-{self.process_number}"
 
 
 def _is_async(handler: Callable[..., Any]) -> bool:

@@ -38,6 +38,7 @@ ARCHIVE: Final = Job("archive", 5)
 RETAIN: Final = Job("retain", 300)
 RELEASE_DELAYED: Final = Job("release_delayed", 5)
 CLEAN_DEDUP: Final = Job("clean_dedup", 60)
+RETIRE_GROUPS: Final = Job("retire_groups", 10)
 
 JOBS: Final = (
     RELAY,
@@ -55,4 +56,5 @@ JOBS: Final = (
     RETAIN,
     RELEASE_DELAYED,
     CLEAN_DEDUP,
+    RETIRE_GROUPS,
 )
