@@ -183,23 +183,26 @@ class Heart:
     def _joined(self, until: float) -> bool:
         """Join for the first time; False where that is worth another try, up to a time of this process's clock."""
         try:
-            self._join_or_begin_anew()
+            return self._join_or_begin_anew() or self._join_or_begin_anew()
         except InstanceTaken as error:
             if clock() >= until and error.state != "leaving":
                 raise
             log.warning("instance_taken", extra={"by": error.member, "state": error.state} | self._facts())
             return False
-        return True
 
-    def _join_or_begin_anew(self) -> None:
-        """Join; where the position of an instance was dropped, it begins anew. Raises Replaced, GroupRetired."""
+    def _join_or_begin_anew(self) -> bool:
+        """Join; where the position of an instance was dropped, bring it back instead, and return False: join then.
+
+        Raises Replaced, and GroupRetired for a group that nobody brings back.
+        """
         try:
             self._join()
         except GroupRetired:
             if self._again is None:
                 raise
             self._again()
-            self._join()
+            return False
+        return True
 
     def _join(self) -> None:
         """Join, or join again after sessions of our own. Raises Replaced where the newest is none of them."""
@@ -232,7 +235,8 @@ class Heart:
         elif not self._leaving:
             log.warning("member_lease_ran_out", extra=self._facts())
             try:
-                self._join_or_begin_anew()
+                if not self._join_or_begin_anew():
+                    self.nudge()
             except Replaced:
                 self._end()
             except GroupRetired as error:
