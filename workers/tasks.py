@@ -7,7 +7,7 @@ from mqlayer.changes import bring_back_nodes, finish_changes, retire_partitions
 from mqlayer.domain import jobs
 from mqlayer.failures import clean_attempts, retry_scan
 from mqlayer.membership import balance_by_rate, rebalance_groups
-from mqlayer.membership.retiring import forget_retired, retire_away
+from mqlayer.membership.retiring import forget_instances, forget_retired, retire_away
 from mqlayer.outbox import clean_dedup, release_delayed, rotate
 from mqlayer.relay import relay_once
 from mqlayer.trimming import clean_fence, drop_closed_marks, trim_pass
@@ -132,3 +132,4 @@ def retire_groups() -> None:
     if claimed(control(), jobs.RETIRE_GROUPS):
         retire_away(control())
         forget_retired(control(), prefix=settings().key_prefix, unsafe=settings().allow_unsafe_redis)
+        forget_instances(control())

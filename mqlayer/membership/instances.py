@@ -12,9 +12,11 @@ from __future__ import annotations
 import logging
 import re
 import socket
+from collections.abc import Mapping
+from typing import Any
 
 from mqlayer.domain.names import check_instance, instance_name
-from mqlayer.errors import GroupRetired, NotFound
+from mqlayer.errors import GroupRetired
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.groups import Group, bring_to_life, find_group
 from mqlayer.membership.retiring import drop_parked, retire_instance_away
@@ -40,24 +42,28 @@ def ensure_instance(
     failpoint("instance.after_insert")
     found = _find(database, group, name)
     retire_instance_away(database, found.group_id, group.topic, name, actor=name)
-    drop_parked(database, found.group_id)
-    revived = database.transaction(lambda connection: connection.execute(query("instance_revive"), facts).fetchone())
-    failpoint("instance.after_revive")
-    found = _find(database, group, name)
-    if found.state == "retired":
-        raise GroupRetired(group.topic, group.name)
+    anew = False
+    while (found := _find(database, group, name)).state == "retired":
+        anew |= _revive(database, found.group_id, facts)
     bring_to_life(database, routes, found, prefix=prefix, unsafe=unsafe)
-    if revived is not None:
+    if anew:
         log.warning("instance_begins_anew", extra={"topic": group.topic, "group": name, "start": str(group.start)})
-    return find_group(database, group.topic, name), revived is not None
+    return find_group(database, group.topic, name), anew
 
 
 def _find(database: Database, group: Group, name: str) -> Group:
-    try:
-        return find_group(database, group.topic, name)
-    except NotFound:
-        # Only of a group that was retired since it was looked at is none made.
-        raise GroupRetired(group.topic, group.name) from None
+    """Return an instance. Raises GroupRetired for one of a group that is retired: none is made, or brought back."""
+    if find_group(database, group.topic, group.name).state == "retired":
+        raise GroupRetired(group.topic, group.name)
+    return find_group(database, group.topic, name)
+
+
+def _revive(database: Database, group_id: int, facts: Mapping[str, Any]) -> bool:
+    """Let a retired instance be created again, without what was parked for it; False where that did not work."""
+    drop_parked(database, group_id)
+    row = database.transaction(lambda connection: connection.execute(query("instance_revive"), facts).fetchone())
+    failpoint("instance.after_revive")
+    return row is not None
 
 
 def host_instance() -> str:

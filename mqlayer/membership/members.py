@@ -12,7 +12,7 @@ from mqlayer.domain.names import check_name
 from mqlayer.domain.retrying import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.domain.tags import NO_FILTER
-from mqlayer.errors import Conflict, GroupRetired, InstanceTaken, TransactionConflict
+from mqlayer.errors import Conflict, GroupRetired, InstanceTaken, NotFound, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.rebalance import change_group, rebalance
 from mqlayer.postgres.database import Connection, Database
@@ -125,7 +125,10 @@ def join(
 
 def _refuse_to_admit(connection: Connection, group_id: int, member_id: str) -> None:
     """Raise what keeps a member from joining a group whose lock is held."""
-    ((topic, group, state, is_instance),) = connection.execute(query("group_admits"), {"group_id": group_id}).fetchall()
+    row = connection.execute(query("group_admits"), {"group_id": group_id}).fetchone()
+    if row is None:
+        raise NotFound("group", group_id, "it was retired long ago and is forgotten: start the process again")
+    topic, group, state, is_instance = row
     if state == "retired":
         raise GroupRetired(topic, group)
     if is_instance:

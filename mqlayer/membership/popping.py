@@ -43,9 +43,9 @@ def pop_partitions(database: Database, group_id: int) -> list[PopPartition]:
             connection.execute(query("pop_epochs_put"), facts)
             found = [PopPartition(*row) for row in connection.execute(query("pop_partitions"), facts).fetchall()]
         if not any(one.readable for one in found):
-            ((topic, name, state, _),) = connection.execute(query("group_admits"), facts).fetchall()
-            if state == "retired":
-                raise GroupRetired(topic, name)
+            row = connection.execute(query("group_admits"), facts).fetchone()
+            if row is not None and row[2] == "retired":
+                raise GroupRetired(row[0], row[1])
     return found
 
 

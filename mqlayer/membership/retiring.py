@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 REST_S: Final = 600.0
 """How long a lock refuses the late owners of a retired group, before it goes too."""
 SPOTS_AT_ONCE: Final = 1_000
+FORGET_S: Final = 7 * 86_400.0
+"""When a retired instance of which nothing is left is forgotten: names of hosts may be new ones every day."""
 JOB: Final = "retire_groups"
 """Who retires instances, as the audit has it."""
 
@@ -186,6 +188,11 @@ def forget_retired(database: Database, *, prefix: str, rest_s: float = REST_S, u
     if forgotten:
         log.info("retired_groups_forgotten", extra={"partitions": forgotten})
     return forgotten
+
+
+def forget_instances(database: Database, *, horizon_s: float = FORGET_S) -> int:
+    """Forget instances that were retired long ago and have left nothing, in bounded steps; return how many."""
+    return forget_rows(database, query("instances_forget"), {"horizon_s": horizon_s})
 
 
 def drop_parked(database: Database, group_id: int) -> None:

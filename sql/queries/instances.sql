@@ -64,3 +64,28 @@ ORDER BY c.group_id;
 SELECT {away_s} FROM mqlayer.consumer_group c JOIN mqlayer.consumer_group p ON p.group_id = c.broadcast_of
 WHERE c.group_id = %(group_id)s AND c.state <> 'retired' AND {away_s} > p.keep_away_s
   AND NOT EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = c.group_id AND m.lease_until >= now());
+
+-- name: instances_forget
+-- Forget instances that were retired long ago and have left nothing for people, nor anything on nodes or in the archive.
+WITH old AS MATERIALIZED (
+    SELECT c.group_id FROM mqlayer.consumer_group c
+    WHERE c.instance IS NOT NULL AND c.state = 'retired'
+      AND c.retired_at < clock_timestamp() - make_interval(secs => %(horizon_s)s)
+      AND NOT EXISTS (SELECT FROM mqlayer.assignment a WHERE a.group_id = c.group_id)
+      AND NOT EXISTS (SELECT FROM mqlayer.parked_key k WHERE k.group_id = c.group_id)
+      AND NOT EXISTS (SELECT FROM mqlayer.dead_message d WHERE d.group_id = c.group_id)
+      AND NOT EXISTS (SELECT FROM mqlayer.redrive r WHERE r.group_id = c.group_id)
+      AND NOT EXISTS (SELECT FROM mqlayer_archive.outcome_progress o WHERE o.group_id = c.group_id)
+    ORDER BY c.group_id LIMIT %(limit)s FOR UPDATE SKIP LOCKED
+), counted AS (
+    DELETE FROM mqlayer.failure_count f USING old WHERE f.group_id = old.group_id
+), changed AS (
+    DELETE FROM mqlayer.parking_change p USING old WHERE p.group_id = old.group_id
+), summed AS (
+    DELETE FROM mqlayer.parked_total n USING old WHERE n.group_id = old.group_id
+), tried AS (
+    DELETE FROM mqlayer.failed_attempt t USING old WHERE t.group_id = old.group_id
+), gone AS (
+    DELETE FROM mqlayer.consumer_group c USING old WHERE c.group_id = old.group_id RETURNING 1
+)
+SELECT count(*) FROM gone;

@@ -8,22 +8,25 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import psycopg
 import pytest
+from pydantic import SecretStr
 
-from mqlayer import App, Context, Event, MemberOptions
+from mqlayer import App, Context, Event, MemberOptions, Settings
 from mqlayer.changes import retire_partitions, split
 from mqlayer.checking import examine
 from mqlayer.errors import Conflict, GroupRetired, InstanceTaken, InvalidInput, InvalidName, NotFound
 from mqlayer.inspecting import explain_key, group_standings
 from mqlayer.membership import find_group, planned_seek, rebalance_groups
 from mqlayer.membership.instances import ensure_instance, host_instance
-from mqlayer.membership.retiring import forget_retired, retire_away, retire_group
+from mqlayer.membership.retiring import forget_instances, forget_retired, retire_away, retire_group
 from mqlayer.membership.steering import pause_group, resume_group, set_group
 from mqlayer.routes.cache import RouteCache, load_route
 from mqlayer.trimming import trim_pass
+from tests.fixtures.commands import Commands
 from tests.fixtures.consuming import Recorder, Stage, member_of
 from tests.fixtures.waiting import wait_until
 
@@ -83,9 +86,9 @@ def test_every_instance_gets_every_message_in_order_over_a_split(stage: Stage) -
     split(stage.database, "orders", parent, at=[100], prefix=stage.prefix)
     stage.route = load_route(stage.database, "orders")
     stage.send_numbers(KEYS, 20, first=21)
-    for recorder in (ones, twos):
-        wait_until(lambda r=recorder: r.count() == KEYS * 40, what="all messages", timeout_s=20)
-        recorder.assert_in_order()
+    wait_until(lambda: ones.count() == twos.count() == KEYS * 40, what="all messages of both", timeout_s=20)
+    ones.assert_in_order()
+    twos.assert_in_order()
     wait_until(lambda: retire_partitions(stage.database, prefix=stage.prefix), what="the parent to go")
     assert states(stage) == {"cache": ("live", 0), "cache@web-1": ("live", 0), "cache@web-2": ("live", 0)}
 
@@ -236,6 +239,10 @@ def test_a_process_that_slept_through_its_retirement_begins_anew_by_itself(stage
     assert app.running
 
 
+def _has(recorder: Recorder, body: bytes) -> bool:
+    return body in recorder.bodies()
+
+
 def test_the_job_and_an_instance_that_comes_back_do_not_both_win(stage: Stage) -> None:
     """Whichever is first under the lock: no member is in a retired instance, and none is retired under a member."""
     join(stage, Recorder(), "web-1", keep_away_s=SHORT_S).stop()
@@ -253,7 +260,7 @@ def test_the_job_and_an_instance_that_comes_back_do_not_both_win(stage: Stage) -
             recorder = Recorder()
             app = join(stage, recorder, "web-1")
             stage.send([("k", b"%d" % number)])
-            wait_until(lambda r=recorder, n=number: b"%d" % n in r.bodies(), what="the message")
+            wait_until(partial(_has, recorder, b"%d" % number), what="the message")
             assert states(stage)["cache@web-1"][0] == "live"
             app.stop()
     finally:
@@ -394,6 +401,77 @@ def test_a_retired_broadcast_group_ends_its_instances(stage: Stage) -> None:
     finally:
         routes.close()
     assert states(stage) == {"cache": ("retired", 0), "cache@web-1": ("retired", 0)}
+
+
+def test_an_instance_that_was_dropped_long_ago_is_forgotten(stage: Stage) -> None:
+    """Names of hosts may be new ones every day: what is left of each must not pile up. Nobody else's row goes."""
+    for instance in ("web-1", "web-2"):
+        app = join(stage, Recorder(fail_once()), instance, keep_away_s=SHORT_S, backoff_s=(0.01,))
+        stage.send_numbers(1, 1)
+        stage.wait_settled(f"cache@{instance}")
+        app.stop()
+
+    def dropped() -> int:
+        retire_away(stage.database)
+        return [state for state, _ in states(stage).values()].count("retired")
+
+    wait_until(lambda: dropped() == 2, what="both to be dropped")
+    assert forget_instances(stage.database, horizon_s=0) == 0, "nodes hold something of them yet"
+    forget_retired(stage.database, prefix=stage.prefix, rest_s=0)
+    assert forget_instances(stage.database) == 0
+    join(stage, Recorder(), "web-2")
+    assert forget_instances(stage.database, horizon_s=0) == 1
+    assert states(stage) == {"cache": ("live", 0), "cache@web-2": ("live", 1)}
+    recorder = Recorder()
+    join(stage, recorder, "web-1")
+    wait_until(lambda: recorder.count() == 1, what="all that is kept, as a new one")
+    assert states(stage)["cache@web-1"] == ("live", 0)
+
+
+def fail_once() -> Any:
+    failed = threading.Event()
+
+    def act(_body: bytes, _ctx: Context) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise ValueError
+
+    return act
+
+
+def test_commands_take_names_of_instances(
+    run: Commands, redis_url: str, empty_database_dsn: str, key_prefix: str
+) -> None:
+    """What is done to any group is done to an instance; the group of it says where to look."""
+    run.text("migrate")
+    run.text("node", "register", "n1", redis_url)
+    run.text("topic", "create", "orders", "--partitions", "2")
+    app = App(Settings(dsn=SecretStr(empty_database_dsn), key_prefix=key_prefix, lease_s=2.0, instance="web"))
+    app.process_number = 2
+    app.consumer("orders", group="cache", mode="broadcast", keep_away_s=7)(lambda body: None)
+    app.start()
+    try:
+        assert [row["group"] for row in run.lines("group", "list")] == ["cache", "cache@web-2"]
+        assert len(run.lines("group", "members", "orders", "cache@web-2")) == 1
+        assert run.lines("group", "lag", "orders", "cache@web-2")[0]["lag"] == 0
+        shown = run.lines("group", "show", "orders", "cache@web-2")[0]
+        assert (shown["instance"], shown["keep_away_s"], shown["away_s"]) == ("web-2", 7, None)
+        assert run.lines("group", "show", "orders", "cache")[0]["lag"] is None
+        assert "positions kept for 9 s" in run.text("group", "set", "orders", "cache", "--keep-away", "9")
+        for act in ("pause", "resume"):
+            run.text("group", act, "orders", "cache@web-2")
+        run.text("group", "seek", "orders", "cache@web-2", "--to", "earliest", "--apply")
+        run.text("parked", "list", "orders", "cache@web-2")
+        run.text("dead", "list", "orders", "cache@web-2")
+        run.text("key", "explain", "orders", "k", "--group", "cache@web-2")
+        assert "name one as cache@INSTANCE" in run.failure(
+            "group", "seek", "orders", "cache", "--to", "latest", "--plan"
+        )
+        assert "living members" in run.failure("group", "retire", "orders", "cache@web-2", "--yes")
+    finally:
+        app.stop()
+    run.text("group", "retire", "orders", "cache@web-2", "--yes")
+    assert "with 0 instances" in run.text("group", "retire", "orders", "cache", "--yes")
 
 
 def test_an_instance_without_a_word_counts_as_away_from_the_scan_on(stage: Stage) -> None:

@@ -19,7 +19,6 @@ from mqlayer.inspecting import group_standings
 from mqlayer.membership import find_group
 from mqlayer.membership.retiring import forget_retired, retire_group
 from mqlayer.redis.keys import group_keys
-from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.partitions import Fenced, Holder, Taken, settle_command, settle_reply, take_command, take_reply
 from mqlayer.redis.retiring import group_forget_command
 from mqlayer.topics import rearm_node, set_archived
@@ -41,7 +40,7 @@ def retire(stage: Stage, group: str = "g", **facts: Any) -> None:
 
 def rows(stage: Stage, statement: str, *values: object) -> list[tuple[Any, ...]]:
     with stage.database.connection() as connection:
-        return connection.execute(statement, values).fetchall()  # type: ignore[arg-type]  # text of this module
+        return connection.execute(statement, values).fetchall()
 
 
 def poison(body: bytes, _ctx: Context) -> None:
@@ -88,7 +87,7 @@ def test_a_group_is_refused_while_it_lives_and_its_members_afterwards(stage: Sta
         retire(stage)
     app.stop()
     retire(stage)
-    with pytest.raises(GroupRetired, match="group 'g' of topic 'orders' is retired: .*use another group"):
+    with pytest.raises(GroupRetired, match=r"group 'g' of topic 'orders' is retired: .*use another group"):
         stage.consume(Recorder())
     with pytest.raises(Conflict, match="is retired already"):
         retire(stage)
@@ -167,7 +166,7 @@ def test_what_is_parked_is_dropped_only_when_that_is_said(stage: Stage) -> None:
     ],
 )
 def test_a_retirement_that_is_killed_is_done_or_not_at_all_and_the_job_does_the_rest(stage: Stage, place: str) -> None:
-    """Between Postgres and the nodes a row of each assignment stays; between the nodes and Postgres it is asked again."""
+    """A row of each assignment stays until its node has said that nothing is left there."""
     park_one(stage).stop()
     group_id = stage.group_id()
     done = subprocess.run(
