@@ -263,6 +263,10 @@ def lag(
 ) -> None:
     """Show how far groups are behind, per partition and route version, and why a partition stands still."""
     found = _standings(topic, group)
+    if group is not None and found[0].facts.mode == "broadcast":
+        found = [one for one in _standings(topic) if one.facts.name.startswith(f"{group}@")]
+    # A broadcast group itself has no lag: its instances have.
+    found = [one for one in found if one.facts.mode != "broadcast"]
     if as_json:
         show_rows(map(_lag_told, found), as_json=True, nothing="")
         return

@@ -129,7 +129,8 @@ def _refuse_to_admit(connection: Connection, group_id: int, member_id: str) -> N
     if row is None:
         raise NotFound("group", group_id, "it was retired long ago and is forgotten: start the process again")
     topic, group, state, is_instance = row
-    if state == "retired":
+    # An instance that somebody is bringing back has no start as yet: whoever slept through that would begin anywhere.
+    if state == "retired" or (is_instance and state == "creating"):
         raise GroupRetired(topic, group)
     if is_instance:
         # With two of them each would get a part of the messages.

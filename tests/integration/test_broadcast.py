@@ -21,6 +21,7 @@ from mqlayer.checking import examine
 from mqlayer.errors import Conflict, GroupRetired, InstanceTaken, InvalidInput, InvalidName, NotFound
 from mqlayer.inspecting import explain_key, group_standings
 from mqlayer.membership import find_group, planned_seek, rebalance_groups
+from mqlayer.membership import join as join_group
 from mqlayer.membership.instances import ensure_instance, host_instance
 from mqlayer.membership.retiring import forget_instances, forget_retired, retire_away, retire_group
 from mqlayer.membership.steering import pause_group, resume_group, set_group
@@ -268,6 +269,26 @@ def test_the_job_and_an_instance_that_comes_back_do_not_both_win(stage: Stage) -
         retiring.join()
 
 
+def test_nobody_joins_an_instance_whose_start_is_not_stored_yet(stage: Stage) -> None:
+    """Whoever slept through its retirement would begin anywhere, while another process brings it back."""
+    recorder = Recorder()
+    app = join(stage, recorder, "web-1", start="latest")
+    group_id = stage.group_id("cache@web-1")
+    with stage.database.connection() as connection, connection.transaction():
+        connection.execute("SELECT FROM mqlayer.consumer_group FOR UPDATE")
+        connection.execute("UPDATE mqlayer.member SET lease_until = now() - interval '1 minute'")
+        connection.execute("DELETE FROM mqlayer.group_start")
+        connection.execute("UPDATE mqlayer.consumer_group SET state = 'creating', seek = 1 WHERE instance IS NOT NULL")
+        connection.execute("UPDATE mqlayer.assignment SET member_id = NULL, epoch = nextval('mqlayer.epoch')")
+        connection.execute("DELETE FROM mqlayer.member")
+    with pytest.raises(GroupRetired):
+        join_group(stage.database, group_id=group_id, member_id="late", lease_s=2.0)
+    wait_until(lambda: states(stage)["cache@web-1"] == ("live", 1), what="the one that slept to bring it back itself")
+    stage.send_numbers(KEYS, 1)
+    wait_until(lambda: recorder.count() == KEYS, what="all messages")
+    assert app.running
+
+
 @pytest.mark.parametrize(
     "place",
     [
@@ -453,7 +474,8 @@ def test_commands_take_names_of_instances(
     try:
         assert [row["group"] for row in run.lines("group", "list")] == ["cache", "cache@web-2"]
         assert len(run.lines("group", "members", "orders", "cache@web-2")) == 1
-        assert run.lines("group", "lag", "orders", "cache@web-2")[0]["lag"] == 0
+        for named in ("cache@web-2", "cache"):
+            assert [row["group"] for row in run.lines("group", "lag", "orders", named)] == ["cache@web-2"]
         shown = run.lines("group", "show", "orders", "cache@web-2")[0]
         assert (shown["instance"], shown["keep_away_s"], shown["away_s"]) == ("web-2", 7, None)
         assert run.lines("group", "show", "orders", "cache")[0]["lag"] is None
