@@ -13,7 +13,7 @@ late. It may begin anew afterwards (see `instances`): under yet higher epochs, w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -180,10 +180,12 @@ def forget_retired(database: Database, *, prefix: str, rest_s: float = REST_S, u
         for spot in spots:
             by_node.setdefault(spot.node, []).append(spot)
         for node_id, of_node in by_node.items():
-            gone = _forget(nodes[node_id], of_node, prefix=prefix, unsafe=unsafe)
+            words = _forget(nodes[node_id], of_node, prefix=prefix, unsafe=unsafe)
             failpoint("group_retire.after_forget")
-            forgotten += len(gone)
-            _note_gone(database, gone)
+            forgotten += words.count("forgotten")
+            _note(database, "retired_keys_gone", of_node, words, "forgotten")
+            # Somebody was given an epoch in the moment of the retirement, unless the group came back.
+            _note(database, "retired_keys_raise", of_node, words, "kept")
         after = (spots[-1].group_id, spots[-1].partition)
     if forgotten:
         log.info("retired_groups_forgotten", extra={"partitions": forgotten})
@@ -210,8 +212,8 @@ def _spots(database: Database, after: tuple[int, int], rest_s: float) -> Sequenc
         return [Spot(*row) for row in connection.execute(query("retired_keys"), facts).fetchall()]
 
 
-def _forget(node: Node, spots: Sequence[Spot], *, prefix: str, unsafe: bool) -> list[Spot]:
-    """Drop what groups have on a node; return the spots where nothing is left. None of a node that is away."""
+def _forget(node: Node, spots: Sequence[Spot], *, prefix: str, unsafe: bool) -> list[str]:
+    """Drop what groups have on a node; return what it says of each. Nothing where the node is away."""
     try:
         with NodeConnection(node, unsafe=unsafe) as line:
             commands = [
@@ -226,20 +228,20 @@ def _forget(node: Node, spots: Sequence[Spot], *, prefix: str, unsafe: bool) -> 
                 )
                 for spot in spots
             ]
-            replies = line.call(commands)
-            return [spot for spot, reply in zip(spots, replies, strict=True) if group_forget_reply(reply, node.address)]
+            return [group_forget_reply(reply, node.address) for reply in line.call(commands)]
     except MqlayerError as error:
         log.warning("retired_node_passed_by", extra={"node": node.name, "reason": str(error)})
         return []
 
 
-def _note_gone(database: Database, gone: Iterable[Spot]) -> None:
-    spots = list(gone)
-    if spots:
+def _note(database: Database, name: str, spots: Sequence[Spot], words: Sequence[str], wanted: str) -> None:
+    """Run a statement for the spots of which a node said this."""
+    chosen = [spot for spot, word in zip(spots, words, strict=False) if word == wanted]
+    if chosen:
         facts = {
-            "groups": [spot.group_id for spot in spots],
-            "partitions": [spot.partition for spot in spots],
-            "epochs": [spot.epoch for spot in spots],
+            "groups": [spot.group_id for spot in chosen],
+            "partitions": [spot.partition for spot in chosen],
+            "epochs": [spot.epoch for spot in chosen],
         }
         with database.connection() as connection:
-            connection.execute(query("retired_keys_gone"), facts)
+            connection.execute(query(name), facts)

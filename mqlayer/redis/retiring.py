@@ -24,6 +24,6 @@ def group_forget_command(
     return line.script("group_forget", keys, epoch, int(for_good), int(archived))
 
 
-def group_forget_reply(reply: Any, address: str) -> bool:
-    """Say whether nothing of the group is left there."""
-    return bool(raise_for_reply(reply, address)[0] == b"forgotten")
+def group_forget_reply(reply: Any, address: str) -> str:
+    """Return the script's first word."""
+    return str(raise_for_reply(reply, address)[0].decode())

@@ -68,3 +68,11 @@ USING unnest(%(groups)s::int[], %(partitions)s::int[], %(epochs)s::bigint[]) AS 
       mqlayer.consumer_group g
 WHERE a.group_id = gone.group_id AND a.partition_id = gone.partition_id AND a.epoch = gone.epoch
   AND g.group_id = a.group_id AND g.state = 'retired';
+
+-- name: retired_keys_raise
+-- Give retired groups epochs above those that nodes have seen. Not a group that came back meanwhile.
+UPDATE mqlayer.assignment a SET epoch = nextval('mqlayer.epoch'), changed_at = now()
+FROM unnest(%(groups)s::int[], %(partitions)s::int[], %(epochs)s::bigint[]) AS held (group_id, partition_id, epoch),
+     mqlayer.consumer_group g
+WHERE a.group_id = held.group_id AND a.partition_id = held.partition_id AND a.epoch = held.epoch
+  AND g.group_id = a.group_id AND g.state = 'retired';

@@ -272,6 +272,19 @@ def test_a_node_that_is_away_is_passed_by_and_asked_again(stage: Stage) -> None:
     assert keys_of(stage, group_id) == []
 
 
+def test_an_epoch_that_was_given_out_in_the_moment_of_the_retirement_is_raised_above(stage: Stage) -> None:
+    """A receiver asks for epochs beside the group's lock: what it takes with one must not stay for ever."""
+    stage.send_numbers(KEYS, 1)
+    stage.consume(Recorder(), group="pops").stop()
+    group_id = stage.group_id("pops")
+    retire(stage, "pops")
+    for partition, _, epoch, _ in stage.assignments("pops"):
+        stage.redis.hset(group_keys(stage.prefix, partition, group_id).lock, mapping={"owner": "pop", "epoch": epoch})
+    assert forget_retired(stage.database, prefix=stage.prefix, rest_s=0) == 0
+    assert forget_retired(stage.database, prefix=stage.prefix, rest_s=0) == len(stage.partitions)
+    assert keys_of(stage, group_id) == []
+
+
 def test_the_command_asks_first(run: Commands, redis_url: str) -> None:
     run.text("migrate")
     run.text("node", "register", "n1", redis_url)
