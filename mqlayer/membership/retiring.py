@@ -172,13 +172,15 @@ def forget_retired(database: Database, *, prefix: str, rest_s: float = REST_S, u
         holders = [row[0] for row in connection.execute(query("retired_parked")).fetchall()]
     for group_id in holders:
         drop_parked(database, group_id)
+    # Runs first, then epochs: a node that falls back and is armed in between refuses what was asked before.
     nodes = {node.node_id: node for node in load_nodes(database)}
     forgotten = 0
     after = (0, 0)
     while spots := _spots(database, after, rest_s):
         by_node: dict[NodeId, list[Spot]] = {}
         for spot in spots:
-            by_node.setdefault(spot.node, []).append(spot)
+            if spot.node in nodes:
+                by_node.setdefault(spot.node, []).append(spot)
         for node_id, of_node in by_node.items():
             words = _forget(nodes[node_id], of_node, prefix=prefix, unsafe=unsafe)
             failpoint("group_retire.after_forget")
