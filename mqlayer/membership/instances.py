@@ -38,10 +38,11 @@ def ensure_instance(
     check_instance(instance)
     facts = {"group_id": group.group_id, "instance": instance}
     name = instance_name(group.name, instance)
-    database.transaction(lambda connection: connection.execute(query("instance_insert"), facts))
+    made = database.transaction(lambda connection: connection.execute(query("instance_insert"), facts).fetchone())
     failpoint("instance.after_insert")
     found = _find(database, group, name)
-    retire_instance_away(database, found.group_id, group.topic, name, actor=name)
+    if made is None:
+        retire_instance_away(database, found.group_id, group.topic, name, actor=name)
     anew = False
     while (found := _find(database, group, name)).state == "retired":
         anew |= _revive(database, found.group_id, facts)
