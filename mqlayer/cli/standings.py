@@ -14,7 +14,7 @@ from mqlayer.inspecting import GroupStanding, PartitionStanding, VersionLag, Wai
 def group_row(group: GroupStanding) -> dict[str, Any]:
     """Return one line of `group list`."""
     facts = group.facts
-    live = facts.state == "live"
+    live = facts.state == "live" and facts.mode != "broadcast"
     return {
         "topic": facts.topic,
         "group": facts.name,
@@ -49,8 +49,11 @@ def settings_row(group: GroupStanding) -> dict[str, Any]:
         "topic_version": facts.topic_version,
         "seek": facts.seek,
         "created_at": facts.created_at.isoformat(timespec="seconds"),
+        "instance": facts.instance,
+        "keep_away_s": facts.keep_away_s,
+        "away_s": None if facts.away_s is None else round(facts.away_s, 1),
         "members": facts.alive if facts.mode != "pop" else None,
-        "lag": group.lag if facts.state == "live" else None,
+        "lag": group.lag if facts.state == "live" and facts.mode != "broadcast" else None,
         "away": dict(group.away),
     }
 

@@ -104,6 +104,7 @@ class Member:
 
     `handle(held, record)` is called for each message: on a thread of the pool, or as a coroutine when `is_async`. A
     BatchHandler is called for batches.
+    `again`: brings a retired instance of a broadcast group back, which begins anew; any other retired group ends it.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Member:
         options: MemberOptions | None = None,
         application: Database | None = None,
         hooks: Sequence[Hook] = (),
+        again: Callable[[], object] | None = None,
     ) -> None:
         self.settings, self.group = settings, group
         self.options = options or MemberOptions()
@@ -139,9 +141,15 @@ class Member:
         self._give_back_by: dict[PartitionId, float] = {}
         # What the last heartbeat said is ours, for those who ask whether we serve it.
         self._assigned: frozenset[PartitionId] = frozenset()
-        self._stopping = self._replaced = False
+        self._stopping, self._replaced = False, ""
         self._heart = Heart(
-            self, database=database, group=group, member_id=self.member_id, settings=settings, name=self._name
+            self,
+            database=database,
+            group=group,
+            member_id=self.member_id,
+            settings=settings,
+            name=self._name,
+            again=again,
         )
         self.dispatcher, self._workers = self._for_handler(handle, is_async=is_async)
         self._keeper = Keeper(
@@ -215,7 +223,7 @@ class Member:
         """Say whether its threads turn, and whether it serves all that it is assigned. For any thread."""
         if self._replaced:
             # Nothing brings it back but a new process; where others run beside it here, nobody else would say so.
-            return Health(stuck=("another process took the member's id, or it was evicted",))
+            return Health(stuck=(self._replaced,))
         if self._stopping:
             return Health(waits=("it is stopping",))
         held = {held.partition for held in self._holdings.all() if held.state is not State.NEW}
@@ -506,9 +514,9 @@ class Member:
         for held in self._holdings.all():
             self._drop(held)
 
-    def replaced(self) -> None:
-        """End: another process took this member's id, or an operator evicted it."""
-        self._stopping = self._replaced = True
+    def replaced(self, reason: str) -> None:
+        """End: another process took this member's id, an operator evicted it, or its group is retired."""
+        self._stopping, self._replaced = True, reason
         self._holdings.close()
         self.dispatcher.stop()
 

@@ -39,7 +39,7 @@ from mqlayer.failures.filters import ReplayFilter
 from mqlayer.failures.jobs import LEASE_S, LOOK_S, State, cancel, go_on, take_over
 from mqlayer.failures.listing import page
 from mqlayer.failures.noting import ANY_KEY, raise_parking
-from mqlayer.membership.groups import Group, find_group
+from mqlayer.membership.groups import Group, find_group, refuse_broadcast
 from mqlayer.membership.positions import Spot, look_at
 from mqlayer.membership.rebalance import change_group
 from mqlayer.membership.seeking import fence_old_owners, refuse_beside_replay
@@ -251,6 +251,7 @@ def work_on_replay(
 
 
 def _check(group: Group, wanted: ReplayFilter, per_s: float, newer: str) -> None:
+    refuse_broadcast(group)
     if group.state != "live":
         raise Conflict(f"{_called(group)} is {group.state}, not live", "only a live group can be replayed")
     if group.mode == "pop":

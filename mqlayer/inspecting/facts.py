@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from mqlayer.domain.names import check_name
+from mqlayer.domain.names import check_group, check_name
 from mqlayer.domain.retrying import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import NotFound
@@ -21,7 +21,11 @@ GroupSight = Literal["hidden", "readable", "drained"]
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """A group with its settings. `alive`: members whose lease lasts; `seek`: how often it was sent elsewhere."""
+    """A group with its settings. `alive`: members whose lease lasts; `seek`: how often it was sent elsewhere.
+
+    `instance`: of an instance of a broadcast group, its name; `away_s`: for how long nobody has consumed for it, None
+    where somebody does; `keep_away_s`: for how long its position is kept, then; of the broadcast group too.
+    """
 
     group_id: int
     topic: str
@@ -37,10 +41,13 @@ class GroupFacts:
     balance: str
     settings_version: int
     paused_at: datetime | None
-    mode: Literal["exclusive", "pop", "shared"]
+    mode: Literal["exclusive", "pop", "shared", "broadcast"]
     scope: Literal["partition", "key"] | None
     alive: int
     tag_filter: str
+    instance: str | None
+    keep_away_s: float | None
+    away_s: float | None
     rules: RetryRules
 
 
@@ -95,7 +102,7 @@ def group_facts(database: Database, topic: str | None = None, name: str | None =
     """Return groups: of all topics, of one, or the one named. Raises NotFound for a topic or group that is not."""
     facts = {
         "topic": None if topic is None else check_name("topic", topic),
-        "name": None if name is None else check_name("group", name),
+        "name": None if name is None else check_group(name),
     }
     with database.connection() as connection:
         rows = connection.execute(query("inspected_groups"), facts).fetchall()

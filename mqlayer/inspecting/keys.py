@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mqlayer.domain.names import check_name, encode_key
+from mqlayer.domain.names import check_group, encode_key
 from mqlayer.domain.routing import Lp, NodeId, Route, lp_of
-from mqlayer.errors import MqlayerError
+from mqlayer.errors import InvalidInput, MqlayerError
 from mqlayer.inspecting.parked import ParkedKeyStanding, full_words, parked_key
 from mqlayer.inspecting.standing import GroupStanding, PartitionStanding, Waiting, group_standings, waiting
 from mqlayer.postgres.database import Database
@@ -91,9 +91,11 @@ def explain_key(
     """
     name = encode_key(key)
     lp = lp_of(name)
-    check_name("group", group)
+    check_group(group)
     route = load_route(database, topic)
     (standing,) = group_standings(database, topic, group, prefix=prefix, unsafe=unsafe)
+    if standing.facts.mode == "broadcast":
+        raise InvalidInput(f"group {group!r} is broadcast: name one of its instances, as {group}@INSTANCE")
     by_id = {one.facts.partition: one for one in standing.partitions}
     crossings = _crossings(database, topic, lp, by_id)
     ways = [by_id[one.partition] for one in crossings if one.partition in by_id]

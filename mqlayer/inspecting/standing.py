@@ -150,7 +150,8 @@ def group_standings(
     that is not there; a node that does not answer is part of the answer.
     """
     groups = group_facts(database, topic, name)
-    live = [group for group in groups if group.state == "live"]
+    # A broadcast group has no position, its instances have.
+    live = [group for group in groups if group.state == "live" and group.mode != "broadcast"]
     facts = partition_facts(database, live)
     nodes = load_nodes(database)
     spots = (Spot(one.node, one.partition, one.group_id, start=one.start, seek=one.seek) for one in facts)

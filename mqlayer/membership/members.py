@@ -12,7 +12,7 @@ from mqlayer.domain.names import check_name
 from mqlayer.domain.retrying import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.domain.tags import NO_FILTER
-from mqlayer.errors import Conflict, TransactionConflict
+from mqlayer.errors import Conflict, GroupRetired, InstanceTaken, NotFound, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.rebalance import change_group, rebalance
 from mqlayer.postgres.database import Connection, Database
@@ -92,7 +92,8 @@ def join(
     """Join a group: a new session, partitions given by the rebalance in the same transaction.
 
     `session`: its number, from `next_session`; `own`: the sessions of a process that joins again, which may have been
-    the member's newest. Raises Replaced, and changes nothing, where the newest is none of them.
+    the member's newest. Raises Replaced, and changes nothing, where the newest is none of them; GroupRetired; and
+    InstanceTaken where another member lives that consumes for the same instance of a broadcast group.
     """
     check_name("member", member_id)
     facts = {
@@ -107,6 +108,7 @@ def join(
     failpoint("member.before_join")
 
     def work(connection: Connection) -> Session:
+        _refuse_to_admit(connection, group_id, member_id)
         row = connection.execute(query("member_join"), facts).fetchone()
         if row is None:
             raise Replaced(f"member {member_id!r} has a session of somebody else's", "start under another member id")
@@ -119,6 +121,23 @@ def join(
     joined = change_group(database, group_id, work)
     failpoint("member.after_join_commit")
     return joined
+
+
+def _refuse_to_admit(connection: Connection, group_id: int, member_id: str) -> None:
+    """Raise what keeps a member from joining a group whose lock is held."""
+    row = connection.execute(query("group_admits"), {"group_id": group_id}).fetchone()
+    if row is None:
+        raise NotFound("group", group_id, "it was retired long ago and is forgotten: start the process again")
+    topic, group, state, is_instance = row
+    # An instance that somebody is bringing back has no start as yet: whoever slept through that would begin anywhere.
+    if state == "retired" or (is_instance and state == "creating"):
+        raise GroupRetired(topic, group)
+    if is_instance:
+        # With two of them each would get a part of the messages.
+        connection.execute(query("member_expire"), {"group_id": group_id})
+        for other, leaving in connection.execute(query("member_live"), {"group_id": group_id}).fetchall():
+            if other != member_id:
+                raise InstanceTaken(topic, group, other, "leaving" if leaving else "running")
 
 
 def beat(database: Database, session: Session, *, lease_s: float, own: Collection[int] = ()) -> Beat:

@@ -106,6 +106,8 @@ class Asker:
     @property
     def trouble(self) -> MqlayerError | None:
         """Why no partition at all can be asked, None where one can."""
+        if self._listing.gone is not None:
+            return self._listing.gone
         troubles = [spot.trouble for spot in self._listing.spots]
         return troubles[-1] if troubles and all(troubles) else None
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import MqlayerError
+from mqlayer.errors import GroupRetired, MqlayerError
 from mqlayer.membership.groups import Group
 from mqlayer.membership.popping import PopPartition, pop_partitions
 from mqlayer.popping.spots import Spot, spot_of
@@ -32,6 +32,8 @@ class Listing:
         self.archived = False
         self.news = threading.Event()
         """Set when it was read; whoever waits for it clears it."""
+        # Set for good where the group is retired: nothing is given out any more.
+        self.gone: GroupRetired | None = None
         self._read_at = -LIST_AGE_S
         self._reading: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -71,6 +73,8 @@ class Listing:
     def _try_read(self) -> None:
         try:
             self._read()
+        except GroupRetired as error:
+            self.gone, self._spots = error, {}
         except MqlayerError as error:
             log.warning("partitions_not_listed", extra={"reason": str(error)})
 

@@ -74,10 +74,14 @@ WHERE c.state IN ('planned', 'sealing', 'sealed')
 
 -- name: check_groups
 -- Groups that bound trimming, and how many members of each live. Nobody knows of receivers (ordered pop) where they are.
+-- Of instances of broadcast groups: for how long they have been away, and for how long their positions are kept.
 SELECT t.name, g.name, (SELECT count(*) FROM mqlayer.member m
-                        WHERE m.group_id = g.group_id AND m.lease_until >= now())::int AS living
+                        WHERE m.group_id = g.group_id AND m.lease_until >= now())::int AS living,
+       extract(epoch FROM clock_timestamp() - g.away_since)::float8, b.keep_away_s
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
-WHERE g.state = 'live' AND g.mode IN ('exclusive', 'shared') ORDER BY t.name, g.name;
+LEFT JOIN mqlayer.consumer_group b ON b.group_id = g.broadcast_of
+WHERE g.state <> 'retired' AND g.mode IN ('exclusive', 'shared') AND (g.state = 'live' OR g.instance IS NOT NULL)
+ORDER BY t.name, g.name;
 
 -- name: check_parked
 -- What groups have parked: keys, messages, keys that wait for an operator, whether one or the group is at a limit, since

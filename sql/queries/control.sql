@@ -160,7 +160,7 @@ SELECT p.partition_id, p.node_id,
        CASE WHEN t.archived AND bool_and(a.complete) IS NOT TRUE THEN coalesce(min(a.upto_offset), 1) END AS archive_floor
 FROM mqlayer.topic t
 JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.state IN ('open', 'sealed')
-LEFT JOIN mqlayer.consumer_group g ON g.topic_id = t.topic_id AND g.state <> 'retired'
+LEFT JOIN mqlayer.consumer_group g ON g.topic_id = t.topic_id AND g.state <> 'retired' AND g.mode <> 'broadcast'
 LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id
 LEFT JOIN mqlayer_archive.progress a ON a.partition_id = p.partition_id
 WHERE t.name = %(topic)s

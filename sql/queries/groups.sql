@@ -1,10 +1,11 @@
 -- name: group_insert
 -- Create a group that is not live yet; nothing where the name is taken.
-INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, from_archive, ordered, balance, mode, scope, invisible_s, tag_filter,
-       backoff_s, backoff_jitter, attempt_limit, policy, final_errors, retried_errors, time_limit_s, time_cap_s,
-       parked_keys_limit, parked_messages_limit, parked_bytes_limit, key_messages_limit, key_bytes_limit)
+INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, from_archive, ordered, balance, mode, scope, tag_filter,
+       invisible_s, keep_away_s, backoff_s, backoff_jitter, attempt_limit, policy, final_errors, retried_errors, time_limit_s,
+       time_cap_s, parked_keys_limit, parked_messages_limit, parked_bytes_limit, key_messages_limit, key_bytes_limit)
 SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(from_archive)s, %(ordered)s, %(balance)s, %(mode)s, %(scope)s,
-       %(invisible_s)s, %(tag_filter)s, %(backoff_s)s, %(jitter)s, %(attempt_limit)s, %(policy)s, %(final_errors)s, %(retried_errors)s,
+       %(tag_filter)s, %(invisible_s)s, %(keep_away_s)s, %(backoff_s)s, %(jitter)s, %(attempt_limit)s, %(policy)s,
+       %(final_errors)s, %(retried_errors)s,
        %(time_limit_s)s, %(time_cap_s)s, %(parked_keys_limit)s, %(parked_messages_limit)s, %(parked_bytes_limit)s,
        %(key_messages_limit)s, %(key_bytes_limit)s
 FROM mqlayer.topic WHERE name = %(topic)s
@@ -13,7 +14,8 @@ ON CONFLICT (topic_id, name) DO NOTHING;
 -- name: group_find
 -- One group of a topic.
 SELECT g.group_id, g.topic_id, g.state, g.start, g.start_at, t.strategy, g.version, g.seek, g.ordered, g.balance,
-       g.settings_version, g.paused_at, g.mode, g.scope, g.tag_filter, g.from_archive, g.invisible_s, g.backoff_s, g.backoff_jitter,
+       g.settings_version, g.paused_at, g.mode, g.scope, g.tag_filter, g.from_archive, g.invisible_s, g.instance,
+       g.keep_away_s, g.backoff_s, g.backoff_jitter,
        g.attempt_limit, g.policy, g.final_errors, g.retried_errors, g.time_limit_s, g.time_cap_s, g.parked_keys_limit,
        g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
@@ -69,7 +71,8 @@ SET settings_version = settings_version + 1, backoff_s = coalesce(%(backoff_s)s:
     parked_bytes_limit = coalesce(%(parked_bytes_limit)s::bigint, parked_bytes_limit),
     key_messages_limit = coalesce(%(key_messages_limit)s::bigint, key_messages_limit),
     key_bytes_limit = coalesce(%(key_bytes_limit)s::bigint, key_bytes_limit),
-    balance = coalesce(%(balance)s::text, balance), tag_filter = coalesce(%(tag_filter)s::text, tag_filter)
+    balance = coalesce(%(balance)s::text, balance), keep_away_s = coalesce(%(keep_away_s)s::double precision, keep_away_s),
+    tag_filter = coalesce(%(tag_filter)s::text, tag_filter)
 WHERE group_id = %(group_id)s AND settings_version = coalesce(%(if_version)s::int, settings_version)
   AND state <> 'retired' RETURNING time_limit_s, time_cap_s;
 
@@ -103,8 +106,13 @@ SELECT set_config('lock_timeout', %(lock_wait)s, true),
 
 -- name: group_lock
 -- Lock a group for a change of its membership or assignments.
-SELECT group_id, topic_id, allocation, balance, mode FROM mqlayer.consumer_group
+SELECT group_id, topic_id, allocation, balance, mode, state, instance IS NOT NULL FROM mqlayer.consumer_group
 WHERE group_id = %(group_id)s FOR NO KEY UPDATE;
+
+-- name: group_admits
+-- What decides whether a member may join a group, whose lock is held.
+SELECT t.name, g.name, g.state, g.instance IS NOT NULL
+FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id) WHERE g.group_id = %(group_id)s;
 
 -- name: member_join
 -- A member (again): a new session, so that an earlier process of this id is refused. Nothing where a process that goes

@@ -2,13 +2,17 @@
 -- Groups with their settings and how many members live: of all topics, of one, or one of one topic.
 SELECT g.group_id, t.name, g.name, g.state, g.version, t.version AS topic_version, g.start, g.start_at, g.seek,
        g.created_at, g.ordered, g.balance, g.settings_version, g.paused_at, g.mode, g.scope,
-       (SELECT count(*) FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until >= now()) AS alive,
-       g.tag_filter, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors, g.retried_errors, g.time_limit_s,
+       (SELECT count(*) FROM mqlayer.member m
+        WHERE m.lease_until >= now() AND (m.group_id = g.group_id OR g.mode = 'broadcast' AND m.group_id IN (
+            SELECT i.group_id FROM mqlayer.consumer_group i WHERE i.broadcast_of = g.group_id))) AS alive,
+       g.tag_filter, g.instance, coalesce(g.keep_away_s, b.keep_away_s),
+       extract(epoch FROM clock_timestamp() - g.away_since)::float8, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors, g.retried_errors, g.time_limit_s,
        g.time_cap_s, g.parked_keys_limit, g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit,
        g.key_bytes_limit
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+LEFT JOIN mqlayer.consumer_group b ON b.group_id = g.broadcast_of
 WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(name)s::text IS NULL OR g.name = %(name)s)
-ORDER BY t.name, g.name;
+ORDER BY t.name, coalesce(b.name, g.name), g.instance NULLS FIRST;
 
 -- name: inspected_partitions
 -- How groups stand with every partition of their topic: the version that made it, which parents hide it, who owns it.
