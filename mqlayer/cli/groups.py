@@ -90,6 +90,12 @@ def set_(
         str | None,
         typer.Option(metavar="any:T,T|all:T,T|none", help="Only messages with any, or all, of these tags; or none."),
     ] = None,
+    rate: Annotated[
+        str | None, typer.Option(metavar="N", help="Messages that the group begins by the second, at most; or none.")
+    ] = None,
+    burst: Annotated[
+        str | None, typer.Option(metavar="N", help="How many of them at once after a rest; or none for a second's.")
+    ] = None,
     if_version: Annotated[
         int | None, typer.Option(min=1, help="Refuse unless the settings are at this version.")
     ] = None,
@@ -103,6 +109,8 @@ def set_(
             actor=actor(),
             balance=balance,  # type: ignore[arg-type]  # judged there, for programs too
             tag_filter=tag_filter,
+            rate_limit=None if rate is None else _rate(rate),
+            rate_burst=None if burst is None else _rate(burst),
             if_version=if_version,
             backoff_s=None if backoff is None else _backoff(backoff),
             jitter=jitter,
@@ -121,6 +129,8 @@ def set_(
     words = f"{rules_words(changed.rules)}, balance by {changed.balance}"
     if changed.tag_filter != NO_FILTER:
         words += f", only messages with {changed.tag_filter.replace(':', ' of ')}"
+    if changed.rate is not None:
+        words += f", {changed.rate.per_s:g} messages/s, {changed.rate.burst:g} at once"
     typer.echo(f"settings version {changed.settings_version}: {words}")
 
 
@@ -368,6 +378,13 @@ def _limit(text: str) -> float:
         return math.inf if text == "none" else float(text)
     except ValueError:
         raise InvalidInput(f"{text!r} is no limit of time: say seconds, or none") from None
+
+
+def _rate(text: str) -> float:
+    try:
+        return math.inf if text == "none" else float(text)
+    except ValueError:
+        raise InvalidInput(f"{text!r} is no number of messages: say for example 50, 0.1, or none") from None
 
 
 def _names(text: str, *, nothing: str) -> tuple[str, ...]:

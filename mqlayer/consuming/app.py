@@ -91,6 +91,8 @@ class App:
         ordered: bool | None = None,
         balance: Balance | None = None,
         tag_filter: str | None = None,
+        rate_limit: float | None = None,
+        rate_burst: float | None = None,
         options: MemberOptions | None = None,
         **rules: Unpack[Rules],
     ) -> Callable[[Handler], Handler]:
@@ -105,10 +107,12 @@ class App:
         the lineage of partitions), "latest" (what is published from then on) or a datetime with a time zone: the first
         message of that time or later, by the publishers' clocks. `from_archive`: it is given what the archive of its
         topic holds from there on, then the streams. `tag_filter`: which messages the group wants, as
-        `any_of("eu", "vip")` or `all_of("eu", "vip")` says, or "none" for all; others are settled unseen. `ordered`,
-        `balance`, `tag_filter` and the rules for messages that fail (`backoff_s`, `jitter`, `attempt_limit`, `policy`,
-        `final_errors`, `retried_errors`, `time_limit_s`, `time_cap_s`) live with the group too, see GroupSettings and
-        Rules: what is said here must be what is in force there, else `start()` raises Conflict; leave them out to take
+        `any_of("eu", "vip")` or `all_of("eu", "vip")` says, or "none" for all; others are settled unseen. `rate_limit`:
+        messages by the second that the whole group begins at most, `rate_burst` at once after a rest. `ordered`,
+        `balance`, `tag_filter`, `rate_limit`, `rate_burst` and the rules for messages that fail (`backoff_s`, `jitter`,
+        `attempt_limit`, `policy`, `final_errors`, `retried_errors`, `time_limit_s`, `time_cap_s`) live with the group
+        too, see GroupSettings and Rules: what is said here must be what is in force there, else `start()` raises
+        Conflict; leave them out to take
         what is there. Raises InvalidInput for a start or setting that there is not.
         """
         check_name("topic", topic)
@@ -116,7 +120,14 @@ class App:
         if any((c.topic, c.group) == (topic, group) for c in self.consumers):
             raise Conflict(f"group {group!r} of topic {topic!r} has a handler already", "use another group")
         said = settings_of(
-            start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive, **rules
+            start,
+            ordered=ordered,
+            balance=balance,
+            tag_filter=tag_filter,
+            from_archive=from_archive,
+            rate_limit=rate_limit,
+            rate_burst=rate_burst,
+            **rules,
         )
         group_settings = replace(said, mode="exclusive")
 

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack
 from psycopg.types.json import Jsonb
 
 from mqlayer.domain.names import check_name
+from mqlayer.domain.rates import RateLimit, check_rate
 from mqlayer.domain.retrying import (
     PARKING_LIMITS,
     POLICIES,
@@ -55,8 +56,9 @@ class GroupSettings:
     streams, without gap or repeat; `start` is earliest or a time then. `balance`: whether partitions are spread over
     members by their count (default) or by the rate of what is published to them. `tag_filter`: which messages it wants
     by their tags, as `any_of` and `all_of` say; "none" (default) for all. `mode`: by members with partitions of their
-    own (default), or by receivers (ordered pop), with
-    its `scope`, by key unless said otherwise; both said once. The others are those of RetryRules; a time without end,
+    own (default), or by receivers (ordered pop), with its `scope`, by key unless said otherwise; both said once.
+    `rate_limit`: messages by the second that the whole group begins at most, `rate_burst`: how many of them at once
+    after a rest; without it what the rate gives in a second. The others are those of RetryRules; a time without end,
     `math.inf`, says that there is no limit. The policy of ordered pop is "block", and it has no filter.
     """
 
@@ -80,6 +82,8 @@ class GroupSettings:
     mode: Mode | None = None
     scope: Scope | None = None
     from_archive: bool = False
+    rate_limit: float | None = None
+    rate_burst: float | None = None
 
     def rules(self) -> RetryRules:
         """Return the rules of a group that is created with these."""
@@ -140,6 +144,13 @@ class Group:
     scope: Scope | None = None
     tag_filter: str = NO_FILTER
     from_archive: bool = False
+    rate_limit: float | None = None
+    rate_burst: float | None = None
+
+    @property
+    def rate(self) -> RateLimit | None:
+        """How fast it may begin messages."""
+        return RateLimit.of(self.rate_limit, self.rate_burst)
 
 
 def find_group(database: Database, topic: str, name: str) -> Group:
@@ -148,8 +159,10 @@ def find_group(database: Database, topic: str, name: str) -> Group:
         row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
     if row is None:
         raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
-    group_id, topic_id, state, start, start_at, *rest, mode, scope, tag_filter, from_archive = row[:-RULES_COUNT]
-    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), mode, scope, tag_filter, from_archive]
+    group_id, topic_id, state, start, start_at, *rest, mode, scope, tag_filter, archived, per_s, burst = row[
+        :-RULES_COUNT
+    ]
+    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), mode, scope, tag_filter, archived, per_s, burst]
     return Group(group_id, topic_id, topic, name, state, start_at or start, *values)
 
 
@@ -178,6 +191,8 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
         "ordered": settings.ordered is not False,
         "balance": settings.balance or "count",
         "tag_filter": settings.tag_filter or NO_FILTER,
+        "rate_limit": no_end(settings.rate_limit),
+        "rate_burst": no_end(settings.rate_burst),
         "mode": settings.mode or "exclusive",
         "scope": settings.scope or ("key" if settings.mode == "pop" else None),
         **as_columns(asdict(settings.rules())),
@@ -204,6 +219,8 @@ def settings_of(
     balance: Balance | None = None,
     tag_filter: str | None = None,
     from_archive: bool = False,
+    rate_limit: float | None = None,
+    rate_burst: float | None = None,
     **rules: Unpack[Rules],
 ) -> GroupSettings:
     """Return settings as a program says them. Raises InvalidInput for those that no group can have."""
@@ -221,8 +238,9 @@ def settings_of(
         # As the server has it: tags sorted, once each.
         tag_filter = str(TagFilter.of(tag_filter) or NO_FILTER)
     settings = GroupSettings(
-        start=start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive, **said
-    )
+        start=start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive,
+        rate_limit=rate_limit, rate_burst=rate_burst, **said,
+    )  # fmt: skip
     check_start(start)
     check_settings(settings)
     return settings
@@ -249,6 +267,7 @@ def check_settings(settings: GroupSettings) -> None:
         if limit_s is not None and not limit_s > 0:
             raise InvalidInput(f"a limit of time is over 0 seconds, not {limit_s}: leave it out, or inf for none")
     check_times(settings.time_limit_s, settings.time_cap_s)
+    check_rate(settings.rate_limit, settings.rate_burst)
     _check_mode(settings)
 
 
@@ -292,6 +311,11 @@ def check_times(limit_s: float | None, cap_s: float | None) -> None:
         raise InvalidInput(f"the time limit of {limit_s:g} s is over the cap of {cap_s:g} s: extend goes up to the cap")
 
 
+def no_end(value: float | None) -> float | None:
+    """Return a limit as a new group has it: one without end is none."""
+    return None if value == math.inf else value
+
+
 def as_columns(values: dict[str, Any]) -> dict[str, Any]:
     """Return settings as a statement takes them."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -304,7 +328,7 @@ def refuse_others(group: Group, settings: GroupSettings) -> None:
             f"group {group.name!r} of topic {group.topic!r} is consumed in mode {group.mode}, not {settings.mode}",
             f"consume it with {CALLED[group.mode]}, or use another group: the mode is said once",
         )
-    for name in (*RULES, "ordered", "balance", "tag_filter", "scope"):
+    for name in (*RULES, "ordered", "balance", "tag_filter", "scope", "rate_limit", "rate_burst"):
         brought, there = getattr(settings, name), getattr(group.rules if name in RULES else group, name)
         if there is None:
             there = math.inf

@@ -40,6 +40,8 @@ def set_group(
     actor: str,
     balance: Balance | None = None,
     tag_filter: str | None = None,
+    rate_limit: float | None = None,
+    rate_burst: float | None = None,
     if_version: int | None = None,
     **rules: Unpack[Rules],
 ) -> Group:
@@ -47,13 +49,17 @@ def set_group(
 
     Raises InvalidInput, NotFound, and Conflict where its settings are not of the version named any more.
     """
-    settings = settings_of(balance=balance, tag_filter=tag_filter, **rules)
+    settings = settings_of(
+        balance=balance, tag_filter=tag_filter, rate_limit=rate_limit, rate_burst=rate_burst, **rules
+    )
     if settings == GroupSettings():
         raise InvalidInput("nothing to set: name a setting")
     facts = {
         **as_columns({name: getattr(settings, name) for name in RULES}),
         "balance": balance,
         "tag_filter": settings.tag_filter,
+        "rate_limit": rate_limit,
+        "rate_burst": rate_burst,
         "if_version": if_version,
     }
 
@@ -76,7 +82,8 @@ def pause_group(database: Database, topic: str, name: str, *, actor: str) -> boo
     """Let a group rest: what runs is finished and settled, nothing more is started. False where it rests already."""
 
     def work(connection: Connection, group: Group) -> bool:
-        if connection.execute(query("group_pause"), {"group_id": group.group_id}).fetchone() is None:
+        facts = {"group_id": group.group_id, "actor": actor}
+        if connection.execute(query("group_pause"), facts).fetchone() is None:
             return False
         connection.execute(query("assignments_of_group_release"), {"group_id": group.group_id})
         note(connection, actor, "group pause", _target(group), {})

@@ -121,7 +121,8 @@ class Turn:
     `handled`: of its messages; `burial`: its first message that is not handled. Then `go_on` hands out the next ones:
     `alone`, one only, or as many as go at a time; `careful`: to blame if nobody ever says how that ended. Else it waits
     as `entry` says, for its message that `failed`, `tried` so many times more, or just rests. `given_s`: how long ago
-    it was handed out.
+    it was handed out. `count`: hand out no more at a time; `again_s`: for its owner, when it goes on although it was to
+    go on now.
     """
 
     ref: KeyRef
@@ -134,6 +135,8 @@ class Turn:
     failed: Identity | None = None
     tried: int = 0
     given_s: float = 0.0
+    count: int = BATCH
+    again_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -472,7 +475,7 @@ class Ledger:
         if held is None:
             return []
         attempts = 0 if turn.handled or turn.burial else int(held[2])
-        bounds = {"count": 1 if turn.alone else BATCH, "bytes": BATCH_BYTES}
+        bounds = {"count": 1 if turn.alone else turn.count, "bytes": BATCH_BYTES}
         rows = connection.execute(query("parked_next"), key | bounds).fetchall()
         if not rows:
             if connection.execute(query("parked_key_end"), key).fetchone() is None:

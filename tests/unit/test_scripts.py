@@ -12,7 +12,7 @@ from mqlayer.resources import lua_names, lua_source
 SETTLING = {
     "lock_take", "lock_release", "lock_raise", "offsets_settle", "attempt_count", "attempt_start", "log_trim",
     "partition_retire", "partition_seal", "partition_open", "mark_pass", "ids_load",
-    "pop_receive", "pop_settle",
+    "pop_receive", "pop_settle", "rate_take",
 }  # fmt: skip
 READING = {"group_look", "key_find", "log_select"}
 FLAGS = dict.fromkeys(SETTLING, " flags=allow-oom") | dict.fromkeys(READING, " flags=no-writes")
