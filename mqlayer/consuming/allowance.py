@@ -12,12 +12,10 @@ import threading
 from typing import Final
 
 from mqlayer.consuming.clock import clock
-from mqlayer.domain.rates import RateLimit
+from mqlayer.domain.rates import KEPT_S, RateLimit
 
 GRAIN_S: Final = 0.02
 """A member with a high rate begins what is due this often, not each message by itself."""
-KEPT_S: Final = 0.25
-"""What a member keeps of its rate, in seconds of it; the rest stays in the buckets."""
 SUM_ERROR: Final = 1e-6
 LONGEST_WAIT_S: Final = 1.0
 """A member looks at its buckets this often, whatever its rate: a higher one may be in force."""

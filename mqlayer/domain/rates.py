@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 from mqlayer.errors import InvalidInput
 
-LEAST_PER_S = 0.0001
+LEAST_PER_S: Final = 0.0001
+KEPT_S: Final = 0.25
+"""What members fetch at a time of a rate at most, in seconds of it."""
 
 
 class RateShare(NamedTuple):
@@ -26,10 +28,13 @@ class RateLimit(NamedTuple):
 
     @classmethod
     def of(cls, per_s: float | None, burst: float | None, partitions: int = 1) -> Self | None:
-        """Return the limit that settings say, None for none. Without a burst it is what a second gives, 1 at least."""
+        """Return the limit that settings say, None for none.
+
+        Without a burst it is what a second gives; it is what KEPT_S gives at the least, and never below a message.
+        """
         if per_s is None:
             return None
-        return cls(per_s, max(1.0, per_s) if burst is None else burst, max(1, partitions))
+        return cls(per_s, max(1.0, per_s * KEPT_S, per_s if burst is None else burst), max(1, partitions))
 
     @property
     def share(self) -> RateShare:

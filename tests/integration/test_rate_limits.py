@@ -206,7 +206,7 @@ def test_a_member_that_brings_another_rate_is_refused_and_no_group_has_a_rate_of
         limited(stage, Clocked(), 60.0)
     for wrong in ({"rate_limit": 0}, {"rate_limit": -1}, {"rate_burst": 0.5}, {"rate_limit": float("nan")}):
         with pytest.raises(InvalidInput):
-            set_group(stage.database, stage.topic, "g", actor="test", **wrong)  # type: ignore[arg-type]
+            set_group(stage.database, stage.topic, "g", actor="test", **wrong)
 
 
 # -- ordered pop -----------------------------------------------------------------------------------------------------
@@ -219,13 +219,18 @@ def test_receivers_are_given_no_more_than_the_rate_and_redelivery_counts(
     stage = start_stage(redis_url, partitions=1)
     stage.send((f"key-{number}", b"1") for number in range(300))
     with Receiver(stage.topic, group="g", settings=stage.settings()) as receiver:
-        set_group(stage.database, stage.topic, "g", rate_limit=50, rate_burst=5, actor="test")
-        wait_until(lambda: all(spot.place.rate for spot in receiver._open_parts().asker._listing.spots) or
-                   receiver._open_parts().asker._listing.refresh(), what="the rate is known")  # fmt: skip
+        set_group(stage.database, stage.topic, "g", rate_limit=50, rate_burst=1, actor="test")
+        listing = receiver._open_parts().asker._listing
+
+        def known() -> bool:
+            listing.refresh()
+            return all(spot.place.rate for spot in listing.spots)
+
+        wait_until(known, what="the rate is known")
         given, began = 0, time.monotonic()
         while time.monotonic() - began < 2.0:
             messages = receiver.receive(100, wait_s=0.2, invisible_s=0.3)
-            assert len(messages) <= 5
+            assert len(messages) <= 12
             given += len(messages)
         assert given == pytest.approx(100, rel=0.15)
 
@@ -236,3 +241,5 @@ def test_the_shares_of_partitions_are_the_rate() -> None:
     assert limit.share == RateShare(12.5, 12.5, 0.125)
     assert RateLimit(0.1, 1.0, 8).whole_share == RateShare(0.0125, 1.0, 1.0)
     assert RateLimit.of(None, 5.0) is None
+    # Members fetch a quarter of a second's at a time.
+    assert RateLimit.of(100.0, 1.0) == RateLimit(100.0, 25.0)
