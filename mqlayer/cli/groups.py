@@ -13,6 +13,7 @@ import typer
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument, check_wish
+from mqlayer.cli.pauses import PartitionOption, WaitOption, say_partitions, say_under_way
 from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_age
 from mqlayer.cli.standings import (
     failure_facts,
@@ -34,6 +35,7 @@ from mqlayer.errors import InvalidInput
 from mqlayer.failures import failure_counts
 from mqlayer.inspecting import GroupStanding, group_members, group_standings
 from mqlayer.membership import GroupSettings, SeekPlan, Start, apply_seek, ensure_group, planned_seek
+from mqlayer.membership.pausing import pause_partitions, resume_partitions, wait_paused
 from mqlayer.membership.steering import evict_member, pause_group, resume_group, set_group
 from mqlayer.postgres.database import Database
 from mqlayer.routes.cache import RouteCache
@@ -135,17 +137,28 @@ def set_(
 
 
 @groups.command()
-def pause(topic: TopicArgument, group: GroupArgument) -> None:
-    """Let a group rest: what runs is finished, nothing more is started before it is resumed."""
+def pause(
+    topic: TopicArgument, group: GroupArgument, partition: PartitionOption = None, wait: WaitOption = 0.0
+) -> None:
+    """Let a group rest, or partitions of it: what runs is finished, nothing more is started before it is resumed."""
     with Database(settings_here().control_dsn()) as database:
-        done = pause_group(database, topic, group, actor=actor())
-    typer.echo(f"group {group} of topic {topic} {'is paused' if done else 'is paused already'}")
+        if partition:
+            changed = pause_partitions(database, topic, group, partition, actor=actor())
+            say_partitions(partition, changed, "is paused", "is paused already")
+        else:
+            done = pause_group(database, topic, group, actor=actor())
+            typer.echo(f"group {group} of topic {topic} {'is paused' if done else 'is paused already'}")
+        say_under_way(wait_paused(database, topic, group, partition or None, timeout_s=wait))
 
 
 @groups.command()
-def resume(topic: TopicArgument, group: GroupArgument) -> None:
-    """Let a paused group go on where it rested."""
+def resume(topic: TopicArgument, group: GroupArgument, partition: PartitionOption = None) -> None:
+    """Let a paused group, or partitions of it, go on where they rested."""
     with Database(settings_here().control_dsn()) as database:
+        if partition:
+            changed = resume_partitions(database, topic, group, partition, actor=actor())
+            say_partitions(partition, changed, "goes on", "was not paused")
+            return
         done = resume_group(database, topic, group, actor=actor())
     typer.echo(f"group {group} of topic {topic} {'goes on' if done else 'was not paused'}")
 

@@ -12,10 +12,12 @@ from mqlayer.archiving import set_retention
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import TopicArgument
+from mqlayer.cli.pauses import WaitOption, say_under_way
 from mqlayer.cli.showing import JsonOption, show_rows
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
+from mqlayer.membership.pausing import pause_topic, resume_topic, wait_paused
 from mqlayer.postgres.database import Database
 from mqlayer.topics import create_topic, list_topics, set_archived
 
@@ -100,6 +102,23 @@ def _days(text: str) -> int:
     if match is None:
         raise InvalidInput(f"{text!r} is no age in days or weeks: say for example 30d, 12w or {FOR_EVER}")
     return int(match[1]) * (7 if match[2] == "w" else 1)
+
+
+@topics.command()
+def pause(name: TopicArgument, wait: WaitOption = 0.0) -> None:
+    """Let all groups of a topic rest: what runs is finished, nothing more is started; publishing goes on."""
+    with Database(settings_here().control_dsn()) as database:
+        done = pause_topic(database, name, actor=actor())
+        typer.echo(f"topic {name} {'is paused' if done else 'is paused already'}")
+        say_under_way(wait_paused(database, name, timeout_s=wait))
+
+
+@topics.command()
+def resume(name: TopicArgument) -> None:
+    """Let the groups of a paused topic go on, but for those that rest by themselves."""
+    with Database(settings_here().control_dsn()) as database:
+        done = resume_topic(database, name, actor=actor())
+    typer.echo(f"topic {name} {'goes on' if done else 'was not paused'}")
 
 
 @topics.command("list")

@@ -251,22 +251,33 @@ class Keeper:
         for lane, _ in work.burials:
             dispatcher.buried(lane)
         for parking, turn in turns:
-            if turn.ref in written.early:
-                dispatcher.rest(held, parking, 0, clock() + EARLY_S)
-            elif turn.go_on:
-                records = written.next[turn.ref]
-                failpoint("parking.before_resume")
-                dispatcher.resume(held, parking, records)
-                if not records:
-                    self._owner.unparked(held, turn.ref)
-            else:
-                wait_s = turn.entry.wait_s if turn.entry is not None else turn.again_s
-                attempts = parking.attempts if turn.again_s is not None and not turn.handled else 0
-                attempts = turn.entry.attempts if turn.entry is not None else attempts
-                dispatcher.rest(held, parking, attempts, NEVER if wait_s is None else clock() + wait_s)
+            self._follow_turn(held, parking, turn, written)
         if work.burials or work.lanes:
             # Settled now, as far as the group goes.
             self._owner.parked(held, keys=[], messages=0)
+
+    def _follow_turn(self, held: Held, parking: Parking, turn: Turn, written: Written) -> None:
+        """Go on with a parked key as the server says."""
+        dispatcher = self._owner.dispatcher
+        # Attempts are those of its head.
+        attempts = 0 if turn.handled or turn.burial else parking.attempts
+        if turn.ref in written.early:
+            dispatcher.rest(held, parking, 0, clock() + EARLY_S)
+        elif turn.ref in written.paused:
+            # Its owner hears when it is resumed.
+            dispatcher.rest(held, parking, attempts, NEVER)
+        elif turn.go_on:
+            records = written.next[turn.ref]
+            failpoint("parking.before_resume")
+            dispatcher.resume(held, parking, records)
+            if not records:
+                self._owner.unparked(held, turn.ref)
+        elif turn.entry is None and turn.again_s is not None:
+            dispatcher.rest(held, parking, attempts, clock() + turn.again_s)
+        else:
+            wait_s = turn.entry.wait_s if turn.entry is not None else None
+            attempts = turn.entry.attempts if turn.entry is not None else 0
+            dispatcher.rest(held, parking, attempts, NEVER if wait_s is None else clock() + wait_s)
 
     def _leave(self, held: Held, lane: Lane, parking: Parking, written: Written) -> None:
         """Have the rest of a key that finds no room wait in the stream; say so once, while that lasts."""

@@ -12,6 +12,7 @@ from mqlayer.failures.listing import (
     parked_keys,
     parked_line,
 )
+from mqlayer.failures.pausing import pause_key, resume_key
 from mqlayer.failures.redriving import (
     Redrive,
     RedriveResult,
@@ -69,6 +70,7 @@ __all__ = [
     "new_worker",
     "parked_keys",
     "parked_line",
+    "pause_key",
     "redrive_results",
     "redrives",
     "release_all",
@@ -76,6 +78,7 @@ __all__ = [
     "replay_of",
     "replay_results",
     "replays",
+    "resume_key",
     "resume_redrive",
     "resume_replay",
     "retry_scan",
