@@ -19,7 +19,7 @@ from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
 from mqlayer.membership.pausing import pause_topic, resume_topic, wait_paused
 from mqlayer.postgres.database import Database
-from mqlayer.topics import create_topic, list_topics, set_archived
+from mqlayer.topics import create_topic, list_topics, set_archived, set_limits
 
 topics = typer.Typer(no_args_is_help=True, help="Topics: create, list, set.")
 
@@ -75,17 +75,24 @@ def set_(
     archived: Annotated[
         bool | None, typer.Option("--archived/--not-archived", help="Whether its records are archived.")
     ] = None,
+    body_limit: Annotated[int | None, typer.Option(min=1, max=BODY_LIMIT, help="Bytes.")] = None,
+    backlog_limit: Annotated[int | None, typer.Option(min=0, help="Messages per partition; 0 for no limit.")] = None,
     retention: Annotated[
         str | None, typer.Option(metavar="AGE", help="How long its archive is kept: such as 30d, 12w, or forever.")
     ] = None,
 ) -> None:
-    """Switch a topic's archiving, or say how long its archive is kept.
+    """Change a topic's limits, switch its archiving, or say how long its archive is kept.
 
     What is published while archiving is off is a gap in the archive for ever.
     """
-    if archived is None and retention is None:
-        raise InvalidInput("say what to set: --archived, --not-archived, or --retention AGE")
+    limits = {"body_limit": body_limit, "backlog_limit": backlog_limit}
+    if archived is None and retention is None and not any(limit is not None for limit in limits.values()):
+        raise InvalidInput(
+            "say what to set: --backlog-limit, --body-limit, --archived, --not-archived, or --retention AGE"
+        )
     days = None if retention is None or retention == FOR_EVER else _days(retention)
+    if any(limit is not None for limit in limits.values()):
+        _set_limits(name, limits)
     with Database(settings_here().control_dsn()) as database:
         if retention is not None:
             changed = set_retention(database, name, days=days, actor=actor())
@@ -95,6 +102,14 @@ def set_(
             changed = set_archived(database, name, archived=archived, actor=actor())
             is_now = "archived" if archived else "not archived"
             typer.echo(f"topic {name} is {is_now}{'' if changed else ', as before'}")
+
+
+def _set_limits(name: str, limits: dict[str, int | None]) -> None:
+    settings = settings_here()
+    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        changed = set_limits(database, name, **limits, application=application, actor=actor())
+    said = ", ".join(f"{limit.replace('_', ' ')} {value}" for limit, value in limits.items() if value is not None)
+    typer.echo(f"topic {name} has {said}{'' if changed else ', as before'}")
 
 
 def _days(text: str) -> int:

@@ -221,10 +221,11 @@ def test_a_parked_key_that_is_paused_in_the_middle_of_its_messages_rests_behind_
 
     stage_of = {"paused": False}
     recorder = Recorder(act=act)
-    stage.consume(recorder)
+    app = stage.consume(recorder)
     stage.send([("key", b"0")])
     stage.wait_settled()
     pause_key(stage.database, stage.topic, "g", "key", actor="ann")
+    wait_until(lambda: holds_paused(app, b"key"), what="the owner knows")
     stage.send(("key", b"%d" % number) for number in range(1, 301))
     wait_until(lambda: parked(stage) == {b"key": 300}, what="all are parked")
     stage_of["paused"] = True

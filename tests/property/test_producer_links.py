@@ -106,6 +106,9 @@ class World(RuleBasedStateMachine):
     def renew(self) -> None:
         self.renewals += 1
 
+    def look_again(self, topic: TopicLanes) -> None:
+        pass
+
     def search(self, parcel: Parcel, early: int, place: Place, offset: int) -> None:
         self.searches.append(Search(parcel, early, place, offset, ()))
 
