@@ -1,19 +1,24 @@
-"""`doctor`: is it well, and what to do where it is not."""
+"""`doctor` and `verify`: is it well, do all stores say the same, and what to do where not."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
+from typing import Annotated
 
 import typer
 
-from mqlayer.checking import Verdict, examine
+from mqlayer.checking import Finding, Verdict, examine
+from mqlayer.checking.verifying import verify as verify_stores
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.showing import JsonOption, show_rows
+from mqlayer.postgres.database import Database
 
 
 def add_to(app: typer.Typer) -> None:
     """Put the command into the application."""
     app.command()(doctor)
+    app.command()(verify)
 
 
 def doctor(as_json: JsonOption = False) -> None:
@@ -21,8 +26,36 @@ def doctor(as_json: JsonOption = False) -> None:
 
     Changes nothing. Works on MQLAYER_DSN, MQLAYER_APP_DSN, MQLAYER_BROKER_URL and the registered nodes.
     """
-    findings = examine(settings_here())
-    rows = ({name: str(value) for name, value in asdict(finding).items()} for finding in findings)
-    show_rows(rows, as_json=as_json, nothing="nothing to check")
-    if any(finding.verdict is Verdict.BROKEN for finding in findings):
+    _show(examine(settings_here()), as_json=as_json, nothing="nothing to check")
+
+
+def verify(
+    topic: Annotated[str | None, typer.Argument(help="All topics where none is named.")] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read every record's identity on the nodes, and count the archive.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare what Postgres, the nodes and the archive say of a topic; exit code 1 where they differ.
+
+    Marks, chains, counters, seals, positions. Changes nothing, and may run while everything else does.
+    """
+    settings = settings_here()
+    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        found = verify_stores(
+            database,
+            topic,
+            application=application,
+            prefix=settings.key_prefix,
+            deep=deep,
+            unsafe=settings.allow_unsafe_redis,
+        )
+    _show(found, as_json=as_json, nothing="no topic to verify")
+
+
+def _show(findings: Iterable[Finding], *, as_json: bool, nothing: str) -> None:
+    found = list(findings)
+    rows = ({name: str(value) for name, value in asdict(finding).items()} for finding in found)
+    show_rows(rows, as_json=as_json, nothing=nothing)
+    if any(finding.verdict is Verdict.BROKEN for finding in found):
         raise typer.Exit(1)

@@ -314,3 +314,36 @@ def test_what_a_page_costs_does_not_grow_with_what_is_parked_of_its_key(stage: S
         times += [took("parked_messages_put", 1, 100_001 + count * turn) for turn in range(8)]
         times += [took("parked_messages_put", source, 1 + count * source) for source in (1, 2, 3)]
     assert max(times) < 1.0, times
+
+
+def test_a_page_of_a_group_that_is_younger_than_the_statistics_costs_no_more(stage: Stage) -> None:
+    """Case 64: the planner takes such a group for one that has nothing parked, and every index of it for as good."""
+    for group in ("old", "young"):
+        stage.consume(Recorder(), group=group).stop()
+    old, young, (partition,), count = stage.group_id("old"), stage.group_id("young"), stage.partitions, 500
+    keys = (
+        "INSERT INTO mqlayer.parked_key (group_id, lp, name, cause) "
+        "SELECT %s, n, format('k%%s', n)::bytea, 'retry' FROM generate_series(1, 200) n"
+    )
+    messages = (
+        "INSERT INTO mqlayer.parked_message "
+        "(group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body) "
+        "SELECT %s, n %% 200 + 1, format('k%%s', n %% 200 + 1)::bytea, 1, n, nextval('mqlayer.parked_place'), %s, n, "
+        "'k', 'm', 'b' FROM generate_series(50001, 80000) n"
+    )
+    with stage.database.connection() as connection:
+        for group_id in (old, young):
+            connection.execute(keys, [group_id])
+            connection.execute(messages, [group_id, partition])
+            if group_id == old:
+                connection.execute("ANALYZE mqlayer.parked_message")
+        numbers = list(range(1, count + 1))
+        columns = {"lps": [n % 200 + 1 for n in numbers], "names": [b"k%d" % (n % 200 + 1) for n in numbers],
+                   "sources": [2] * count, "seqs": numbers, "offsets": numbers, "keys": [b"k"] * count,
+                   "ms": [b"m"] * count, "bodies": [b"b"] * count, "attempts": [0] * count,
+                   "tried": [0] * count}  # fmt: skip
+        facts = columns | {"group_id": young, "partition_id": partition - 1, "member_id": "m"}
+        began = clock()
+        connection.execute(query("parked_in_front"), facts)
+        connection.execute(query("parked_messages_put"), facts | {"partition_id": partition})
+    assert clock() - began < 2.0
