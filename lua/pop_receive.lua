@@ -18,7 +18,7 @@ KEYS
   7 lines_key     zset    <length of lane><lane><offset, 16 digits> of what was looked at and is not settled
   8 due_key       zset    lane -> ms when it may be given out
   9 batches_key   hash    attempt id -> <batch>:<offsets>; #<slot> -> attempt id
- 10 rate_key      hash    left, at_us: what may be given out of the group's rate (see rate_take)
+  10 rate_key     hash    left, at_us: what may be given out of the group's rate (see rate_take)
 
 ARGV
   1 epoch         int     epoch of the group at this partition
@@ -30,8 +30,8 @@ ARGV
   7 invisible_ms  int     how long they are withheld from others
   8 attempt       string  id of this attempt: the same one gets the same batch again, and nothing is counted
   9 only_again    int     1: give out nothing but a batch of this attempt
- 10 per_s         number  how many messages this partition gives out by the second; 0: no limit
- 11 rate_size     number  how many of them at once after a rest, at least 1
+  10 per_s        number  how many messages this partition gives out by the second; 0: no limit
+  11 rate_size    number  how many of them at once after a rest, at least 1
 
 RETURNS
   {"given", batch, {offset, times given out, m, key, body, ...}}
