@@ -26,4 +26,4 @@ def say_partitions(wanted: Sequence[int], changed: Sequence[int], done: str, alr
 def say_under_way(left: int) -> None:
     """Say whether something of what was paused still runs."""
     if left:
-        typer.echo(f"what runs in {counted(left, 'partition')} is being finished: --wait S waits for that")
+        typer.echo(f"what runs in {counted(left, 'partition')} is being finished: --wait S waits for that", err=True)
