@@ -15,6 +15,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -399,6 +400,44 @@ def random_plan(route: Route, nodes: Sequence[NodeId], rng: random.Random) -> Pl
             return plan_move(route, parent.partition, rng.choice([node for node in nodes if node != parent.node]))
 
 
+def work(name: str, directory: Path, stopping: threading.Event) -> None:
+    """Run the periodic jobs, but for trimming: what a run's streams hold is read at its end."""
+    observe_retiring(History(directory, name), TOPIC)
+    del stopping
+    _celery().worker_main(["worker", "--pool", "threads", "--concurrency", "2", "--loglevel", "INFO",
+                           "--hostname", f"{name}@chaos", "--without-gossip", "--without-mingle"])  # fmt: skip
+
+
+def tick(name: str, directory: Path, stopping: threading.Event) -> None:
+    """Say when jobs are due."""
+    del stopping
+    _celery().start(["beat", "--schedule", str(directory / f"{name}.schedule"), "--loglevel", "INFO", "--pidfile", ""])
+
+
+def _celery() -> Any:
+    from mqlayer.workers.app import app
+
+    schedule = app.conf.beat_schedule
+    app.conf.beat_schedule = {job: facts for job, facts in schedule.items() if "trim" not in job}
+    return app
+
+
+def skew_clock(file: Path) -> None:
+    """From now on this process's wall clock is off by as many seconds as a file says, once there is one."""
+    real, real_ns = time.time, time.time_ns
+    known: list[float] = [0.0, 0.0]
+
+    def skew() -> float:
+        if time.monotonic() > known[0]:
+            known[0] = time.monotonic() + 0.2
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                known[1] = float(file.read_text())
+        return known[1]
+
+    time.time = lambda: real() + skew()
+    time.time_ns = lambda: real_ns() + int(skew() * 1e9)
+
+
 ROLES: Final[dict[str, Callable[[str, Path, threading.Event], None]]] = {
     "writer": write,
     "relay": relay,
@@ -408,6 +447,8 @@ ROLES: Final[dict[str, Callable[[str, Path, threading.Event], None]]] = {
     "driver": drive,
     "receiver": pop,
     "seller": sell,
+    "worker": work,
+    "beat": tick,
 }
 
 
@@ -420,6 +461,7 @@ def main() -> None:
         stopping.set()
 
     signal.signal(signal.SIGTERM, end)
+    skew_clock(Path(directory) / f"{name}.skew")
     ROLES[role](name, Path(directory), stopping)
 
 

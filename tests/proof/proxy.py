@@ -12,6 +12,7 @@ or the connection ends.
 """
 
 import asyncio
+import contextlib
 import random
 import socket
 import struct
@@ -100,6 +101,14 @@ class TcpProxy:
             if not self._cut_seen.wait_for(lambda: self._cut_count >= count, timeout_s):
                 raise TimeoutError(f"{self._cut_count} of {count} connections were cut in {timeout_s:g} s")
 
+    def aim(self, target_host: str, target_port: int) -> None:
+        """Forward new connections to another server; open ones go on with theirs."""
+
+        async def aim_on_loop() -> None:
+            self._target = (target_host, target_port)
+
+        self._on_loop(aim_on_loop())
+
     def delay(self, delay_s: float, *, jitter_s: float = 0.0, direction: Direction | None = None) -> None:
         """Hold every chunk back for `delay_s` and up to `jitter_s` more; both ways unless one is named."""
 
@@ -186,6 +195,10 @@ class TcpProxy:
         self._connections.add(connection)
         try:
             await self._handle(connection, reader, writer)
+        except asyncio.CancelledError:
+            # Streams of Python 3.11 report a task that was cancelled as a failed one.
+            if not connection.was_reset:
+                raise
         finally:
             self._connections.discard(connection)
             connection.close()
@@ -256,6 +269,7 @@ class _Connection:
 
     task: "asyncio.Task[None]"
     writers: list[asyncio.StreamWriter]
+    was_reset: bool = False
 
     def close(self) -> None:
         """End it orderly: what was written still arrives."""
@@ -269,6 +283,7 @@ class _Connection:
 
     def reset(self) -> None:
         """Reset both sides and stop serving it."""
+        self.was_reset = True
         self.abort()
         self.task.cancel()
 
@@ -371,8 +386,9 @@ async def _read(reader: asyncio.StreamReader) -> bytes | OSError:
 
 def _reset(writer: asyncio.StreamWriter) -> None:
     connected: socket.socket = writer.get_extra_info("socket")
-    # Closing with a linger time of zero sends RST in place of FIN.
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    # Closing with a linger time of zero sends RST in place of FIN. One that is closed already has nothing to reset.
+    with contextlib.suppress(OSError):
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
 
 

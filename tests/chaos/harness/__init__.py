@@ -1,0 +1,1 @@
+"""Chaos as a program: `python -m tests.chaos --seed N --minutes M`."""

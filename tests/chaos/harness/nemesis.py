@@ -1,0 +1,228 @@
+"""Breaks one thing after the other, by a seed, and notes what it was and when it was over."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psycopg
+
+from tests.chaos.harness.sites import DatabaseSite, NodeSite, PairSite, Site
+from tests.chaos.test_whole_path import Play
+from tests.proof.failpoint_names import failpoint_names
+
+PLACES: Final = {
+    "driver": ("change.", "drop.", "retire."),
+    "pair": ("drained.", "take.", "rearm.", "mend.", "ack.", "release.", "member.", "read.", "park"),
+    "relay": ("relay.", "rearm.", "mend."),
+    "worker": ("archive.", "rearm.", "mend.", "retire.", "change."),
+}
+"""Where processes of a role are broken between two writes."""
+MORTAL: Final = ("publisher", "relay", "pair", "pair", "driver", "worker", "beat")
+STOPPABLE: Final = ("pair", "pair", "relay", "driver", "worker")
+KINDS: Final = {
+    "kill": 45, "stop": 15, "network": 25, "node": 4, "postgres": 2, "backends": 3, "scripts": 2, "memory": 2,
+    "clock": 3, "fail_over": 2, "power_cut": 2,
+}  # fmt: skip
+"""How often each kind of fault is chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """A fault: its kind, what it hit, and from when to when, in ns of CLOCK_MONOTONIC."""
+
+    kind: str
+    target: str
+    began_ns: int
+    ended_ns: int
+
+
+class Nemesis:
+    """Strikes; what takes a while is over when `strike` returns."""
+
+    def __init__(
+        self,
+        play: Play,
+        nodes: list[NodeSite],
+        database: DatabaseSite,
+        directory: Path,
+        *,
+        seed: int,
+        lease_s: float,
+        fell_back: Callable[[NodeSite], None],
+    ) -> None:
+        self._play, self._nodes, self._database, self._directory = play, nodes, database, directory
+        self._rng, self._lease_s, self._fell_back = random.Random(seed), lease_s, fell_back
+        self._armed: dict[str, str] = {}
+        self._stopped_since: dict[str, float] = {}
+        self.struck: list[Struck] = []
+
+    def strike(self) -> None:
+        """Break something; where that can't be now, something else."""
+        kinds, weights = list(KINDS), list(KINDS.values())
+        while True:
+            kind = self._rng.choices(kinds, weights)[0]
+            began = time.monotonic_ns()
+            target = getattr(self, f"_{kind}")()
+            if target:
+                self.struck.append(Struck(kind, target, began, time.monotonic_ns()))
+                break
+        self.revive()
+
+    def revive(self) -> None:
+        """Start again what died at its place; wake up what has stood there for longer than a lease."""
+        for name, place in list(self._armed.items()):
+            process = self._play.processes[name]
+            if process.poll() is not None:
+                self._at_place(name, place)
+                self._play.start(name)
+            elif not is_stopped(process.pid):
+                self._stopped_since.pop(name, None)
+            elif time.monotonic() - self._stopped_since.setdefault(name, time.monotonic()) > 1.5 * self._lease_s:
+                self._at_place(name, place)
+                process.send_signal(signal.SIGCONT)
+
+    def rest(self) -> None:
+        """Let go: from here on nothing breaks; who may still be broken at a place is replaced."""
+        self.revive()
+        for name in self._armed:
+            self._play.kill(name)
+        self._armed.clear()
+        for site in (*self._nodes, self._database):
+            site.proxy.heal()
+
+    def _at_place(self, name: str, place: str) -> None:
+        del self._armed[name]
+        self._stopped_since.pop(name, None)
+        now = time.monotonic_ns()
+        self.struck.append(Struck(f"{'stop' if '=stop' in place else 'kill'} at a place", f"{name} {place}", now, now))
+
+    def _kill(self) -> str:
+        name = self._one_of(MORTAL)
+        role = name.partition("-")[0]
+        self._armed.pop(name, None)
+        if role in PLACES and self._rng.random() < 0.5:
+            place = self._rng.choice(sorted(n for n in failpoint_names() if n.startswith(PLACES[role])))
+            self._armed[name] = f"{place}={self._rng.choice(['kill', 'kill', 'stop'])}@{self._rng.randint(1, 2)}"
+        self._play.kill(name, self._armed.get(name, ""))
+        return name
+
+    def _stop(self) -> str:
+        name = self._one_of(STOPPABLE)
+        process = self._play.processes[name]
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(self._lease_s * self._rng.uniform(1.2, 1.8))
+        process.send_signal(signal.SIGCONT)
+        return name
+
+    def _network(self) -> str:
+        site = self._rng.choice([*self._nodes, *self._nodes, self._database])
+        name = self._rng.choice(["slow", "silent", "deaf", "reset", "cut", "cut", "cut", "away", "half_open"])
+        getattr(self, f"_line_{name}")(site)
+        site.proxy.heal()
+        return f"{name} {site.name}"
+
+    def _line_slow(self, site: Site) -> None:
+        site.proxy.delay(self._rng.uniform(0.02, 0.2), jitter_s=0.1)
+        time.sleep(self._rng.uniform(0.5, 1.5))
+
+    def _line_silent(self, site: Site) -> None:
+        site.proxy.blackhole()
+        time.sleep(self._rng.uniform(0.3, 1.5 * self._lease_s))
+
+    def _line_deaf(self, site: Site) -> None:
+        site.proxy.blackhole("server_to_client")
+        time.sleep(self._rng.uniform(0.3, 1.5 * self._lease_s))
+
+    def _line_reset(self, site: Site) -> None:
+        site.proxy.reset_all()
+
+    def _line_cut(self, site: Site) -> None:
+        # The server did the work, and its answer is lost in the middle.
+        site.proxy.cut_after(server_bytes=self._rng.choice([0, 0, 1, 7, 200, 5_000]), times=self._rng.randint(1, 4))
+        time.sleep(self._rng.uniform(0.1, 0.5))
+
+    def _line_away(self, site: Site) -> None:
+        site.proxy.refuse_new()
+        site.proxy.reset_all()
+        time.sleep(self._rng.uniform(0.3, 1.0))
+
+    def _line_half_open(self, site: Site) -> None:
+        site.proxy.half_open()
+        site.proxy.reset_all()
+        time.sleep(self._rng.uniform(0.3, 1.0))
+        site.proxy.heal()
+        site.proxy.reset_all()
+
+    def _node(self) -> str:
+        site = self._rng.choice(self._nodes)
+        site.kill()
+        return site.name
+
+    def _fail_over(self) -> str:
+        pairs = [site for site in self._nodes if isinstance(site, PairSite)]
+        if not pairs:
+            return ""
+        site = self._rng.choice(pairs)
+        # Whatever is settled from here on may come again.
+        self._fell_back(site)
+        done = site.fail_over(lag_s=self._rng.uniform(0.0, 0.5), overlap_s=self._rng.uniform(0.0, 1.0))
+        self._fell_back(site)
+        return site.name if done else ""
+
+    def _power_cut(self) -> str:
+        sites = [site for site in self._nodes if hasattr(site, "cut_power")]
+        if not sites:
+            return ""
+        site = self._rng.choice(sites)
+        self._fell_back(site)
+        site.cut_power()
+        self._fell_back(site)
+        return site.name
+
+    def _postgres(self) -> str:
+        self._database.kill()
+        return self._database.name
+
+    def _backends(self) -> str:
+        with psycopg.connect(self._database.direct_dsn, autocommit=True) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+        return self._database.name
+
+    def _scripts(self) -> str:
+        site = self._rng.choice(self._nodes)
+        site.client().script_flush()
+        return site.name
+
+    def _memory(self) -> str:
+        site = self._rng.choice(self._nodes)
+        site.client().config_set("maxmemory", 1)
+        time.sleep(self._rng.uniform(0.5, 2.0))
+        site.client().config_set("maxmemory", 0)
+        return site.name
+
+    def _clock(self) -> str:
+        name = self._one_of(("pair", "relay", "publisher"))
+        # Read by the process itself: see `skew` in the actors.
+        (self._directory / f"{name}.skew").write_text(str(self._rng.choice([-3600, -60, 60, 3600])))
+        return name
+
+    def _one_of(self, roles: tuple[str, ...]) -> str:
+        roles = tuple(role for role in roles if self._play.names(role))
+        return self._rng.choice(self._play.names(self._rng.choice(roles)))
+
+
+def is_stopped(pid: int) -> bool:
+    """Say whether a process stands still."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,78 @@
+"""How long it takes after a fault until everything flows again, by the histories."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from tests.chaos.harness.nemesis import Struck
+from tests.proof.history import Deliver, Publish, Record
+
+SETS: Final = 16
+"""LPs are looked at in so many sets: a fault is over when something that was committed after it is handled in each."""
+SECOND_NS: Final = 1_000_000_000
+
+
+def recoveries(records: Iterable[Record], struck: Sequence[Struck], *, longest: int) -> dict[str, Any]:
+    """Return the p50, p99 and longest recovery in seconds, and which faults took longest.
+
+    A recovery lasts from the end of a fault until in every set of LPs, of those to which anything was published within
+    the time, a message that was committed after that end was handled by every group.
+    """
+    flows = _flows(records)
+    took = sorted((_recovery(flows, one.ended_ns), one.kind, one.target) for one in struck)
+    seconds = [one[0] for one in took] or [0.0]
+    return {
+        "p50_s": round(seconds[len(seconds) // 2], 2),
+        "p99_s": round(seconds[int(0.99 * (len(seconds) - 1))], 2),
+        "longest_s": round(seconds[-1], 2),
+        "longest": [f"{one[0]:.1f} s {one[1]} {one[2]}" for one in took[::-1][:longest]],
+    }
+
+
+Flow = tuple[list[int], list[int]]
+"""Of one set and group: commits, rising, and the earliest time at which one of these or of a later one was handled."""
+
+
+def _flows(records: Iterable[Record]) -> list[Flow]:
+    committed: dict[tuple[int, int, int], int] = {}
+    handled: dict[tuple[str, int, int, int], int] = {}
+    for record in records:
+        event = record.event
+        if record.phase != "ok":
+            continue
+        if isinstance(event, Publish):
+            committed.setdefault((event.source, event.lp, event.seq), record.at_ns)
+        elif isinstance(event, Deliver):
+            handled.setdefault((event.group, event.source, event.lp, event.seq), record.at_ns)
+    return list(_by_set(committed, handled).values())
+
+
+def _by_set(
+    committed: Mapping[tuple[int, int, int], int], handled: Mapping[tuple[str, int, int, int], int]
+) -> dict[tuple[str, int], Flow]:
+    pairs: defaultdict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+    for (group, source, lp, seq), at in handled.items():
+        begun = committed.get((source, lp, seq))
+        if begun is not None:
+            pairs[group, lp * SETS // 1024].append((begun, at))
+    flows: dict[tuple[str, int], Flow] = {}
+    for name, of_set in pairs.items():
+        of_set.sort()
+        earliest, best = [0] * len(of_set), 1 << 62
+        for place in range(len(of_set) - 1, -1, -1):
+            best = min(best, of_set[place][1])
+            earliest[place] = best
+        flows[name] = ([begun for begun, _ in of_set], earliest)
+    return flows
+
+
+def _recovery(flows: Iterable[Flow], ended_ns: int) -> float:
+    longest = 0
+    for commits, earliest in flows:
+        place = bisect_left(commits, ended_ns)
+        if place < len(commits):
+            longest = max(longest, earliest[place] - ended_ns)
+    return longest / SECOND_NS

@@ -1,0 +1,161 @@
+"""A run: servers, processes, faults; then all is let go, drains, and is judged."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import psycopg
+from pydantic import SecretStr
+
+from mqlayer.changes import bring_back_nodes, finish_changes
+from mqlayer.checking.verifying import verify
+from mqlayer.errors import MqlayerError
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.migrations import migrate
+from mqlayer.settings import Settings
+from mqlayer.stack import RedisServer
+from tests.chaos.actors import SINK, TOPIC
+from tests.chaos.harness.nemesis import Nemesis
+from tests.chaos.harness.recovery import recoveries
+from tests.chaos.harness.sites import DatabaseSite, NodeSite, PairSite
+from tests.chaos.test_route_chaos import Scene
+from tests.chaos.test_whole_path import Play
+from tests.fixtures.servers import best_place
+from tests.fixtures.waiting import wait_until
+from tests.proof.checker import check
+from tests.proof.history import FallBack, History, read_histories
+
+CAST: Final = {"publisher": 3, "relay": 2, "pair": 4, "driver": 2, "worker": 2, "beat": 2}
+KEYS: Final = 500
+LEASE_S: Final = 2.0
+SETTLING_S: Final = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long faults go on: at least so long, and until there were so many."""
+
+    seconds: float
+    faults: int
+    every_s: float
+
+
+def run(seed: int, length: Length, *, cast: dict[str, int] | None = None) -> dict[str, Any]:
+    """Do a run and return its report; `clean` says whether anything was broken."""
+    with ExitStack() as cleanup:
+        directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="mqchaos-", dir=best_place())))
+        directory.chmod(0o755)
+        return _Run(directory, seed, cleanup).play(length, cast or CAST)
+
+
+class _Run:
+    def __init__(self, directory: Path, seed: int, cleanup: ExitStack) -> None:
+        self._seed, self._rng = seed, random.Random(f"{seed}/pace")
+        self._histories = directory / "histories"
+        self._histories.mkdir()
+        self._site = DatabaseSite(directory, cleanup)
+        migrate(self._site.direct_dsn)
+        self._nodes = [NodeSite(directory, "n0", cleanup), PairSite(directory, "n1", cleanup)]
+        broker = cleanup.enter_context(RedisServer(directory / "broker", options={"appendonly": "no"}))
+        self._settings = Settings(dsn=SecretStr(self._site.dsn), key_prefix="chaos")
+        with psycopg.connect(self._site.direct_dsn, autocommit=True) as connection:
+            connection.execute(SINK)
+        self._database = cleanup.enter_context(_closing(Database(self._site.direct_dsn)))
+        self._scene = Scene(self._database, self._nodes, self._settings, self._histories)  # type: ignore[arg-type]
+        self._history = cleanup.enter_context(History(self._histories, "nemesis"))
+        environment = {
+            "MQLAYER_TEST_KEYS": str(KEYS), "MQLAYER_CHAOS_SEED": str(seed), "MQLAYER_TEST_PAUSE_S": "0.025",
+            "MQLAYER_TEST_DRIVE_EVERY_S": "4", "MQLAYER_LEASE_S": str(LEASE_S), "MQLAYER_BROKER_URL": broker.url,
+            "MQLAYER_TEST_FAILING": "199",
+        }  # fmt: skip
+        self._play = Play(self._settings, self._histories, **environment)
+        cleanup.callback(self._play.kill_all)
+        self._nemesis = Nemesis(
+            self._play, self._nodes, self._site, self._histories,
+            seed=seed, lease_s=LEASE_S, fell_back=self._fell_back,
+        )  # fmt: skip
+
+    def play(self, length: Length, cast: dict[str, int]) -> dict[str, Any]:
+        began = time.monotonic()
+        for role, count in cast.items():
+            for number in range(count):
+                self._play.start(f"{role}-{number}")
+        wait_until(lambda: self._scene.committed() > 100, timeout_s=60, what="a first message of many")
+        self._strike(length)
+        struck_s = time.monotonic() - began
+        self._let_go()
+        settled_s = time.monotonic() - began - struck_s
+        for role in ("pair", "relay", "worker", "beat"):
+            self._play.end(role)
+        self._scene.witness()
+        return self._report(struck_s, settled_s)
+
+    def _strike(self, length: Length) -> None:
+        began = time.monotonic()
+        while time.monotonic() - began < length.seconds or len(self._nemesis.struck) < length.faults:
+            # The pace of faults is part of the experiment, not a wait for anything.
+            time.sleep(self._rng.uniform(0.2, 1.8) * length.every_s)
+            self._nemesis.strike()
+
+    def _let_go(self) -> None:
+        self._nemesis.rest()
+        for role in ("publisher", "driver"):
+            self._play.end(role)
+        wait_until(self._is_settled, timeout_s=SETTLING_S, what=f"all that was committed is settled, {self._seed=}")
+
+    def _is_settled(self) -> bool:
+        try:
+            bring_back_nodes(self._database, prefix=self._settings.key_prefix, application=self._database)
+            finish_changes(self._database, prefix=self._settings.key_prefix, topic=TOPIC, application=self._database)
+            return self._scene.is_settled()
+        except MqlayerError:
+            return False
+
+    def _fell_back(self, site: NodeSite) -> None:
+        """Write down that what was settled on a node may come again."""
+        rows = self._scene.rows("SELECT partition_id, node_id FROM mqlayer.partition")
+        number = self._nodes.index(site) + 1
+        for partition, node_id in rows:
+            if node_id == number:
+                self._history.note(FallBack(topic=TOPIC, partition=partition))
+
+    def _report(self, struck_s: float, settled_s: float) -> dict[str, Any]:
+        records = read_histories(self._histories)
+        verdict = check(records, flows=[(group, TOPIC) for group in self._scene.groups])
+        differences = [
+            f"{one.check} {one.subject}: {one.seen}"
+            for one in verify(
+                self._database, TOPIC, application=self._database, prefix=self._settings.key_prefix, deep=True
+            )
+            if one.verdict != "ok"
+        ]
+        struck = self._nemesis.struck
+        return {
+            "seed": self._seed,
+            "clean": verdict.clean and not differences,
+            "seconds": round(struck_s, 1),
+            "settled_s": round(settled_s, 1),
+            "messages": verdict.messages,
+            "delivered": verdict.delivered,
+            "redelivered": verdict.redelivered,
+            "route_changes": dict(self._scene.changes()),
+            "faults": len(struck),
+            "faults_by_kind": dict(Counter(one.kind for one in struck)),
+            "recovery": recoveries(records, struck, longest=5),
+            "violations": {str(breach): count for breach, count in verdict.counts.items() if count},
+            "examples": [str(violation) for violation in verdict.violations],
+            "differences": differences,
+        }
+
+
+def _closing(database: Database) -> Any:
+    from contextlib import closing
+
+    return closing(database)
