@@ -118,7 +118,8 @@ def test_two_members_with_four_partitions_keep_to_the_rate_of_their_group_over_a
     apps[1].stop(0.0)
     wait_until(lambda: len(set(stage.owners().values())) == 1, what="one member owns all")
     later = time.monotonic()
-    assert begun_in(recorders, later, 1.5) == pytest.approx(1.5 * rate, rel=0.1)
+    # Nobody took from the buckets of half of the partitions meanwhile: they give their half of a burst besides.
+    assert 0.9 * 1.5 * rate <= begun_in(recorders, later, 1.5) <= 1.1 * 1.5 * rate + rate / 2
     # From first to last: at no time was more begun than the rate and one burst allow.
     assert begun_in(recorders, began, time.monotonic() - began) <= 1.1 * rate * (time.monotonic() - began) + rate
     for recorder in recorders:
