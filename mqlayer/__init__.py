@@ -3,6 +3,7 @@
 from mqlayer import outbox
 from mqlayer.consuming import App, Context, MemberOptions
 from mqlayer.domain.tags import all_of, any_of
+from mqlayer.effects import Versioned, VersionGap, Versions
 from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
 from mqlayer.events import Event, on_event
 from mqlayer.popping import PopMessage, Receiver
@@ -27,6 +28,9 @@ __all__ = [
     "RetryLater",
     "Settings",
     "Skip",
+    "VersionGap",
+    "Versioned",
+    "Versions",
     "__version__",
     "all_of",
     "any_of",

@@ -31,6 +31,7 @@ MqlayerError
 │   ├── StaleOwner          a later owner acted: roll back and stop
 │   ├── StaleToken          ordered pop: others have these messages since, or may
 │   └── OutOfTurn           ordered pop: an earlier message of the key comes first
+├── VersionsFull            too many later versions wait for missing ones
 ├── HandlerFault            what a member reports of a handler
 │   ├── BodyMismatch        the body does not fit the handler's type
 │   └── MessageTimeout      the message took longer than its group allows
@@ -359,7 +360,7 @@ class FenceError(MqlayerError):
 
 
 class AlreadyApplied(FenceError):
-    """The effect of this message is in the database already."""
+    """The effect of this message is in the database already, by the fence or the inbox."""
 
     def __init__(self, group: str, topic: str, lp: int, seq: int) -> None:
         super().__init__(group, topic, lp, seq)
@@ -413,6 +414,24 @@ class OutOfTurn(FenceError):
         return (
             f"group {self.group!r} of {self.topic!r}: {self.partition}/{self.earlier} of the same key comes before "
             f"{self.partition}/{self.offset}: commit its effect or acknowledge it first"
+        )
+
+
+class VersionsFull(MqlayerError):
+    """There is no room for an event that came before its turn; roll back. The message stays where it is.
+
+    `scope`: "entity", whose own limits are reached, or "all" under the name.
+    """
+
+    def __init__(self, name: str, scope: str, version: int, current: int) -> None:
+        super().__init__(name, scope, version, current)
+        self.name, self.scope, self.version, self.current = name, scope, version, current
+
+    def __str__(self) -> str:
+        what = "one entity" if self.scope == "entity" else "all entities"
+        return (
+            f"versions {self.name!r} hold all that they may of {what}, version {self.version} came while "
+            f"{self.current + 1} is missing: see `mqlayer versions gaps {self.name}`; the message is tried again"
         )
 
 

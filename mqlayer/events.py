@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 EventKind = Literal[
     "failed", "timed_out", "paused", "blocked", "parking_full", "parked", "unparked", "dead", "skipped",
     "released", "discarded", "ruled", "passed_over", "redriven", "redrive_waits", "redrive_ended", "overdue",
+    "version_gap",
 ]  # fmt: skip
 
 
@@ -42,6 +43,11 @@ class Event:
     - redriven: dead messages were given back. redrive_waits: there is no room for more, `cause` names the limit.
       redrive_ended: it is over; `cause` is done or cancelled.
     - overdue: keys have been due for a while, their group was told again (by the retry scan).
+
+    Of versions of entities (`mqlayer.Versions`):
+
+    - version_gap: a version of an entity has been missing for too long, `count` later ones are held. `cause` is the
+      name of the Versions; topic and group are empty. Told again each hour while it lasts.
 
     `partition`, `lp` and `seq` are None where no single one is meant, `wait_s` where nothing is tried before an
     operator says so; `error` is an exception's type and place.

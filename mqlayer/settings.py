@@ -35,6 +35,8 @@ class Settings(BaseSettings):
     """How long a synchronous publish waits for an outcome."""
     dedup_window_s: float = Field(default=300.0, ge=1, le=86_400)
     """How long a message's dedup id is remembered. The same for all processes: the shortest one counts."""
+    inbox_horizon_s: float = Field(default=604_800.0, ge=3_600)
+    """How long the inbox remembers an effect at least; longer while its message may still be delivered."""
     relay_chunk_rows: int = Field(default=2_000, ge=1)
     relay_chunk_bytes: int = Field(default=4_000_000, ge=1)
     """How much a relay reads from an outbox at once; its memory is a few times that, whatever the backlog."""

@@ -5,9 +5,10 @@ row's epoch, which counts the runs, goes no further. Every step of every job is 
 nothing where that was done or has moved on: the chain and LP sets by lease (relay), each group's position in the very
 script that trims (trim), the slot's exclusive lock (rotate_outbox), rows by age (clean_fence), sources that are closed
 for good (clean_marks), the change's row and seal id (repair_routes), the group's lock, and epochs of its own for
-whatever changes hands (rebalance), a redrive's row (retry_scan), rows by age (clean_attempts, clean_dedup), the lock on
-a topic's archive and what its marks say (archive), the row of the message itself (release_delayed). To compare the
-claim's epoch besides would refuse steps that are right.
+whatever changes hands (rebalance), a redrive's row (retry_scan), rows by age (clean_attempts, clean_dedup,
+clean_inbox), the lock on a topic's archive and what its marks say (archive), the row of the message itself
+(release_delayed) or of the alarm (watch_versions). To compare the claim's epoch besides would refuse steps that are
+right.
 """
 
 from __future__ import annotations

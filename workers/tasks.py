@@ -5,11 +5,12 @@ from __future__ import annotations
 from mqlayer.archiving import archive_pass, retain_by_topics
 from mqlayer.changes import bring_back_nodes, finish_changes, retire_partitions
 from mqlayer.domain import jobs
+from mqlayer.effects import watch_versions
 from mqlayer.failures import clean_attempts, retry_scan
 from mqlayer.membership import balance_by_rate, rebalance_groups
 from mqlayer.outbox import clean_dedup, release_delayed, rotate
 from mqlayer.relay import relay_once
-from mqlayer.trimming import clean_fence, drop_closed_marks, trim_pass
+from mqlayer.trimming import clean_fence, clean_inbox, drop_closed_marks, trim_pass
 from mqlayer.workers.app import app
 from mqlayer.workers.claims import claimed
 from mqlayer.workers.schedule import task_name
@@ -123,3 +124,18 @@ def clean_dedup_ids() -> None:
     """Forget the outbox's dedup ids whose window is over."""
     if claimed(control(), jobs.CLEAN_DEDUP):
         clean_dedup(application(), window_s=settings().dedup_window_s)
+
+
+@app.task(name=task_name(jobs.CLEAN_INBOX))
+def clean_inbox_rows() -> None:
+    """Forget what the inbox knows of messages that no redelivery can reach any more."""
+    if claimed(control(), jobs.CLEAN_INBOX):
+        horizon_s, unsafe = settings().inbox_horizon_s, settings().allow_unsafe_redis
+        clean_inbox(control(), application(), prefix=settings().key_prefix, horizon_s=horizon_s, unsafe=unsafe)
+
+
+@app.task(name=task_name(jobs.WATCH_VERSIONS))
+def watch_entity_versions() -> None:
+    """Raise the alarm for versions that have been missing for too long."""
+    if claimed(control(), jobs.WATCH_VERSIONS):
+        watch_versions(application())

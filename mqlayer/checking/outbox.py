@@ -1,4 +1,4 @@
-"""Checks of an outbox: relays, what waits, what can never be sent, and who may hold LPs for ever."""
+"""Checks of an application database: relays, what waits, what can never be sent, who holds LPs, missing versions."""
 
 from __future__ import annotations
 
@@ -50,8 +50,19 @@ def check_publishers(asked: AskedDatabase, _: Limits) -> list[Finding]:
     return [Finding("publishers", asked.subject, Verdict.WARNING, seen, fix)]
 
 
+def check_versions(asked: AskedDatabase, _: Limits) -> list[Finding]:
+    """A version that does not come holds all later ones of its entity."""
+    count, held, oldest_s, name = asked.row("check_versions")
+    if not count:
+        return [Finding("versions", asked.subject, Verdict.OK, "no version of an entity is overdue")]
+    seen = f"entities whose next version is overdue: {count}, the first of {name} since {shown_s(oldest_s)}"
+    fix = "mqlayer versions gaps; look for it among what is parked or dead, or mqlayer versions set"
+    return [Finding("versions", asked.subject, Verdict.WARNING, f"{seen}; {held} later events are held", fix)]
+
+
 CHECKS: Final[dict[str, Check[AskedDatabase]]] = {
     "relay": check_relays,
     "set aside": check_aside,
     "publishers": check_publishers,
+    "versions": check_versions,
 }

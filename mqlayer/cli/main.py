@@ -17,6 +17,7 @@ from mqlayer.cli import (
     consume,
     dead,
     doctor,
+    effects,
     groups,
     keys,
     migrate,
@@ -78,6 +79,7 @@ dead.add_to(app)
 replay.add_to(app)
 relay.add_to(app)
 outbox.add_to(app)
+effects.add_to(app)
 trim.add_to(app)
 archive.add_to(app)
 snapshot.add_to(app)

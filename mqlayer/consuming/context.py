@@ -9,6 +9,7 @@ from typing import Any
 from mqlayer.consuming.holdings import Held
 from mqlayer.consuming.limits import under_way
 from mqlayer.domain.message import NO_KEY, Identity, ParkedRecord, Record
+from mqlayer.effects import InboxEntry, anote, note
 from mqlayer.errors import AlreadyApplied, HandlerFault, StaleOwner
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.queries import query
@@ -16,14 +17,15 @@ from mqlayer.postgres.sessions import caller_errors, run_one, run_one_async
 
 
 class Context:
-    """The message under way: where it comes from, which attempt this is, how long it has, and `fence`."""
+    """The message under way: where it comes from, which attempt this is, how long it has, `fence` and `inbox`."""
 
-    __slots__ = ("_fenced", "_group", "_group_id", "_held", "_record", "_timer", "_topic")
+    __slots__ = ("_fenced", "_group", "_group_id", "_held", "_noted", "_record", "_timer", "_topic")
 
     def __init__(self, topic: str, group: str, group_id: int, held: Held, record: Record) -> None:
         self._topic, self._group, self._group_id = topic, group, group_id
         self._held, self._record = held, record
         self._fenced = False
+        self._noted: frozenset[str | None] = frozenset()
         self._timer = under_way.get()
 
     @property
@@ -129,6 +131,30 @@ class Context:
             answer, epoch = await run_one_async(connection, query("fence"), self._fence_facts())
         self._judge(answer, epoch)
         failpoint("fence.after")
+
+    def inbox(self, connection: Any, *, name: str | None = None) -> None:
+        """Note, in the effect's own transaction, that this message has its effect; whatever order and owner are.
+
+        For effects to which order says nothing: in unordered groups, or where they concern several keys. Call it first
+        in the transaction, as `fence`; raises AlreadyApplied where the effect is there, which settles the message. A
+        delivery that comes while another one is at work waits for it. `name`: note this in place of the message, for
+        the whole group: an id that several messages may carry, or f"{ctx.identity}/mail" for one effect of several
+        that are made in transactions of their own. Let AlreadyApplied pass only where no other effect is left to make.
+        """
+        note(connection, self._entry(name))
+
+    async def ainbox(self, connection: Any, *, name: str | None = None) -> None:
+        """Do what `inbox` does on an async connection."""
+        await anote(connection, self._entry(name))
+
+    def _entry(self, name: str | None) -> InboxEntry:
+        if name in self._noted:
+            raise HandlerFault("one effect was noted twice for one message: call it once, in one transaction")
+        self._noted |= {name}
+        record = self._record
+        replay = record.replay if isinstance(record, ParkedRecord) else None
+        seek = self._held.assigned.replay
+        return InboxEntry(self._group_id, self._group, self._topic, record.identity, name, seek, replay)
 
     def _only_once(self) -> None:
         """Refuse a second call: it would answer "applied" for the first one's sake, and the effect would be dropped."""

@@ -38,6 +38,8 @@ ARCHIVE: Final = Job("archive", 5)
 RETAIN: Final = Job("retain", 300)
 RELEASE_DELAYED: Final = Job("release_delayed", 5)
 CLEAN_DEDUP: Final = Job("clean_dedup", 60)
+CLEAN_INBOX: Final = Job("clean_inbox", 300)
+WATCH_VERSIONS: Final = Job("watch_versions", 10)
 
 JOBS: Final = (
     RELAY,
@@ -55,4 +57,6 @@ JOBS: Final = (
     RETAIN,
     RELEASE_DELAYED,
     CLEAN_DEDUP,
+    CLEAN_INBOX,
+    WATCH_VERSIONS,
 )

@@ -29,6 +29,20 @@ def check_name(kind: str, name: str) -> str:
     return name
 
 
+def check_id(kind: str, text: str) -> str:
+    """Return an application's own name for a thing, 1 to 512 bytes of any text; raise InvalidInput otherwise."""
+    if not 1 <= len(text.encode(errors="replace")) <= KEY_LIMIT or not _storable(text):
+        raise InvalidInput(f"the name of an {kind} is a text of 1 to {KEY_LIMIT} bytes, without zero bytes: use an id")
+    return text
+
+
+def _storable(text: str) -> bool:
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
+
+
 def encode_key(key: str) -> bytes:
     """Return the key's UTF-8; raise KeyTooLarge over 512 bytes."""
     try:

@@ -1,4 +1,5 @@
-"""Where groups are in partitions, as the nodes say it: for people, never for a decision.
+"""Where groups are in partitions, as the nodes say it: for people, and for the cleaning of the inbox, which asks how
+old what is unsettled is at most. Never for a decision that a later answer could turn.
 
 A position counts since the group's last seek: what was committed before that is void, and it starts where Postgres
 says (see `seeking`).

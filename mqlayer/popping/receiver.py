@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from mqlayer.domain.names import check_name
+from mqlayer.effects import InboxEntry, anote, note
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.membership.groups import Group, GroupSettings, Scope, check_settings, check_start, ensure_group
 from mqlayer.membership.starts import Start
@@ -181,6 +182,21 @@ class Receiver:
     async def afence(self, connection: Any, message: PopMessage) -> None:
         """Do what `fence` does on an async connection."""
         await self._open_parts().fence.afence(connection, message)
+
+    def inbox(self, connection: Any, message: PopMessage, *, name: str | None = None) -> None:
+        """Note, in the effect's own transaction, that the message has its effect: once, whoever has it.
+
+        As `Context.inbox`; no token and no turn is looked at. After AlreadyApplied, acknowledge.
+        """
+        note(connection, self._entry(message, name))
+
+    async def ainbox(self, connection: Any, message: PopMessage, *, name: str | None = None) -> None:
+        """Do what `inbox` does on an async connection."""
+        await anote(connection, self._entry(message, name))
+
+    def _entry(self, message: PopMessage, name: str | None) -> InboxEntry:
+        group = self._open_parts().group
+        return InboxEntry(group.group_id, group.name, group.topic, message.identity, name, message.replay)
 
     def _open_parts(self) -> _Parts:
         if self._parts is None:

@@ -31,6 +31,10 @@ GRANTED_FUNCTIONS: Final = (
     "publish_many_once_v1(text[], text[], bytea[], text[], jsonb[])",
     "publish_at_v1(text, text, bytea, timestamptz, jsonb)",
     "cancel_delayed_v1(bigint)",
+    "inbox_put_v1(int, int, smallint, bigint, text, int, bigint)",
+    "version_take_v1(text, text, bigint, bytea, text, text, bigint, int, bigint, bigint, bigint, double precision)",
+    "version_released_v1(text, double precision)",
+    "version_set_v1(text, text, bigint, boolean)",
 )
 
 

@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import psycopg
+from psycopg.pq import TransactionStatus
 
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import translate
@@ -36,6 +37,23 @@ async def run_one_async(connection: Any, statement: str, parameters: Mapping[str
         result: tuple[Any, ...] = await connection.run_sync(lambda inner: run_one(inner, statement, parameters))
         return result
     raise InvalidInput(f"can't use a {type(connection).__name__}: give a psycopg or SQLAlchemy async connection")
+
+
+def check_in_transaction(connection: Any) -> None:
+    """Raise InvalidInput where each statement is a transaction by itself: what is checked or noted has to commit with
+    the effect.
+    """
+    if isinstance(connection, psycopg.Connection | psycopg.AsyncConnection):
+        alone = connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE
+    elif hasattr(connection, "in_atomic_block") and hasattr(connection, "get_autocommit"):
+        alone = not connection.in_atomic_block and connection.get_autocommit()
+    else:
+        alone = False
+    if alone:
+        raise InvalidInput(
+            "no transaction is open, and this has to commit with the effect: use `with connection.transaction():`, "
+            "or Django's `atomic()`, around both"
+        )
 
 
 def driver_cursor(connection: Any) -> Any:

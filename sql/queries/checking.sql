@@ -145,6 +145,15 @@ WHERE c.seq > coalesce(r.seq, 0) AND s.lp IS NULL;
 SELECT count(*)::int, min(reason) FILTER (WHERE first)
 FROM (SELECT reason, row_number() OVER (ORDER BY set_aside_at, topic_id, lp) = 1 AS first FROM mqlayer_app.set_aside) AS s;
 
+-- name: check_versions
+-- Entities whose next version is overdue: how many, how many events are held behind it, for how long the first, and of which
+-- name that is.
+SELECT count(*)::int, coalesce(sum(held_messages), 0)::bigint,
+       coalesce(extract(epoch FROM clock_timestamp() - min(missing_since)), 0)::float8,
+       (array_agg(name ORDER BY missing_since))[1]
+FROM mqlayer_app.entity_version
+WHERE alarm_at IS NOT NULL AND missing_since + make_interval(secs => gap_s) <= clock_timestamp();
+
 -- name: check_archive
 -- Topics that are archived: gaps that partitions wait at, how long ago an archiver came to their end, and of how many
 -- offsets nodes dropped what became of them, where that went on within a day.

@@ -303,11 +303,14 @@ WITH put AS (
 SELECT dead_id FROM put;
 
 -- name: fence_state
--- The epoch that the fence of an LP is at, and whether it has the effect of a message.
+-- The epoch that the fence of an LP is at, and whether it, or the inbox, has the effect of a message.
 SELECT (SELECT f.epoch FROM mqlayer_app.fence_epoch f WHERE f.group_id = %(group_id)s AND f.lp = %(lp)s),
        EXISTS (SELECT FROM mqlayer_app.fence_applied a
                WHERE a.group_id = %(group_id)s AND a.lp = %(lp)s AND a.source_id = %(source)s AND a.key = %(key)s
-                 AND a.replay >= %(replay)s AND a.seq >= %(seq)s);
+                 AND a.replay >= %(replay)s AND a.seq >= %(seq)s)
+       OR EXISTS (SELECT FROM mqlayer_app.inbox i
+                  WHERE i.group_id = %(group_id)s AND i.id = concat_ws(':', abs(%(source)s::int), %(lp)s::int, %(seq)s::bigint)
+                    AND i.replay >= %(replay)s);
 
 -- name: redrive_insert
 -- A redrive of the dead messages that a group has now.

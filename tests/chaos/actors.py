@@ -417,6 +417,8 @@ def tick(name: str, directory: Path, stopping: threading.Event) -> None:
 def _celery() -> Any:
     from mqlayer.workers.app import app
 
+    if "MQLAYER_TEST_TRIMS" in os.environ:
+        return app
     schedule = app.conf.beat_schedule
     app.conf.beat_schedule = {job: facts for job, facts in schedule.items() if "trim" not in job}
     return app
@@ -461,6 +463,10 @@ def main() -> None:
         stopping.set()
 
     signal.signal(signal.SIGTERM, end)
+    if name_of_bug := os.environ.get("MQLAYER_TEST_PLANT"):
+        from tests.chaos.harness.plants import plant
+
+        plant(name_of_bug)
     skew_clock(Path(directory) / f"{name}.skew")
     ROLES[role](name, Path(directory), stopping)
 

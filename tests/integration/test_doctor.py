@@ -130,7 +130,7 @@ def test_of_a_well_installation_nothing_is_broken(
     assert {line["check"] for line in found} == {
         "reachable", "version", "durability", "connections", "transactions", "prepared", "clock", "control schema",
         "beat", "routes", "groups", "parked", "pauses", "archive", "application schema", "relay", "set aside",
-        "publishers", "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
+        "publishers", "versions", "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
     }  # fmt: skip
     assert all(set(line) == {"check", "subject", "verdict", "seen", "fix"} for line in found)
     assert shown.exit_code == 0
@@ -429,6 +429,18 @@ def test_rows_set_aside_are_broken_until_they_are_tried_again(ward: Ward) -> Non
     assert "no outbox row waits" in ward.finding("relay").seen, "it is counted once"
     ward.world.rows("DELETE FROM mqlayer_app.set_aside")
     assert ward.findings("set aside") == []
+
+
+def test_a_version_that_does_not_come_is_told(ward: Ward) -> None:
+    take = "SELECT mqlayer_app.version_take_v1('profile', 'u1', 2, '', '{}', '', 1, 9, 999, 9, 999, 60)"
+    ward.world.rows(take)
+    assert ward.findings("versions") == [], "not for long"
+    ward.world.rows("UPDATE mqlayer_app.entity_version SET missing_since = missing_since - interval '61 seconds'")
+    finding = ward.finding("versions")
+    assert finding.verdict == "warning"
+    assert "overdue: 1, the first of profile since 61 s; 1 later events" in finding.seen
+    ward.world.rows("SELECT mqlayer_app.version_set_v1('profile', 'u1', 0, true)")
+    assert ward.findings("versions") == []
 
 
 def test_a_route_change_that_waits_is_told(ward: Ward) -> None:

@@ -12,9 +12,12 @@ from django.conf import settings
 from django.db import connections, transaction
 from psycopg.conninfo import conninfo_to_dict
 
-from mqlayer import outbox
+from mqlayer import PopMessage, Versions, outbox
+from mqlayer.domain.message import Identity
 from mqlayer.domain.tags import tags_text
-from mqlayer.errors import InvalidInput, NotFound, TransactionConflict
+from mqlayer.effects import InboxEntry, note
+from mqlayer.errors import AlreadyApplied, InvalidInput, NotFound, TransactionConflict
+from mqlayer.popping.messages import Token
 from tests.fixtures.outboxes import CommittedOutbox
 
 
@@ -146,3 +149,28 @@ def test_an_alias_will_do_where_django_knows_it(connection: Any, committed: Comm
     assert committed.bodies() == [b"1"]
     with pytest.raises(InvalidInput, match="'elsewhere'"):
         outbox.publish("elsewhere", "orders", key="a", body=b"1")
+
+
+def test_the_inbox_notes_a_message_with_its_block_and_needs_one(connection: Any) -> None:
+    entry = InboxEntry(1, "g", "orders", Identity(1, 2, 3))
+    with pytest.raises(ZeroDivisionError), transaction.atomic():  # noqa: PT012
+        note(connection, entry)
+        raise ZeroDivisionError
+    with transaction.atomic():
+        note(connection, entry)
+    with transaction.atomic(), pytest.raises(AlreadyApplied):
+        note(connection, entry)
+    with pytest.raises(InvalidInput, match="no transaction is open"):
+        note(connection, entry)
+
+
+def test_versions_are_taken_with_their_block(connection: Any) -> None:
+    versions, message = (
+        Versions("orders"),
+        PopMessage("k", b"2", {"a": "b"}, Identity(1, 2, 3), 1, Token(1, 1, 1, 1), 0),
+    )
+    with transaction.atomic():
+        assert versions.take(connection, message, entity="e", version=2) == []
+    with transaction.atomic():
+        first, second = versions.take(connection, message, entity="e", version=1)
+    assert (first.version, second.version, second.body, second.headers) == (1, 2, b"2", {"a": "b"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -54,8 +54,10 @@ class Nemesis:
         *,
         seed: int,
         lease_s: float,
+        kinds: Mapping[str, int],
         fell_back: Callable[[NodeSite], None],
     ) -> None:
+        self._kinds = kinds
         self._play, self._nodes, self._database, self._directory = play, nodes, database, directory
         self._rng, self._lease_s, self._fell_back = random.Random(seed), lease_s, fell_back
         self._armed: dict[str, str] = {}
@@ -64,7 +66,7 @@ class Nemesis:
 
     def strike(self) -> None:
         """Break something; where that can't be now, something else."""
-        kinds, weights = list(KINDS), list(KINDS.values())
+        kinds, weights = list(self._kinds), list(self._kinds.values())
         while True:
             kind = self._rng.choices(kinds, weights)[0]
             began = time.monotonic_ns()
@@ -182,6 +184,13 @@ class Nemesis:
         site = self._rng.choice(sites)
         self._fell_back(site)
         site.cut_power()
+        self._fell_back(site)
+        return site.name
+
+    def _wipe(self) -> str:
+        site = self._rng.choice(self._nodes)
+        self._fell_back(site)
+        site.client().flushall()
         self._fell_back(site)
         return site.name
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import psycopg
+import pytest
 from pydantic import SecretStr
 
 from mqlayer.changes import bring_back_nodes, finish_changes
@@ -22,7 +23,8 @@ from mqlayer.postgres.migrations import migrate
 from mqlayer.settings import Settings
 from mqlayer.stack import RedisServer
 from tests.chaos.actors import SINK, TOPIC
-from tests.chaos.harness.nemesis import Nemesis
+from tests.chaos.harness.nemesis import KINDS, Nemesis
+from tests.chaos.harness.plants import PLANTS, plant
 from tests.chaos.harness.recovery import recoveries
 from tests.chaos.harness.sites import DatabaseSite, NodeSite, PairSite
 from tests.chaos.test_route_chaos import Scene
@@ -35,7 +37,6 @@ from tests.proof.history import FallBack, History, read_histories
 CAST: Final = {"publisher": 3, "relay": 2, "pair": 4, "driver": 2, "worker": 2, "beat": 2}
 KEYS: Final = 500
 LEASE_S: Final = 2.0
-SETTLING_S: Final = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +46,22 @@ class Length:
     seconds: float
     faults: int
     every_s: float
+    settling_s: float = 300.0
+    """How long all that was committed may take to be handled once the faults are over; else the run is stuck."""
 
 
-def run(seed: int, length: Length, *, cast: dict[str, int] | None = None) -> dict[str, Any]:
-    """Do a run and return its report; `clean` says whether anything was broken."""
+def run(seed: int, length: Length, *, bug: str = "") -> dict[str, Any]:
+    """Do a run and return its report; `clean` says whether anything was broken. `bug`: one of PLANTS, for good."""
     with ExitStack() as cleanup:
         directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="mqchaos-", dir=best_place())))
         directory.chmod(0o755)
-        return _Run(directory, seed, cleanup).play(length, cast or CAST)
+        return _Run(directory, seed, cleanup, bug).play(length)
 
 
 class _Run:
-    def __init__(self, directory: Path, seed: int, cleanup: ExitStack) -> None:
+    def __init__(self, directory: Path, seed: int, cleanup: ExitStack, bug: str) -> None:
+        if bug:
+            plant(bug)
         self._seed, self._rng = seed, random.Random(f"{seed}/pace")
         self._histories = directory / "histories"
         self._histories.mkdir()
@@ -73,29 +78,35 @@ class _Run:
         environment = {
             "MQLAYER_TEST_KEYS": str(KEYS), "MQLAYER_CHAOS_SEED": str(seed), "MQLAYER_TEST_PAUSE_S": "0.025",
             "MQLAYER_TEST_DRIVE_EVERY_S": "4", "MQLAYER_LEASE_S": str(LEASE_S), "MQLAYER_BROKER_URL": broker.url,
-            "MQLAYER_TEST_FAILING": "199",
+            "MQLAYER_TEST_FAILING": "199", "MQLAYER_TEST_PLANT": bug,
         }  # fmt: skip
+        if bug and PLANTS[bug].trims:
+            environment["MQLAYER_TEST_TRIMS"] = "1"
         self._play = Play(self._settings, self._histories, **environment)
         cleanup.callback(self._play.kill_all)
         self._nemesis = Nemesis(
             self._play, self._nodes, self._site, self._histories,
-            seed=seed, lease_s=LEASE_S, fell_back=self._fell_back,
+            seed=seed, lease_s=LEASE_S, kinds=PLANTS[bug].kinds if bug else KINDS, fell_back=self._fell_back,
         )  # fmt: skip
 
-    def play(self, length: Length, cast: dict[str, int]) -> dict[str, Any]:
-        began = time.monotonic()
-        for role, count in cast.items():
+    def play(self, length: Length) -> dict[str, Any]:
+        began, stuck = time.monotonic(), ""
+        for role, count in CAST.items():
             for number in range(count):
                 self._play.start(f"{role}-{number}")
         wait_until(lambda: self._scene.committed() > 100, timeout_s=60, what="a first message of many")
         self._strike(length)
         struck_s = time.monotonic() - began
-        self._let_go()
-        settled_s = time.monotonic() - began - struck_s
-        for role in ("pair", "relay", "worker", "beat"):
-            self._play.end(role)
+        try:
+            self._let_go(length.settling_s)
+            settled_s = time.monotonic() - began - struck_s
+            for role in ("pair", "relay", "worker", "beat"):
+                self._play.end(role)
+        except (AssertionError, pytest.fail.Exception) as error:
+            stuck, settled_s = str(error), time.monotonic() - began - struck_s
+            self._play.kill_all()
         self._scene.witness()
-        return self._report(struck_s, settled_s)
+        return self._report(struck_s, settled_s, stuck)
 
     def _strike(self, length: Length) -> None:
         began = time.monotonic()
@@ -104,11 +115,11 @@ class _Run:
             time.sleep(self._rng.uniform(0.2, 1.8) * length.every_s)
             self._nemesis.strike()
 
-    def _let_go(self) -> None:
+    def _let_go(self, settling_s: float) -> None:
         self._nemesis.rest()
         for role in ("publisher", "driver"):
             self._play.end(role)
-        wait_until(self._is_settled, timeout_s=SETTLING_S, what=f"all that was committed is settled, {self._seed=}")
+        wait_until(self._is_settled, timeout_s=settling_s, what=f"all that was committed is settled, {self._seed=}")
 
     def _is_settled(self) -> bool:
         try:
@@ -126,7 +137,7 @@ class _Run:
             if node_id == number:
                 self._history.note(FallBack(topic=TOPIC, partition=partition))
 
-    def _report(self, struck_s: float, settled_s: float) -> dict[str, Any]:
+    def _report(self, struck_s: float, settled_s: float, stuck: str) -> dict[str, Any]:
         records = read_histories(self._histories)
         verdict = check(records, flows=[(group, TOPIC) for group in self._scene.groups])
         differences = [
@@ -139,7 +150,8 @@ class _Run:
         struck = self._nemesis.struck
         return {
             "seed": self._seed,
-            "clean": verdict.clean and not differences,
+            "clean": verdict.clean and not differences and not stuck,
+            "stuck": stuck,
             "seconds": round(struck_s, 1),
             "settled_s": round(settled_s, 1),
             "messages": verdict.messages,

@@ -1,0 +1,173 @@
+"""Bugs on purpose: each a guard taken out of the system that a run is to notice.
+
+Most are a change of a script's or a statement's text, made where a process reads it; a few replace a method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from mqlayer import resources
+from mqlayer.consuming.holdings import Held
+from mqlayer.postgres import migrations, queries
+from mqlayer.redis import scripts
+from mqlayer.relay.lanes import Lane
+from mqlayer.relay.sending import Sender
+from mqlayer.workers import tasks
+
+CONTROL: Final = "sql/migrations/control"
+APPLICATION: Final = "sql/migrations/application"
+PLAIN: Final = {"kill": 6, "stop": 6, "network": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """A bug: what is changed in which files, `lua/<name>` or `sql/<path>`, and the faults under which it shows."""
+
+    says: str
+    texts: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    code: Callable[[], None] = lambda: None
+    kinds: Mapping[str, int] = field(default_factory=lambda: PLAIN)
+    trims: bool = False
+
+
+def _early_gate() -> None:
+    Held.is_settled = property(lambda held: held.command is not None)  # type: ignore[assignment,method-assign]
+
+
+def _no_rewind() -> None:
+    def pass_on(_sender: Sender, lane: Lane, mark: int) -> None:
+        del mark
+        lane.advance(lane.sent)
+
+    Sender._back_to = pass_on  # type: ignore[assignment,method-assign]
+
+
+def _no_claims() -> None:
+    setattr(tasks, "claimed", lambda control, job: True)  # noqa: B010
+
+
+MADE_ANEW: Final = (
+    "meta, state = {'open', '0', '1024', '1'}, 'open' call('HSET', meta_key, 'state', 'open', 'topic', 'orders', "
+    "'lp_from', '0', 'lp_to', '1024', 'next', '1', 'first', '1')"
+)
+JUMPS: Final = (
+    "\ncommitted = math.max(committed, top) "
+    "redis.call('HSET', lock_key, 'committed', format('%d', committed), 'base', format('%d', committed))"
+)
+FALLS: Final = {"fail_over": 8, "kill": 3, "stop": 3}
+MOVES: Final = {"kill": 8, "stop": 3}
+
+PLANTS: Final[dict[str, Plant]] = {
+    "no_chain": Plant(
+        "a partition takes whatever comes, whether it continues the chain or not",
+        {"lua/log_append": (("firsts[i] ~= (marks[i] or 0) + 1", "false"),)},
+    ),
+    "no_ownership": Plant(
+        "a partition that is sealed, or does not serve the LP, takes it all the same: a stale route is believed",
+        {
+            "lua/log_append": (
+                ("if state ~= 'open' then return", "if state == 'deleted' then return"),
+                ("lp < lp_from or lp >= lp_to or", "false or"),
+            )
+        },
+        kinds=MOVES,
+    ),
+    "no_gate": Plant(
+        "successors are given out whether their parents are drained or not",
+        {f"{CONTROL}/0003_expand_group_settings.sql": (("AND parent.state <> 'deleted'\n", "AND false\n"),)},
+        kinds=MOVES,
+    ),
+    "early_gate": Plant("a parent counts as drained once its end was read", code=_early_gate, kinds=MOVES),
+    "any_seal": Plant(
+        "the gate opens by any command record, also one that its node lost",
+        {"sql/queries/changes.sql": (("AND s.seal_id = %(seal_id)s", "AND %(seal_id)s::text IS NOT NULL"),)},
+        kinds=FALLS,
+    ),
+    "marks_left_behind": Plant(
+        "a successor does not get its parents' marks",
+        {"lua/partition_open": (("for i = 3, #ARGV, 2 do", "for i = 3, 0, 2 do"),)},
+        kinds=MOVES,
+    ),
+    "ack_without_epoch": Plant(
+        "whoever settles is believed, whatever its epoch",
+        {"lua/offsets_settle": (("if lock[1] ~= member or held ~= epoch then", "if false then"),)},
+        kinds={"fail_over": 6, "stop": 6},
+    ),
+    "fence_without_epoch": Plant(
+        "the fence knows what was applied, not who owns the LP",
+        {f"{APPLICATION}/0001_expand_application_schema.sql": (("IF epoch > p_epoch THEN", "IF false THEN"),)},
+        kinds={"stop": 8, "kill": 1},
+    ),
+    "lower_epoch_taken": Plant(
+        "a pull lock goes to whoever asks for it, also under a lower epoch",
+        {"lua/lock_take": (("elseif held >= epoch then", "elseif false then"),)},
+        kinds={"stop": 8},
+    ),
+    "clock_takeover": Plant(
+        "a pull lock that was not refreshed for a second is anybody's, by the node's clock",
+        {
+            "lua/lock_take": (
+                ("elseif held >= epoch then", "elseif held >= epoch and now - tonumber(lock[3] or '0') < 1 then"),
+            )
+        },
+        kinds={"stop": 8},
+    ),
+    "no_new_epochs": Plant(
+        "a node that fell back is armed under the epochs of before",
+        {"sql/queries/control.sql": (("p.state <> 'deleted'\nRETURNING a.group_id", "false\nRETURNING a.group_id"),)},
+        kinds=FALLS,
+    ),
+    "no_rewind": Plant("a relay goes on behind a gap in place of going back to the mark", code=_no_rewind, kinds=FALLS),
+    "committed_jumps": Plant(
+        "committed goes to the last offset that is settled",
+        {
+            "lua/offsets_settle": (
+                ("  'top', format('%d', top))", f"  'top', format('%d', top)){JUMPS}"),
+            )
+        },
+    ),
+    "trim_by_count": Plant(
+        "streams are trimmed by how much they hold, not by what groups have settled",
+        {"lua/log_trim": (("local count = redis.call(", "floor = tonumber(meta[2]) - 50\nlocal count = redis.call("),)},
+        kinds={"kill": 3, "stop": 8},
+        trims=True,
+    ),
+    "absent_is_new": Plant(
+        "a partition that is not there is made on the spot, empty and open",
+        {
+            "lua/log_append": (
+                ("if not state then return {'absent'} end", f"if not state then {MADE_ANEW} end"),
+            )
+        },
+        kinds={"wipe": 6, "kill": 2},
+    ),
+    "no_claims": Plant(
+        "every worker runs every periodic job, without claiming it", code=_no_claims, kinds={"kill": 6, "stop": 3}
+    ),
+}  # fmt: skip
+HARMLESS: Final = frozenset({"no_claims"})
+"""What must not matter: each step of a job is guarded by what it changes. A run has to be clean."""
+
+
+def plant(name: str) -> None:
+    """Have a bug in this process from now on. Raises where what is to be changed is not there any more."""
+    chosen = PLANTS[name]
+    for module, reads in ((scripts, "lua_source"), (queries, "sql_source"), (migrations, "sql_source")):
+        setattr(module, reads, _changed(getattr(resources, reads), reads.removesuffix("_source"), chosen.texts))
+    chosen.code()
+
+
+def _changed(
+    read: Callable[[str], str], folder: str, texts: Mapping[str, tuple[tuple[str, str], ...]]
+) -> Callable[[str], str]:
+    def changed(name: str) -> str:
+        text = read(name)
+        for old, new in texts.get(f"{folder}/{name}", ()):
+            assert old in text, f"{old!r} is not in {folder}/{name}"
+            text = text.replace(old, new)
+        return text
+
+    return changed
