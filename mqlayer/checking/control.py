@@ -90,6 +90,15 @@ def check_parked(asked: AskedDatabase, limits: Limits) -> list[Finding]:
     return found or [Finding("parked", asked.subject, Verdict.OK, seen)]
 
 
+def check_pauses(asked: AskedDatabase, _: Limits) -> list[Finding]:
+    """What rests by an operator's word waits until one says otherwise, and is not trimmed meanwhile."""
+    found = [
+        Finding("pauses", asked.subject, Verdict.WARNING, f"{by or 'somebody'} paused {what} {shown_s(age_s)} ago", fix)
+        for what, fix, by, age_s in asked.rows("check_pauses")
+    ]
+    return found or [Finding("pauses", asked.subject, Verdict.OK, "nothing is paused")]
+
+
 def check_archive(asked: AskedDatabase, limits: Limits) -> list[Finding]:
     """What is not archived is not trimmed: an archiver that stands still fills the nodes."""
     rows, found = asked.rows("check_archive"), []
@@ -116,5 +125,6 @@ CHECKS: Final[dict[str, Check[AskedDatabase]]] = {
     "routes": check_changes,
     "groups": check_groups,
     "parked": check_parked,
+    "pauses": check_pauses,
     "archive": check_archive,
 }

@@ -44,6 +44,8 @@ def settings_row(group: GroupStanding) -> dict[str, Any]:
         "balance": facts.balance,
         "tag_filter": facts.tag_filter,
         "settings_version": facts.settings_version,
+        "rate_limit": facts.rate_limit,
+        "rate_burst": facts.rate_burst,
         "paused_at": facts.paused_at and facts.paused_at.isoformat(timespec="seconds"),
         "version": facts.version,
         "topic_version": facts.topic_version,

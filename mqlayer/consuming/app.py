@@ -110,6 +110,8 @@ class App:
         tag_filter: str | None = None,
         invisible_s: float | None = None,
         batch: BatchOf | None = None,
+        rate_limit: float | None = None,
+        rate_burst: float | None = None,
         options: MemberOptions | None = None,
         instance: str | None = None,
         keep_away_s: float | None = None,
@@ -132,10 +134,11 @@ class App:
         with a time zone: the first message of that time or later, by the publishers' clocks. `from_archive`: it is
         given what the archive of its topic holds from there on, then the streams. `tag_filter`: which messages the
         group wants, as `any_of("eu", "vip")` or `all_of("eu", "vip")` says, or "none" for all; others are settled
-        unseen. `ordered`,
-        `balance`, `tag_filter` and the rules for messages that fail (`backoff_s`, `jitter`, `attempt_limit`, `policy`,
-        `final_errors`, `retried_errors`, `time_limit_s`, `time_cap_s`) live with the group too, see GroupSettings and
-        Rules: what is said here must be what is in force there, else `start()` raises Conflict; leave them out to take
+        unseen. `rate_limit`: messages by the second that the whole group begins at most, `rate_burst` at once after a
+        rest. `ordered`, `balance`, `tag_filter`, `rate_limit`, `rate_burst` and the rules for messages that fail
+        (`backoff_s`, `jitter`, `attempt_limit`, `policy`, `final_errors`, `retried_errors`, `time_limit_s`,
+        `time_cap_s`) live with the group too, see GroupSettings and Rules: what is said here must be what is in force
+        there, else `start()` raises Conflict; leave them out to take
         what is there. Raises InvalidInput for a start or setting that there is not.
         """
         check_name("topic", topic)
@@ -148,7 +151,7 @@ class App:
                 raise InvalidInput("only a broadcast group has instances: say mode='broadcast'")
         said = settings_of(
             start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive, mode=mode,
-            keep_away_s=keep_away_s, **rules,
+            keep_away_s=keep_away_s, rate_limit=rate_limit, rate_burst=rate_burst, **rules,
         )  # fmt: skip
         group_settings = replace(said, invisible_s=invisible_s)
         check_settings(group_settings)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from mqlayer.consuming.allowance import Allowance
 from mqlayer.consuming.batch_handlers import BatchHandler
 from mqlayer.consuming.batch_workers import BatchLoopWorkers, BatchThreadWorkers
 from mqlayer.consuming.caution import Caution
@@ -132,6 +133,8 @@ class Member:
         self.may_be_void = group.strategy == "best_effort"
         # Whether what becomes of messages is told to an archiver; by the heartbeat, before anything is held.
         self.archived = False
+        # How many messages may be begun now, where the group's rate is limited.
+        self.allowance = Allowance()
         self._holdings = Holdings()
         self._links = Links()
         self._allocation = -1
@@ -340,7 +343,9 @@ class Member:
     def shares(self) -> tuple[int, int]:
         """Return how many records and bytes one partition may have in hand."""
         count = max(1, len(self._holdings))
-        return max(1, self.options.prefetch_count // count), max(1, self.options.prefetch_bytes // count)
+        most = self.allowance.most_in_hand(self.options.concurrency)
+        messages = self.options.prefetch_count if most is None else min(most, self.options.prefetch_count)
+        return max(1, messages // count), max(1, self.options.prefetch_bytes // count)
 
     def taken(self, pairs: Sequence[tuple[Held, Taken]]) -> None:
         """Start holdings whose pull locks are ours: refuse earlier owners' effects, then go on where they stopped."""
@@ -491,6 +496,7 @@ class Member:
         self.archived = answer.archived
         wanted = {assigned.partition: assigned for assigned in answer.assignments}
         self._assigned = frozenset(partition for partition, assigned in wanted.items() if not assigned.release)
+        self.allowance.follow(answer.rate, len(self._assigned))
         for held in self._holdings.all():
             assigned = wanted.get(held.partition)
             if assigned is None or assigned.epoch != held.epoch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from mqlayer.domain.names import check_group, check_name
 from mqlayer.domain.retrying import RULES_COUNT, RetryRules
@@ -15,6 +15,8 @@ from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.routes.cache import load_route
 
+BEHIND_RULES: Final = 5
+"""How many columns of `inspected_groups` come behind the rules."""
 GroupSight = Literal["hidden", "readable", "drained"]
 """How a group stands with a partition: behind a parent that it has not drained, consuming it, or through with it."""
 
@@ -49,6 +51,11 @@ class GroupFacts:
     keep_away_s: float | None
     away_s: float | None
     rules: RetryRules
+    paused_by: str | None = None
+    topic_paused_at: datetime | None = None
+    topic_paused_by: str | None = None
+    rate_limit: float | None = None
+    rate_burst: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,8 @@ class PartitionFacts:
     """A group at a partition. `made_in`: the route version that made it; `behind`: the parents that hide it.
 
     `target`: who gets it when its owner has released it, '' for nobody; None unless it is to be released. `changed_at`:
-    when owner, target or epoch last changed; `alive`: whether the owner's lease lasts.
+    when owner, target or epoch last changed; `alive`: whether the owner's lease lasts; `paused_at`: since when it
+    rests.
     """
 
     group_id: int
@@ -76,6 +84,8 @@ class PartitionFacts:
     changed_at: datetime | None
     alive: bool | None
     lease_over_at: datetime | None
+    paused_at: datetime | None = None
+    paused_by: str | None = None
 
     @property
     def sight(self) -> GroupSight:
@@ -115,7 +125,8 @@ def group_facts(database: Database, topic: str | None = None, name: str | None =
 
 
 def _group_facts(row: Sequence[Any]) -> GroupFacts:
-    values: list[Any] = [*row[:-RULES_COUNT], RetryRules.of(row[-RULES_COUNT:])]
+    first, later = row[:-BEHIND_RULES], row[-BEHIND_RULES:]
+    values: list[Any] = [*first[:-RULES_COUNT], RetryRules.of(first[-RULES_COUNT:]), *later]
     return GroupFacts(*values)
 
 

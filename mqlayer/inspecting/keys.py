@@ -236,6 +236,9 @@ def _holding_up(one: PartitionStanding, by_id: Mapping[int, PartitionStanding]) 
 
 def _next_of_parked(group: GroupStanding, key: str, parked: ParkedKeyStanding | None) -> str | None:
     """Return what brings a parked key on; None where that is no other thing than for any key."""
+    if parked is not None and parked.paused_at is not None:
+        named = shlex.quote(key)
+        return f"mqlayer key resume {group.facts.topic} {named} --group {group.facts.name}  # it is paused"
     if parked is None or group.facts.state != "live" or group.facts.paused_at is not None or not group.facts.alive:
         return None
     # A key that can't be typed is named by the message that it waits for.
@@ -296,8 +299,8 @@ def _of_servers(one: PartitionStanding, group: GroupStanding) -> str | None:
     reason = one.stall.reason if one.stall is not None else None
     if reason in ("node_away", "partition_missing"):
         return _of_node(one)
-    if group.facts.paused_at is not None:
-        return f"mqlayer group resume {group.facts.topic} {group.facts.name}  # it is paused"
+    if (resume := _resume(group, one)) is not None:
+        return resume
     if group.facts.mode == "pop":
         return None
     if group.facts.mode == "shared":
@@ -310,6 +313,18 @@ def _of_servers(one: PartitionStanding, group: GroupStanding) -> str | None:
         return f"{NOTHING}{one.stall.says}"
     if reason == "not_taken":
         return f"{NOTHING}{one.facts.owner} is about to take partition {one.facts.partition}"
+    return None
+
+
+def _resume(group: GroupStanding, one: PartitionStanding) -> str | None:
+    """Return what ends the widest pause that a partition is under; None for none."""
+    topic, name = group.facts.topic, group.facts.name
+    if group.facts.topic_paused_at is not None:
+        return f"mqlayer topic resume {topic}  # it is paused"
+    if group.facts.paused_at is not None:
+        return f"mqlayer group resume {topic} {name}  # it is paused"
+    if one.facts.paused_at is not None:
+        return f"mqlayer group resume {topic} {name} --partition {one.facts.partition}  # it is paused"
     return None
 
 

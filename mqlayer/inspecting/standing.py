@@ -238,8 +238,9 @@ def stall_of(
     if facts.behind and group.mode != "shared":
         parents = ", ".join(map(str, facts.behind))
         return Stall("hidden", facts.made_at, f"behind what is not drained: partition {parents}")
-    if group.paused_at is not None:
-        return Stall("paused", group.paused_at, "an operator paused the group")
+    paused = _paused(facts, group)
+    if paused is not None:
+        return paused
     if group.mode == "pop":
         return _failing(head)
     if group.mode == "shared":
@@ -251,6 +252,20 @@ def stall_of(
 
 def _unheard(group: GroupFacts) -> Stall | None:
     return None if group.alive else Stall("no_owner", None, "no member lives")
+
+
+def _paused(facts: PartitionFacts, group: GroupFacts) -> Stall | None:
+    """Say what rests, the widest first, who said so, and whether its owner has something of it in hand still."""
+    scopes = (
+        (f"topic {group.topic}", group.topic_paused_at, group.topic_paused_by),
+        ("the group", group.paused_at, group.paused_by),
+        (f"partition {facts.partition} for the group", facts.paused_at, facts.paused_by),
+    )
+    for scope, since, by in scopes:
+        if since is not None:
+            rest = f"; {facts.owner} finishes what it has in hand" if facts.owner is not None and facts.alive else ""
+            return Stall("paused", since, f"{by or 'an operator'} paused {scope}{rest}")
+    return None
 
 
 def _resting(replay: ReplayStanding | None) -> Stall | None:

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack
 from psycopg.types.json import Jsonb
 
 from mqlayer.domain.names import check_group, check_name
+from mqlayer.domain.rates import RateLimit, check_rate
 from mqlayer.domain.retrying import (
     PARKING_LIMITS,
     POLICIES,
@@ -49,6 +50,7 @@ CALLED: Final[Mapping[str, str]] = {
     "shared": "mode='shared' of @app.consumer",
     "broadcast": "mqlayer.App and mode='broadcast'",
 }
+SAID_ONCE: Final = ("ordered", "scope", "invisible_s")
 INVISIBLE_S: Final = 30.0
 """Shared: after how many seconds a message is taken from a member that was not heard of, unless the group says."""
 KEEP_AWAY_S: Final = 3600.0
@@ -72,6 +74,8 @@ class GroupSettings:
     `invisible_s`, said once, tells after how many seconds (default 30) a message is taken from a member that was not
     heard of. `keep_away_s`: of broadcast, for how long the position of an instance that is away is kept, in seconds (an
     hour).
+    `rate_limit`: messages by the second that the whole group begins at most, `rate_burst`: how many of them at once
+    after a rest; without it what the rate gives in a second.
     """
 
     start: Start = "earliest"
@@ -96,6 +100,8 @@ class GroupSettings:
     invisible_s: float | None = None
     from_archive: bool = False
     keep_away_s: float | None = None
+    rate_limit: float | None = None
+    rate_burst: float | None = None
 
     def rules(self) -> RetryRules:
         """Return the rules of a group that is created with these."""
@@ -161,6 +167,13 @@ class Group:
     invisible_s: float | None = None
     instance: str | None = None
     keep_away_s: float | None = None
+    rate_limit: float | None = None
+    rate_burst: float | None = None
+
+    @property
+    def rate(self) -> RateLimit | None:
+        """How fast it may begin messages."""
+        return RateLimit.of(self.rate_limit, self.rate_burst)
 
 
 def find_group(database: Database, topic: str, name: str) -> Group:
@@ -170,8 +183,8 @@ def find_group(database: Database, topic: str, name: str) -> Group:
         row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
     if row is None:
         raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
-    group_id, topic_id, state, start, start_at, *rest = row[: -7 - RULES_COUNT]
-    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), *row[-7 - RULES_COUNT : -RULES_COUNT]]
+    group_id, topic_id, state, start, start_at, *rest = row[: -9 - RULES_COUNT]
+    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), *row[-9 - RULES_COUNT : -RULES_COUNT]]
     return Group(group_id, topic_id, topic, name, state, start_at or start, *values)
 
 
@@ -200,6 +213,8 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
         "ordered": settings.ordered is not False and settings.mode != "shared",
         "balance": settings.balance or "count",
         "tag_filter": settings.tag_filter or NO_FILTER,
+        "rate_limit": no_end(settings.rate_limit),
+        "rate_burst": no_end(settings.rate_burst),
         "mode": settings.mode or "exclusive",
         "scope": settings.scope or ("key" if settings.mode == "pop" else None),
         "invisible_s": settings.invisible_s or (INVISIBLE_S if settings.mode == "shared" else None),
@@ -238,6 +253,8 @@ def settings_of(
     from_archive: bool = False,
     keep_away_s: float | None = None,
     mode: Mode | None = None,
+    rate_limit: float | None = None,
+    rate_burst: float | None = None,
     **rules: Unpack[Rules],
 ) -> GroupSettings:
     """Return settings as a program says them. Raises InvalidInput for those that no group can have."""
@@ -255,15 +272,9 @@ def settings_of(
         # As the server has it: tags sorted, once each.
         tag_filter = str(TagFilter.of(tag_filter) or NO_FILTER)
     settings = GroupSettings(
-        start=start,
-        ordered=ordered,
-        balance=balance,
-        tag_filter=tag_filter,
-        from_archive=from_archive,
-        keep_away_s=keep_away_s,
-        mode=mode,
-        **said,
-    )
+        start=start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive, mode=mode,
+        keep_away_s=keep_away_s, rate_limit=rate_limit, rate_burst=rate_burst, **said,
+    )  # fmt: skip
     check_start(start)
     check_settings(settings)
     return settings
@@ -290,6 +301,7 @@ def check_settings(settings: GroupSettings) -> None:
         if limit_s is not None and not limit_s > 0:
             raise InvalidInput(f"a limit of time is over 0 seconds, not {limit_s}: leave it out, or inf for none")
     check_times(settings.time_limit_s, settings.time_cap_s)
+    check_rate(settings.rate_limit, settings.rate_burst)
     _check_mode(settings)
 
 
@@ -337,6 +349,8 @@ def _check_shared(settings: GroupSettings) -> None:
         )
     if settings.from_archive:
         raise InvalidInput("a shared group begins with the streams: leave from_archive out")
+    if settings.rate_limit is not None or settings.rate_burst is not None:
+        raise InvalidInput("a shared group has no limit of its rate as yet: leave rate_limit and rate_burst out")
 
 
 def _check_broadcast(settings: GroupSettings) -> None:
@@ -374,6 +388,11 @@ def check_times(limit_s: float | None, cap_s: float | None) -> None:
         raise InvalidInput(f"the time limit of {limit_s:g} s is over the cap of {cap_s:g} s: extend goes up to the cap")
 
 
+def no_end(value: float | None) -> float | None:
+    """Return a limit as a new group has it: one without end is none."""
+    return None if value == math.inf else value
+
+
 def as_columns(values: dict[str, Any]) -> dict[str, Any]:
     """Return settings as a statement takes them."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -386,16 +405,12 @@ def refuse_others(group: Group, settings: GroupSettings) -> None:
             f"group {group.name!r} of topic {group.topic!r} is consumed in mode {group.mode}, not {settings.mode}",
             f"consume it with {CALLED[group.mode]}, or use another group: the mode is said once",
         )
-    for name in (*RULES, "ordered", "balance", "tag_filter", "scope", "invisible_s", "keep_away_s"):
+    for name in (*RULES, *SAID_ONCE, "balance", "tag_filter", "keep_away_s", "rate_limit", "rate_burst"):
         brought, there = getattr(settings, name), getattr(group.rules if name in RULES else group, name)
         if there is None:
             there = math.inf
         if brought is not None and brought != there:
-            change = (
-                "it is said once"
-                if name in ("ordered", "scope", "invisible_s")
-                else f"change it for all: mqlayer group set {group.topic}"
-            )
+            change = "it is said once" if name in SAID_ONCE else f"change it for all: mqlayer group set {group.topic}"
             raise Conflict(
                 f"group {group.name!r} of topic {group.topic!r} has {name} = {there} (settings version "
                 f"{group.settings_version}), this member brings {brought}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import GroupRetired
 from mqlayer.postgres.database import Database
@@ -32,6 +33,14 @@ class PopPartition:
     cut: bool
     readable: bool
     archived: bool = False
+    rate_limit: float | None = None
+    rate_burst: float | None = None
+    share_count: int | None = None
+
+    @property
+    def rate(self) -> RateLimit | None:
+        """How fast its group gives messages out."""
+        return RateLimit.of(self.rate_limit, self.rate_burst, self.share_count or 0)
 
 
 def pop_partitions(database: Database, group_id: int) -> list[PopPartition]:

@@ -41,6 +41,8 @@ def set_group(
     balance: Balance | None = None,
     tag_filter: str | None = None,
     keep_away_s: float | None = None,
+    rate_limit: float | None = None,
+    rate_burst: float | None = None,
     if_version: int | None = None,
     **rules: Unpack[Rules],
 ) -> Group:
@@ -49,7 +51,10 @@ def set_group(
     Those of a broadcast group are changed for all of its instances. Raises InvalidInput, NotFound, and Conflict where
     its settings are not of the version named any more, and for a single instance.
     """
-    settings = settings_of(balance=balance, tag_filter=tag_filter, keep_away_s=keep_away_s, **rules)
+    settings = settings_of(
+        balance=balance, tag_filter=tag_filter, keep_away_s=keep_away_s, rate_limit=rate_limit, rate_burst=rate_burst,
+        **rules,
+    )  # fmt: skip
     if settings == GroupSettings():
         raise InvalidInput("nothing to set: name a setting")
     facts = {
@@ -57,6 +62,8 @@ def set_group(
         "balance": balance,
         "tag_filter": settings.tag_filter,
         "keep_away_s": keep_away_s,
+        "rate_limit": rate_limit,
+        "rate_burst": rate_burst,
         "if_version": if_version,
     }
 
@@ -84,7 +91,8 @@ def pause_group(database: Database, topic: str, name: str, *, actor: str) -> boo
     """
 
     def work(connection: Connection, group: Group) -> bool:
-        if connection.execute(query("group_pause"), {"group_id": group.group_id}).fetchone() is None:
+        facts = {"group_id": group.group_id, "actor": actor}
+        if connection.execute(query("group_pause"), facts).fetchone() is None:
             return False
         connection.execute(query("instances_rest"), {"group_id": group.group_id})
         for group_id in (group.group_id, *_instances(connection, group)):

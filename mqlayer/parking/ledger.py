@@ -121,7 +121,8 @@ class Turn:
     `handled`: of its messages; `burial`: its first message that is not handled. Then `go_on` hands out the next ones:
     `alone`, one only, or as many as go at a time; `careful`: to blame if nobody ever says how that ended. Else it waits
     as `entry` says, for its message that `failed`, `tried` so many times more, or just rests. `given_s`: how long ago
-    it was handed out.
+    it was handed out. `count`: hand out no more at a time; `again_s`: for its owner, when it goes on although it was to
+    go on now.
     """
 
     ref: KeyRef
@@ -134,6 +135,8 @@ class Turn:
     failed: Identity | None = None
     tried: int = 0
     given_s: float = 0.0
+    count: int = BATCH
+    again_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -158,7 +161,8 @@ class Written:
     """What came of a page: which keys are parked no more, though messages of them were on it; what is next of others.
 
     No next messages means that the key is in line again, unless it is among those `early`: what waits of these is of
-    partitions that the group has yet to come to. `changed`: an operator did something to a key meanwhile.
+    partitions that the group has yet to come to; or those `paused` by an operator. `changed`: an operator did something
+    to a key meanwhile.
 
     `full`: the limit for which a key's messages that are `left` found no room; `refused`: those of these keys that are
     not parked at all.
@@ -169,6 +173,7 @@ class Written:
     refused: set[KeyRef] = field(default_factory=set)
     left: set[Identity] = field(default_factory=set)
     early: set[KeyRef] = field(default_factory=set)
+    paused: set[KeyRef] = field(default_factory=set)
     changed: bool = False
     next: dict[KeyRef, list[ParkedRecord]] = field(default_factory=dict)
 
@@ -448,7 +453,7 @@ class Ledger:
             connection.execute(query("parked_messages_end"), key | arrays | {"given_s": turn.given_s})
         if turn.go_on:
             records = written.next[turn.ref] = self._next(connection, turn, key, written)
-            return not records and turn.ref not in written.early
+            return not records and turn.ref not in written.early | written.paused
         if turn.entry is None:
             connection.execute(query("parked_key_rest"), key | {"ended": bool(ended)})
             return False
@@ -478,7 +483,12 @@ class Ledger:
         if held is None:
             return []
         attempts = 0 if turn.handled or turn.burial else int(held[2])
-        bounds = {"count": 1 if turn.alone else BATCH, "bytes": BATCH_BYTES}
+        if held[3]:
+            # An owner that did not hear of it as yet, or had the key in hand then.
+            connection.execute(query("parked_key_rest"), key | {"ended": bool(turn.handled or turn.burial)})
+            written.paused.add(turn.ref)
+            return []
+        bounds = {"count": 1 if turn.alone else turn.count, "bytes": BATCH_BYTES}
         rows = connection.execute(query("parked_next"), key | bounds).fetchall()
         if not rows:
             if connection.execute(query("parked_key_end"), key).fetchone() is None:

@@ -88,5 +88,6 @@ class Spot:
 
 def spot_of(one: PopPartition, *, prefix: str, group_id: int, scope: Scope) -> Spot:
     """Return a partition that was not asked yet."""
-    place = Place(prefix, one.partition, group_id, scope, one.epoch or 0, one.start, one.seek)
+    share = one.rate.whole_share if one.rate is not None else None
+    place = Place(prefix, one.partition, group_id, scope, one.epoch or 0, one.start, one.seek, share)
     return Spot(one, place)

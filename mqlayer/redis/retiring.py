@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys, pop_keys
+from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys, pop_keys, rate_key
 from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 
 
@@ -22,6 +22,7 @@ def group_forget_command(
         group.acks,
         group.attempts,
         *pop,
+        rate_key(prefix, partition, group_id),
     )
     return line.script("group_forget", keys, epoch, int(for_good), int(archived))
 

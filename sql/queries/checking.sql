@@ -89,16 +89,42 @@ ORDER BY t.name, g.name;
 -- owner has in hand; none of a group that rests.
 SELECT t.name, g.name, count(k.name)::int,
        (SELECT count(*) FROM mqlayer.parked_message m WHERE m.group_id = g.group_id)::int,
-       count(k.name) FILTER (WHERE k.due_at IS NULL)::int,
+       count(k.name) FILTER (WHERE k.due_at IS NULL AND k.paused_at IS NULL)::int,
        bool_or(k.messages >= g.key_messages_limit OR k.bytes >= g.key_bytes_limit) OR EXISTS (
            SELECT FROM mqlayer.parked_total n WHERE n.group_id = g.group_id
            HAVING sum(n.messages) >= g.parked_messages_limit OR sum(n.bytes) >= g.parked_bytes_limit),
-       extract(epoch FROM clock_timestamp() - min(k.parked_at) FILTER (WHERE k.due_at IS NULL))::float8,
-       extract(epoch FROM clock_timestamp() - min(k.due_at) FILTER (WHERE g.paused_at IS NULL AND NOT EXISTS (
+       extract(epoch FROM clock_timestamp() - min(k.parked_at) FILTER (WHERE k.due_at IS NULL AND k.paused_at IS NULL))::float8,
+       extract(epoch FROM clock_timestamp() - min(k.due_at) FILTER (
+           WHERE g.paused_at IS NULL AND t.paused_at IS NULL AND k.paused_at IS NULL AND NOT EXISTS (
+               SELECT FROM mqlayer.partition_pause pp JOIN mqlayer.partition r USING (partition_id)
+               WHERE pp.group_id = k.group_id AND k.lp >= r.lp_from AND k.lp < r.lp_to)
+           AND NOT EXISTS (
            SELECT FROM mqlayer.assignment a
            WHERE a.group_id = k.group_id AND a.epoch = k.started AND a.member_id IS NOT NULL)))::float8
 FROM mqlayer.parked_key k JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 GROUP BY t.name, g.name, g.group_id ORDER BY t.name, g.name;
+
+-- name: check_pauses
+-- What rests by an operator's word: what it is, the command that ends it, who said so, and for how long; keys as a count.
+SELECT format('topic %%s', name), format('mqlayer topic resume %%s', name), paused_by,
+       extract(epoch FROM clock_timestamp() - paused_at)::float8 AS age_s
+FROM mqlayer.topic WHERE paused_at IS NOT NULL
+UNION ALL
+SELECT format('group %%s of topic %%s', g.name, t.name), format('mqlayer group resume %%s %%s', t.name, g.name), g.paused_by,
+       extract(epoch FROM clock_timestamp() - g.paused_at)::float8
+FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id) WHERE g.paused_at IS NOT NULL AND g.state <> 'retired'
+UNION ALL
+SELECT format('partition %%s for group %%s of topic %%s', p.partition_id, g.name, t.name),
+       format('mqlayer group resume %%s %%s --partition %%s', t.name, g.name, p.partition_id), p.paused_by,
+       extract(epoch FROM clock_timestamp() - p.paused_at)::float8
+FROM mqlayer.partition_pause p JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+UNION ALL
+SELECT format('%%s keys of group %%s of topic %%s', count(*), g.name, t.name),
+       format('mqlayer key resume %%s KEY --group %%s, for those of mqlayer parked list %%s %%s --waiting', t.name, g.name,
+              t.name, g.name), min(k.paused_by), extract(epoch FROM clock_timestamp() - min(k.paused_at))::float8
+FROM mqlayer.parked_key k JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+WHERE k.paused_at IS NOT NULL GROUP BY t.name, g.name
+ORDER BY 1;
 
 -- name: check_relays
 -- How many relays live, and how many LP sets no living one holds.

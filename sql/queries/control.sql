@@ -75,6 +75,15 @@ FROM mqlayer.topic t ORDER BY t.name;
 -- Whether a topic is archived.
 SELECT topic_id, archived FROM mqlayer.topic WHERE name = %(name)s;
 
+-- name: topic_limits_put
+-- Change the limits of a topic, what is not named stays; and let relays know.
+WITH put AS (
+    UPDATE mqlayer.topic SET body_limit = coalesce(%(body_limit)s::int, body_limit),
+        backlog_limit = coalesce(%(backlog_limit)s::bigint, backlog_limit)
+    WHERE topic_id = %(topic_id)s RETURNING name, body_limit, backlog_limit
+)
+SELECT body_limit, backlog_limit, pg_notify('mqlayer_route', name) FROM put;
+
 -- name: topic_archived_set
 -- Switch a topic's archiving.
 UPDATE mqlayer.topic SET archived = %(archived)s WHERE topic_id = %(topic_id)s;

@@ -1,6 +1,6 @@
 -- part: inherited
-start, start_at, ordered, balance, tag_filter, settings_version, backoff_s, backoff_jitter, attempt_limit,
-policy, final_errors, retried_errors, time_limit_s, time_cap_s, parked_keys_limit, parked_messages_limit,
+start, start_at, ordered, balance, tag_filter, rate_limit, rate_burst, settings_version, backoff_s, backoff_jitter,
+attempt_limit, policy, final_errors, retried_errors, time_limit_s, time_cap_s, parked_keys_limit, parked_messages_limit,
 parked_bytes_limit, key_messages_limit, key_bytes_limit;
 
 -- part: away_s
@@ -11,8 +11,8 @@ extract(epoch FROM clock_timestamp() - coalesce(c.away_since, (
 -- name: instance_insert
 -- An instance of a broadcast group, with the settings of then: nobody changes or retires the group meanwhile. It counts as
 -- away until it joins. Nothing where it is there, or its group is retired.
-INSERT INTO mqlayer.consumer_group (topic_id, name, broadcast_of, instance, away_since, paused_at, {inherited})
-SELECT topic_id, name || '@' || %(instance)s::text, group_id, %(instance)s::text, now(), paused_at, {inherited}
+INSERT INTO mqlayer.consumer_group (topic_id, name, broadcast_of, instance, away_since, paused_at, paused_by, {inherited})
+SELECT topic_id, name || '@' || %(instance)s::text, group_id, %(instance)s::text, now(), paused_at, paused_by, {inherited}
 FROM mqlayer.consumer_group WHERE group_id = %(group_id)s AND mode = 'broadcast' AND state = 'live' FOR SHARE
 ON CONFLICT (topic_id, name) DO NOTHING RETURNING group_id;
 
@@ -20,12 +20,12 @@ ON CONFLICT (topic_id, name) DO NOTHING RETURNING group_id;
 -- An instance whose position was dropped begins anew by the rules of its group: what it had committed is void. Not before
 -- all that was parked for it is dropped.
 WITH parent AS (
-    SELECT group_id, paused_at, {inherited} FROM mqlayer.consumer_group
+    SELECT group_id, paused_at, paused_by, {inherited} FROM mqlayer.consumer_group
     WHERE group_id = %(group_id)s AND mode = 'broadcast' AND state = 'live' FOR SHARE
 )
 UPDATE mqlayer.consumer_group c
 SET state = 'creating', seek = c.seek + 1, replay = 0, version = 1, retired_at = NULL, away_since = now(),
-    paused_at = p.paused_at, ({inherited}) = (SELECT {inherited} FROM parent)
+    paused_at = p.paused_at, paused_by = p.paused_by, ({inherited}) = (SELECT {inherited} FROM parent)
 FROM parent p
 WHERE c.broadcast_of = p.group_id AND c.instance = %(instance)s AND c.state = 'retired'
   AND NOT EXISTS (SELECT FROM mqlayer.parked_key k WHERE k.group_id = c.group_id) RETURNING c.group_id;
@@ -42,7 +42,7 @@ WHERE c.broadcast_of = %(group_id)s AND c.state <> 'retired';
 
 -- name: instances_rest
 -- Let the instances of a group rest, or go on, with it.
-UPDATE mqlayer.consumer_group c SET paused_at = p.paused_at FROM mqlayer.consumer_group p
+UPDATE mqlayer.consumer_group c SET paused_at = p.paused_at, paused_by = p.paused_by FROM mqlayer.consumer_group p
 WHERE p.group_id = %(group_id)s AND c.broadcast_of = p.group_id AND c.state <> 'retired';
 
 -- name: instance_presence
@@ -83,6 +83,8 @@ WITH old AS MATERIALIZED (
     DELETE FROM mqlayer.parking_change p USING old WHERE p.group_id = old.group_id
 ), summed AS (
     DELETE FROM mqlayer.parked_total n USING old WHERE n.group_id = old.group_id
+), resting AS (
+    DELETE FROM mqlayer.partition_pause r USING old WHERE r.group_id = old.group_id
 ), tried AS (
     DELETE FROM mqlayer.failed_attempt t USING old WHERE t.group_id = old.group_id
 ), gone AS (

@@ -129,8 +129,8 @@ def test_of_a_well_installation_nothing_is_broken(
     assert {line["check"] for line in found if line["verdict"] != "ok"} <= {"version"}
     assert {line["check"] for line in found} == {
         "reachable", "version", "durability", "connections", "transactions", "prepared", "clock", "control schema",
-        "beat", "routes", "groups", "parked", "archive", "application schema", "relay", "set aside", "publishers",
-        "versions", "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
+        "beat", "routes", "groups", "parked", "pauses", "archive", "application schema", "relay", "set aside",
+        "publishers", "versions", "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
     }  # fmt: skip
     assert all(set(line) == {"check", "subject", "verdict", "seen", "fix"} for line in found)
     assert shown.exit_code == 0
