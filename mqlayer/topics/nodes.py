@@ -174,6 +174,8 @@ class _Arming:
                 )
             if not always and not mender.needed and run_id == node.armed_run_id:
                 return 0
+            if run_id != node.armed_run_id:
+                self._renew_file(line)
             count = self._raise_epochs(line, options["prefix"])
             failpoint("rearm.before_remake")
             mender.mend()
@@ -194,6 +196,16 @@ class _Arming:
                 f"stop it, or let the address lead to its successor; mqlayer node rearm {node.name} --former "
                 "takes it back, with what it lacks",
             )
+
+    def _renew_file(self, line: NodeConnection) -> None:
+        """Have it write its file anew, in the background.
+
+        A Redis that started from a file which is torn inside a transaction leaves the beginning of that in it, and
+        would run it at its next start together with what came later.
+        """
+        (reply,) = line.call([("BGREWRITEAOF",)])
+        if isinstance(reply, Exception):
+            log.warning("node_file_not_renewed", extra={"node": self._node.name, "reason": str(reply)})
 
     def _raise_epochs(self, line: NodeConnection, prefix: str) -> int:
         raised = self._connection.execute(query("node_epochs_raise"), {"node_id": self._node.node_id}).fetchall()
