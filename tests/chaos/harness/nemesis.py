@@ -12,7 +12,7 @@ from typing import Final
 
 import psycopg
 
-from tests.chaos.harness.sites import DatabaseSite, NodeSite, PairSite, Site
+from tests.chaos.harness.sites import DatabaseSite, NodeSite, PairSite, PowerSite, Site
 from tests.chaos.test_whole_path import Play
 from tests.proof.failpoint_names import failpoint_names
 
@@ -178,12 +178,12 @@ class Nemesis:
         return site.name if done else ""
 
     def _power_cut(self) -> str:
-        sites = [site for site in self._nodes if hasattr(site, "cut_power")]
+        sites = [site for site in self._nodes if isinstance(site, PowerSite)]
         if not sites:
             return ""
         site = self._rng.choice(sites)
         self._fell_back(site)
-        site.cut_power()
+        site.cut_power(self._rng)
         self._fell_back(site)
         return site.name
 

@@ -26,9 +26,10 @@ from tests.chaos.actors import SINK, TOPIC
 from tests.chaos.harness.nemesis import KINDS, Nemesis
 from tests.chaos.harness.plants import PLANTS, plant
 from tests.chaos.harness.recovery import recoveries
-from tests.chaos.harness.sites import DatabaseSite, NodeSite, PairSite
+from tests.chaos.harness.sites import DatabaseSite, NodeSite, PairSite, PowerSite
 from tests.chaos.test_route_chaos import Scene
 from tests.chaos.test_whole_path import Play
+from tests.fixtures.power import build_sync_noter
 from tests.fixtures.servers import best_place
 from tests.fixtures.waiting import wait_until
 from tests.proof.checker import check
@@ -67,7 +68,9 @@ class _Run:
         self._histories.mkdir()
         self._site = DatabaseSite(directory, cleanup)
         migrate(self._site.direct_dsn)
-        self._nodes = [NodeSite(directory, "n0", cleanup), PairSite(directory, "n1", cleanup)]
+        self._nodes: list[NodeSite] = [NodeSite(directory, "n0", cleanup), PairSite(directory, "n1", cleanup)]
+        if noter := build_sync_noter(directory):
+            self._nodes.append(PowerSite(directory, "n2", cleanup, noter))
         broker = cleanup.enter_context(RedisServer(directory / "broker", options={"appendonly": "no"}))
         self._settings = Settings(dsn=SecretStr(self._site.dsn), key_prefix="chaos")
         with psycopg.connect(self._site.direct_dsn, autocommit=True) as connection:

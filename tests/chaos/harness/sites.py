@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ import redis
 from psycopg.conninfo import make_conninfo
 
 from mqlayer.stack import PostgresServer, RedisServer
+from tests.fixtures.power import PoweredRedis
 from tests.proof.proxy import TcpProxy
 
 POSTGRES_OPTIONS: Final = {"max_connections": "300", "max_wal_size": "256MB"}
@@ -30,9 +32,9 @@ class Site:
 class NodeSite(Site):
     """A Redis that is durable at once."""
 
-    def __init__(self, directory: Path, name: str, cleanup: ExitStack) -> None:
+    def __init__(self, directory: Path, name: str, cleanup: ExitStack, server: RedisServer | None = None) -> None:
         self.name = name
-        self.server = RedisServer(directory / name)
+        self.server = server or RedisServer(directory / name)
         self.server.start()
         cleanup.callback(self.server.erase)
         self.proxy = cleanup.enter_context(TcpProxy("127.0.0.1", self.server.port))
@@ -49,6 +51,21 @@ class NodeSite(Site):
     def kill(self) -> None:
         """Crash it, and start it again."""
         self.server.kill()
+        self.server.start()
+        self.proxy.aim("127.0.0.1", self.server.port)
+
+
+class PowerSite(NodeSite):
+    """A Redis that syncs every second, whose power can be cut."""
+
+    def __init__(self, directory: Path, name: str, cleanup: ExitStack, noter: Path) -> None:
+        self._powered = PoweredRedis(directory / name, options={"appendfsync": "everysec"})
+        self._powered.library = noter
+        super().__init__(directory, name, cleanup, self._powered)
+
+    def cut_power(self, chance: random.Random) -> None:
+        """Crash it with what was not synced lost, or with a part of that, and start it again."""
+        self._powered.cut_power(chance if chance.random() < 0.5 else None)
         self.server.start()
         self.proxy.aim("127.0.0.1", self.server.port)
 
