@@ -41,6 +41,9 @@ class ClerkOwner(Protocol):
     def end(self, batch: Batch, offsets: list[int], word: RangeWord) -> None:
         """Have messages settled."""
 
+    def give_back(self, batch: Batch, offsets: list[int]) -> None:
+        """Have messages that nobody began given to others at once."""
+
     def void_batch(self, batch: Batch) -> None:
         """Drop a batch whose epoch is not in force any more."""
 
@@ -76,6 +79,8 @@ class Clerk:
         # Of claims: handled, and those to be tried again.
         self.handled: deque[Batch] = deque()
         self.back: deque[tuple[ClaimRef, int, float]] = deque()
+        # Those to be written off once their node has said that they are ours.
+        self._unsure: list[Gone] = []
         self.wake = threading.Event()
         self._turns, self._trouble = Turns(), ""
         self._stopping = threading.Event()
@@ -137,6 +142,8 @@ class Clerk:
 
     def _pass(self) -> None:
         self._each(self.suspects, self._judge_suspects)
+        unsure, self._unsure = self._unsure, []
+        self.burials.extend(unsure)
         self._each(self.burials, self._bury)
         self._each(self.notes, self._ledger.note)
         self._each(self.handled, self._end_claims)
@@ -144,6 +151,9 @@ class Clerk:
         for partition, (epoch, seal_id) in list(self.through.items()):
             if self._owner.say_through(partition, epoch, seal_id):
                 self.through.pop(partition, None)
+        if self._owner.pool.stopping:
+            for batch, offsets in self._owner.pool.unbegun(lambda batch: batch.claim is not None):
+                self._owner.give_back(batch, offsets)
         self._keep_claims()
         self._claim()
 
@@ -173,11 +183,16 @@ class Clerk:
 
     def _bury(self, gone: list[Gone]) -> None:
         by_place: dict[tuple[PartitionId, int], list[Gone]] = {}
+        unsure: list[Gone] = []
         for one in gone:
             if one.batch.claim is not None:
-                self._ledger.bury_claimed(one.batch.claim, one.burial)
-                self._over(one, "-")
-            elif one.batch.place is not None and not one.batch.dropped:
+                self._bury_claimed(one, one.batch.claim)
+                continue
+            # Others may have handled it since, where nobody heard of us for a while.
+            standing = self._owner.pool.standing(one.batch, one.burial.record.offset)
+            if standing == "unsure":
+                unsure.append(one)
+            elif standing == "ours" and one.batch.place is not None:
                 by_place.setdefault((one.batch.partition, one.batch.place.epoch), []).append(one)
         for (partition, epoch), of_place in by_place.items():
             if self._ledger.bury(partition, epoch, [one.burial for one in of_place]):
@@ -186,6 +201,13 @@ class Clerk:
             else:
                 for one in of_place:
                     self._owner.void_batch(one.batch)
+        self._unsure += unsure
+
+    def _bury_claimed(self, one: Gone, claim: Claim) -> None:
+        if self._ledger.bury_claimed(claim, one.burial):
+            self._over(one, "-")
+        else:
+            self._owner.end(one.batch, [one.burial.record.offset], "-")
 
     def _over(self, one: Gone, word: RangeWord) -> None:
         self._owner.buried(one.batch, one.burial)

@@ -109,16 +109,17 @@ class SharedLedger:
         failpoint("shared.after_dead")
         return buried
 
-    def bury_claimed(self, claim: Claim, burial: Burial) -> None:
-        """Write a message off that was given back before; nothing where another member has it."""
+    def bury_claimed(self, claim: Claim, burial: Burial) -> bool:
+        """Write a message off that was given back before; False where another member has it."""
 
-        def work(connection: Connection) -> None:
+        def work(connection: Connection) -> bool:
             mine = self._mine(connection, [claim])
             if mine:
                 self._put_dead(connection, claim.partition, [burial])
                 self._end(connection, mine, handled=False, given_s=0.0)
+            return bool(mine)
 
-        self._database.transaction(work)
+        return self._database.transaction(work)
 
     def note(self, attempts: Sequence[AttemptNote]) -> None:
         """Keep failed attempts, for people."""

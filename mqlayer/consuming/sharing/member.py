@@ -257,6 +257,16 @@ class SharedMember:
             settler.commands.append((spot.place, entry_id))
             settler.wake.set()
 
+    def give_back(self, batch: Batch, offsets: list[int]) -> None:
+        """Have messages that nobody began given to others at once."""
+        for offset in offsets:
+            self._back(batch, offset, 0, None)
+
+    def settle_missing(self, spot: Spot, offsets: Sequence[int]) -> None:
+        """Settle what is not in the stream any more."""
+        log.error("records_missing", extra={"partition": spot.place.partition, "offsets": list(offsets)[:10]})
+        self.end(self.batch(spot, ()), list(offsets), "-")
+
     def suspect(self, batch: Batch) -> None:
         """Ask Postgres about a message that was taken from a member that was not heard of, then have it handled."""
         self._clerk.suspects.append(batch)
