@@ -264,7 +264,8 @@ def pop(name: str, directory: Path, stopping: threading.Event) -> None:
 def share(name: str, directory: Path, stopping: threading.Event) -> None:
     """Consume as a member of a shared group, through the fence, until asked to stop.
 
-    "fatal" ends the process each time, "bad" fails each time; both have a fenced effect never.
+    "fatal" ends the process each time, "bad" fails each time; both have a fenced effect never. "late" and "late-bad" wait
+    until they are let go, then do what their names say.
     """
     settings = mqlayer.Settings()
     app = mqlayer.App(settings)
@@ -277,6 +278,10 @@ def share(name: str, directory: Path, stopping: threading.Event) -> None:
     )  # fmt: skip
     def book(body: bytes, ctx: mqlayer.Context) -> None:
         begun.write(f"{body.decode()} {ctx.attempt}\n")
+        while body.startswith(b"late") and not (directory / "go").exists():
+            time.sleep(0.01)
+        if body == b"late-bad":
+            raise mqlayer.Reject("late")
         if body == b"fatal":
             os.kill(os.getpid(), signal.SIGKILL)
         if body == b"bad":

@@ -7,6 +7,7 @@ Cases 59, 67 and 77.
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +16,9 @@ from typing import Final
 
 import pytest
 
+from mqlayer.changes import apply_change, plan_split, retire_partitions
 from mqlayer.failures import DeadFilter, reclaim_shared, start_redrive, work_on
+from mqlayer.routes.cache import load_route
 from tests.chaos.actors import GROUP
 from tests.fixtures.consuming import LEASE_S, Recorder, Stage
 from tests.fixtures.forking import Process, start_python
@@ -149,6 +152,50 @@ def test_what_a_dead_member_had_is_due_after_a_scan_also_one_that_is_killed_and_
     assert reclaim_shared(scene.stage.database, prefix=scene.stage.prefix) == 0
     scene.start("second")
     scene.stage.wait_settled(GROUP)
+    assert scene.sink() == numbers
+
+
+def test_a_member_that_wakes_late_neither_repeats_nor_writes_off_what_others_handled(scene: Scene) -> None:
+    """Cases 67 and 77: it was stopped for longer than the invisible time, at work on two messages."""
+    stage = scene.stage
+    stage.send([("k", b"late"), ("l", b"late-bad")])
+    process = scene.start("first")
+    wait_until(lambda: len(scene.begun()) == 2, what="it is at work on both")
+    process.send_signal(signal.SIGSTOP)
+    recorder = Recorder()
+    other = share(stage, recorder, group=GROUP, invisible_s=0.6)
+    stage.wait_settled(GROUP)
+    assert sorted(recorder.bodies()) == [b"late", b"late-bad"]
+    other.stop()
+    (scene.directory / "go").touch()
+    process.send_signal(signal.SIGCONT)
+    # It has told what it had to tell once it has ended in order.
+    wait_until(lambda: "handler_failed" in (scene.directory / "first.log").read_text(), what="its handler failed")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert scene.sql("SELECT count(*) FROM mqlayer.dead_message") == [(0,)]
+    assert stage.all_settled(GROUP)
+
+
+def test_a_kill_during_a_split_leaves_a_parent_that_the_next_member_drains(scene: Scene) -> None:
+    """Case 24 without order: what was in hand of the parent and of what a successor has is handled, each effect once."""
+    stage = scene.stage
+    numbers = send(stage)
+    [parent, _] = stage.partitions
+    line = stage.route.ranges[0]
+    killed = scene.start("first", "shared.before_settle=kill@3")
+    wait_until(scene.begun, what="it is at work")
+    middle = (line.lp_from + line.lp_to) // 2
+    plan = plan_split(stage.route, line.partition, [middle])
+    apply_change(stage.database, plan, prefix=stage.prefix, application=stage.database, actor="test")
+    stage.route = load_route(stage.database, stage.topic)
+    stage.partitions = [one.partition for one in stage.route.ranges]
+    stage.send((f"key-{at % 7}", b"%d" % (COUNT + at)) for at in range(COUNT))
+    numbers = sorted([*numbers, *(str(COUNT + at) for at in range(COUNT))])
+    assert killed.wait(20) == -9
+    scene.start("second")
+    wait_until(lambda: retire_partitions(stage.database, prefix=stage.prefix) == [parent], what="the parent is drained")
+    stage.wait_settled(GROUP)
     assert scene.sink() == numbers
 
 
