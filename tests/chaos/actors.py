@@ -264,8 +264,8 @@ def pop(name: str, directory: Path, stopping: threading.Event) -> None:
 def share(name: str, directory: Path, stopping: threading.Event) -> None:
     """Consume as a member of a shared group, through the fence, until asked to stop.
 
-    "fatal" ends the process each time, "bad" fails each time; both have a fenced effect never. "late" and "late-bad" wait
-    until they are let go, then do what their names say.
+    "fatal" ends the process each time, "bad" fails each time; both have a fenced effect never. "late" and "late-bad"
+    wait until they are let go, then do what their names say.
     """
     settings = mqlayer.Settings()
     app = mqlayer.App(settings)
@@ -273,7 +273,7 @@ def share(name: str, directory: Path, stopping: threading.Event) -> None:
     begun = (directory / f"{name}.begun").open("a", buffering=1)
 
     @app.consumer(
-        TOPIC, group=GROUP, mode="shared", invisible_s=0.6, backoff_s=(0.05,), attempt_limit=3,
+        TOPIC, group=GROUP, mode="shared", invisible_s=0.4, backoff_s=(0.05,), attempt_limit=3,
         options=mqlayer.MemberOptions(concurrency=4),
     )  # fmt: skip
     def book(body: bytes, ctx: mqlayer.Context) -> None:

@@ -15,6 +15,7 @@ from mqlayer.consuming.clock import clock
 from mqlayer.consuming.faults import where
 from mqlayer.consuming.sharing.ledger import Claim, ClaimRef, SharedLedger
 from mqlayer.consuming.sharing.pool import Batch, Pool
+from mqlayer.consuming.sharing.spots import SharedSpots
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
@@ -35,6 +36,7 @@ class ClerkOwner(Protocol):
     """What a clerk asks of its member."""
 
     pool: Pool
+    spots: SharedSpots
     invisible_s: float
     keep_limit_s: float
 
@@ -44,9 +46,6 @@ class ClerkOwner(Protocol):
     def give_back(self, batch: Batch, offsets: list[int]) -> None:
         """Have messages that nobody began given to others at once."""
 
-    def void_batch(self, batch: Batch) -> None:
-        """Drop a batch whose epoch is not in force any more."""
-
     def buried(self, batch: Batch, burial: Burial) -> None:
         """Tell of a message that left the group."""
 
@@ -55,9 +54,6 @@ class ClerkOwner(Protocol):
 
     def claimed(self, claim: Claim) -> Batch:
         """Return the batch of a message that was given back."""
-
-    def say_through(self, partition: PartitionId, epoch: int, seal_id: str) -> bool:
-        """Tell Postgres that a sealed partition is through; False where it is to be told again."""
 
 
 class Gone(NamedTuple):
@@ -149,8 +145,8 @@ class Clerk:
         self._each(self.handled, self._end_claims)
         self._each(self.back, self._ledger.back)
         for partition, (epoch, seal_id) in list(self.through.items()):
-            if self._owner.say_through(partition, epoch, seal_id):
-                self.through.pop(partition, None)
+            self._owner.spots.say_through(partition, epoch, seal_id)
+            self.through.pop(partition, None)
         if self._owner.pool.stopping:
             for batch, offsets in self._owner.pool.unbegun(lambda batch: batch.claim is not None):
                 self._owner.give_back(batch, offsets)
@@ -199,8 +195,8 @@ class Clerk:
                 for one in of_place:
                     self._over(one, "-")
             else:
-                for one in of_place:
-                    self._owner.void_batch(one.batch)
+                for place in {one.batch.place for one in of_place if one.batch.place is not None}:
+                    self._owner.spots.void(place)
         self._unsure += unsure
 
     def _bury_claimed(self, one: Gone, claim: Claim) -> None:

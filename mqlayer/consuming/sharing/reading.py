@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.node_thread import NodeThread
 from mqlayer.consuming.sharing.pool import Batch, Pool
-from mqlayer.domain.message import Identity, Record, pop_command, records_of
-from mqlayer.domain.routing import NodeId
+from mqlayer.consuming.sharing.spots import SharedSpots, Spot
+from mqlayer.domain.message import Record, pop_command, records_of
 from mqlayer.domain.tags import TagFilter
 from mqlayer.failpoints import failpoint
-from mqlayer.membership.popping import PopPartition
 from mqlayer.redis.nodes import NodeConnection, is_missing_script, raise_for_reply
 from mqlayer.redis.outcomes import RangeWord
 from mqlayer.redis.partitions import Failures, Fenced, Refused
@@ -25,7 +24,6 @@ from mqlayer.redis.sharing import (
     AT_ONCE,
     Again,
     InForce,
-    SharedPlace,
     Through,
     is_missing_group,
     native_group,
@@ -55,28 +53,11 @@ RECLAIM_PART: Final = 3.0
 """A member looks for messages of members that are gone this often in an invisible time, and at least once a second."""
 
 
-class Spot:
-    """A partition as a member sees it. `taken`: whether its epoch was in force when we looked last.
-
-    `strays`: whether the node may have messages as ours that we do not know of: of a lost answer, or another epoch.
-    """
-
-    __slots__ = ("dead", "left_ms", "marks", "one", "place", "refused", "rest_until", "strays", "taken")
-
-    def __init__(self, one: PopPartition, place: SharedPlace) -> None:
-        self.one, self.place = one, place
-        self.taken, self.strays = False, True
-        self.left_ms, self.rest_until, self.refused = -1, 0.0, 0
-        # What died, or was given back, and may come again: after a fall-back of its node, at other offsets too.
-        self.dead: set[Identity] = set()
-        # Of a partition that holds messages which its successors hold too: the marks that it was recorded with.
-        self.marks: Mapping[str, int] = {}
-
-
 class SharedReadingOwner(Protocol):
     """What a reader asks of its member."""
 
     pool: Pool
+    spots: SharedSpots
     tag_filter: TagFilter | None
     member_id: str
     invisible_s: float
@@ -84,12 +65,6 @@ class SharedReadingOwner(Protocol):
 
     def handled(self, batch: Batch, offsets: list[int]) -> None:
         """Count what was handled, and have it settled."""
-
-    def learn(self, spot: Spot, committed: int) -> None:
-        """Ask Postgres what a partition that is taken from an offset on holds that is not to be handled."""
-
-    def spots_on(self, node_id: NodeId) -> list[Spot]:
-        """Return what may be read on a node now."""
 
     def batch(self, spot: Spot, records: Sequence[Record]) -> Batch:
         """Return a batch of records that were read now."""
@@ -115,21 +90,12 @@ class SharedReadingOwner(Protocol):
     def through(self, spot: Spot, seal_id: str) -> None:
         """Tell Postgres that everything before a command record is settled."""
 
-    def fenced(self, spot: Spot) -> None:
-        """Look for another epoch."""
-
-    def refused(self, spot: Spot) -> None:
-        """Have a node mended that does not have a partition."""
-
-    def node_lost(self, node_id: NodeId) -> None:
-        """Drop what is in hand of a node that is not the armed run, and have it armed."""
-
 
 class SharedReader(NodeThread):
     """The reading thread of one node."""
 
     def __init__(self, owner: SharedReadingOwner, line: NodeConnection, *, group_id: int, name: str) -> None:
-        super().__init__(line, owner.node_lost, name=name, work="reading")
+        super().__init__(line, owner.spots.node_lost, name=name, work="reading")
         self._owner, self._group_id = owner, group_id
         self._keep_at = self._reclaim_at = 0.0
         self._at = 0
@@ -141,7 +107,7 @@ class SharedReader(NodeThread):
             pool.note_node(node_id, away=not well)
             if not well:
                 # What was on its way may be ours, unseen.
-                for spot in self._owner.spots_on(node_id):
+                for spot in self._owner.spots.on(node_id):
                     spot.strays = True
                 self._stopping.wait(random.uniform(*AGAIN_S))
 
@@ -152,7 +118,7 @@ class SharedReader(NodeThread):
         if owner.pool.stopping:
             for batch, offsets in owner.pool.unbegun(self._is_here):
                 owner.give_back(batch, offsets)
-        spots = [spot for spot in owner.spots_on(self._line.node.node_id) if now >= spot.rest_until]
+        spots = [spot for spot in owner.spots.on(self._line.node.node_id) if now >= spot.rest_until]
         if not self._take([spot for spot in spots if not spot.taken]):
             return
         taken = [spot for spot in spots if spot.taken]
@@ -216,7 +182,7 @@ class SharedReader(NodeThread):
     def _take_in(self, spots: list[Spot], streams: Any, checks: Sequence[Any], asked: float) -> None:
         owner = self._owner
         by_key: dict[bytes, Any] = dict(streams) if streams else {}
-        wanted = owner.spots_on(self._line.node.node_id)
+        wanted = owner.spots.on(self._line.node.node_id)
         for spot, reply in zip(spots, checks, strict=True):
             entries = by_key.get(spot.place.log)
             if spot not in wanted:
@@ -235,7 +201,7 @@ class SharedReader(NodeThread):
         answer = shared_take_reply(reply, self._line.node.address)
         if isinstance(answer, InForce):
             if answer.fresh:
-                self._owner.learn(spot, answer.committed)
+                self._owner.spots.learn(spot, answer.committed)
             spot.taken, spot.left_ms, spot.refused = True, answer.left_ms, 0
             return True
         if isinstance(answer, Through):
@@ -246,11 +212,11 @@ class SharedReader(NodeThread):
         spot.taken, spot.strays = False, True
         spot.rest_until = clock() + AFTER_TROUBLE_S
         if isinstance(answer, Fenced):
-            self._owner.fenced(spot)
+            self._owner.spots.fenced(spot)
         else:
             facts = {"partition": spot.place.partition, "word": answer.word, "address": self._line.node.address}
             log.error("partition_refused", extra=facts)
-            self._owner.refused(spot)
+            self._owner.spots.refused(spot)
         return False
 
     def _put(self, spot: Spot, entries: list[Any], asked: float) -> None:
@@ -292,7 +258,7 @@ class SharedReader(NodeThread):
         """Settle what of a batch is not to be handled."""
         owner, wanted, records = self._owner, self._owner.tag_filter, batch.records
         if spot.dead or spot.marks:
-            void = [record.offset for record in records if is_void(spot, record.identity)]
+            void = [record.offset for record in records if spot.is_void(record.identity)]
             if void:
                 batch.lost.update(void)
                 owner.end(batch, void, "-")
@@ -394,9 +360,3 @@ class SharedReader(NodeThread):
         if missing:
             self._line.reload_scripts()
         return missing
-
-
-def is_void(spot: Spot, identity: Identity) -> bool:
-    """Say whether a record is not to be handled here: it died, or belongs to the successors."""
-    source, lp, seq = identity
-    return identity in spot.dead or seq > spot.marks.get(f"{source}:{lp}", seq)
