@@ -265,7 +265,8 @@ def share(name: str, directory: Path, stopping: threading.Event) -> None:
     """Consume as a member of a shared group, through the fence, until asked to stop.
 
     "fatal" ends the process each time, "bad" fails each time; both have a fenced effect never. "late" and "late-bad"
-    wait until they are let go, then do what their names say.
+    wait until they are let go, then do what their names say. Till then "mended" and "cursed" fail for good; later
+    "cursed" is another "fatal".
     """
     settings = mqlayer.Settings()
     app = mqlayer.App(settings)
@@ -282,7 +283,9 @@ def share(name: str, directory: Path, stopping: threading.Event) -> None:
             time.sleep(0.01)
         if body == b"late-bad":
             raise mqlayer.Reject("late")
-        if body == b"fatal":
+        if body in (b"mended", b"cursed") and not (directory / "go").exists():
+            raise mqlayer.Reject("not yet")
+        if body in (b"fatal", b"cursed"):
             os.kill(os.getpid(), signal.SIGKILL)
         if body == b"bad":
             raise ValueError("bad")

@@ -10,7 +10,6 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -199,20 +198,30 @@ def test_a_kill_during_a_split_leaves_a_parent_that_the_next_member_drains(scene
     assert scene.sink() == numbers
 
 
-def test_a_dead_message_that_is_given_back_survives_a_kill_of_whoever_has_it(scene: Scene) -> None:
-    """Case 68: it is handled from Postgres, and its row there goes."""
-    scene.stage.send([("k", b"bad")])
+def test_dead_messages_that_are_given_back_survive_kills_of_whoever_has_them(scene: Scene) -> None:
+    """Cases 59 and 68: they are handled from Postgres; one that ends its process dies, its neighbours do not."""
+    stage = scene.stage
+    stage.send([("k", b"mended"), ("l", b"cursed"), ("m", b"mended"), ("n", b"mended")])
     first = scene.start("first")
-    wait_until(lambda: scene.dead() == [b"bad"], what="dead")
+    wait_until(lambda: len(scene.dead()) == 4, what="all are dead")
     first.kill()
     first.wait()
-    database, topic = scene.stage.database, scene.stage.topic
-    redrive = start_redrive(database, topic, GROUP, DeadFilter(), actor="test", worker="w")
-    assert work_on(database, redrive, worker="w").sent == 1
+    (scene.directory / "go").touch()
+    redrive = start_redrive(stage.database, stage.topic, GROUP, DeadFilter(), actor="test", worker="w")
+    assert work_on(stage.database, redrive, worker="w").sent == 4
     assert scene.start("second", "shared.after_claim=kill").wait(20) == -9
-    recorder = Recorder()
-    share(scene.stage, recorder, group=GROUP, invisible_s=0.4)
-    wait_until(lambda: recorder.bodies() == [b"bad"], what="handled")
-    wait_until(lambda: scene.sql("SELECT 1 FROM mqlayer.parked_key") == [], what="nothing is left of it")
-    assert recorder.begun[0].attempt == 2
-    assert partial(scene.dead)() == []
+
+    def over() -> bool:
+        return scene.sql("SELECT 1 FROM mqlayer.parked_key") == []
+
+    deaths = 0
+    for number in range(8):
+        process = scene.start(f"m{number}")
+        wait_until(lambda p=process: p.poll() is not None or over(), timeout_s=20, what="ended, or done")  # type: ignore[misc]
+        if process.poll() is None:
+            break
+        deaths += 1
+    assert over()
+    assert scene.sink() == ["mended"] * 3
+    assert scene.dead() == [b"cursed"]
+    assert deaths == 3, "as many as it has attempts"

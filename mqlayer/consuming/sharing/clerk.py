@@ -215,6 +215,8 @@ class Clerk:
         self._ledger.end(claims, max(now - batch.read_at for batch in batches))
         for batch in batches:
             self._owner.pool.end(batch, [batch.records[0].offset])
+        if any(claim.care for claim in claims):
+            self._look_at = 0.0
 
     def _keep_claims(self) -> None:
         now, every = clock(), self._owner.invisible_s / 3
@@ -229,9 +231,13 @@ class Clerk:
             and (id(batch), batch.records[0].offset) not in hung
         ]  # fmt: skip
         if due:
-            self._ledger.keep([batch.claim.ref for batch in due if batch.claim], self._owner.invisible_s)
+            kept = self._ledger.keep([batch.claim.ref for batch in due if batch.claim], self._owner.invisible_s)
             for batch in due:
                 batch.kept_at = now
+                if batch.claim and batch.claim.ref.token not in kept:
+                    offset = batch.records[0].offset
+                    batch.lost.add(offset)
+                    self._owner.pool.end(batch, [offset])
 
     def _claim(self) -> None:
         owner, now = self._owner, clock()
@@ -240,12 +246,14 @@ class Clerk:
         limit = min(CLAIMS, owner.pool.room())
         if limit <= 0:
             return
-        claims = self._ledger.claim(limit, owner.invisible_s)
+        careful = not any(batch.claim is not None and batch.claim.care for batch in owner.pool.batches())
+        claims = self._ledger.claim(limit, owner.invisible_s, careful=careful)
         if claims:
             failpoint("shared.after_claim")
         for claim in claims:
             batch = owner.claimed(claim)
             owner.pool.add(batch)
+            batch.kept_at = now
             burial = owner.worn(batch)
             if burial is not None:
                 self.burials.append(Gone(batch, burial))

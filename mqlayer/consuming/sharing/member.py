@@ -288,8 +288,8 @@ class SharedMember:
 
     def _back(self, batch: Batch, offset: int, ms: int, failed: int | None) -> None:
         if batch.claim is not None:
-            ref = batch.claim.ref
-            self._clerk.back.append((ref, ref.attempts - 1 if failed is None else failed, ms / 1000))
+            before = batch.claim.record.attempts
+            self._clerk.back.append((batch.claim.ref, before if failed is None else failed, ms / 1000))
             self.pool.end(batch, (offset,))
             self._clerk.wake.set()
             return
