@@ -18,6 +18,7 @@ KEYS
   7 lines_key     zset    <length of lane><lane><offset, 16 digits> of what was looked at and is not settled
   8 due_key       zset    lane -> ms when it may be given out
   9 batches_key   hash    attempt id -> <batch>:<offsets>; #<slot> -> attempt id
+  10 rate_key     hash    left, at_us: what may be given out of the group's rate (see rate_take)
 
 ARGV
   1 epoch         int     epoch of the group at this partition
@@ -29,13 +30,15 @@ ARGV
   7 invisible_ms  int     how long they are withheld from others
   8 attempt       string  id of this attempt: the same one gets the same batch again, and nothing is counted
   9 only_again    int     1: give out nothing but a batch of this attempt
+  10 per_s        number  how many messages this partition gives out by the second; 0: no limit
+  11 rate_size    number  how many of them at once after a rest, at least 1
 
 RETURNS
   {"given", batch, {offset, times given out, m, key, body, ...}}
   {"more", 0, next, wakes}         nothing as yet, and there is more to look at: ask again
   {"empty", left, next, wakes}     nothing; what is appended may be given at once. left: ms until a lane is free again,
                                    -1 for none; wakes: number of the last entry that told of a lane that got free
-  {"blocked", left, next, wakes}   nothing, whatever is appended
+  {"blocked", left, next, wakes}   nothing, whatever is appended; left is also the time until the rate gives a message
   {"drained", seal}                everything before the command record is settled
   {"fenced", epoch}                a higher epoch is in force; nothing was changed
   {"absent"}                       no such partition on this node
@@ -49,6 +52,7 @@ local pops_key = KEYS[6]
 local lines_key = KEYS[7]
 local due_key = KEYS[8]
 local batches_key = KEYS[9]
+local rate_key = KEYS[10]
 local epoch = tonumber(ARGV[1])
 local start = tonumber(ARGV[2])
 local seek = tonumber(ARGV[3])
@@ -58,6 +62,8 @@ local bytes = tonumber(ARGV[6])
 local invisible_ms = tonumber(ARGV[7])
 local attempt = ARGV[8]
 local only_again = ARGV[9] == '1'
+local per_s = tonumber(ARGV[10])
+local rate_size = tonumber(ARGV[11])
 
 local WIDTH = 500
 local WINDOW = 1048576
@@ -125,6 +131,28 @@ if known then
     redis.call('HSET', pops_key, unpack(pops))
     for lane, later in pairs(lanes) do redis.call('ZADD', due_key, 'GT', format('%d', later), lane) end
     return {'given', tonumber(number), again}
+  end
+end
+
+-- A batch that is given again was counted when it was given first.
+local rate_left = 0
+local function note_rate(left)
+  redis.call('HSET', rate_key, 'left', format('%.9f', left),
+    'at_us', format('%d', tonumber(time[1]) * 1000000 + tonumber(time[2])))
+  redis.call('PEXPIRE', rate_key, format('%d', math.min(1e12, 60000 + math.ceil((rate_size - left) / per_s * 1000))))
+end
+if per_s > 0 and not only_again then
+  local now_us = tonumber(time[1]) * 1000000 + tonumber(time[2])
+  local bucket = redis.call('HMGET', rate_key, 'left', 'at_us')
+  rate_left = 1
+  if bucket[1] then
+    rate_left = tonumber(bucket[1]) + math.max(0, now_us - tonumber(bucket[2])) / 1000000 * per_s
+  end
+  rate_left = math.min(rate_left, rate_size)
+  if not bucket[1] or now_us < tonumber(bucket[2]) then note_rate(rate_left) end
+  limit = math.min(limit, math.floor(rate_left))
+  if limit < 1 and not (meta[1] == 'sealed' and committed >= next_offset) then
+    return {'blocked', math.ceil((1 - rate_left) / per_s * 1000), next_offset, wakes}
   end
 end
 
@@ -203,6 +231,7 @@ for _, member in ipairs(held_back) do
 end
 if at > seen then redis.call('HSET', lock_key, 'seen', format('%d', at)) end
 
+if #given > 0 and per_s > 0 then note_rate(rate_left - #given) end
 if #given > 0 then
   batch = batch + 1
   local offsets, pops, due, counts, reply = {}, {}, {}, {}, {}

@@ -1,7 +1,7 @@
 """Strictly ordered, elastic messaging on the Redis and Postgres that teams already run."""
 
 from mqlayer import outbox
-from mqlayer.consuming import App, Context, MemberOptions
+from mqlayer.consuming import App, Batch, BatchMessage, BatchOf, Context, MemberOptions
 from mqlayer.domain.tags import all_of, any_of
 from mqlayer.effects import Versioned, VersionGap, Versions
 from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
@@ -14,6 +14,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "App",
+    "Batch",
+    "BatchMessage",
+    "BatchOf",
     "Context",
     "Event",
     "MemberOptions",

@@ -9,6 +9,8 @@ MqlayerError
 │   └── ReservedHeader
 ├── NotFound                a topic, group, node or partition that nobody created
 ├── Conflict                it exists already, otherwise; nothing was changed
+│   ├── GroupRetired        the group is retired: nobody consumes for it any more
+│   └── InstanceTaken       broadcast: another process consumes for this instance
 ├── ArchiveBroken           the archive, or an export of it, does not hold what a reader was to find
 ├── ConfigurationRefused    a server's settings void the promise: says which to change
 ├── SchemaMismatch          the database's schema is missing, older or newer
@@ -142,6 +144,26 @@ class Conflict(MqlayerError):
 
     def __str__(self) -> str:
         return self.what + (f": {self.hint}" if self.hint else "")
+
+
+class GroupRetired(Conflict):
+    """The group is retired: nobody consumes for it any more, and nothing is kept for it."""
+
+    def __init__(self, topic: str, group: str) -> None:
+        Exception.__init__(self, topic, group)
+        self.topic, self.group = topic, group
+        self.what = f"group {group!r} of topic {topic!r} is retired"
+        self.hint = "trimming does not wait for it: use another group"
+
+
+class InstanceTaken(Conflict):
+    """Another process consumes for this instance of a broadcast group; `state`: running, or leaving (about to end)."""
+
+    def __init__(self, topic: str, group: str, member: str, state: str) -> None:
+        Exception.__init__(self, topic, group, member, state)
+        self.topic, self.group, self.member, self.state = topic, group, member, state
+        self.what = f"member {member!r} consumes for {group!r} of topic {topic!r}, and an instance has one process"
+        self.hint = "give each process a name of its own: instance= of the consumer, or MQLAYER_INSTANCE"
 
 
 class SparkMissing(MqlayerError):
@@ -512,6 +534,20 @@ class PauseKey(HandlerControl):
 
     def __str__(self) -> str:
         return f"its key rests for {self.seconds:g} s" + _because(self.reason)
+
+
+class BatchUndone(HandlerControl):
+    """A message of a batch failed that the fence had let through: it counts as failed, the others come again."""
+
+    def __init__(self, topic: str, lp: int, seq: int) -> None:
+        super().__init__(topic, lp, seq)
+        self.topic, self.lp, self.seq = topic, lp, seq
+
+    def __str__(self) -> str:
+        return (
+            f"{self.topic}/{self.lp}/{self.seq} failed after the fence let it through: roll the transaction back, "
+            "or it counts as applied; the other messages of the batch come again"
+        )
 
 
 def _wait_s(seconds: float) -> float:

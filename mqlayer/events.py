@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 EventKind = Literal[
     "failed", "timed_out", "paused", "blocked", "parking_full", "parked", "unparked", "dead", "skipped",
     "released", "discarded", "ruled", "passed_over", "redriven", "redrive_waits", "redrive_ended", "overdue",
-    "version_gap",
+    "version_gap", "begun_anew",
 ]  # fmt: skip
 
 
@@ -35,6 +35,8 @@ class Event:
       names the limit.
     - unparked: its key is handled from the stream again.
     - dead: it left the group, and can be sent again. skipped: it left, only the reason is kept.
+    - begun_anew: this instance of a broadcast group was away for too long, its position was dropped; `cause` is where
+      it begins now. What it has built of messages may miss some.
 
     Of operators' acts and of jobs, `count` of them at once, `actor` who it was:
 

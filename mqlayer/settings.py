@@ -40,6 +40,8 @@ class Settings(BaseSettings):
     relay_chunk_rows: int = Field(default=2_000, ge=1)
     relay_chunk_bytes: int = Field(default=4_000_000, ge=1)
     """How much a relay reads from an outbox at once; its memory is a few times that, whatever the backlog."""
+    instance: str = ""
+    """Which instance of its broadcast groups this process is; the host's name where not given."""
     health_port: int = Field(default=0, ge=0, le=65_535)
     """Where this process says whether it lives and serves; 0: nowhere. Of several, each takes the next port."""
     health_host: str = "127.0.0.1"

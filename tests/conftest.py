@@ -14,6 +14,7 @@ pytest_plugins = [
     "tests.fixtures.commands",
     "tests.fixtures.consuming",
     "tests.fixtures.outboxes",
+    "tests.fixtures.power",
     "tests.fixtures.servers",
     "tests.fixtures.spark",
 ]
@@ -25,12 +26,13 @@ SLOW = {
     "test_failing_keys.py",
     "test_parking_kills.py",
     "test_periodic_jobs.py",
+    "test_power_cut.py",
     "test_producer_links.py",
     "test_receiver_kills.py",
     "test_relay_chaos.py",
     "test_route_chaos.py",
     "test_route_machine.py",
-    "test_route_model.py",
+    "test_models.py",
     "test_whole_path.py",
 }
 """Files with tests of ten seconds and more."""

@@ -8,6 +8,7 @@ from mqlayer.domain import jobs
 from mqlayer.effects import watch_versions
 from mqlayer.failures import clean_attempts, reclaim_shared, retry_scan
 from mqlayer.membership import balance_by_rate, rebalance_groups
+from mqlayer.membership.retiring import forget_instances, forget_retired, retire_away
 from mqlayer.outbox import clean_dedup, release_delayed, rotate
 from mqlayer.relay import relay_once
 from mqlayer.trimming import clean_fence, clean_inbox, drop_closed_marks, trim_pass
@@ -141,3 +142,12 @@ def watch_entity_versions() -> None:
     """Raise the alarm for versions that have been missing for too long."""
     if claimed(control(), jobs.WATCH_VERSIONS):
         watch_versions(application())
+
+
+@app.task(name=task_name(jobs.RETIRE_GROUPS))
+def retire_groups() -> None:
+    """Drop the positions of instances that are away for too long, and what retired groups have on the nodes."""
+    if claimed(control(), jobs.RETIRE_GROUPS):
+        retire_away(control())
+        forget_retired(control(), prefix=settings().key_prefix, unsafe=settings().allow_unsafe_redis)
+        forget_instances(control())

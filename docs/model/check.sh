@@ -1,32 +1,38 @@
 #!/usr/bin/env bash
-# Check the model of a route change in all configurations, and that each guard is needed: check.sh [--quick]
+# Check the models in all configurations, and that each guard is needed: check.sh [--quick] [MODEL]
 #
 # One line per variant: what was expected, what was found, states, seconds. Ends with 1 when a variant that must be
 # clean breaks, one that must break is clean, or a search does not complete. Needs spin and a C compiler.
 set -uo pipefail
 
 # Small searches take less time than an optimising compiler; long ones leave the machine to others.
-quick="" optimise=-O1 politely="nice -n 10"
-case "${1:-}" in
-    "") ;;
-    --quick) quick=1 optimise=-O0 politely="" ;;
-    *) echo "usage: check.sh [--quick]" >&2; exit 2 ;;
-esac
+quick="" optimise=-O1 politely="nice -n 10" only=""
+for argument in "$@"; do
+    case "$argument" in
+        --quick) quick=1 optimise=-O0 politely="" ;;
+        route_change|handover|parking) only=$argument ;;
+        *) echo "usage: check.sh [--quick] [route_change|handover|parking]" >&2; exit 2 ;;
+    esac
+done
 
 spin=${SPIN:-spin}
 compiler=${CC:-cc}
 for program in "$spin" "$compiler"; do
     if ! command -v "$program" >/dev/null 2>&1; then
-        echo "note: $program is not installed, the model was not checked (Debian: apt-get install spin gcc)"
+        echo "note: $program is not installed, the models were not checked (Debian: apt-get install spin gcc)"
         exit 0
     fi
 done
 
-model=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/route_change.pml
+models=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 room=$(mktemp -d) || exit 1
 trap 'rm -rf "$room"' EXIT
 cd "$room" || exit 1
-cp "$model" model.pml || exit 1
+
+use() { # use MODEL: what is tried from here is of this model
+    model=$1
+    cp "$models/$1.pml" model.pml || exit 1
+}
 
 failed=0
 began=$SECONDS
@@ -35,9 +41,15 @@ began=$SECONDS
 meaning() {
     case "$1" in
         *"size["*"<"*"+1)"*) echo "model error: $1" ;;
-        *record/8*) echo "order" ;;
+        *busy*|*"!(from_pg)"*) echo "overlap" ;;
+        *acted*) echo "stale" ;;
+        *passed*|*">=(log["*) echo "lost" ;;
+        *"handled&"*) echo "twice" ;;
+        *"!((dead&"*) echo "dead" ;;
+        *record/8*|*"record["*|*"applied|dead)&"*) echo "order" ;;
+        *"run_id==armed"*) echo "stuck" ;;
         *"log["*) echo "twice" ;;
-        *applied*|*settled*|*run_id*|*pg*|*state*|*gate*) echo "stuck" ;;
+        *applied*|*parked*|*settled*|*run_id*|*pg*|*state*|*gate*) echo "stuck" ;;
         *) echo "model error: $1" ;;
     esac
 }
@@ -69,14 +81,15 @@ search() { # search NAME SWITCHES: sets found and states
 try() { # try clean|breaks|spare quick|long NAME SWITCHES
     local expected=$1 size=$2 name=$3 switches=$4 verdict=ok from to
     [ -n "$quick" ] && [ "$size" = long ] && return
+    [ -n "$only" ] && [ "$only" != "$model" ] && return
     from=$(date +%s%N)
     search "$name" "$switches"
     to=$(date +%s%N)
     case "$expected:$found" in
-        clean:clean|spare:clean|breaks:order|breaks:twice|breaks:stuck) ;;
+        clean:clean|spare:clean|breaks:order|breaks:twice|breaks:stuck|breaks:overlap|breaks:stale|breaks:lost|breaks:dead) ;;
         *) verdict=FAILED; failed=1 ;;
     esac
-    printf '%-6s  %-22s  expected %-6s  found %-6s  %9s states  %3d.%d s\n' "$verdict" "$name" "$expected" "$found" \
+    printf '%-6s  %-22s  expected %-6s  found %-7s  %9s states  %3d.%d s\n' "$verdict" "$name" "$expected" "$found" \
         "${states:-0}" $(((to - from) / 1000000000)) $(((to - from) / 100000000 % 10))
 }
 
@@ -85,7 +98,8 @@ successor="-DFALLS=1 -DFALL_SUCCESSOR"
 either="-DFALLS=1 -DFALL_PARENT -DFALL_SUCCESSOR"
 by_mark="-DDROP -DNO_INTENT -DDROP_BY_MARK"
 
-# The whole protocol.
+# -- route_change: the whole protocol.
+use route_change
 try clean quick move                "-DN=3 -DDRIVERS=2"
 try clean quick move-fall           "-DN=2 $parent"
 try clean long  move-fall-drivers   "-DN=2 $either -DDRIVERS=2"
@@ -139,6 +153,62 @@ try spare long  late-run-read-back  "-DN=2 -DLATE_RUN -DREAD_BACK $parent"
 try spare long  gate-any-seal       "-DN=2 -DGATE_ANY_SEAL $parent"
 try spare long  no-gate-epoch       "-DN=2 -DNO_GATE_EPOCH $parent"
 try spare long  drop-mark           "-DN=1 $by_mark -DMERGE"
+
+# -- handover: the whole protocol.
+use handover
+try clean long  hand-over           "-DTHEFTS=0 -DMOVES=2"
+try clean quick leases              "-DTHEFTS=2"
+try clean long  leases-hand-over    "-DTHEFTS=1 -DMOVES=2"
+try clean long  leases-deaths       "-DTHEFTS=2 -DDEATHS=1"
+try clean quick leases-fall         "-DN=1 -DTHEFTS=1 -DFALLS=1"
+try clean long  leases-fall-more    "-DN=2 -DTHEFTS=1 -DFALLS=1"
+try clean long  leases-fall-twice   "-DN=1 -DTHEFTS=2 -DFALLS=1"
+try clean long  leases-fall-move    "-DN=1 -DTHEFTS=1 -DMOVES=1 -DFALLS=1"
+try clean long  leases-fall-abort   "-DN=1 -DTHEFTS=1 -DFALLS=1 -DABORTS=1"
+try clean long  leases-fall-death   "-DN=1 -DTHEFTS=1 -DFALLS=1 -DDEATHS=1"
+
+# One guard less.
+try breaks long  without-fence      "-DTHEFTS=1 -DNO_FENCE"
+try breaks long  clock-only         "-DTHEFTS=1 -DCLOCK_ONLY"
+try breaks quick fence-no-epoch     "-DTHEFTS=1 -DFENCE_NO_EPOCH"
+try breaks long  fence-no-seq       "-DTHEFTS=1 -DFENCE_NO_SEQ"
+try breaks quick ack-no-epoch       "-DTHEFTS=1 -DFALLS=1 -DNO_ACK_EPOCH"
+try breaks long  no-raise           "-DTHEFTS=1 -DFALLS=1 -DNO_RAISE"
+try breaks long  raise-postgres     "-DTHEFTS=1 -DFALLS=1 -DRAISE_POSTGRES_ONLY"
+try breaks long  token-redis        "-DTHEFTS=1 -DFALLS=1 -DTOKEN_REDIS"
+try breaks long  lower-epoch        "-DTHEFTS=1 -DFALLS=1 -DLOWER_ACCEPTED"
+try breaks quick release-early      "-DTHEFTS=0 -DMOVES=1 -DRELEASE_EARLY"
+
+# Covered, or only needed with something else.
+try spare long  no-fence-raise      "-DTHEFTS=2 -DNO_FENCE_RAISE"
+try spare long  lower-epoch-calm    "-DTHEFTS=2 -DLOWER_ACCEPTED"
+
+# -- parking: the whole protocol.
+use parking
+try clean quick park                "-DTHEFTS=1"
+try clean long  park-lost           "-DTHEFTS=1 -DLOST=1"
+try clean quick park-discard        "-DTHEFTS=1 -DDISCARDS=1"
+try clean long  park-thefts         "-DTHEFTS=2 -DFAILS=3"
+try clean long  park-discard-twice  "-DN=2 -DTHEFTS=2 -DDISCARDS=2 -DLOST=1"
+try clean long  park-discard-thefts "-DTHEFTS=2 -DDISCARDS=1"
+try clean long  park-fall           "-DN=2 -DTHEFTS=1 -DFALLS=1"
+try clean long  park-fall-more      "-DTHEFTS=1 -DFALLS=1"
+try clean long  park-fall-thefts    "-DN=2 -DTHEFTS=2 -DFALLS=1"
+try clean long  park-fall-discard   "-DN=2 -DTHEFTS=1 -DFALLS=1 -DDISCARDS=1 -DLOST=1"
+
+# One guard less.
+try breaks long  hand-out-parked    "-DTHEFTS=1 -DHAND_OUT_PARKED"
+try breaks quick unpark-early       "-DTHEFTS=1 -DUNPARK_BLIND"
+try breaks quick settle-first       "-DTHEFTS=1 -DSETTLE_FIRST"
+try breaks long  park-no-epoch      "-DTHEFTS=1 -DNO_PARK_EPOCH"
+try breaks long  no-load            "-DTHEFTS=1 -DNO_LOAD"
+try breaks long  start-unsettled    "-DTHEFTS=1 -DSTART_UNSETTLED"
+try breaks long  turn-alone         "-DTHEFTS=1 -DLOST=1 -DTURN_ALONE"
+try breaks long  no-learn-dead      "-DTHEFTS=1 -DDISCARDS=1 -DNO_LEARN_DEAD"
+try breaks quick park-dead          "-DTHEFTS=1 -DDISCARDS=1 -DPARK_DEAD"
+
+# Covered.
+try spare long  no-living           "-DTHEFTS=1 -DDISCARDS=1 -DLOST=1 -DNO_LIVING"
 
 echo "$((SECONDS - began)) s in all"
 exit "$failed"

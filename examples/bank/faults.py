@@ -1,34 +1,27 @@
-"""What is done to the consumers half-way: one is killed, one is stopped past its lease and woken."""
+"""What is done to the consumers half-way: one is killed, one is stopped past its time and woken."""
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
+import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from typing import Final
 
-from examples.bank.figures import Figures, Member
+from examples.bank.crews import Crew, Victim
 from examples.bank.stage import LEASE_S
 from mqlayer.stack.deadlines import comes_true
 
-TAKEN_OVER_WITHIN_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Victims:
-    """Two consumer processes that hold partitions."""
-
-    killed: Member
-    stopped: Member
+CAUGHT_WITHIN_S: Final = 20.0
+BETWEEN_LOOKS_S: Final = 0.02
+TAKEN_OVER_WITHIN_S: Final = 30.0
 
 
 class Faults:
-    """The two faults, side by side with the load, in a thread of their own. `spared_pid` is left alone."""
+    """The two faults, side by side with the load, in a thread of their own."""
 
-    def __init__(self, figures: Figures, *, spared_pid: int, note: Callable[[str], None]) -> None:
-        self._figures, self._spared_pid, self._note = figures, spared_pid, note
+    def __init__(self, crew: Crew, *, note: Callable[[str], None]) -> None:
+        self._crew, self._note = crew, note
         self._thread = threading.Thread(target=self._run, name="faults", daemon=True)
         self._cancelled = threading.Event()
         self.started = False
@@ -50,31 +43,32 @@ class Faults:
         self.finish()
 
     def _run(self) -> None:
-        victims = self._choose()
-        if victims is None:
-            self.error = "no two consumer processes held partitions half-way"
+        killed = self._catch()
+        if killed is None:
             return
-        killed, stopped = victims.killed, victims.stopped
-        self._signal(killed, signal.SIGKILL, f"holds {killed.partitions} partitions: killed (SIGKILL)")
-        self._signal(stopped, signal.SIGSTOP, f"holds {stopped.partitions} partitions: stopped (SIGSTOP)")
+        self._signal(killed, signal.SIGKILL, f"{killed.has}: killed (SIGKILL)")
+        stopped = self._catch()
+        if stopped is None:
+            return
+        self._signal(stopped, signal.SIGSTOP, f"{stopped.has}: stopped (SIGSTOP)")
         try:
             self._cancelled.wait(1.5 * LEASE_S)
-            if not comes_true(lambda: self._taken_over(stopped), within_s=TAKEN_OVER_WITHIN_S):
-                self.error = f"nobody took the partitions of the stopped process within {TAKEN_OVER_WITHIN_S:g} s"
+            if not comes_true(lambda: self._relieved(stopped), within_s=TAKEN_OVER_WITHIN_S):
+                self.error = f"nobody took what the stopped process had within {TAKEN_OVER_WITHIN_S:g} s"
         finally:
-            self._signal(stopped, signal.SIGCONT, "its lease is over, others have its partitions: woken (SIGCONT)")
+            self._signal(stopped, signal.SIGCONT, f"{self._crew.over}: woken (SIGCONT)")
 
-    def _choose(self) -> Victims | None:
-        """Return two processes that hold partitions."""
-        members = [m for m in self._figures.members() if m.partitions and m.pid != self._spared_pid]
-        return Victims(members[0], members[1]) if len(members) > 1 else None
+    def _catch(self) -> Victim | None:
+        until = time.monotonic() + CAUGHT_WITHIN_S
+        while (victim := self._crew.catch()) is None:
+            if self._cancelled.wait(BETWEEN_LOOKS_S) or time.monotonic() > until:
+                self.error = "no two consumer processes had anything to lose half-way"
+                break
+        return victim
 
-    def _taken_over(self, stopped: Member) -> bool:
-        if self._cancelled.is_set():
-            return True
-        return not any(m.member_id == stopped.member_id and m.partitions for m in self._figures.members())
+    def _relieved(self, stopped: Victim) -> bool:
+        return self._cancelled.is_set() or stopped.relieved()
 
-    def _signal(self, member: Member, number: signal.Signals, event: str) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(member.pid, number)
-        self._note(f"consumer process {member.pid} {event}")
+    def _signal(self, victim: Victim, number: signal.Signals, event: str) -> None:
+        victim.signal(number)
+        self._note(f"consumer process {victim.pid} {event}")

@@ -8,7 +8,7 @@ from typing import Any, Final
 import psycopg
 from psycopg.rows import class_row
 
-from examples.bank.consumers import GROUP, TOPIC
+from examples.bank.effects import GROUP, TOPIC, session_name
 
 MEMBERS: Final = """
 SELECT m.member_id, m.pid, count(a.partition_id) AS partitions
@@ -17,6 +17,8 @@ JOIN mqlayer.consumer_group g USING (group_id)
 LEFT JOIN mqlayer.assignment a ON a.group_id = m.group_id AND a.member_id = m.member_id AND a.target = m.member_id
 WHERE g.name = %s AND m.lease_until > now()
 GROUP BY m.member_id, m.pid ORDER BY m.pid"""
+
+SESSIONS: Final = "SELECT state FROM pg_stat_activity WHERE application_name = %s AND datname = current_database()"
 
 PROGRESS: Final = """
 SELECT (SELECT coalesce(sum(c.seq), 0) FROM mqlayer_app.counter c JOIN mqlayer_app.topic t USING (topic_id)
@@ -103,7 +105,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What the table shows besides the verdict: times before the faults, the worst, and refused stale effects."""
+    """What the table shows besides the verdict: times before the faults, the worst, and what was refused as stale."""
 
     calm_p50_ms: float
     calm_p99_ms: float
@@ -130,6 +132,11 @@ class Figures:
             raise RuntimeError("the database did not say how far it is")
         return found
 
+    def session_states(self, pid: int) -> list[str]:
+        """Return what the sessions of a process at the read model do: active, idle, idle in transaction."""
+        with psycopg.connect(self._bank_dsn) as connection:
+            return [state for (state,) in connection.execute(SESSIONS, (session_name(pid),))]
+
     def now(self) -> Any:
         """Return the database's time."""
         return self._row("SELECT clock_timestamp()")[0]
@@ -154,10 +161,12 @@ class Figures:
         """Return what the table shows besides; `faults_at` is when the faults began."""
         calm_p50, calm_p99, _ = self._row(LATENCY, faults_at)[0]
         worst = self._row(LATENCY, None)[0][2]
-        return Details(round(calm_p50, 1), round(calm_p99, 1), round(worst, 1), self._refusals("StaleOwner"))
+        return Details(
+            round(calm_p50, 1), round(calm_p99, 1), round(worst, 1), self._refusals("StaleOwner", "StaleToken")
+        )
 
-    def _refusals(self, kind: str) -> int:
-        return int(self._row("SELECT count(*) FROM bank.refusal WHERE kind = %s", kind)[0])
+    def _refusals(self, *kinds: str) -> int:
+        return int(self._row("SELECT count(*) FROM bank.refusal WHERE kind = ANY(%s)", list(kinds))[0])
 
     def _row(self, statement: Any, *parameters: Any) -> tuple[Any, ...]:
         with psycopg.connect(self._bank_dsn) as connection:

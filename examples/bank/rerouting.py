@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from examples.bank.consumers import TOPIC
+from examples.bank.effects import TOPIC
 from mqlayer.changes import merge, move, split
 from mqlayer.domain.routing import Range, Route
 from mqlayer.errors import MqlayerError

@@ -1,7 +1,7 @@
 """The README's main job, on real servers: pgbench's bank, outbox to read model.
 
 While pgbench runs, partitions of the topic are split, moved and merged; half-way one consumer is killed and another one
-stopped past its lease.
+stopped past its lease. With `--pop` the consumers are receivers of an ordered pop, stopped past an invisible time.
 
     python -m examples.bank.run --seconds 60
 
@@ -27,9 +27,10 @@ from typing import Annotated, Any, Final
 import typer
 
 from examples.bank.archiving import ArchiveFailed, archive, audit
+from examples.bank.crews import Crew, Members, Receivers
 from examples.bank.faults import Faults
 from examples.bank.figures import Figures, Verdict
-from examples.bank.rerouting import Rerouting
+from examples.bank.rerouting import PREFIX, Rerouting
 from examples.bank.show import Show, show_verdict
 from examples.bank.stage import CONSUMER_PROCESSES, PARTITIONS, Stage
 from mqlayer.errors import MqlayerError
@@ -51,13 +52,14 @@ def main(
     clients: Annotated[int, typer.Option(min=1, max=100, help="Clients of pgbench.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as one JSON object.")] = False,  # noqa: FBT002
     spark: Annotated[bool, typer.Option(help="End with Spark's order audit of the archive.")] = True,  # noqa: FBT002
+    pop: Annotated[bool, typer.Option("--pop", help="Consume by ordered pop, without members.")] = False,  # noqa: FBT002
     logs: Annotated[Path | None, typer.Option(help="Where to keep the logs; else they go with the rest.")] = None,
 ) -> None:
     """Run the bank and judge it."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
-        verdict = _run(seconds, rate=rate, clients=clients, on_stderr=as_json, spark=spark, logs=logs)
+        verdict = _run(seconds, rate=rate, clients=clients, on_stderr=as_json, spark=spark, pop=pop, logs=logs)
     except (MqlayerError, RunFailed, ArchiveFailed) as error:
         sys.stderr.write(f"bank: {error}\n")
         raise typer.Exit(1) from None
@@ -66,19 +68,23 @@ def main(
     raise typer.Exit(0 if verdict.good else 1)
 
 
-def _run(seconds: int, *, rate: int, clients: int, on_stderr: bool, spark: bool, logs: Path | None) -> Verdict:
-    with Show(seconds=seconds) as show, _stage(logs) as stage:
+def _run(
+    seconds: int, *, rate: int, clients: int, on_stderr: bool, spark: bool, pop: bool, logs: Path | None
+) -> Verdict:
+    with Show(seconds=seconds) as show, _stage(logs, pop=pop) as stage:
         show.note("starting two partition nodes, a broker and Postgres")
         stage.start_servers()
         show.note("making pgbench's tables, the topic, the trigger and the read model")
         stage.prepare()
-        show.note("starting the relay, a Celery worker that hosts consumers, and more consumer processes")
+        hosts = "and processes that receive" if pop else "that hosts consumers, and more consumer processes"
+        show.note(f"starting the relay, a Celery worker {hosts}")
         stage.start_processes()
         figures = Figures(stage.control_dsn, stage.bank_dsn)
-        if not comes_true(lambda: _all_joined(figures), within_s=JOINED_WITHIN_S):
-            raise RunFailed(f"the consumers did not share the partitions within {JOINED_WITHIN_S:g} s")
+        crew = _crew(stage, figures, pop=pop)
+        if not comes_true(crew.complete, within_s=JOINED_WITHIN_S):
+            raise RunFailed(f"the consumers were not all at work within {JOINED_WITHIN_S:g} s")
         show.note(f"pgbench runs for {seconds} s, {f'{rate} transactions/s' if rate else 'as fast as it can'}")
-        faults_at = _load(stage, figures, show, seconds=seconds, rate=rate, clients=clients)
+        faults_at = _load(stage, figures, crew, show, seconds=seconds, rate=rate, clients=clients)
         _drain(figures, show, seconds)
         stage.stop_processes()
         verdict, details = figures.verdict(), figures.details(faults_at)
@@ -89,14 +95,15 @@ def _run(seconds: int, *, rate: int, clients: int, on_stderr: bool, spark: bool,
     return verdict
 
 
-def _all_joined(figures: Figures) -> bool:
-    members = figures.members()
-    return len(members) == CONSUMER_PROCESSES + 1 and sum(member.partitions for member in members) == PARTITIONS
+def _crew(stage: Stage, figures: Figures, *, pop: bool) -> Crew:
+    if pop:
+        return Receivers(figures, stage.control_dsn, stage.receiver_pids, prefix=PREFIX)
+    return Members(figures, spared_pid=stage.worker_pid, members=CONSUMER_PROCESSES + 1, partitions=PARTITIONS)
 
 
-def _load(stage: Stage, figures: Figures, show: Show, *, seconds: int, rate: int, clients: int) -> Any:
+def _load(stage: Stage, figures: Figures, crew: Crew, show: Show, *, seconds: int, rate: int, clients: int) -> Any:
     """Run pgbench to its end, with the faults half-way; return when they began."""
-    faults = Faults(figures, spared_pid=stage.worker_pid, note=show.note)
+    faults = Faults(crew, note=show.note)
     rerouting = Rerouting(stage.control_dsn, note=show.note)
     faults_at = None
     began = time.monotonic()
@@ -139,12 +146,12 @@ def _drain(figures: Figures, show: Show, seconds: int) -> None:
 
 
 @contextmanager
-def _stage(logs: Path | None) -> Iterator[Stage]:
+def _stage(logs: Path | None, *, pop: bool) -> Iterator[Stage]:
     """Lend a stage in a directory of its own; nothing of it is left afterwards, whatever happens."""
     directory = Path(tempfile.mkdtemp(prefix="mqlayer-bank-"))
     # The account of Postgres must be able to enter.
     directory.chmod(0o755)
-    stage = Stage(directory)
+    stage = Stage(directory, pop=pop)
     with ExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
         cleanup.callback(stage.close)

@@ -41,9 +41,9 @@ CREATE TABLE bank.violation (
     at       timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 
--- Effects that the fence refused: applied before, or by a stale owner.
+-- What was refused: effects that were there before or a stale owner's, and what was said of a message under a stale token.
 CREATE TABLE bank.refusal (
-    key  text NOT NULL,
+    key  text,
     kind text NOT NULL,
     at   timestamptz NOT NULL DEFAULT clock_timestamp()
 );

@@ -71,7 +71,7 @@ def _rows(verdict: Verdict, details: Details) -> list[tuple[str, str]]:
         ("order violations", _judged(verdict.violations)),
         ("lost", _judged(verdict.lost)),
         ("duplicates, refused by the fence", f"{verdict.duplicates:,}"),
-        ("effects of stale owners, refused", f"{details.stale:,}"),
+        ("of stale owners and tokens, refused", f"{details.stale:,}"),
         ("messages per second", f"{verdict.rate_per_s:,}"),
         ("end to end p50 / p99", f"{verdict.p50_ms} / {verdict.p99_ms} ms"),
         ("  before the faults", f"{details.calm_p50_ms} / {details.calm_p99_ms} ms"),

@@ -13,7 +13,8 @@ import psycopg
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from examples.bank.consumers import TOPIC
+from examples.bank.effects import TOPIC
+from examples.bank.receivers import READY
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import grant, migrate
 from mqlayer.stack import Addresses, NoServerProgram, PostgresDatabases, Stack, postgres_programs
@@ -29,15 +30,22 @@ PARTITIONS: Final = 8
 SCALE: Final = 10
 LEASE_S: Final = 3.0
 CONSUMER_PROCESSES: Final = 3
+RECEIVER_PROCESSES: Final = 4
 
 
 class Stage:
-    """Everything of one run. `close` leaves nothing of it behind, however far it came."""
+    """Everything of one run. `close` leaves nothing of it behind, however far it came.
 
-    def __init__(self, directory: Path) -> None:
+    `pop`: who consumes are receivers in processes of their own, and the worker hosts nobody.
+    """
+
+    def __init__(self, directory: Path, *, pop: bool = False) -> None:
         self.directory = directory
+        self._pop = pop
         self._stack = Stack(directory / "stack", node_count=2)
         self._processes: list[BackgroundProcess] = []
+        self._consumers: list[BackgroundProcess] = []
+        self._worker: BackgroundProcess | None = None
         self._addresses: Addresses | None = None
 
     @property
@@ -78,13 +86,11 @@ class Stage:
         """Start relay, worker and consumers; return when each says that it serves."""
         worker = ["-m", "celery", "-A", "mqlayer.workers.app", "worker", "--beat", "--loglevel", "INFO"]
         worker += ["--schedule", str(self.directory / "beat"), "--concurrency", "1", "--without-gossip"]
-        worker += ["--without-mingle", "--mqlayer-app", APPLICATION]
-        consumers = ["-m", "mqlayer", "consume", APPLICATION, "--processes", str(CONSUMER_PROCESSES)]
-        self._processes = [
-            self._process("consumers", consumers, ready_line="process_started"),
-            self._process("worker", worker, ready_line=" ready."),
-            self._process("relay", ("-m", "mqlayer", "relay"), ready_line="relay_started"),
-        ]
+        worker += ["--without-mingle", *([] if self._pop else ["--mqlayer-app", APPLICATION])]
+        self._consumers = self._receivers() if self._pop else [self._members()]
+        self._worker = self._process("worker", worker, ready_line=" ready.")
+        relay = self._process("relay", ("-m", "mqlayer", "relay"), ready_line="relay_started")
+        self._processes = [*self._consumers, self._worker, relay]
         with ThreadPoolExecutor() as pool:
             list(pool.map(BackgroundProcess.start, self._processes))
 
@@ -104,8 +110,13 @@ class Stage:
 
     @property
     def worker_pid(self) -> int:
-        """The Celery worker that hosts consumers."""
-        return self._processes[1].pid or 0
+        """The Celery worker; it hosts consumers, but for ordered pop."""
+        return (self._worker.pid if self._worker else None) or 0
+
+    @property
+    def receiver_pids(self) -> list[int]:
+        """The processes that receive."""
+        return [process.pid for process in self._consumers if process.pid is not None]
 
     def stop_processes(self) -> None:
         """Stop consumers, worker and relay in order."""
@@ -116,6 +127,15 @@ class Stage:
         """Stop all that runs and remove all data."""
         self.stop_processes()
         self._stack.erase()
+
+    def _members(self) -> BackgroundProcess:
+        consume = ["-m", "mqlayer", "consume", APPLICATION, "--processes", str(CONSUMER_PROCESSES)]
+        return self._process("consumers", consume, ready_line="process_started")
+
+    def _receivers(self) -> list[BackgroundProcess]:
+        receive = ["-m", "examples.bank.receivers"]
+        names = [f"receiver-{number}" for number in range(1, RECEIVER_PROCESSES + 1)]
+        return [self._process(name, receive, ready_line=READY) for name in names]
 
     def _process(self, name: str, arguments: Sequence[str], *, ready_line: str) -> BackgroundProcess:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -51,17 +51,17 @@ def check_changes(asked: AskedDatabase, limits: Limits) -> list[Finding]:
 def check_groups(asked: AskedDatabase, _: Limits) -> list[Finding]:
     """What a group has not settled is never trimmed, whether anybody consumes it or not."""
     rows = asked.rows("check_groups")
-    found = [
-        Finding(
-            "groups",
-            asked.subject,
-            Verdict.WARNING,
-            f"group {group} of topic {topic} has no living member, and holds trimming up",
-            "start its consumers: mqlayer consume MODULE:APP",
-        )
-        for topic, group, living in rows
-        if not living
-    ]
+    found = []
+    for topic, group, living, away_s, keep_s in rows:
+        if living:
+            continue
+        seen = f"group {group} of topic {topic} has no living member, and holds trimming up"
+        fix = f"start its consumers: mqlayer consume MODULE:APP, or: mqlayer group retire {topic} {group} --yes"
+        if keep_s is not None:
+            since = "" if away_s is None else f" for {shown_s(away_s)}"
+            seen = f"instance {group} of topic {topic} has been away{since}, and holds trimming up"
+            fix = f"start it, or let the worker drop its position after {shown_s(keep_s)}, or retire it as any group"
+        found.append(Finding("groups", asked.subject, Verdict.WARNING, seen, fix))
     seen = f"each of {len(rows)} groups has living members" if rows else "no group with members as yet"
     return found or [Finding("groups", asked.subject, Verdict.OK, seen)]
 
@@ -90,6 +90,15 @@ def check_parked(asked: AskedDatabase, limits: Limits) -> list[Finding]:
     return found or [Finding("parked", asked.subject, Verdict.OK, seen)]
 
 
+def check_pauses(asked: AskedDatabase, _: Limits) -> list[Finding]:
+    """What rests by an operator's word waits until one says otherwise, and is not trimmed meanwhile."""
+    found = [
+        Finding("pauses", asked.subject, Verdict.WARNING, f"{by or 'somebody'} paused {what} {shown_s(age_s)} ago", fix)
+        for what, fix, by, age_s in asked.rows("check_pauses")
+    ]
+    return found or [Finding("pauses", asked.subject, Verdict.OK, "nothing is paused")]
+
+
 def check_archive(asked: AskedDatabase, limits: Limits) -> list[Finding]:
     """What is not archived is not trimmed: an archiver that stands still fills the nodes."""
     rows, found = asked.rows("check_archive"), []
@@ -116,5 +125,6 @@ CHECKS: Final[dict[str, Check[AskedDatabase]]] = {
     "routes": check_changes,
     "groups": check_groups,
     "parked": check_parked,
+    "pauses": check_pauses,
     "archive": check_archive,
 }

@@ -30,13 +30,19 @@ def check_relays(asked: AskedDatabase, limits: Limits) -> list[Finding]:
 
 
 def check_aside(asked: AskedDatabase, _: Limits) -> list[Finding]:
-    """A row that can never be sent holds its LP."""
+    """A row that can never be sent holds its LP, or, in a best_effort topic, waits for an operator."""
+    found = []
     count, reason = asked.row("check_aside")
-    if not count:
-        return [Finding("set aside", asked.subject, Verdict.OK, "no row is set aside")]
-    seen = f"{count} LPs stand still behind a row that can't be sent; the first: {reason}"
-    fix = "mqlayer outbox aside list; mend the cause, then mqlayer outbox aside retry"
-    return [Finding("set aside", asked.subject, Verdict.BROKEN, seen, fix)]
+    if count:
+        seen = f"{count} LPs stand still behind a row that can't be sent; the first: {reason}"
+        fix = "mqlayer outbox aside list; mend the cause, then mqlayer outbox aside retry"
+        found.append(Finding("set aside", asked.subject, Verdict.BROKEN, seen, fix))
+    count, reason = asked.row("check_voided")
+    if count:
+        seen = f"{count} rows of best_effort topics can't be sent and were passed over; the first: {reason}"
+        fix = "mqlayer outbox aside list; mend them there, then mqlayer outbox aside retry, or discard"
+        found.append(Finding("set aside", asked.subject, Verdict.WARNING, seen, fix))
+    return found or [Finding("set aside", asked.subject, Verdict.OK, "no row is set aside")]
 
 
 def check_publishers(asked: AskedDatabase, _: Limits) -> list[Finding]:

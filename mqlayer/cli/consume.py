@@ -56,6 +56,7 @@ def _run_here(app: App) -> bool:
     if line is None:
         return app.run()
     line.watch()
+    app.process_number = line.number
     port = app.settings.health_port
     return app.run(on_start=line.say_started, health_port=port + line.number if port else 0)
 
@@ -64,6 +65,9 @@ def _supervise(context: typer.Context, app: App, path: str, processes: int, conc
     named = [consumer.options.member_id for consumer in app.consumers if consumer.options.member_id]
     if named:
         raise InvalidInput(f"member id {named[0]!r} is for one process: leave it out, or run one process")
+    instances = [consumer.instance for consumer in app.consumers if consumer.instance]
+    if instances:
+        raise InvalidInput(f"instance {instances[0]!r} is one process: leave it out, or run one process")
     limit_s = max((consumer.options.drain_limit_s for consumer in app.consumers), default=0.0) + SLACK_S
     command = [sys.executable, "-m", "mqlayer", "consume", path]
     if concurrency is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.giving import BackgroundOption, KeyOption, RateOption, last_columns, tell_end, work_here
 from mqlayer.cli.messages import LimitOption, RawOption, ReasonOption, show_message
 from mqlayer.cli.options import time_given
 from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_key
@@ -34,7 +35,6 @@ from mqlayer.postgres.database import Database
 
 OnlyTopic = Annotated[str | None, typer.Argument(help="Only of this topic.")]
 OnlyGroup = Annotated[str | None, typer.Argument(help="Only of this group.")]
-KeyOption = Annotated[str | None, typer.Option(help="Only of this message key.")]
 CauseOption = Annotated[str | None, typer.Option(help="exhausted, rejected, skipped or discarded.")]
 ErrorOption = Annotated[str | None, typer.Option(help="A part of why they died, or of what an attempt said.")]
 SinceOption = Annotated[str | None, typer.Option(help="Died then or later: a time with its zone.")]
@@ -101,9 +101,9 @@ def redrive(
     since: SinceOption = None,
     until: UntilOption = None,
     every: Annotated[bool, typer.Option("--all", help="All dead messages of the group.")] = False,
-    rate: Annotated[float, typer.Option(min=0, help="Messages a second, at most; 0: no limit.")] = 0.0,
+    rate: RateOption = 0.0,
     plan: Annotated[bool, typer.Option("--plan", help="Say how many there are; give none back.")] = False,
-    background: Annotated[bool, typer.Option("--background", help="Let the worker do it.")] = False,
+    background: BackgroundOption = False,
     resume: Annotated[int | None, typer.Option(metavar="ID", help="Go on with a redrive that was cut off.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -193,18 +193,10 @@ def discard(message: NamedArgument, reason: ReasonOption, topic: OfTopic = None,
 
 
 def _finish(database: Database, redrive_id: int, worker: str, *, as_json: bool) -> None:
-    stop = threading.Event()
-    try:
-        done = work_on(database, redrive_id, worker=worker, stop=stop)
-    except KeyboardInterrupt:
-        # Without a lease the worker's scan goes on with it: whoever breaks it off here wants it to rest or to end.
-        typer.echo(f"cut off; the worker goes on with it, or: mqlayer dead cancel {redrive_id}", err=True)
-        raise
-    if as_json:
-        show_rows([_redrive_row(done)], as_json=True, nothing="")
-        return
-    over = "somebody else works on it" if done.state == "running" else done.state
-    typer.echo(f"redrive {redrive_id} is {over}: {_counts(done)}; mqlayer dead results {redrive_id}")
+    work = partial(work_on, database, redrive_id, worker=worker)
+    done = work_here(work, cancel=f"mqlayer dead cancel {redrive_id}")
+    see = f"mqlayer dead results {redrive_id}"
+    tell_end(done, f"redrive {redrive_id}", _redrive_row(done), _counts(done), as_json=as_json, see=see)
 
 
 def _counts(found: Redrive) -> str:
@@ -220,11 +212,7 @@ def _redrive_row(one: Redrive) -> dict[str, Any]:
         "sent": one.sent,
         "not_sent": one.not_sent,
         "per_s": one.per_s,
-        "filter": one.filter.told(),
-        "actor": one.actor,
-        "started_at": one.started_at.isoformat(timespec="seconds"),
-        "ended_at": one.ended_at and one.ended_at.isoformat(timespec="seconds"),
-        "worked_on": one.worked_on,
+        **last_columns(one),
         "waits": one.waits,
     }
 

@@ -1,4 +1,4 @@
-"""`group`: where groups stand and why; and what an operator says to one: settings, pause, resume, evict, seek."""
+"""`group`: where groups stand and why; and what an operator says to one: settings, rest, seek, its end."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument, check_wish
+from mqlayer.cli.pauses import PartitionOption, WaitOption, say_partitions, say_under_way
 from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_age
 from mqlayer.cli.standings import (
     failure_facts,
@@ -33,7 +34,9 @@ from mqlayer.domain.tags import NO_FILTER
 from mqlayer.errors import InvalidInput
 from mqlayer.failures import failure_counts
 from mqlayer.inspecting import GroupStanding, group_members, group_standings
-from mqlayer.membership import GroupSettings, SeekPlan, Start, apply_seek, ensure_group, planned_seek
+from mqlayer.membership import GroupSettings, SeekPlan, Start, apply_seek, ensure_group, find_group, planned_seek
+from mqlayer.membership.pausing import pause_partitions, resume_partitions, wait_paused
+from mqlayer.membership.retiring import forget_retired, retire_group
 from mqlayer.membership.steering import evict_member, pause_group, resume_group, set_group
 from mqlayer.postgres.database import Database
 from mqlayer.routes.cache import RouteCache
@@ -90,6 +93,15 @@ def set_(
         str | None,
         typer.Option(metavar="any:T,T|all:T,T|none", help="Only messages with any, or all, of these tags; or none."),
     ] = None,
+    keep_away: Annotated[
+        float | None, typer.Option(metavar="S", help="Seconds for which an instance that is away keeps its position.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(metavar="N", help="Messages that the group begins by the second, at most; or none.")
+    ] = None,
+    burst: Annotated[
+        str | None, typer.Option(metavar="N", help="How many of them at once after a rest; or none for a second's.")
+    ] = None,
     if_version: Annotated[
         int | None, typer.Option(min=1, help="Refuse unless the settings are at this version.")
     ] = None,
@@ -103,6 +115,9 @@ def set_(
             actor=actor(),
             balance=balance,  # type: ignore[arg-type]  # judged there, for programs too
             tag_filter=tag_filter,
+            keep_away_s=keep_away,
+            rate_limit=None if rate is None else _rate(rate),
+            rate_burst=None if burst is None else _rate(burst),
             if_version=if_version,
             backoff_s=None if backoff is None else _backoff(backoff),
             jitter=jitter,
@@ -119,23 +134,38 @@ def set_(
             key_bytes_limit=key_bytes,
         )
     words = f"{rules_words(changed.rules)}, balance by {changed.balance}"
+    if changed.keep_away_s is not None:
+        words += f", positions kept for {changed.keep_away_s:g} s"
     if changed.tag_filter != NO_FILTER:
         words += f", only messages with {changed.tag_filter.replace(':', ' of ')}"
+    if changed.rate is not None:
+        words += f", {changed.rate.per_s:g} messages/s, {changed.rate.burst:g} at once"
     typer.echo(f"settings version {changed.settings_version}: {words}")
 
 
 @groups.command()
-def pause(topic: TopicArgument, group: GroupArgument) -> None:
-    """Let a group rest: what runs is finished, nothing more is started before it is resumed."""
+def pause(
+    topic: TopicArgument, group: GroupArgument, partition: PartitionOption = None, wait: WaitOption = 0.0
+) -> None:
+    """Let a group rest, or partitions of it: what runs is finished, nothing more is started before it is resumed."""
     with Database(settings_here().control_dsn()) as database:
-        done = pause_group(database, topic, group, actor=actor())
-    typer.echo(f"group {group} of topic {topic} {'is paused' if done else 'is paused already'}")
+        if partition:
+            changed = pause_partitions(database, topic, group, partition, actor=actor())
+            say_partitions(partition, changed, "is paused", "is paused already")
+        else:
+            done = pause_group(database, topic, group, actor=actor())
+            typer.echo(f"group {group} of topic {topic} {'is paused' if done else 'is paused already'}")
+        say_under_way(wait_paused(database, topic, group, partition or None, timeout_s=wait))
 
 
 @groups.command()
-def resume(topic: TopicArgument, group: GroupArgument) -> None:
-    """Let a paused group go on where it rested."""
+def resume(topic: TopicArgument, group: GroupArgument, partition: PartitionOption = None) -> None:
+    """Let a paused group, or partitions of it, go on where they rested."""
     with Database(settings_here().control_dsn()) as database:
+        if partition:
+            changed = resume_partitions(database, topic, group, partition, actor=actor())
+            say_partitions(partition, changed, "goes on", "was not paused")
+            return
         done = resume_group(database, topic, group, actor=actor())
     typer.echo(f"group {group} of topic {topic} {'goes on' if done else 'was not paused'}")
 
@@ -150,6 +180,30 @@ def evict(
     with Database(settings_here().control_dsn()) as database:
         evict_member(database, topic, group, member, actor=actor())
     typer.echo(f"member {member} of group {group} of topic {topic} is out")
+
+
+@groups.command()
+def retire(
+    topic: TopicArgument,
+    group: GroupArgument,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do it: what it has not handled is not kept for it any more.")
+    ] = False,
+    drop_parked: Annotated[bool, typer.Option("--drop-parked", help="Also drop what is parked.")] = False,
+) -> None:
+    """End a group that nobody consumes: trimming does not wait for it any more. Its name is not given again."""
+    settings = settings_here()
+    with Database(settings.control_dsn()) as database:
+        if not yes:
+            find_group(database, topic, group)
+            typer.echo(f"group {group} of topic {topic} would be retired; nothing was changed; --yes does this")
+            return
+        done = retire_group(database, topic, group, actor=actor(), drop_parked=drop_parked)
+        forget_retired(database, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
+    with_it = f", with {counted(done.instances, 'instance')}" if done.group.mode == "broadcast" else ""
+    if done.parked:
+        with_it += f"; {counted(done.parked, 'parked message')} dropped"
+    typer.echo(f"group {group} of topic {topic} is retired{with_it}")
 
 
 @groups.command()
@@ -232,6 +286,10 @@ def lag(
 ) -> None:
     """Show how far groups are behind, per partition and route version, and why a partition stands still."""
     found = _standings(topic, group)
+    if group is not None and found[0].facts.mode == "broadcast":
+        found = [one for one in _standings(topic) if one.facts.name.startswith(f"{group}@")]
+    # A broadcast group itself has no lag: its instances have.
+    found = [one for one in found if one.facts.mode != "broadcast"]
     if as_json:
         show_rows(map(_lag_told, found), as_json=True, nothing="")
         return
@@ -368,6 +426,13 @@ def _limit(text: str) -> float:
         return math.inf if text == "none" else float(text)
     except ValueError:
         raise InvalidInput(f"{text!r} is no limit of time: say seconds, or none") from None
+
+
+def _rate(text: str) -> float:
+    try:
+        return math.inf if text == "none" else float(text)
+    except ValueError:
+        raise InvalidInput(f"{text!r} is no number of messages: say for example 50, 0.1, or none") from None
 
 
 def _names(text: str, *, nothing: str) -> tuple[str, ...]:

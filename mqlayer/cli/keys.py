@@ -14,7 +14,7 @@ from mqlayer.cli.messages import MessageOption, ReasonOption, identity_given
 from mqlayer.cli.options import TopicArgument
 from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_age, shown_key
 from mqlayer.cli.standings import head_facts, partition_facts, waiting_words
-from mqlayer.failures import skip_head
+from mqlayer.failures import pause_key, resume_key, skip_head
 from mqlayer.inspecting import KeyStanding, ParkedKeyStanding, Search, explain_key
 from mqlayer.postgres.database import Database
 
@@ -78,6 +78,32 @@ def skip_head_(
         typer.echo("if a handler has it in hand, its effect may still commit; its ack is refused", err=True)
 
 
+@keys.command()
+def pause(
+    topic: TopicArgument,
+    key: Annotated[str, typer.Argument(help="The message key.")],
+    group: Annotated[str, typer.Option(help="For which group.")],
+) -> None:
+    """Let a key rest: its messages wait in order, in Postgres, until it is resumed; other keys go on."""
+    with Database(settings_here().control_dsn()) as database:
+        done = pause_key(database, topic, group, key, actor=actor())
+    typer.echo(
+        f"key {shown_key(key)} {'is paused' if done else 'is paused already'} for group {group} of topic {topic}"
+    )
+
+
+@keys.command()
+def resume(
+    topic: TopicArgument,
+    key: Annotated[str, typer.Argument(help="The message key.")],
+    group: Annotated[str, typer.Option(help="For which group.")],
+) -> None:
+    """Let a paused key go on: first what waits of it."""
+    with Database(settings_here().control_dsn()) as database:
+        done = resume_key(database, topic, group, key, actor=actor())
+    typer.echo(f"key {shown_key(key)} {'goes on' if done else 'was not paused'} for group {group} of topic {topic}")
+
+
 def _crossed(crossing: dict[str, Any]) -> dict[str, Any]:
     first, last = crossing["first_version"], crossing["last_version"]
     return {
@@ -110,6 +136,10 @@ def _lines(found: KeyStanding) -> Iterable[str]:
 
 def _parked_lines(parked: ParkedKeyStanding | None) -> Iterable[str]:
     if parked is None:
+        return
+    if parked.paused_at is not None:
+        waits = f"{counted(parked.messages, 'message')} of it parked"
+        yield f"paused since {_second(parked.paused_at)} by {parked.paused_by}: {waits}"
         return
     again = "when an operator says so" if parked.due_in_s is None else f"in {shown_age(max(0.0, parked.due_in_s))}"
     yield (
@@ -174,4 +204,6 @@ def _parked_told(parked: ParkedKeyStanding) -> dict[str, Any]:
         "attempts": parked.attempts,
         "messages": parked.messages,
         "head": parked.head and str(parked.head),
+        "paused_at": parked.paused_at and parked.paused_at.isoformat(),
+        "paused_by": parked.paused_by,
     }

@@ -10,7 +10,16 @@ import typer
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.showing import JsonOption, show_rows
 from mqlayer.errors import NotFound
-from mqlayer.outbox import adopt, cancel_delayed, list_aside, list_delayed, renew, retry_aside, rotate
+from mqlayer.outbox import (
+    adopt,
+    cancel_delayed,
+    discard_aside,
+    list_aside,
+    list_delayed,
+    renew,
+    retry_aside,
+    rotate,
+)
 from mqlayer.postgres.database import Database
 
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
@@ -18,7 +27,9 @@ YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 outbox = typer.Typer(
     no_args_is_help=True, help="The outbox of MQLAYER_APP_DSN: rows set aside, delayed messages, rotation."
 )
-aside = typer.Typer(no_args_is_help=True, help="Rows that can never be sent; each holds its LP.")
+aside = typer.Typer(
+    no_args_is_help=True, help="Rows that can never be sent: held, or passed over in best_effort topics."
+)
 outbox.add_typer(aside, name="aside")
 delayed = typer.Typer(no_args_is_help=True, help="Messages that wait for their time.")
 outbox.add_typer(delayed, name="delayed")
@@ -41,13 +52,25 @@ def retry(
     topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None,
     lp: Annotated[int | None, typer.Argument(min=0, max=1023, help="Only this LP of it.")] = None,
 ) -> None:
-    """Let relays try again; a row that still can't be sent is set aside again."""
+    """Let relays try again; what was passed over is published anew, at the end. A row that is as it was stays."""
     with _application() as database:
         chosen = retry_aside(database, topic=topic, lp=lp)
     for row in chosen:
-        typer.echo(f"topic {row.topic or row.topic_id}, LP {row.lp}: tried again from seq {row.seq}")
+        done = f"tried again from seq {row.seq}" if row.number is None else f"row {row.number} is published anew"
+        typer.echo(f"topic {row.topic or row.topic_id}, LP {row.lp}: {done}")
     if not chosen:
         typer.echo("nothing is set aside")
+
+
+@aside.command()
+def discard(
+    number: Annotated[int, typer.Argument(help="The row's number, as the list has it.")], yes: YesOption = False
+) -> None:
+    """Let a row go that was passed over: its message is gone for good."""
+    _confirm("Remove the message?", yes=yes)
+    with _application() as database:
+        discard_aside(database, number)
+    typer.echo(f"row {number} is discarded")
 
 
 @delayed.command("list")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, cast
 
 import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.giving import BackgroundOption, KeyOption, RateOption, last_columns, tell_end, work_here
 from mqlayer.cli.messages import LimitOption, identity_given
 from mqlayer.cli.options import TopicArgument, time_given
 from mqlayer.cli.showing import JsonOption, counted, show_rows
@@ -42,7 +44,7 @@ def add_to(app: typer.Typer) -> None:
 def start(
     topic: TopicArgument,
     group: Annotated[str, typer.Argument(help="The group's name.")],
-    key: Annotated[str | None, typer.Option(help="Only of this message key.")] = None,
+    key: KeyOption = None,
     tag: Annotated[str | None, typer.Option(help="Only with this tag.")] = None,
     since: Annotated[str | None, typer.Option(help="Published then or later: a time with its zone.")] = None,
     until: Annotated[str | None, typer.Option(help="Published before: a time with its zone.")] = None,
@@ -51,9 +53,9 @@ def start(
     newer: Annotated[
         str, typer.Option(help="What newer messages do meanwhile: wait (of the key, or of all), or come between.")
     ] = "wait",
-    rate: Annotated[float, typer.Option(min=0, help="Messages a second, at most; 0: no limit.")] = 0.0,
+    rate: RateOption = 0.0,
     plan: Annotated[bool, typer.Option("--plan", help="Say how many there are; give none.")] = False,
-    background: Annotated[bool, typer.Option("--background", help="Let the worker do it.")] = False,
+    background: BackgroundOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Give a group again what it has come past and the archive holds, each key's messages in their order."""
@@ -150,17 +152,10 @@ def cancel(replay_id: IdArgument) -> None:
 
 
 def _finish(database: Database, replay_id: int, worker: str, *, as_json: bool) -> None:
-    try:
-        done = work_on_replay(database, replay_id, worker=worker)
-    except KeyboardInterrupt:
-        # Without a lease the worker's scan goes on with it: whoever breaks it off here wants it to rest or to end.
-        typer.echo(f"cut off; the worker goes on with it, or: mqlayer replay cancel {replay_id}", err=True)
-        raise
-    if as_json:
-        show_rows([_row(done)], as_json=True, nothing="")
-        return
-    over = "somebody else works on it" if done.state == "running" else done.state
-    typer.echo(f"{done.kind} {replay_id} is {over}: {_counts(done)}; mqlayer replay results {replay_id}")
+    work = partial(work_on_replay, database, replay_id, worker=worker)
+    done = work_here(work, cancel=f"mqlayer replay cancel {replay_id}")
+    see = f"mqlayer replay results {replay_id}"
+    tell_end(done, f"{done.kind} {replay_id}", _row(done), _counts(done), as_json=as_json, see=see)
 
 
 def _counts(found: Replay) -> str:
@@ -181,9 +176,5 @@ def _row(one: Replay) -> dict[str, Any]:
         "upto_batch": one.upto_batch,
         "per_s": one.per_s,
         "newer": one.newer,
-        "filter": one.filter.told(),
-        "actor": one.actor,
-        "started_at": one.started_at.isoformat(timespec="seconds"),
-        "ended_at": one.ended_at and one.ended_at.isoformat(timespec="seconds"),
-        "worked_on": one.worked_on,
+        **last_columns(one),
     }

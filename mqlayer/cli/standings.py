@@ -14,7 +14,7 @@ from mqlayer.inspecting import GroupStanding, PartitionStanding, VersionLag, Wai
 def group_row(group: GroupStanding) -> dict[str, Any]:
     """Return one line of `group list`."""
     facts = group.facts
-    live = facts.state == "live"
+    live = facts.state == "live" and facts.mode != "broadcast"
     return {
         "topic": facts.topic,
         "group": facts.name,
@@ -44,13 +44,18 @@ def settings_row(group: GroupStanding) -> dict[str, Any]:
         "balance": facts.balance,
         "tag_filter": facts.tag_filter,
         "settings_version": facts.settings_version,
+        "rate_limit": facts.rate_limit,
+        "rate_burst": facts.rate_burst,
         "paused_at": facts.paused_at and facts.paused_at.isoformat(timespec="seconds"),
         "version": facts.version,
         "topic_version": facts.topic_version,
         "seek": facts.seek,
         "created_at": facts.created_at.isoformat(timespec="seconds"),
+        "instance": facts.instance,
+        "keep_away_s": facts.keep_away_s,
+        "away_s": None if facts.away_s is None else round(facts.away_s, 1),
         "members": facts.alive if facts.mode != "pop" else None,
-        "lag": group.lag if facts.state == "live" else None,
+        "lag": group.lag if facts.state == "live" and facts.mode != "broadcast" else None,
         "away": dict(group.away),
     }
 

@@ -12,12 +12,14 @@ from mqlayer.archiving import set_retention
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import TopicArgument
+from mqlayer.cli.pauses import WaitOption, say_under_way
 from mqlayer.cli.showing import JsonOption, show_rows
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
+from mqlayer.membership.pausing import pause_topic, resume_topic, wait_paused
 from mqlayer.postgres.database import Database
-from mqlayer.topics import create_topic, list_topics, set_archived
+from mqlayer.topics import create_topic, list_topics, set_archived, set_limits
 
 topics = typer.Typer(no_args_is_help=True, help="Topics: create, list, set.")
 
@@ -73,17 +75,24 @@ def set_(
     archived: Annotated[
         bool | None, typer.Option("--archived/--not-archived", help="Whether its records are archived.")
     ] = None,
+    body_limit: Annotated[int | None, typer.Option(min=1, max=BODY_LIMIT, help="Bytes.")] = None,
+    backlog_limit: Annotated[int | None, typer.Option(min=0, help="Messages per partition; 0 for no limit.")] = None,
     retention: Annotated[
         str | None, typer.Option(metavar="AGE", help="How long its archive is kept: such as 30d, 12w, or forever.")
     ] = None,
 ) -> None:
-    """Switch a topic's archiving, or say how long its archive is kept.
+    """Change a topic's limits, switch its archiving, or say how long its archive is kept.
 
     What is published while archiving is off is a gap in the archive for ever.
     """
-    if archived is None and retention is None:
-        raise InvalidInput("say what to set: --archived, --not-archived, or --retention AGE")
+    limits = {"body_limit": body_limit, "backlog_limit": backlog_limit}
+    if archived is None and retention is None and not any(limit is not None for limit in limits.values()):
+        raise InvalidInput(
+            "say what to set: --backlog-limit, --body-limit, --archived, --not-archived, or --retention AGE"
+        )
     days = None if retention is None or retention == FOR_EVER else _days(retention)
+    if any(limit is not None for limit in limits.values()):
+        _set_limits(name, limits)
     with Database(settings_here().control_dsn()) as database:
         if retention is not None:
             changed = set_retention(database, name, days=days, actor=actor())
@@ -95,11 +104,36 @@ def set_(
             typer.echo(f"topic {name} is {is_now}{'' if changed else ', as before'}")
 
 
+def _set_limits(name: str, limits: dict[str, int | None]) -> None:
+    settings = settings_here()
+    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        changed = set_limits(database, name, **limits, application=application, actor=actor())
+    said = ", ".join(f"{limit.replace('_', ' ')} {value}" for limit, value in limits.items() if value is not None)
+    typer.echo(f"topic {name} has {said}{'' if changed else ', as before'}")
+
+
 def _days(text: str) -> int:
     match = _AGE.fullmatch(text)
     if match is None:
         raise InvalidInput(f"{text!r} is no age in days or weeks: say for example 30d, 12w or {FOR_EVER}")
     return int(match[1]) * (7 if match[2] == "w" else 1)
+
+
+@topics.command()
+def pause(name: TopicArgument, wait: WaitOption = 0.0) -> None:
+    """Let all groups of a topic rest: what runs is finished, nothing more is started; publishing goes on."""
+    with Database(settings_here().control_dsn()) as database:
+        done = pause_topic(database, name, actor=actor())
+        typer.echo(f"topic {name} {'is paused' if done else 'is paused already'}")
+        say_under_way(wait_paused(database, name, timeout_s=wait))
+
+
+@topics.command()
+def resume(name: TopicArgument) -> None:
+    """Let the groups of a paused topic go on, but for those that rest by themselves."""
+    with Database(settings_here().control_dsn()) as database:
+        done = resume_topic(database, name, actor=actor())
+    typer.echo(f"topic {name} {'goes on' if done else 'was not paused'}")
 
 
 @topics.command("list")

@@ -27,15 +27,17 @@ from functools import partial
 from types import FrameType
 from typing import Any, Literal, TypeVar, Unpack, get_type_hints
 
+from mqlayer.consuming.batch_handlers import BatchHandler, BatchShape, batch_shape
+from mqlayer.consuming.batches import BatchOf
 from mqlayer.consuming.bodies import decoder_for, type_name
 from mqlayer.consuming.context import Context
 from mqlayer.consuming.holdings import Held
 from mqlayer.consuming.member import Member, MemberOptions, MemberStats
 from mqlayer.consuming.sharing.member import SharedMember
 from mqlayer.domain.message import Record
-from mqlayer.domain.names import check_name
+from mqlayer.domain.names import check_instance, check_name
 from mqlayer.errors import Conflict, InvalidInput, SchemaMismatch
-from mqlayer.events import Hook, HookType
+from mqlayer.events import Event, Hook, HookType, tell
 from mqlayer.health import Health, health_endpoint
 from mqlayer.membership.groups import (
     Balance,
@@ -46,6 +48,7 @@ from mqlayer.membership.groups import (
     ensure_group,
     settings_of,
 )
+from mqlayer.membership.instances import ensure_instance, host_instance
 from mqlayer.membership.starts import Start
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
@@ -70,6 +73,8 @@ class Consumer:
     is_async: bool
     group_settings: GroupSettings
     options: MemberOptions
+    batch: tuple[BatchOf, BatchShape] | None = None
+    instance: str | None = None
 
 
 class App:
@@ -81,6 +86,8 @@ class App:
         self.members: list[Member | SharedMember] = []
         self.hooks: list[Hook] = []
         self._open: list[Any] = []
+        # Which of several processes of one command this is: each is an instance of its own.
+        self.process_number = 1
 
     @property
     def settings(self) -> Settings:
@@ -94,7 +101,7 @@ class App:
         topic: str,
         *,
         group: str,
-        mode: Literal["exclusive", "shared"] = "exclusive",
+        mode: Literal["exclusive", "shared", "broadcast"] = "exclusive",
         body: Any = None,
         start: Start = "earliest",
         from_archive: bool = False,
@@ -102,7 +109,12 @@ class App:
         balance: Balance | None = None,
         tag_filter: str | None = None,
         invisible_s: float | None = None,
+        batch: BatchOf | None = None,
+        rate_limit: float | None = None,
+        rate_burst: float | None = None,
         options: MemberOptions | None = None,
+        instance: str | None = None,
+        keep_away_s: float | None = None,
         **rules: Unpack[Rules],
     ) -> Callable[[Handler], Handler]:
         """Register a handler, plain or `async def`, for a topic and a group.
@@ -111,36 +123,52 @@ class App:
         msgspec Struct, a pydantic model, a dataclass, bytes, str, or anything msgspec reads from JSON; the first
         parameter's annotation where it is not given. An exception of the handler is a failed attempt: the message is
         tried again after the group's backoff, its key waits, others go on. A body that does not fit is one too. It may
-        raise RetryLater, Reject, Skip or PauseKey to say what is to become of the message.
+        raise RetryLater, Reject, Skip or PauseKey to say what is to become of the message. With `batch` it takes a list
+        of bodies and, if it has a second parameter, the Batch; or the Batch alone.
         `mode`: "exclusive" gives each partition to one member, which keeps the order of keys; "shared" gives every
         message to whichever member has time, without order, and again after `invisible_s` (default 30) where nobody
-        hears of that member; said once. `start` serves when the group is created; an existing one keeps its own:
-        "earliest" (all that is kept, along the lineage of partitions), "latest" (what is published from then on) or a
-        datetime with a time zone: the first message of that time or later, by the publishers' clocks. `from_archive`:
-        it is given what the archive of its topic holds from there on, then the streams. `tag_filter`: which messages
-        the group wants, as
-        `any_of("eu", "vip")` or `all_of("eu", "vip")` says, or "none" for all; others are settled unseen. `ordered`,
-        `balance`, `tag_filter` and the rules for messages that fail (`backoff_s`, `jitter`, `attempt_limit`, `policy`,
-        `final_errors`, `retried_errors`, `time_limit_s`, `time_cap_s`) live with the group too, see GroupSettings and
-        Rules: what is said here must be what is in force there, else `start()` raises Conflict; leave them out to take
+        hears of that member; "broadcast" gives every message to each instance, where `instance` says which one this
+        process is, else the settings, else the host's name, and `keep_away_s` for how long the position of one that is
+        away is kept; said once. `start` serves when the group is created; an existing one keeps its own: "earliest"
+        (all that is kept, along the lineage of partitions), "latest" (what is published from then on) or a datetime
+        with a time zone: the first message of that time or later, by the publishers' clocks. `from_archive`: it is
+        given what the archive of its topic holds from there on, then the streams. `tag_filter`: which messages the
+        group wants, as `any_of("eu", "vip")` or `all_of("eu", "vip")` says, or "none" for all; others are settled
+        unseen. `rate_limit`: messages by the second that the whole group begins at most, `rate_burst` at once after a
+        rest. `ordered`, `balance`, `tag_filter`, `rate_limit`, `rate_burst` and the rules for messages that fail
+        (`backoff_s`, `jitter`, `attempt_limit`, `policy`, `final_errors`, `retried_errors`, `time_limit_s`,
+        `time_cap_s`) live with the group too, see GroupSettings and Rules: what is said here must be what is in force
+        there, else `start()` raises Conflict; leave them out to take
         what is there. Raises InvalidInput for a start or setting that there is not.
         """
         check_name("topic", topic)
         check_name("group", group)
         if any((c.topic, c.group) == (topic, group) for c in self.consumers):
             raise Conflict(f"group {group!r} of topic {topic!r} has a handler already", "use another group")
+        if instance is not None:
+            check_instance(instance)
+            if mode != "broadcast":
+                raise InvalidInput("only a broadcast group has instances: say mode='broadcast'")
         said = settings_of(
-            start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive, **rules
-        )
-        group_settings = replace(said, mode=mode, invisible_s=invisible_s)
+            start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive, mode=mode,
+            keep_away_s=keep_away_s, rate_limit=rate_limit, rate_burst=rate_burst, **rules,
+        )  # fmt: skip
+        group_settings = replace(said, invisible_s=invisible_s)
         check_settings(group_settings)
+        member = options or MemberOptions()
+        _check_batch(batch, member, mode=mode, ordered=ordered)
 
         def register(handler: Handler) -> Handler:
-            body_type, with_context = _parameters(handler, body)
             is_async = _is_async(handler)
+            if batch is not None:
+                shape = batch_shape(handler, body)
+                of = (topic, group, handler, shape.body_type, shape.batch, is_async, group_settings, member)
+                self.consumers.append(Consumer(*of, batch=(batch, shape), instance=instance))
+                return handler
+            body_type, with_context = _parameters(handler, body)
             self.consumers.append(
                 Consumer(
-                    topic, group, handler, body_type, with_context, is_async, group_settings, options or MemberOptions()
+                    topic, group, handler, body_type, with_context, is_async, group_settings, member, instance=instance
                 )
             )
             return handler
@@ -292,18 +320,40 @@ class App:
             settings=consumer.group_settings,
             unsafe=settings.allow_unsafe_redis,
         )
-        make = SharedMember if group.mode == "shared" else Member
-        return make(
-            settings=settings,
-            database=database,
-            routes=routes,
-            group=group,
-            handle=_handle(consumer, group),
-            is_async=consumer.is_async,
-            options=consumer.options,
-            application=application,
-            hooks=self.hooks,
+        again = None
+        if group.mode == "broadcast":
+            again = partial(self._instance, consumer, group, database, routes)
+            group = again()
+        facts: dict[str, Any] = {
+            "settings": settings, "database": database, "routes": routes, "group": group, "is_async": consumer.is_async,
+            "options": consumer.options, "application": application, "hooks": self.hooks,
+        }  # fmt: skip
+        if group.mode == "shared":
+            return SharedMember(handle=_handle(consumer, group), **facts)
+        if consumer.batch is not None:
+            return Member(handle=_batch_handler(consumer, group, *consumer.batch), again=again, **facts)
+        return Member(handle=_handle(consumer, group), again=again, **facts)
+
+    def _instance(self, consumer: Consumer, group: Group, database: Database, routes: RouteCache) -> Group:
+        """Return the instance of a broadcast group that this process is; tell where it begins anew."""
+        settings = self.settings
+        instance, anew = ensure_instance(
+            database,
+            routes,
+            group,
+            self._instance_name(consumer),
+            prefix=settings.key_prefix,
+            unsafe=settings.allow_unsafe_redis,
         )
+        if anew:
+            tell(Event("begun_anew", group.topic, instance.name, cause=str(group.start)), self.hooks)
+        return instance
+
+    def _instance_name(self, consumer: Consumer) -> str:
+        if consumer.instance is not None:
+            return consumer.instance
+        name = self.settings.instance or host_instance()
+        return name if self.process_number == 1 else f"{name}-{self.process_number}"
 
 
 def _is_async(handler: Callable[..., Any]) -> bool:
@@ -335,6 +385,27 @@ def _handle(consumer: Consumer, group: Group) -> Callable[[Held, Record], Any]:
     if consumer.body_type is bytes:
         return lambda _, record: handler(record.body)
     return lambda _, record: handler(decode(record.body))
+
+
+def _check_batch(batch: BatchOf | None, options: MemberOptions, *, mode: str, ordered: bool | None) -> None:
+    if batch is None:
+        return
+    if mode == "shared":
+        raise InvalidInput("a shared group gives messages one by one: leave `batch` out, or use an unordered group")
+    if batch.limit > options.prefetch_count or batch.limit_bytes > options.prefetch_bytes:
+        raise InvalidInput("a batch is larger than what its member reads ahead: raise prefetch_count or prefetch_bytes")
+    if batch.kind == "key" and ordered is False:
+        raise InvalidInput("a group without order has no batches of one key: use BatchOf('distinct')")
+
+
+def _batch_handler(consumer: Consumer, group: Group, batch_of: BatchOf, shape: BatchShape) -> BatchHandler:
+    """Return what workers call for a batch. Raises Conflict where the group can't have such."""
+    if batch_of.kind == "key" and not (group.ordered and group.strategy == "strict"):
+        raise Conflict(
+            f"group {group.name!r} of topic {group.topic!r} keeps no order, so it has no batches of one key",
+            "use BatchOf('distinct')",
+        )
+    return BatchHandler(consumer.topic, group, batch_of, consumer.handler, shape)
 
 
 def _has_fence(application: Database) -> bool:

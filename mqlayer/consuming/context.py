@@ -16,17 +16,14 @@ from mqlayer.postgres.queries import query
 from mqlayer.postgres.sessions import caller_errors, run_one, run_one_async
 
 
-class Context:
-    """The message under way: where it comes from, which attempt this is, how long it has, `fence` and `inbox`."""
+class Delivered:
+    """A message that a handler is given: where it comes from, and which attempt this is."""
 
-    __slots__ = ("_fenced", "_group", "_group_id", "_held", "_noted", "_record", "_timer", "_topic")
+    __slots__ = ("_group", "_group_id", "_held", "_record", "_topic")
 
     def __init__(self, topic: str, group: str, group_id: int, held: Held, record: Record) -> None:
         self._topic, self._group, self._group_id = topic, group, group_id
         self._held, self._record = held, record
-        self._fenced = False
-        self._noted: frozenset[str | None] = frozenset()
-        self._timer = under_way.get()
 
     @property
     def topic(self) -> str:
@@ -95,6 +92,39 @@ class Context:
         before = record.attempts if isinstance(record, ParkedRecord) else self._held.attempts.get(record.offset, 0)
         return before + 1
 
+    def fence_facts(self) -> Mapping[str, Any]:
+        """Return what the fence is asked for it."""
+        source, lp, seq = self._record.identity
+        # Out of order a lower seq may come after a higher one of its key: each message stands alone then.
+        key = self.key if self._held.ordered else None
+        if isinstance(self._record, ParkedRecord) and self._record.redriven:
+            # Of a message that was sent again, later ones of its key may have been applied.
+            key = None
+            if self._record.replay is not None:
+                # Once more for each replay. Sources below 0 have no keys, so nothing else is noted there.
+                source, key = -source, f"{self._record.replay}:{seq}"
+        return {
+            "group_id": self._group_id,
+            "lp": lp,
+            "source": source,
+            "key": key,
+            "seq": seq,
+            "epoch": self._held.epoch,
+            "replay": self._held.assigned.replay,
+        }
+
+
+class Context(Delivered):
+    """The message under way: all of that, how long it has, `fence` and `inbox`."""
+
+    __slots__ = ("_fenced", "_noted", "_timer")
+
+    def __init__(self, topic: str, group: str, group_id: int, held: Held, record: Record) -> None:
+        super().__init__(topic, group, group_id, held, record)
+        self._fenced = False
+        self._noted: frozenset[str | None] = frozenset()
+        self._timer = under_way.get()
+
     @property
     def remaining_s(self) -> float:
         """Seconds until the group's time limit ends this handler; without end where there is none."""
@@ -119,7 +149,7 @@ class Context:
         failpoint("fence.before")
         self._only_once()
         with caller_errors(connection):
-            answer, epoch = run_one(connection, query("fence"), self._fence_facts())
+            answer, epoch = run_one(connection, query("fence"), self.fence_facts())
         self._judge(answer, epoch)
         failpoint("fence.after")
 
@@ -128,7 +158,7 @@ class Context:
         failpoint("fence.before")
         self._only_once()
         with caller_errors(connection):
-            answer, epoch = await run_one_async(connection, query("fence"), self._fence_facts())
+            answer, epoch = await run_one_async(connection, query("fence"), self.fence_facts())
         self._judge(answer, epoch)
         failpoint("fence.after")
 
@@ -161,26 +191,6 @@ class Context:
         if self._fenced:
             raise HandlerFault("the fence was called twice for one message: call it once, in one transaction")
         self._fenced = True
-
-    def _fence_facts(self) -> Mapping[str, Any]:
-        source, lp, seq = self._record.identity
-        # Out of order a lower seq may come after a higher one of its key: each message stands alone then.
-        key = self.key if self._held.ordered else None
-        if isinstance(self._record, ParkedRecord) and self._record.redriven:
-            # Of a message that was sent again, later ones of its key may have been applied.
-            key = None
-            if self._record.replay is not None:
-                # Once more for each replay. Sources below 0 have no keys, so nothing else is noted there.
-                source, key = -source, f"{self._record.replay}:{seq}"
-        return {
-            "group_id": self._group_id,
-            "lp": lp,
-            "source": source,
-            "key": key,
-            "seq": seq,
-            "epoch": self._held.epoch,
-            "replay": self._held.assigned.replay,
-        }
 
     def _judge(self, answer: str, epoch: int) -> None:
         identity = self._record.identity

@@ -291,9 +291,13 @@ class Dispatcher:
                     held.parked.take_ripe(work.due)
                     # Under way from here: whoever follows when this is drained would start them too.
                     held.busy += len(work.due)
-                while held.to_park and count > 0 and size > 0:
+                if held.unsure:
+                    # What may be parked already, first: its key must not go on from Postgres before that is known.
+                    held.to_park = deque(sorted(held.to_park, key=lambda lane: not lane.unsure))
+                while held.to_park and (held.to_park[0].unsure or (count > 0 and size > 0)):
                     lane = held.to_park.popleft()
-                    lane.batch, lane.records = lane.records[:count], lane.records[count:]
+                    taken, lane.unsure = lane.unsure or count, 0
+                    lane.batch, lane.records = lane.records[:taken], lane.records[taken:]
                     held.busy += 1
                     work.lanes.append(lane)
                     count -= len(lane.batch)
@@ -312,6 +316,8 @@ class Dispatcher:
                 self._rest(held)
             for lane in reversed(work.lanes):
                 lane.records[:0] = lane.batch
+                lane.unsure = len(lane.batch)
+                held.unsure = True
                 self._finish(lane, 0.0)
             if held.state is State.GONE:
                 self._abandon(held)
@@ -434,7 +440,7 @@ class Dispatcher:
         held.parked.remove(parking)
         lane = held.lanes.get(parking.ref.name)
         if lane is not None and lane.parking is parking:
-            lane.parking = None
+            lane.parking, lane.unsure = None, 0
             if lane.records and not lane.batch:
                 if lane in held.to_park:
                     held.to_park.remove(lane)

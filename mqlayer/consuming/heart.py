@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from mqlayer.consuming.clock import Lease, clock
 from mqlayer.consuming.faults import where
 from mqlayer.consuming.holdings import Held, State
-from mqlayer.errors import MqlayerError, StoreUnavailable
+from mqlayer.errors import GroupRetired, InstanceTaken, MqlayerError, StoreUnavailable
 from mqlayer.health import Health, Turns, stuck_after_s
 from mqlayer.membership.gates import drained
 from mqlayer.membership.groups import Group
@@ -44,6 +44,9 @@ LONGEST_BEAT_S: Final = 1.0
 SHORTEST_BEAT_S: Final = 0.05
 UNRECORDED_S: Final = 0.1
 """How soon a drained partition is reported again whose seal Postgres had not recorded yet."""
+TAKEN_S: Final = 0.2
+"""How soon an instance of a broadcast group that another process consumes for is asked for again."""
+REPLACED: Final = "another process took the member's id, or it was evicted"
 
 
 class HeartOwner(Protocol):
@@ -55,16 +58,25 @@ class HeartOwner(Protocol):
     def lease_lost(self) -> None:
         """Drop all holdings: the database may have given them away."""
 
-    def replaced(self) -> None:
-        """End: another process took this member's id, or an operator evicted it."""
+    def replaced(self, reason: str) -> None:
+        """End: this process consumes no more, and why."""
 
 
 class Heart:
     """The heartbeat of one member, in a thread of its own, which alone changes its session once it is started."""
 
     def __init__(
-        self, owner: HeartOwner, *, database: Database, group: Group, member_id: str, settings: Settings, name: str
+        self,
+        owner: HeartOwner,
+        *,
+        database: Database,
+        group: Group,
+        member_id: str,
+        settings: Settings,
+        name: str,
+        again: Callable[[], object] | None = None,
     ) -> None:
+        self._again = again
         self._owner, self._database, self._group, self._member_id = owner, database, group, member_id
         self._lease_s, self._margin = settings.lease_s, settings.lease_margin
         self._stuck_after_s, self._turns, self._trouble = stuck_after_s(settings), Turns(), ""
@@ -81,8 +93,14 @@ class Heart:
         self.lease = Lease()
 
     def start(self) -> None:
-        """Join the group and follow its first assignments, then beat. Raises StoreUnavailable, SchemaMismatch."""
-        self._join()
+        """Join the group and follow its first assignments, then beat.
+
+        Raises StoreUnavailable, SchemaMismatch, GroupRetired, and InstanceTaken where the process that consumes for
+        the same instance of a broadcast group neither is leaving nor lets its lease run out.
+        """
+        until = clock() + self._lease_s + 1.0
+        while not self._joined(until):
+            self._ended.wait(TAKEN_S)
         self._thread.start()
 
     def health(self) -> Health:
@@ -162,6 +180,30 @@ class Heart:
         self._ended.wait(max(0.0, min(SHORTEST_BEAT_S, self._lease_s / 20) - (clock() - began)))
         return True
 
+    def _joined(self, until: float) -> bool:
+        """Join for the first time; False where that is worth another try, up to a time of this process's clock."""
+        try:
+            return self._join_or_begin_anew() or self._join_or_begin_anew()
+        except InstanceTaken as error:
+            if clock() >= until and error.state != "leaving":
+                raise
+            log.warning("instance_taken", extra={"by": error.member, "state": error.state} | self._facts())
+            return False
+
+    def _join_or_begin_anew(self) -> bool:
+        """Join; where the position of an instance was dropped, bring it back instead, and return False: join then.
+
+        Raises Replaced, and GroupRetired for a group that nobody brings back.
+        """
+        try:
+            self._join()
+        except GroupRetired:
+            if self._again is None:
+                raise
+            self._again()
+            return False
+        return True
+
     def _join(self) -> None:
         """Join, or join again after sessions of our own. Raises Replaced where the newest is none of them."""
         number = next_session(self._database)
@@ -193,14 +235,17 @@ class Heart:
         elif not self._leaving:
             log.warning("member_lease_ran_out", extra=self._facts())
             try:
-                self._join()
+                if not self._join_or_begin_anew():
+                    self.nudge()
             except Replaced:
                 self._end()
+            except GroupRetired as error:
+                self._end(str(error))
 
-    def _end(self) -> None:
+    def _end(self, reason: str = REPLACED) -> None:
         self._session = None
-        log.error("member_replaced", extra=self._facts())
-        self._owner.replaced()
+        log.error("member_replaced", extra={"reason": reason} | self._facts())
+        self._owner.replaced(reason)
 
     def _extend(self, began: float) -> None:
         self.lease.until = began + self._lease_s * (1 - self._margin)

@@ -61,7 +61,10 @@ class Lane:
     the bounds that all keys share. None: the lane is not folded.
     """
 
-    __slots__ = ("batch", "caution", "held", "key", "later", "line", "parking", "records", "resumed", "verdict")
+    __slots__ = (
+        "batch", "caution", "held", "key", "later", "line", "parking", "records", "resumed", "since", "singly",
+        "unsure", "verdict",
+    )  # fmt: skip
 
     def __init__(self, held: Held, key: bytes, record: Record) -> None:
         self.held, self.key = held, key
@@ -72,8 +75,12 @@ class Lane:
         self.line: deque[Record] = held.settled
         # Offsets below are started with care: one of them may have killed the former owners.
         self.caution = held.caution
+        # Of batch handlers: offsets below are given to them one by one, and since when the lane waits for a worker.
+        self.singly, self.since = 0, 0.0
         # Set while its key is parked.
         self.parking: Parking | None = None
+        # So many of its first messages may be parked already: the answer to that did not come.
+        self.unsure = 0
         self.resumed = False
         # Why the first message that it has left failed, for the keeper.
         self.verdict: Verdict | None = None
@@ -120,6 +127,7 @@ class Held:
         "to_park",
         "to_refill",
         "unmatched",
+        "unsure",
     )
 
     def __init__(self, assigned: Assigned, holder: Holder, *, ordered: bool = True) -> None:
@@ -146,6 +154,7 @@ class Held:
         self.parked = Parkings()  # (lock)
         self.followed = 0  # how many of others' acts on parked keys it knows, for the keeper
         self.to_park: deque[Lane] = deque()  # (lock) lanes of parked keys that hold messages
+        self.unsure = False  # some of these may be parked already; for the keeper
         self.to_bury: deque[tuple[Lane, Burial]] = deque()  # (lock) lanes whose first message leaves the group
         self.dead: set[Identity] = set()  # left the group, and may come once more
         self.finished = False  # (lock) nothing is started here any more: its successors go on

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+from mqlayer.consuming.allowance import Allowance
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.dispatch import Dispatcher, ParkingWork
 from mqlayer.consuming.faults import where
@@ -48,6 +49,8 @@ FULL_EACH_S: Final = 0.01
 """So much later for each key of its partition that waits beside it: looks for room take no time from other keys."""
 EARLY_S: Final = 1.0
 """How soon a key is looked at again of which nothing may be handled before its group comes to another partition."""
+RATE_AGAIN_S: Final = 0.05
+"""How soon at the earliest a key goes on for which the group's rate had no message."""
 NOTES_EVERY_S: Final = 0.2
 NOTES_KEPT: Final = 1_000
 """Failed attempts that wait to be written: they are for people, and must not fill the memory while Postgres is away."""
@@ -60,6 +63,7 @@ class KeepingOwner(Protocol):
     """What a keeper asks of its member."""
 
     dispatcher: Dispatcher
+    allowance: Allowance
 
     def all_holdings(self) -> list[Held]:
         """Return the holdings that are not gone."""
@@ -140,7 +144,11 @@ class Keeper:
         self._try_pass()
 
     def _next_due_s(self) -> float:
-        return self._owner.dispatcher.next_parking_s(self._owner.all_holdings())
+        holdings = self._owner.all_holdings()
+        due_s = self._owner.dispatcher.next_parking_s(holdings)
+        if self._owner.allowance.limit is not None and any(held.parked.has_ripe for held in holdings):
+            return min(due_s, RATE_AGAIN_S)
+        return due_s
 
     def _try_pass(self) -> bool:
         """Make a pass; say whether it went well. Whatever went wrong is said, and tried again."""
@@ -164,7 +172,8 @@ class Keeper:
         started = sum(p.lane is not None for held in holdings for p in list(held.parked.by_name.values()))
         failed: MqlayerError | None = None
         for held in holdings:
-            work = self._owner.dispatcher.parking_work(held, (PAGE_COUNT, PAGE_BYTES, self._started_limit - started))
+            starts = self._owner.allowance.look(self._started_limit - started)
+            work = self._owner.dispatcher.parking_work(held, (PAGE_COUNT, PAGE_BYTES, starts))
             started += len(work.due)
             try:
                 self._serve(held, work, heard)
@@ -191,16 +200,20 @@ class Keeper:
     def _keep(self, held: Held, work: ParkingWork) -> None:
         """Write what there is of one holding, and go on from what the server says."""
         page, turns = _page_of(held, work)
+        taken = self._pace(page.turns)
         try:
             written = self._ledger.write(held.partition, held.epoch, page)
             if written.gone:
                 self._learn_dead(held)
         except BaseException as error:
+            self._owner.allowance.spend(-taken)
             self._owner.dispatcher.not_kept(held, work)
             if not isinstance(error, NotOwner):
                 raise
             self._owner.fenced(held, "parking")
             return
+        held.unsure = False
+        self._owner.allowance.spend(sum(map(len, written.next.values())) - taken)
         self._follow(held, work, turns, written)
         if written.changed:
             held.followed = UNKNOWN
@@ -211,6 +224,20 @@ class Keeper:
         if page.messages:
             keys = [entry for entry in page.entries if entry.ref not in written.refused]
             self._owner.parked(held, keys=keys, messages=len(page.messages) - len(written.left))
+
+    def _pace(self, turns: Sequence[Turn]) -> int:
+        """Let keys go on as far as the group's rate gives messages; return how many were taken for them."""
+        allowance, taken = self._owner.allowance, 0
+        going = [turn for turn in turns if turn.go_on]
+        if allowance.limit is None:
+            return 0
+        for number, turn in enumerate(going):
+            if allowance.look(1) == 0:
+                turn.go_on, turn.again_s = False, max(RATE_AGAIN_S, allowance.wait_s())
+                continue
+            turn.count = allowance.portion(1 if turn.alone else turn.count, len(going) - number)
+            taken += turn.count
+        return taken
 
     def _follow(self, held: Held, work: ParkingWork, turns: list[tuple[Parking, Turn]], written: Written) -> None:
         dispatcher = self._owner.dispatcher
@@ -225,21 +252,33 @@ class Keeper:
         for lane, _ in work.burials:
             dispatcher.buried(lane)
         for parking, turn in turns:
-            if turn.ref in written.early:
-                dispatcher.rest(held, parking, 0, clock() + EARLY_S)
-            elif turn.go_on:
-                records = written.next[turn.ref]
-                failpoint("parking.before_resume")
-                dispatcher.resume(held, parking, records)
-                if not records:
-                    self._owner.unparked(held, turn.ref)
-            else:
-                wait_s = turn.entry.wait_s if turn.entry is not None else None
-                attempts = turn.entry.attempts if turn.entry is not None else 0
-                dispatcher.rest(held, parking, attempts, NEVER if wait_s is None else clock() + wait_s)
+            self._follow_turn(held, parking, turn, written)
         if work.burials or work.lanes:
             # Settled now, as far as the group goes.
             self._owner.parked(held, keys=[], messages=0)
+
+    def _follow_turn(self, held: Held, parking: Parking, turn: Turn, written: Written) -> None:
+        """Go on with a parked key as the server says."""
+        dispatcher = self._owner.dispatcher
+        # Attempts are those of its head.
+        attempts = 0 if turn.handled or turn.burial else parking.attempts
+        if turn.ref in written.early:
+            dispatcher.rest(held, parking, 0, clock() + EARLY_S)
+        elif turn.ref in written.paused:
+            # Its owner hears when it is resumed.
+            dispatcher.rest(held, parking, attempts, NEVER)
+        elif turn.go_on:
+            records = written.next[turn.ref]
+            failpoint("parking.before_resume")
+            dispatcher.resume(held, parking, records)
+            if not records:
+                self._owner.unparked(held, turn.ref)
+        elif turn.entry is None and turn.again_s is not None:
+            dispatcher.rest(held, parking, attempts, clock() + turn.again_s)
+        else:
+            wait_s = turn.entry.wait_s if turn.entry is not None else None
+            attempts = turn.entry.attempts if turn.entry is not None else 0
+            dispatcher.rest(held, parking, attempts, NEVER if wait_s is None else clock() + wait_s)
 
     def _leave(self, held: Held, lane: Lane, parking: Parking, written: Written) -> None:
         """Have the rest of a key that finds no room wait in the stream; say so once, while that lasts."""
@@ -265,8 +304,8 @@ class Keeper:
         now = clock()
         states = self._ledger.keys(_span_of(held, held.committed), named)
         parkings = [parking_of(state, now, own_epoch=held.epoch) for state in states]
-        if held.parked.by_offset:
-            # What a former owner parked and may not have settled comes once more.
+        if held.parked.by_offset or held.unsure:
+            # What a former owner parked and may not have settled comes once more; what we may have parked is in hand.
             self._learn_dead(held)
         self._owner.dispatcher.reload_parked(held, parkings, None if named is None else {ref.name for ref in named})
         self._owner.parked(held, keys=[], messages=0)

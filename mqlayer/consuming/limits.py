@@ -25,16 +25,16 @@ import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, ParamSpec
 
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.faults import where
-from mqlayer.consuming.holdings import Held
-from mqlayer.domain.message import Record
 from mqlayer.domain.retrying import RetryRules
 from mqlayer.errors import InvalidInput, MessageTimeout
 
 log = logging.getLogger(__name__)
+
+Facts = ParamSpec("Facts")
 
 LONGEST_SLEEP_S: Final = 600.0
 AGAIN_S: Final = 0.1
@@ -114,7 +114,7 @@ class ThreadLimits:
         self._thread = threading.Thread(target=self._watch, name=f"{name}-limits", daemon=True)
         self._starting = threading.Lock()
 
-    def around(self, handle: Callable[[Held, Record], Any], rules: RetryRules) -> Callable[[Held, Record], Any]:
+    def around(self, handle: Callable[Facts, Any], rules: RetryRules) -> Callable[Facts, Any]:
         """Return what to call for a handler's messages: the handler itself where there is no limit."""
         if not limited(rules):
             return handle
@@ -139,13 +139,13 @@ class ThreadLimits:
 
     # -- in the workers' threads ---------------------------------------------------------------------------------------
 
-    def _handle(self, handle: Callable[[Held, Record], Any], rules: RetryRules, held: Held, record: Record) -> Any:
+    def _handle(self, handle: Callable[..., Any], rules: RetryRules, *facts: Any) -> Any:
         timer = Timer(rules)
         token = under_way.set(timer)
         try:
             try:
                 self._enter(timer)
-                return handle(held, record)
+                return handle(*facts)
             finally:
                 self._leave(timer)
         except TimeIsUp as end:
@@ -214,22 +214,18 @@ class ThreadLimits:
 class LoopLimits:
     """Ends async handlers of a member when their time is up."""
 
-    def around(
-        self, handle: Callable[[Held, Record], Awaitable[Any]], rules: RetryRules
-    ) -> Callable[[Held, Record], Awaitable[Any]]:
+    def around(self, handle: Callable[Facts, Awaitable[Any]], rules: RetryRules) -> Callable[Facts, Awaitable[Any]]:
         """Return what to call for a handler's messages: the handler itself where there is no limit."""
         return partial(self._handle, handle, rules) if limited(rules) else handle
 
-    async def _handle(
-        self, handle: Callable[[Held, Record], Awaitable[Any]], rules: RetryRules, held: Held, record: Record
-    ) -> Any:
+    async def _handle(self, handle: Callable[..., Awaitable[Any]], rules: RetryRules, *facts: Any) -> Any:
         scope = asyncio.timeout(None)
         timer = Timer(rules, partial(_move, asyncio.get_running_loop(), scope))
         token = under_way.set(timer)
         try:
             async with scope:
                 _move_here(scope, timer.until)
-                return await handle(held, record)
+                return await handle(*facts)
         except TimeoutError as error:
             if not scope.expired():
                 raise

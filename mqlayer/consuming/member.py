@@ -23,10 +23,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from mqlayer.consuming.allowance import Allowance
+from mqlayer.consuming.batch_handlers import BatchHandler
+from mqlayer.consuming.batch_workers import BatchLoopWorkers, BatchThreadWorkers
 from mqlayer.consuming.caution import Caution
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.faults import described, where
+from mqlayer.consuming.gathering import BatchDispatcher
 from mqlayer.consuming.heart import Heart
 from mqlayer.consuming.holdings import Held, Holdings, Lane, State
 from mqlayer.consuming.keeping import Keeper
@@ -99,7 +103,9 @@ class MemberStats:
 class Member:
     """One member of a group, with its threads. `start` returns when it has joined; `stop` when nothing runs any more.
 
-    `handle(held, record)` is called for each message: on a thread of the pool, or as a coroutine when `is_async`.
+    `handle(held, record)` is called for each message: on a thread of the pool, or as a coroutine when `is_async`. A
+    BatchHandler is called for batches.
+    `again`: brings a retired instance of a broadcast group back, which begins anew; any other retired group ends it.
     """
 
     def __init__(
@@ -109,11 +115,12 @@ class Member:
         database: Database,
         routes: RouteCache,
         group: Group,
-        handle: Callable[[Held, Record], Any],
+        handle: Callable[[Held, Record], Any] | BatchHandler,
         is_async: bool = False,
         options: MemberOptions | None = None,
         application: Database | None = None,
         hooks: Sequence[Hook] = (),
+        again: Callable[[], object] | None = None,
     ) -> None:
         self.settings, self.group = settings, group
         self.options = options or MemberOptions()
@@ -123,8 +130,11 @@ class Member:
         self._database, self._routes, self._application = database, routes, application
         self.rules = group.rules
         self.tag_filter = TagFilter.of(group.tag_filter)
+        self.may_be_void = group.strategy == "best_effort"
         # Whether what becomes of messages is told to an archiver; by the heartbeat, before anything is held.
         self.archived = False
+        # How many messages may be begun now, where the group's rate is limited.
+        self.allowance = Allowance()
         self._holdings = Holdings()
         self._links = Links()
         self._allocation = -1
@@ -134,11 +144,17 @@ class Member:
         self._give_back_by: dict[PartitionId, float] = {}
         # What the last heartbeat said is ours, for those who ask whether we serve it.
         self._assigned: frozenset[PartitionId] = frozenset()
-        self._stopping = self._replaced = False
+        self._stopping, self._replaced = False, ""
         self._heart = Heart(
-            self, database=database, group=group, member_id=self.member_id, settings=settings, name=self._name
+            self,
+            database=database,
+            group=group,
+            member_id=self.member_id,
+            settings=settings,
+            name=self._name,
+            again=again,
         )
-        self.dispatcher = Dispatcher(self._heart.lease)
+        self.dispatcher, self._workers = self._for_handler(handle, is_async=is_async)
         self._keeper = Keeper(
             self,
             Ledger(database, group.group_id, self.member_id),
@@ -148,8 +164,19 @@ class Member:
         self.dispatcher.on_parking = self._keeper.wake.set
         self._caution = Caution()
         self._hooks = hooks
+
+    def _for_handler(
+        self, handle: Callable[[Held, Record], Any] | BatchHandler, *, is_async: bool
+    ) -> tuple[Dispatcher, ThreadWorkers | LoopWorkers]:
+        lease, count, name = self._heart.lease, self.options.concurrency, self._name
+        if isinstance(handle, BatchHandler):
+            gathering = BatchDispatcher(lease, handle.batch_of)
+            self.dispatcher = gathering
+            of_batches = BatchLoopWorkers if is_async else BatchThreadWorkers
+            return gathering, of_batches(self, handle, gathering, count=count, name=name)
+        self.dispatcher = Dispatcher(lease)
         workers = LoopWorkers if is_async else ThreadWorkers
-        self._workers = workers(self, handle, count=self.options.concurrency, name=self._name)
+        return self.dispatcher, workers(self, handle, count=count, name=name)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -199,7 +226,7 @@ class Member:
         """Say whether its threads turn, and whether it serves all that it is assigned. For any thread."""
         if self._replaced:
             # Nothing brings it back but a new process; where others run beside it here, nobody else would say so.
-            return Health(stuck=("another process took the member's id, or it was evicted",))
+            return Health(stuck=(self._replaced,))
         if self._stopping:
             return Health(waits=("it is stopping",))
         held = {held.partition for held in self._holdings.all() if held.state is not State.NEW}
@@ -316,7 +343,9 @@ class Member:
     def shares(self) -> tuple[int, int]:
         """Return how many records and bytes one partition may have in hand."""
         count = max(1, len(self._holdings))
-        return max(1, self.options.prefetch_count // count), max(1, self.options.prefetch_bytes // count)
+        most = self.allowance.most_in_hand(self.options.concurrency)
+        messages = self.options.prefetch_count if most is None else min(most, self.options.prefetch_count)
+        return max(1, messages // count), max(1, self.options.prefetch_bytes // count)
 
     def taken(self, pairs: Sequence[tuple[Held, Taken]]) -> None:
         """Start holdings whose pull locks are ours: refuse earlier owners' effects, then go on where they stopped."""
@@ -467,6 +496,7 @@ class Member:
         self.archived = answer.archived
         wanted = {assigned.partition: assigned for assigned in answer.assignments}
         self._assigned = frozenset(partition for partition, assigned in wanted.items() if not assigned.release)
+        self.allowance.follow(answer.rate, len(self._assigned))
         for held in self._holdings.all():
             assigned = wanted.get(held.partition)
             if assigned is None or assigned.epoch != held.epoch:
@@ -490,9 +520,9 @@ class Member:
         for held in self._holdings.all():
             self._drop(held)
 
-    def replaced(self) -> None:
-        """End: another process took this member's id, or an operator evicted it."""
-        self._stopping = self._replaced = True
+    def replaced(self, reason: str) -> None:
+        """End: another process took this member's id, an operator evicted it, or its group is retired."""
+        self._stopping, self._replaced = True, reason
         self._holdings.close()
         self.dispatcher.stop()
 

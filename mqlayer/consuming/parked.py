@@ -144,6 +144,11 @@ class Parkings:
         self._ripe = {p: None for p in self._ripe if p.due <= now and self.by_name.get(p.ref.name) is p}
         return list(self._ripe)
 
+    @property
+    def has_ripe(self) -> bool:
+        """Whether keys were due that could not be started."""
+        return bool(self._ripe)
+
     def take_ripe(self, parkings: list[Parking]) -> None:
         """Take keys off those that are due."""
         for parking in parkings:

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
+from mqlayer.consuming.allowance import Allowance, Pacer
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.holdings import Held, Lane, State
@@ -26,12 +27,15 @@ from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.looking import Selected, select_command, select_reply
 from mqlayer.redis.nodes import Command, NodeConnection, is_missing_script, raise_for_reply
 from mqlayer.redis.partitions import Kept, Refused, Taken, take_command, take_reply
+from mqlayer.redis.rates import rate_command, rate_reply
 
 log = logging.getLogger(__name__)
 
 READ_COUNT: Final = 500
 BLOCK_MS: Final = 100
 """Longest wait in one read: a new or released partition waits at most this long to be seen."""
+LIMITED_BLOCK_MS: Final = 50
+"""The same where the group's rate is limited: what it gives is fetched with the reads."""
 SHORT_BLOCK_MS: Final = 10
 """The same while some partition is held back for lack of room, or a folded lane goes on."""
 AGAIN_S: Final = (0.05, 1.0)
@@ -43,6 +47,9 @@ class ReadingOwner(Protocol):
     dispatcher: Dispatcher
     tag_filter: TagFilter | None
     archived: bool
+    may_be_void: bool
+    """Whether there may be void records in its topic."""
+    allowance: Allowance
 
     def holdings_on(self, node_id: NodeId) -> list[Held]:
         """Return the holdings on a node that are not gone."""
@@ -63,7 +70,7 @@ class ReadingOwner(Protocol):
         """Begin a holding anew whose pull lock the node does not know any more."""
 
     def left_out(self, count: int) -> None:
-        """Count messages that the group's filter leaves out, and have the settlers send that."""
+        """Count messages that the group's filter leaves out, and void records, and have the settlers send that."""
 
     def sealed(self) -> None:
         """Note that a command record was read."""
@@ -83,6 +90,9 @@ class Reader(NodeThread):
         self._owner = owner
         # With a filter: whether there was more than one call looks at.
         self._more = False
+        self._pacer = Pacer(owner.allowance)
+        # Whose turn it is where the rate does not give a message for each partition.
+        self._turn = 0
 
     def _loop(self) -> None:
         while not self._stopping.is_set():
@@ -96,16 +106,19 @@ class Reader(NodeThread):
         if not self._owner.may_read():
             self._rest(BLOCK_MS)
             return
+        if self._pacer.due() and self._owner.allowance.wait_s() > 0:
+            self._ask_rates(opened)
         for held in opened:
             self._refill(held)
         growing = [held for held in opened if held.command is None and not held.resting]
         readable, count = self._choose(growing)
         if readable:
             wanted, block_ms = self._owner.tag_filter, self._block_ms(opened, held_back=len(readable) < len(growing))
+            rates = self._rate_commands(opened) if self._pacer.due() else []
             if wanted is None:
-                self._read(readable, count, block_ms)
+                self._read(readable, count, block_ms, rates)
             else:
-                self._select(readable, count, block_ms, wanted)
+                self._select(readable, count, block_ms, wanted, rates)
         else:
             # Acks that make room wake this thread.
             self._rest(self._block_ms(opened, held_back=False))
@@ -118,7 +131,9 @@ class Reader(NodeThread):
         """Return how long to wait at most: not past the time when a delayed lane is due."""
         restless = held_back or any(held.folded > held.asleep for held in holdings)
         due_ms = self._owner.dispatcher.next_due_s() * 1000
-        return max(1, int(min(SHORT_BLOCK_MS if restless else BLOCK_MS, due_ms + 1)))
+        allowance = self._owner.allowance
+        rate_ms = BLOCK_MS if allowance.limit is None else allowance.wait_s() * 1000 or LIMITED_BLOCK_MS
+        return max(1, int(min(SHORT_BLOCK_MS if restless else BLOCK_MS, due_ms + 1, rate_ms + 1)))
 
     def _choose(self, holdings: list[Held]) -> tuple[list[Held], int]:
         """Return who may be read, and how many records of each."""
@@ -126,7 +141,41 @@ class Reader(NodeThread):
         rooms = [(held, held.room(*shares, READ_COUNT)) for held in holdings]
         readable = [(held, room) for held, room in rooms if room > 0]
         count = min([READ_COUNT, *(room for _, room in readable)])
-        return [held for held, _ in readable], count
+        return self._within_rate([held for held, _ in readable], count)
+
+    def _within_rate(self, readable: list[Held], count: int) -> tuple[list[Held], int]:
+        """Return whose records may be begun now by the group's rate: a few of each, or of some in turn."""
+        allowance = self._owner.allowance
+        if allowance.limit is None or not readable:
+            return readable, count
+        left = 0 if allowance.wait_s() > 0 else allowance.look(count * len(readable))
+        self._turn += 1
+        at = self._turn % len(readable)
+        # What is read beyond it is not begun, see `_read`: nobody knows before which partitions have something.
+        return (readable[at:] + readable[:at] if left else []), max(1, left // len(readable))
+
+    def _ask_rates(self, holdings: list[Held]) -> None:
+        """Ask the buckets of holdings for what may be begun: in a call of its own, where no read goes along."""
+        commands = self._rate_commands(holdings)
+        if commands:
+            self._add_rates(self._line.call(commands))
+
+    def _rate_commands(self, holdings: list[Held]) -> list[Command]:
+        limit = self._owner.allowance.limit
+        if limit is None:
+            return []
+        self._pacer.asked()
+        wanted = self._owner.allowance.wanted()
+        holders = [held.holder for held in holdings]
+        return [
+            rate_command(self._line, h.prefix, h.partition, h.group_id, limit.share, wanted=wanted) for h in holders
+        ]
+
+    def _add_rates(self, replies: Sequence[Any]) -> None:
+        if not self._scripts_missing(replies):
+            address = self._line.node.address
+            self._owner.allowance.add(sum(rate_reply(reply, address).given for reply in replies))
+            self._pacer.asked()
 
     def _take(self, holdings: list[Held]) -> None:
         if not holdings:
@@ -146,13 +195,15 @@ class Reader(NodeThread):
                 self._lost(held, answer)
         self._owner.taken(pairs)
 
-    def _read(self, readable: list[Held], count: int, block_ms: int) -> None:
+    def _read(self, readable: list[Held], count: int, block_ms: int, rates: Sequence[Command] = ()) -> None:
         keys = [self._log(held) for held in readable]
         after = [b"%d-0" % (held.next_read - 1) for held in readable]
         read = ("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", *keys, *after)
-        streams, *locks = self._line.call([read, *map(self._check, readable)])
+        streams, *replies = self._line.call([read, *map(self._check, readable), *rates])
+        locks, given = replies[: len(readable)], replies[len(readable) :]
         if self._scripts_missing(locks):
             return
+        self._add_rates(given)
         raise_for_reply(streams, self._line.node.address)
         by_key: dict[bytes, Any] = dict(streams) if streams else {}
         failpoint("read.after_reply")
@@ -160,19 +211,24 @@ class Reader(NodeThread):
             # Since this was asked for: the next pass goes by it.
             return
         for held, key, lock in zip(readable, keys, locks, strict=True):
-            if self._ours(held, lock) and key in by_key:
-                self._put(held, by_key[key])
+            entries = by_key.get(key)
+            if self._ours(held, lock) and entries:
+                self._put(held, entries[: self._owner.allowance.look(len(entries))])
 
-    def _select(self, readable: list[Held], count: int, block_ms: int, wanted: TagFilter) -> None:
+    def _select(
+        self, readable: list[Held], count: int, block_ms: int, wanted: TagFilter, rates: Sequence[Command] = ()
+    ) -> None:
         """Read what a filter takes. Waits only where the last look came to the end: one message wakes it there."""
         keys, after = [self._log(held) for held in readable], [held.next_read - 1 for held in readable]
         ids = [b"%d-0" % offset for offset in after]
         waits: list[Command] = [("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *keys, *ids)]
         selects = [self._select_command(held, count, wanted) for held in readable]
-        asked = [*([] if self._more else waits), *selects, *map(self._check, readable)]
-        replies = self._line.call(asked)[-2 * len(readable) :]
+        looks = [*selects, *map(self._check, readable)]
+        every = self._line.call([*([] if self._more else waits), *looks, *rates])
+        given, replies = every[len(every) - len(rates) :], every[: len(every) - len(rates)][-len(looks) :]
         if self._scripts_missing(replies):
             return
+        self._add_rates(given)
         failpoint("select.after_reply")
         self._more = False
         if self._owner.tag_filter != wanted:
@@ -181,6 +237,10 @@ class Reader(NodeThread):
         for held, reply, lock in zip(readable, replies, replies[len(readable) :], strict=False):
             selected = select_reply(reply, self._line.node.address)
             if self._ours(held, lock):
+                if selected.entries and not self._owner.allowance.look(1):
+                    # Others had what the rate gave: it is looked for again.
+                    self._more = True
+                    continue
                 self._put_selected(held, selected, wanted)
                 self._more = self._more or selected.more
 
@@ -207,6 +267,7 @@ class Reader(NodeThread):
             if missing > 0:
                 self._say_missing(held, held.next_read, selected.last, missing)
             self._note_read(held, selected.last)
+            self._owner.allowance.spend(len(records))
             self._owner.dispatcher.put(held, records, last=selected.last, unmatched=unmatched)
         if left_out:
             self._owner.left_out(left_out)
@@ -219,8 +280,20 @@ class Reader(NodeThread):
             records = records_of(entries)
             self._look_for_holes(held, records)
             self._note_read(held, records[-1].offset)
-            self._owner.dispatcher.put(held, records)
+            self._owner.allowance.spend(len(records))
+            if self._owner.may_be_void:
+                self._put_but_void(held, records)
+            else:
+                self._owner.dispatcher.put(held, records)
         self._note_command(held, command)
+
+    def _put_but_void(self, held: Held, records: list[Record]) -> None:
+        """Hand on what was read, but for void records: these are left out as by a filter."""
+        void = [record.offset for record in records if record.void]
+        real = [record for record in records if not record.void] if void else records
+        self._owner.dispatcher.put(held, real, last=records[-1].offset, unmatched=as_ranges(void))
+        if void:
+            self._owner.left_out(len(void))
 
     def _note_read(self, held: Held, last: int) -> None:
         """Of an archived topic, note when these were given to us."""
@@ -238,12 +311,16 @@ class Reader(NodeThread):
         room = held.room(*self._owner.shares(), READ_COUNT)
         budget = max(room // 2, 1 if room or held.count_in_hand <= held.folded else 0)
         try:
-            while lanes and budget > 0 and held.state is State.OPEN:
+            while lanes and budget > 0 and held.state is State.OPEN and self._may_begin(lanes[0]):
                 budget -= self._refill_lane(held, lanes[0], budget)
                 del lanes[0]
         finally:
             if lanes:
                 self._owner.dispatcher.not_refilled(held, lanes)
+
+    def _may_begin(self, lane: Lane) -> bool:
+        """Say whether a folded lane may go on by the group's rate: another attempt counts as a message."""
+        return not _failed_before(lane) or self._owner.allowance.look(1) > 0
 
     def _refill_lane(self, held: Held, lane: Lane, limit: int) -> int:
         """Read again up to so many records of a lane; return how many."""
@@ -264,6 +341,8 @@ class Reader(NodeThread):
             records = records_of(entries)
             if len(records) < len(wanted):
                 self._say_missing(held, wanted[0], wanted[-1], len(wanted) - len(records))
+            if _failed_before(lane):
+                self._owner.allowance.spend(len(records))
             self._owner.dispatcher.refill(lane, records, len(wanted))
         return len(wanted)
 
@@ -317,3 +396,8 @@ class Reader(NodeThread):
         if missing:
             self._line.reload_scripts()
         return missing
+
+
+def _failed_before(lane: Lane) -> bool:
+    """Say whether the first message of a folded lane is to be tried again."""
+    return lane.later is not None and len(lane.later) > 0 and lane.later[0] in lane.held.attempts

@@ -57,7 +57,7 @@ class Owner(Protocol):
 class ThreadWorkers:
     """A bounded number of threads that run plain handlers."""
 
-    def __init__(self, owner: Owner, handle: Callable[[Held, Record], Any], *, count: int, name: str) -> None:
+    def __init__(self, owner: Owner, handle: Callable[..., Any], *, count: int, name: str) -> None:
         self._owner, self._handle = owner, handle
         self._limits = ThreadLimits(name)
         self._threads = [
@@ -117,7 +117,7 @@ class ThreadWorkers:
                 else:
                     answer = handle(held, record)
                 if answer is not None and isawaitable(answer):
-                    raise _not_awaited(answer)
+                    raise not_awaited(answer)
                 failpoint("handler.after_success")
                 settled(record)
                 done += 1
@@ -134,7 +134,7 @@ class ThreadWorkers:
         try:
             answer = handle(lane.held, record)
             if answer is not None and isawaitable(answer):
-                raise _not_awaited(answer)
+                raise not_awaited(answer)
         finally:
             self._owner.end(lane, record)
         return True
@@ -143,9 +143,7 @@ class ThreadWorkers:
 class LoopWorkers:
     """A bounded number of coroutines, on an event loop in a thread of its own, that run async handlers."""
 
-    def __init__(
-        self, owner: Owner, handle: Callable[[Held, Record], Awaitable[Any]], *, count: int, name: str
-    ) -> None:
+    def __init__(self, owner: Owner, handle: Callable[..., Awaitable[Any]], *, count: int, name: str) -> None:
         self._owner, self._handle, self._count = owner, handle, count
         self._limits = LoopLimits()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -274,7 +272,7 @@ def _give_back(owner: Owner, lane: Lane, done: int, verdict: Verdict | None) -> 
         owner.dispatcher.bury(lane, leftover, burial)
 
 
-def _not_awaited(answer: Any) -> HandlerFault:
+def not_awaited(answer: Any) -> HandlerFault:
     """Return the fault of a plain handler that answers a coroutine: nothing of it has run."""
     if hasattr(answer, "close"):
         answer.close()

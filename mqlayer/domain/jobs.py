@@ -40,6 +40,7 @@ RELEASE_DELAYED: Final = Job("release_delayed", 5)
 CLEAN_DEDUP: Final = Job("clean_dedup", 60)
 CLEAN_INBOX: Final = Job("clean_inbox", 300)
 WATCH_VERSIONS: Final = Job("watch_versions", 10)
+RETIRE_GROUPS: Final = Job("retire_groups", 10)
 
 JOBS: Final = (
     RELAY,
@@ -59,4 +60,5 @@ JOBS: Final = (
     CLEAN_DEDUP,
     CLEAN_INBOX,
     WATCH_VERSIONS,
+    RETIRE_GROUPS,
 )

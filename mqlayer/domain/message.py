@@ -22,10 +22,17 @@ NO_KEY: Final = b"\xff"
 REORDERED_HEADER: Final = "mq-reordered"
 """Of a message that was sent to another partition than its key's, in a topic of the strategy best_effort."""
 
+VOID_HEADER: Final = "mq-void"
+"""Of a void record, which stands for a row of a best_effort topic that can never be sent: why that is so.
+
+It has neither key nor body and no handler sees it: it is there for its seq, so that its LP's chain goes on.
+"""
+
 _NO_HEADERS: Final[Mapping[str, str]] = {}
 _TAGGED: Final = f'"{TAGS_HEADER}":'.encode()
 _REORDERED: Final = f'"{REORDERED_HEADER}":'.encode()
-_OURS: Final = frozenset((TAGS_HEADER, REORDERED_HEADER))
+_VOID: Final = f'"{VOID_HEADER}":'.encode()
+_OURS: Final = frozenset((TAGS_HEADER, REORDERED_HEADER, VOID_HEADER))
 _decode_headers = msgspec.json.Decoder(dict[str, str]).decode
 _encode_headers = msgspec.json.Encoder().encode
 
@@ -72,6 +79,11 @@ def mark_reordered(facts: bytes) -> bytes:
     return b'%b:%b,%b"1"}' % (head, headers[:-1], _REORDERED) if sep else b'%b:{%b"1"}' % (head, _REORDERED)
 
 
+def void_facts(facts: bytes, reason: str) -> bytes:
+    """Return the facts of the void record that stands for a message with these."""
+    return b"%b:%b" % (facts.partition(b":")[0], _encode_headers({VOID_HEADER: reason}))
+
+
 class Record(NamedTuple):
     """A record read from a partition; ``m`` stays raw until somebody asks for what is in it."""
 
@@ -111,6 +123,11 @@ class Record(NamedTuple):
     def reordered(self) -> bool:
         """Whether it may come before earlier messages of its key, or behind later ones: see REORDERED_HEADER."""
         return _REORDERED in self.m and REORDERED_HEADER in self._all_headers()
+
+    @property
+    def void(self) -> bool:
+        """Whether it is a void record, which nobody handles: see VOID_HEADER."""
+        return _VOID in self.m and VOID_HEADER in self._all_headers()
 
     def _all_headers(self) -> Mapping[str, str]:
         parts = self.m.split(b":", 4)

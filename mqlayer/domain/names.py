@@ -11,6 +11,7 @@ from mqlayer.errors import BodyTooLarge, InvalidInput, InvalidName, KeyTooLarge,
 
 IDENTITY_FORM: Final = re.compile(r"(\d{1,9}):(\d{1,4}):(\d{1,18})")
 NAME_FORM: Final = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
+INSTANCE_FORM: Final = re.compile(r"[a-z0-9][a-z0-9_.-]{0,62}")
 KEY_LIMIT: Final = 512
 BODY_LIMIT: Final = 1_000_000
 DEFAULT_BODY_LIMIT: Final = 262_144
@@ -26,6 +27,27 @@ def check_name(kind: str, name: str) -> str:
     # Names come from configuration files and command lines, whatever the annotation says.
     if not NAME_FORM.fullmatch(str(name)):
         raise InvalidName(kind, name)
+    return name
+
+
+def check_instance(instance: str) -> str:
+    """Return the name if an instance of a broadcast group may have it; raise InvalidName otherwise."""
+    if not INSTANCE_FORM.fullmatch(str(instance)):
+        raise InvalidName("instance", instance)
+    return instance
+
+
+def instance_name(group: str, instance: str) -> str:
+    """Return the name of an instance's group; nobody can make a group of such a name."""
+    return f"{group}@{instance}"
+
+
+def check_group(name: str) -> str:
+    """Return the name if a group may have it, or an instance of one; raise InvalidName otherwise."""
+    group, at, instance = str(name).partition("@")
+    check_name("group", group)
+    if at:
+        check_instance(instance)
     return name
 
 

@@ -12,6 +12,7 @@ from mqlayer.failures.listing import (
     parked_keys,
     parked_line,
 )
+from mqlayer.failures.pausing import pause_key, resume_key
 from mqlayer.failures.reclaiming import reclaim_shared
 from mqlayer.failures.redriving import (
     Redrive,
@@ -70,6 +71,7 @@ __all__ = [
     "new_worker",
     "parked_keys",
     "parked_line",
+    "pause_key",
     "reclaim_shared",
     "redrive_results",
     "redrives",
@@ -78,6 +80,7 @@ __all__ = [
     "replay_of",
     "replay_results",
     "replays",
+    "resume_key",
     "resume_redrive",
     "resume_replay",
     "retry_scan",

@@ -30,7 +30,7 @@ from typing import Any, Final, Literal
 import msgspec
 from psycopg.types.json import Jsonb
 
-from mqlayer.domain.message import NO_KEY, Identity, encode_facts
+from mqlayer.domain.message import NO_KEY, Identity, Record, encode_facts
 from mqlayer.domain.parking import parked_name
 from mqlayer.domain.tags import TagFilter, tags_text
 from mqlayer.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
@@ -39,7 +39,7 @@ from mqlayer.failures.filters import ReplayFilter
 from mqlayer.failures.jobs import LEASE_S, LOOK_S, State, cancel, go_on, take_over
 from mqlayer.failures.listing import page
 from mqlayer.failures.noting import ANY_KEY, raise_parking
-from mqlayer.membership.groups import Group, find_group
+from mqlayer.membership.groups import Group, find_group, refuse_broadcast
 from mqlayer.membership.positions import Spot, look_at
 from mqlayer.membership.rebalance import change_group
 from mqlayer.membership.seeking import fence_old_owners, refuse_beside_replay
@@ -251,6 +251,7 @@ def work_on_replay(
 
 
 def _check(group: Group, wanted: ReplayFilter, per_s: float, newer: str) -> None:
+    refuse_broadcast(group)
     if group.state != "live":
         raise Conflict(f"{_called(group)} is {group.state}, not live", "only a live group can be replayed")
     if group.mode == "pop":
@@ -360,6 +361,7 @@ class _Archived:
     m: bytes
     body: bytes
     tags: tuple[str, ...]
+    void: bool
 
     @classmethod
     def of(cls, row: Sequence[Any]) -> _Archived:
@@ -372,7 +374,8 @@ class _Archived:
         identity = Identity(source, lp, seq)
         key = NO_KEY if key is None else bytes(key)
         m = b"%d:%d:%d:%b" % (source, lp, seq, facts)
-        return cls(partition, offset, batch, identity, key, m, bytes(body), tuple(tags or ()))
+        void = Record(offset, m, key, b"").void
+        return cls(partition, offset, batch, identity, key, m, bytes(body), tuple(tags or ()), void)
 
 
 class _Work:
@@ -513,7 +516,8 @@ class _Work:
 def _word(one: _Archived, look: _Look) -> ReplayWord:
     if one.offset >= look.bounds.get(str(one.partition), BEHIND):
         return "ahead"
-    return "sent" if look.wanted is None or look.wanted.takes(one.tags) else "unmatched"
+    matches = not one.void and (look.wanted is None or look.wanted.takes(one.tags))
+    return "sent" if matches else "unmatched"
 
 
 # -- the end ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any, Final
 from mqlayer.domain.message import NO_KEY, Identity
 from mqlayer.domain.names import encode_key
 from mqlayer.domain.routing import lp_of
-from mqlayer.errors import InvalidInput, NotFound
+from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.events import Event, tell
 from mqlayer.failpoints import failpoint
 from mqlayer.failures.filters import PARKED_CAUSES, check_cause
@@ -32,12 +32,14 @@ def release_parked(
 ) -> None:
     """Have a parked key tried now, with all of its attempts before it.
 
-    It is named by `key`, or by a `message` that waits in it. Raises NotFound where it is not parked.
+    It is named by `key`, or by a `message` that waits in it. Raises NotFound where it is not parked, Conflict where an
+    operator has paused it.
     """
     found, place = parked_place(database, topic, group, key=key, message=message)
 
     def work(connection: Connection) -> None:
         if connection.execute(query("parked_release"), place).fetchone() is None:
+            refuse_paused(connection, found, place)
             raise not_parked(found, place)
         connection.execute(query("parked_heads_forgive"), place | {"lps": [place["lp"]], "names": [place["name"]]})
         note(connection, actor, "parked release", target(found), {"key": told(place)})
@@ -188,6 +190,16 @@ def not_parked(group: Group, place: dict[str, Any]) -> NotFound:
     """Return the error for a key that is not parked."""
     hint = f"see those that are: mqlayer parked list {group.topic} {group.name}"
     return NotFound("parked key", f"{target(group)}/{told(place)}", hint)
+
+
+def refuse_paused(connection: Connection, group: Group, place: dict[str, Any]) -> None:
+    """Raise Conflict where a parked key is paused: it is tried once it is resumed."""
+    row = connection.execute(query("key_paused"), place).fetchone()
+    if row is not None:
+        raise Conflict(
+            f"key {told(place)!r} of {target(group)} is paused since {row[0]:%Y-%m-%d %H:%M:%S}",
+            f"mqlayer key resume {group.topic} KEY --group {group.name}",
+        )
 
 
 def check_reason(reason: str) -> None:

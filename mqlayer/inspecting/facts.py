@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from mqlayer.domain.names import check_name
+from mqlayer.domain.names import check_group, check_name
 from mqlayer.domain.retrying import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import NotFound
@@ -15,13 +15,19 @@ from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.routes.cache import load_route
 
+BEHIND_RULES: Final = 5
+"""How many columns of `inspected_groups` come behind the rules."""
 GroupSight = Literal["hidden", "readable", "drained"]
 """How a group stands with a partition: behind a parent that it has not drained, consuming it, or through with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """A group with its settings. `alive`: members whose lease lasts; `seek`: how often it was sent elsewhere."""
+    """A group with its settings. `alive`: members whose lease lasts; `seek`: how often it was sent elsewhere.
+
+    `instance`: of an instance of a broadcast group, its name; `away_s`: for how long nobody has consumed for it, None
+    where somebody does; `keep_away_s`: for how long its position is kept, then; of the broadcast group too.
+    """
 
     group_id: int
     topic: str
@@ -37,11 +43,19 @@ class GroupFacts:
     balance: str
     settings_version: int
     paused_at: datetime | None
-    mode: Literal["exclusive", "pop", "shared"]
+    mode: Literal["exclusive", "pop", "shared", "broadcast"]
     scope: Literal["partition", "key"] | None
     alive: int
     tag_filter: str
+    instance: str | None
+    keep_away_s: float | None
+    away_s: float | None
     rules: RetryRules
+    paused_by: str | None = None
+    topic_paused_at: datetime | None = None
+    topic_paused_by: str | None = None
+    rate_limit: float | None = None
+    rate_burst: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +63,8 @@ class PartitionFacts:
     """A group at a partition. `made_in`: the route version that made it; `behind`: the parents that hide it.
 
     `target`: who gets it when its owner has released it, '' for nobody; None unless it is to be released. `changed_at`:
-    when owner, target or epoch last changed; `alive`: whether the owner's lease lasts.
+    when owner, target or epoch last changed; `alive`: whether the owner's lease lasts; `paused_at`: since when it
+    rests.
     """
 
     group_id: int
@@ -69,6 +84,8 @@ class PartitionFacts:
     changed_at: datetime | None
     alive: bool | None
     lease_over_at: datetime | None
+    paused_at: datetime | None = None
+    paused_by: str | None = None
 
     @property
     def sight(self) -> GroupSight:
@@ -95,7 +112,7 @@ def group_facts(database: Database, topic: str | None = None, name: str | None =
     """Return groups: of all topics, of one, or the one named. Raises NotFound for a topic or group that is not."""
     facts = {
         "topic": None if topic is None else check_name("topic", topic),
-        "name": None if name is None else check_name("group", name),
+        "name": None if name is None else check_group(name),
     }
     with database.connection() as connection:
         rows = connection.execute(query("inspected_groups"), facts).fetchall()
@@ -108,7 +125,8 @@ def group_facts(database: Database, topic: str | None = None, name: str | None =
 
 
 def _group_facts(row: Sequence[Any]) -> GroupFacts:
-    values: list[Any] = [*row[:-RULES_COUNT], RetryRules.of(row[-RULES_COUNT:])]
+    first, later = row[:-BEHIND_RULES], row[-BEHIND_RULES:]
+    values: list[Any] = [*first[:-RULES_COUNT], RetryRules.of(first[-RULES_COUNT:]), *later]
     return GroupFacts(*values)
 
 

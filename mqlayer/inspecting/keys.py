@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mqlayer.domain.names import check_name, encode_key
+from mqlayer.domain.names import check_group, encode_key
 from mqlayer.domain.routing import Lp, NodeId, Route, lp_of
-from mqlayer.errors import MqlayerError
+from mqlayer.errors import InvalidInput, MqlayerError
 from mqlayer.inspecting.parked import ParkedKeyStanding, full_words, parked_key
 from mqlayer.inspecting.standing import GroupStanding, PartitionStanding, Waiting, group_standings, waiting
 from mqlayer.postgres.database import Database
@@ -91,9 +91,11 @@ def explain_key(
     """
     name = encode_key(key)
     lp = lp_of(name)
-    check_name("group", group)
+    check_group(group)
     route = load_route(database, topic)
     (standing,) = group_standings(database, topic, group, prefix=prefix, unsafe=unsafe)
+    if standing.facts.mode == "broadcast":
+        raise InvalidInput(f"group {group!r} is broadcast: name one of its instances, as {group}@INSTANCE")
     by_id = {one.facts.partition: one for one in standing.partitions}
     crossings = _crossings(database, topic, lp, by_id)
     ways = [by_id[one.partition] for one in crossings if one.partition in by_id]
@@ -234,6 +236,9 @@ def _holding_up(one: PartitionStanding, by_id: Mapping[int, PartitionStanding]) 
 
 def _next_of_parked(group: GroupStanding, key: str, parked: ParkedKeyStanding | None) -> str | None:
     """Return what brings a parked key on; None where that is no other thing than for any key."""
+    if parked is not None and parked.paused_at is not None:
+        named = shlex.quote(key)
+        return f"mqlayer key resume {group.facts.topic} {named} --group {group.facts.name}  # it is paused"
     if parked is None or group.facts.state != "live" or group.facts.paused_at is not None or not group.facts.alive:
         return None
     # A key that can't be typed is named by the message that it waits for.
@@ -294,8 +299,8 @@ def _of_servers(one: PartitionStanding, group: GroupStanding) -> str | None:
     reason = one.stall.reason if one.stall is not None else None
     if reason in ("node_away", "partition_missing"):
         return _of_node(one)
-    if group.facts.paused_at is not None:
-        return f"mqlayer group resume {group.facts.topic} {group.facts.name}  # it is paused"
+    if (resume := _resume(group, one)) is not None:
+        return resume
     if group.facts.mode == "pop":
         return None
     if group.facts.mode == "shared":
@@ -308,6 +313,18 @@ def _of_servers(one: PartitionStanding, group: GroupStanding) -> str | None:
         return f"{NOTHING}{one.stall.says}"
     if reason == "not_taken":
         return f"{NOTHING}{one.facts.owner} is about to take partition {one.facts.partition}"
+    return None
+
+
+def _resume(group: GroupStanding, one: PartitionStanding) -> str | None:
+    """Return what ends the widest pause that a partition is under; None for none."""
+    topic, name = group.facts.topic, group.facts.name
+    if group.facts.topic_paused_at is not None:
+        return f"mqlayer topic resume {topic}  # it is paused"
+    if group.facts.paused_at is not None:
+        return f"mqlayer group resume {topic} {name}  # it is paused"
+    if one.facts.paused_at is not None:
+        return f"mqlayer group resume {topic} {name} --partition {one.facts.partition}  # it is paused"
     return None
 
 

@@ -29,7 +29,10 @@ class ParkedCounts:
 
 @dataclass(frozen=True, slots=True)
 class ParkedKeyStanding:
-    """A parked key. `due_in_s`: until its head is tried, None where an operator has to say so; `head`: that message."""
+    """A parked key. `due_in_s`: until its head is tried, None where an operator has to say so; `head`: that message.
+
+    `paused_at`, `paused_by`: since when an operator lets it rest, and who.
+    """
 
     cause: str
     since: datetime
@@ -39,6 +42,8 @@ class ParkedKeyStanding:
     messages: int
     bytes: int
     head: Identity | None
+    paused_at: datetime | None = None
+    paused_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,6 @@ def parked_key(database: Database, group_id: int, lp: Lp, key: bytes) -> ParkedK
         row = connection.execute(query("inspected_parked_key"), facts).fetchone()
     if row is None:
         return None
-    cause, since, due_at, due_in_s, attempts, messages, size, source, seq = row
+    cause, since, due_at, due_in_s, attempts, messages, size, source, seq, paused_at, paused_by = row
     head = None if source is None else Identity(source, int(lp), seq)
-    return ParkedKeyStanding(cause, since, due_at, due_in_s, attempts, messages, size, head)
+    return ParkedKeyStanding(cause, since, due_at, due_in_s, attempts, messages, size, head, paused_at, paused_by)

@@ -39,7 +39,7 @@ class Waiting:
     """The first message that is not settled. `key`: None for a message without one.
 
     `retry_at`: when its next attempt is due at the latest, by its last failure and the group's backoff; a new owner
-    tries at once. `unmatched`: the group's filter leaves it out, it is settled once it is read.
+    tries at once. `unmatched`: the group's filter leaves it out, or it is a void record; it is settled once it is read.
     """
 
     offset: int
@@ -150,7 +150,8 @@ def group_standings(
     that is not there; a node that does not answer is part of the answer.
     """
     groups = group_facts(database, topic, name)
-    live = [group for group in groups if group.state == "live"]
+    # A broadcast group has no position, its instances have.
+    live = [group for group in groups if group.state == "live" and group.mode != "broadcast"]
     facts = partition_facts(database, live)
     nodes = load_nodes(database)
     spots = (Spot(one.node, one.partition, one.group_id, start=one.start, seek=one.seek) for one in facts)
@@ -213,7 +214,7 @@ def waiting(head: Head | None, now_ms: int, group: GroupFacts) -> Waiting | None
         _time(first_ms) if attempts else None,
         _time(retry_ms),
         None if retry_ms is None else max(0, retry_ms - now_ms) / 1000,
-        wanted is not None and not wanted.takes(record.tags),
+        record.void or (wanted is not None and not wanted.takes(record.tags)),
     )
 
 
@@ -237,8 +238,9 @@ def stall_of(
     if facts.behind and group.mode != "shared":
         parents = ", ".join(map(str, facts.behind))
         return Stall("hidden", facts.made_at, f"behind what is not drained: partition {parents}")
-    if group.paused_at is not None:
-        return Stall("paused", group.paused_at, "an operator paused the group")
+    paused = _paused(facts, group)
+    if paused is not None:
+        return paused
     if group.mode == "pop":
         return _failing(head)
     if group.mode == "shared":
@@ -250,6 +252,20 @@ def stall_of(
 
 def _unheard(group: GroupFacts) -> Stall | None:
     return None if group.alive else Stall("no_owner", None, "no member lives")
+
+
+def _paused(facts: PartitionFacts, group: GroupFacts) -> Stall | None:
+    """Say what rests, the widest first, who said so, and whether its owner has something of it in hand still."""
+    scopes = (
+        (f"topic {group.topic}", group.topic_paused_at, group.topic_paused_by),
+        ("the group", group.paused_at, group.paused_by),
+        (f"partition {facts.partition} for the group", facts.paused_at, facts.paused_by),
+    )
+    for scope, since, by in scopes:
+        if since is not None:
+            rest = f"; {facts.owner} finishes what it has in hand" if facts.owner is not None and facts.alive else ""
+            return Stall("paused", since, f"{by or 'an operator'} paused {scope}{rest}")
+    return None
 
 
 def _resting(replay: ReplayStanding | None) -> Stall | None:

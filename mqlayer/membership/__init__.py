@@ -7,6 +7,7 @@ from mqlayer.membership.members import Assigned, Beat, Session, beat, join, leav
 from mqlayer.membership.popping import PopPartition, pop_partitions, renew_pop_epoch
 from mqlayer.membership.rates import balance_by_rate
 from mqlayer.membership.rebalance import rebalance, rebalance_groups
+from mqlayer.membership.retiring import Retired, forget_retired, retire_away, retire_group
 from mqlayer.membership.seeking import SeekPlan, apply_seek, planned_seek
 from mqlayer.membership.starts import Start
 
@@ -17,6 +18,7 @@ __all__ = [
     "GroupSettings",
     "LateJob",
     "PopPartition",
+    "Retired",
     "SeekPlan",
     "Session",
     "Start",
@@ -27,6 +29,7 @@ __all__ = [
     "drained_popped",
     "ensure_group",
     "find_group",
+    "forget_retired",
     "join",
     "late_jobs",
     "leave",
@@ -37,5 +40,7 @@ __all__ = [
     "rebalance_groups",
     "release",
     "renew_pop_epoch",
+    "retire_away",
+    "retire_group",
     "start_leaving",
 ]

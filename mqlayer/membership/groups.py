@@ -16,7 +16,8 @@ from typing import Any, Final, Literal, TypedDict, Unpack
 
 from psycopg.types.json import Jsonb
 
-from mqlayer.domain.names import check_name
+from mqlayer.domain.names import check_group, check_name
+from mqlayer.domain.rates import RateLimit, check_rate
 from mqlayer.domain.retrying import (
     PARKING_LIMITS,
     POLICIES,
@@ -27,7 +28,7 @@ from mqlayer.domain.retrying import (
     error_name,
 )
 from mqlayer.domain.tags import NO_FILTER, TagFilter
-from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.errors import Conflict, GroupRetired, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.starts import Beginning, Beginnings, Start, behind_archive, kept_partitions, still_hold
 from mqlayer.postgres.audit import note
@@ -38,18 +39,22 @@ from mqlayer.routes.cache import RouteCache
 log = logging.getLogger(__name__)
 
 Balance = Literal["count", "rate"]
-Mode = Literal["exclusive", "pop", "shared"]
-"""How a group is consumed: partitions assigned to members, batches for whoever asks (ordered pop), or all partitions by
-all members, without order (shared)."""
+Mode = Literal["exclusive", "pop", "shared", "broadcast"]
+"""How a group is consumed: partitions assigned to members, batches for whoever asks (ordered pop), all partitions by
+all members, without order (shared), or by instances, each of which gets every message (broadcast)."""
 Scope = Literal["partition", "key"]
 """Ordered pop: what is withheld from all while a message is out: its whole partition, or its key."""
 CALLED: Final[Mapping[str, str]] = {
     "exclusive": "mqlayer.App, or `mqlayer consume`",
     "pop": "mqlayer.Receiver",
     "shared": "mode='shared' of @app.consumer",
+    "broadcast": "mqlayer.App and mode='broadcast'",
 }
+SAID_ONCE: Final = ("ordered", "scope", "invisible_s")
 INVISIBLE_S: Final = 30.0
 """Shared: after how many seconds a message is taken from a member that was not heard of, unless the group says."""
+KEEP_AWAY_S: Final = 3600.0
+"""For how long a broadcast group keeps the position of an instance that is away, unless it is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +67,15 @@ class GroupSettings:
     streams, without gap or repeat; `start` is earliest or a time then. `balance`: whether partitions are spread over
     members by their count (default) or by the rate of what is published to them. `tag_filter`: which messages it wants
     by their tags, as `any_of` and `all_of` say; "none" (default) for all. `mode`: by members with partitions of their
-    own (default), or by receivers (ordered pop), with
-    its `scope`, by key unless said otherwise; both said once. The others are those of RetryRules; a time without end,
-    `math.inf`, says that there is no limit. The policy of ordered pop is "block", and it has no filter. A shared
-    group is not ordered; its policy is "dead_letter" (default) or "skip", and `invisible_s`, said once, tells after how
-    many seconds (default 30) a message is taken from a member that was not heard of.
+    own (default), by receivers (ordered pop) with its `scope`, by key unless said otherwise, by all members without
+    order (shared), or by instances that each get every message (broadcast); mode and scope are said once. The others
+    are those of RetryRules; a time without end, `math.inf`, says that there is no limit. The policy of ordered pop is
+    "block", and it has no filter. A shared group is not ordered; its policy is "dead_letter" (default) or "skip", and
+    `invisible_s`, said once, tells after how many seconds (default 30) a message is taken from a member that was not
+    heard of. `keep_away_s`: of broadcast, for how long the position of an instance that is away is kept, in seconds (an
+    hour).
+    `rate_limit`: messages by the second that the whole group begins at most, `rate_burst`: how many of them at once
+    after a rest; without it what the rate gives in a second.
     """
 
     start: Start = "earliest"
@@ -90,6 +99,9 @@ class GroupSettings:
     scope: Scope | None = None
     invisible_s: float | None = None
     from_archive: bool = False
+    keep_away_s: float | None = None
+    rate_limit: float | None = None
+    rate_burst: float | None = None
 
     def rules(self) -> RetryRules:
         """Return the rules of a group that is created with these."""
@@ -153,19 +165,26 @@ class Group:
     tag_filter: str = NO_FILTER
     from_archive: bool = False
     invisible_s: float | None = None
+    instance: str | None = None
+    keep_away_s: float | None = None
+    rate_limit: float | None = None
+    rate_burst: float | None = None
+
+    @property
+    def rate(self) -> RateLimit | None:
+        """How fast it may begin messages."""
+        return RateLimit.of(self.rate_limit, self.rate_burst)
 
 
 def find_group(database: Database, topic: str, name: str) -> Group:
-    """Return a group. Raises NotFound."""
+    """Return a group, or an instance of one by its name `group@instance`. Raises InvalidName, NotFound."""
+    check_group(name)
     with database.connection() as connection:
         row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
     if row is None:
         raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
-    group_id, topic_id, state, start, start_at, *rest, mode, scope, tag_filter, from_archive, invisible_s = row[
-        :-RULES_COUNT
-    ]
-    rules = RetryRules.of(row[-RULES_COUNT:])
-    values: list[Any] = [*rest, rules, mode, scope, tag_filter, from_archive, invisible_s]
+    group_id, topic_id, state, start, start_at, *rest = row[: -9 - RULES_COUNT]
+    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), *row[-9 - RULES_COUNT : -RULES_COUNT]]
     return Group(group_id, topic_id, topic, name, state, start_at or start, *values)
 
 
@@ -174,8 +193,8 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
     """Return the group; create it with these settings where it does not exist. Safe to run at once in many processes.
 
     A start other than earliest asks every node that has partitions of the topic. An existing group keeps its start and
-    its settings. Raises InvalidInput for a time without a zone, NotFound for an unknown topic, Conflict for a retired
-    group, for settings that are said here and are others on the server, and for a start from the archive of a topic
+    its settings. Raises InvalidInput for a time without a zone, NotFound for an unknown topic, GroupRetired, Conflict
+    for settings that are said here and are others on the server, and for a start from the archive of a topic
     that has none, StoreUnavailable where a node can't be asked.
     """
     check_name("topic", topic)
@@ -194,24 +213,35 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
         "ordered": settings.ordered is not False and settings.mode != "shared",
         "balance": settings.balance or "count",
         "tag_filter": settings.tag_filter or NO_FILTER,
+        "rate_limit": no_end(settings.rate_limit),
+        "rate_burst": no_end(settings.rate_burst),
         "mode": settings.mode or "exclusive",
         "scope": settings.scope or ("key" if settings.mode == "pop" else None),
         "invisible_s": settings.invisible_s or (INVISIBLE_S if settings.mode == "shared" else None),
+        "keep_away_s": (settings.keep_away_s or KEEP_AWAY_S) if settings.mode == "broadcast" else None,
         **as_columns(asdict(settings.rules())),
     }
     database.transaction(lambda connection: connection.execute(query("group_insert"), facts))
     group = find_group(database, topic, name)
     if group.state == "retired":
-        raise Conflict(
-            f"group {name!r} of topic {topic!r} is retired", "trimming does not wait for it: use another group"
-        )
+        raise GroupRetired(topic, name)
     refuse_others(group, settings)
-    if group.state == "creating":
-        failpoint("group.after_insert")
-        store = begin_from_archive if group.from_archive else _store_starts
-        while not store(database, routes, group, prefix=prefix, unsafe=unsafe):
-            log.info("group_starts_again", extra={"topic": topic, "group": name})
+    bring_to_life(database, routes, group, prefix=prefix, unsafe=unsafe)
     return find_group(database, topic, name)
+
+
+def bring_to_life(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool = False) -> None:
+    """Store where a group that is being created starts, which makes it live; nothing where it is live."""
+    if group.state != "creating":
+        return
+    failpoint("group.after_insert")
+    if group.mode == "broadcast":
+        # It has no position of its own: its instances have.
+        database.transaction(lambda connection: connection.execute(query("group_live"), {"group_id": group.group_id}))
+        return
+    store = begin_from_archive if group.from_archive else _store_starts
+    while not store(database, routes, group, prefix=prefix, unsafe=unsafe):
+        log.info("group_starts_again", extra={"topic": group.topic, "group": group.name})
 
 
 def settings_of(
@@ -221,6 +251,10 @@ def settings_of(
     balance: Balance | None = None,
     tag_filter: str | None = None,
     from_archive: bool = False,
+    keep_away_s: float | None = None,
+    mode: Mode | None = None,
+    rate_limit: float | None = None,
+    rate_burst: float | None = None,
     **rules: Unpack[Rules],
 ) -> GroupSettings:
     """Return settings as a program says them. Raises InvalidInput for those that no group can have."""
@@ -238,8 +272,9 @@ def settings_of(
         # As the server has it: tags sorted, once each.
         tag_filter = str(TagFilter.of(tag_filter) or NO_FILTER)
     settings = GroupSettings(
-        start=start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive, **said
-    )
+        start=start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive, mode=mode,
+        keep_away_s=keep_away_s, rate_limit=rate_limit, rate_burst=rate_burst, **said,
+    )  # fmt: skip
     check_start(start)
     check_settings(settings)
     return settings
@@ -266,6 +301,7 @@ def check_settings(settings: GroupSettings) -> None:
         if limit_s is not None and not limit_s > 0:
             raise InvalidInput(f"a limit of time is over 0 seconds, not {limit_s}: leave it out, or inf for none")
     check_times(settings.time_limit_s, settings.time_cap_s)
+    check_rate(settings.rate_limit, settings.rate_burst)
     _check_mode(settings)
 
 
@@ -280,6 +316,7 @@ def _check_parking_limits(settings: GroupSettings) -> None:
 def _check_mode(settings: GroupSettings) -> None:
     if settings.mode not in (None, *CALLED):
         raise InvalidInput(f"a group is consumed in one of the modes {', '.join(CALLED)}, not {settings.mode!r}")
+    _check_broadcast(settings)
     if settings.scope not in (None, "partition", "key"):
         raise InvalidInput(f"the scope of ordered pop is partition or key, not {settings.scope!r}")
     if settings.mode != "pop" and settings.scope is not None:
@@ -312,6 +349,28 @@ def _check_shared(settings: GroupSettings) -> None:
         )
     if settings.from_archive:
         raise InvalidInput("a shared group begins with the streams: leave from_archive out")
+    if settings.rate_limit is not None or settings.rate_burst is not None:
+        raise InvalidInput("a shared group has no limit of its rate as yet: leave rate_limit and rate_burst out")
+
+
+def _check_broadcast(settings: GroupSettings) -> None:
+    if settings.keep_away_s is not None and not 0 < settings.keep_away_s < math.inf:
+        raise InvalidInput(f"a position is kept for some seconds, not {settings.keep_away_s}: say a time over 0")
+    if settings.mode not in (None, "broadcast") and settings.keep_away_s is not None:
+        raise InvalidInput("only a broadcast group has instances to keep positions of: say mode='broadcast'")
+    if settings.mode == "broadcast" and settings.balance is not None:
+        raise InvalidInput("an instance of a broadcast group has all partitions: leave balance out")
+    if settings.mode == "broadcast" and settings.from_archive:
+        raise InvalidInput("an instance of a broadcast group begins with the streams: leave from_archive out")
+
+
+def refuse_broadcast(group: Group) -> None:
+    """Raise InvalidInput for a broadcast group where something is meant that only its instances have."""
+    if group.mode == "broadcast":
+        raise InvalidInput(
+            f"group {group.name!r} of topic {group.topic!r} is broadcast, its instances have positions: name one as "
+            f"{group.name}@INSTANCE; those there are: mqlayer group list {group.topic}"
+        )
 
 
 def refuse_policy(policy: Policy | None) -> None:
@@ -329,6 +388,11 @@ def check_times(limit_s: float | None, cap_s: float | None) -> None:
         raise InvalidInput(f"the time limit of {limit_s:g} s is over the cap of {cap_s:g} s: extend goes up to the cap")
 
 
+def no_end(value: float | None) -> float | None:
+    """Return a limit as a new group has it: one without end is none."""
+    return None if value == math.inf else value
+
+
 def as_columns(values: dict[str, Any]) -> dict[str, Any]:
     """Return settings as a statement takes them."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -341,16 +405,12 @@ def refuse_others(group: Group, settings: GroupSettings) -> None:
             f"group {group.name!r} of topic {group.topic!r} is consumed in mode {group.mode}, not {settings.mode}",
             f"consume it with {CALLED[group.mode]}, or use another group: the mode is said once",
         )
-    for name in (*RULES, "ordered", "balance", "tag_filter", "scope", "invisible_s"):
+    for name in (*RULES, *SAID_ONCE, "balance", "tag_filter", "keep_away_s", "rate_limit", "rate_burst"):
         brought, there = getattr(settings, name), getattr(group.rules if name in RULES else group, name)
         if there is None:
             there = math.inf
         if brought is not None and brought != there:
-            change = (
-                "it is said once"
-                if name in ("ordered", "scope", "invisible_s")
-                else f"change it for all: mqlayer group set {group.topic}"
-            )
+            change = "it is said once" if name in SAID_ONCE else f"change it for all: mqlayer group set {group.topic}"
             raise Conflict(
                 f"group {group.name!r} of topic {group.topic!r} has {name} = {there} (settings version "
                 f"{group.settings_version}), this member brings {brought}",

@@ -6,17 +6,21 @@ import os
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from mqlayer.domain.names import check_name
+from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.retrying import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.domain.tags import NO_FILTER
-from mqlayer.errors import Conflict, TransactionConflict
+from mqlayer.errors import Conflict, GroupRetired, InstanceTaken, NotFound, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.membership.rebalance import change_group, rebalance
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
+
+OF_GROUP: Final = 7 + RULES_COUNT
+"""How many columns of `member_assignments` are of the group, not of a partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ class Beat:
     """The answer to a heartbeat. `known` is False when the lease had run out or another process took the id.
 
     `rules`: the group's settings for messages that fail; `tag_filter`: which messages it wants. `parking`: how often
-    operators and scans acted on its parked keys; `archived`: whether what becomes of messages is told to an archiver.
+    operators and scans acted on its parked keys; `rate`: how fast it may begin messages; `archived`: whether what
+    becomes of messages is told to an archiver.
     """
 
     known: bool
@@ -66,6 +71,7 @@ class Beat:
     parking: int = 0
     tag_filter: str = NO_FILTER
     archived: bool = False
+    rate: RateLimit | None = None
     assignments: tuple[Assigned, ...] = ()
 
 
@@ -92,7 +98,8 @@ def join(
     """Join a group: a new session, partitions given by the rebalance in the same transaction.
 
     `session`: its number, from `next_session`; `own`: the sessions of a process that joins again, which may have been
-    the member's newest. Raises Replaced, and changes nothing, where the newest is none of them.
+    the member's newest. Raises Replaced, and changes nothing, where the newest is none of them; GroupRetired; and
+    InstanceTaken where another member lives that consumes for the same instance of a broadcast group.
     """
     check_name("member", member_id)
     facts = {
@@ -107,6 +114,7 @@ def join(
     failpoint("member.before_join")
 
     def work(connection: Connection) -> Session:
+        _refuse_to_admit(connection, group_id, member_id)
         row = connection.execute(query("member_join"), facts).fetchone()
         if row is None:
             raise Replaced(f"member {member_id!r} has a session of somebody else's", "start under another member id")
@@ -119,6 +127,23 @@ def join(
     joined = change_group(database, group_id, work)
     failpoint("member.after_join_commit")
     return joined
+
+
+def _refuse_to_admit(connection: Connection, group_id: int, member_id: str) -> None:
+    """Raise what keeps a member from joining a group whose lock is held."""
+    row = connection.execute(query("group_admits"), {"group_id": group_id}).fetchone()
+    if row is None:
+        raise NotFound("group", group_id, "it was retired long ago and is forgotten: start the process again")
+    topic, group, state, is_instance = row
+    # An instance that somebody is bringing back has no start as yet: whoever slept through that would begin anywhere.
+    if state == "retired" or (is_instance and state == "creating"):
+        raise GroupRetired(topic, group)
+    if is_instance:
+        # With two of them each would get a part of the messages.
+        connection.execute(query("member_expire"), {"group_id": group_id})
+        for other, leaving in connection.execute(query("member_live"), {"group_id": group_id}).fetchall():
+            if other != member_id:
+                raise InstanceTaken(topic, group, other, "leaving" if leaving else "running")
 
 
 def beat(database: Database, session: Session, *, lease_s: float, own: Collection[int] = ()) -> Beat:
@@ -137,11 +162,12 @@ def beat(database: Database, session: Session, *, lease_s: float, own: Collectio
         _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
     with database.connection() as connection:
         rows = connection.execute(query("member_assignments"), facts).fetchall()
-    assigned = tuple(Assigned(*row[: -4 - RULES_COUNT]) for row in rows if row[0] is not None)
-    facts_of_group = rows[0][-4 - RULES_COUNT :] if rows else (False, NO_FILTER, 0, 0)
-    archived, tag_filter, parking, allocation, *columns = facts_of_group
+    assigned = tuple(Assigned(*row[:-OF_GROUP]) for row in rows if row[0] is not None)
+    facts_of_group = rows[0][-OF_GROUP:] if rows else (False, None, None, 0, NO_FILTER, 0, 0)
+    archived, per_s, burst, share_count, tag_filter, parking, allocation, *columns = facts_of_group
     rules = RetryRules.of(columns) if columns else None
-    return Beat(True, False, allocation, rules, parking, tag_filter, archived, assigned)
+    rate = RateLimit.of(per_s, burst, share_count or 0)
+    return Beat(True, False, allocation, rules, parking, tag_filter, archived, rate, assigned)
 
 
 def release(database: Database, session: Session, *assigned: Assigned) -> None:

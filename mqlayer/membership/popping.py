@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.routing import NodeId, PartitionId
+from mqlayer.errors import GroupRetired
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 
@@ -31,16 +33,28 @@ class PopPartition:
     cut: bool
     readable: bool
     archived: bool = False
+    rate_limit: float | None = None
+    rate_burst: float | None = None
+    share_count: int | None = None
+
+    @property
+    def rate(self) -> RateLimit | None:
+        """How fast its group gives messages out."""
+        return RateLimit.of(self.rate_limit, self.rate_burst, self.share_count or 0)
 
 
 def pop_partitions(database: Database, group_id: int) -> list[PopPartition]:
-    """Return the partitions of a group with ordered pop; what is readable has an epoch."""
+    """Return the partitions of a group with ordered pop; what is readable has an epoch. Raises GroupRetired."""
     facts = {"group_id": group_id}
     with database.connection() as connection:
         found = [PopPartition(*row) for row in connection.execute(query("pop_partitions"), facts).fetchall()]
         if any(one.readable and one.epoch is None for one in found):
             connection.execute(query("pop_epochs_put"), facts)
             found = [PopPartition(*row) for row in connection.execute(query("pop_partitions"), facts).fetchall()]
+        if not any(one.readable for one in found):
+            row = connection.execute(query("group_admits"), facts).fetchone()
+            if row is not None and row[2] == "retired":
+                raise GroupRetired(row[0], row[1])
     return found
 
 

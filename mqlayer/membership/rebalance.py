@@ -62,6 +62,8 @@ def rebalance(connection: Connection, group_id: int) -> bool:
         return False
     connection.execute(query("assignment_free_unreadable_of_gone"), group)
     live: dict[str, bool] = dict(connection.execute(query("member_live"), group).fetchall())
+    if locked is not None and locked[6]:
+        connection.execute(query("instance_presence"), group | {"here": bool(live)})
     rows = connection.execute(query("assignment_list"), group).fetchall()
     partitions = [PartitionId(row[0]) for row in rows]
     staying = [member for member, leaving in live.items() if not leaving]

@@ -19,7 +19,14 @@ from datetime import datetime
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import Conflict, MqlayerError
 from mqlayer.failpoints import failpoint
-from mqlayer.membership.groups import Group, check_start, find_group, put_beginnings, raise_group_version
+from mqlayer.membership.groups import (
+    Group,
+    check_start,
+    find_group,
+    put_beginnings,
+    raise_group_version,
+    refuse_broadcast,
+)
 from mqlayer.membership.rebalance import change_group, rebalance
 from mqlayer.membership.starts import Beginning, Beginnings, Kept, Start, kept_partitions, still_hold
 from mqlayer.postgres.audit import note
@@ -146,6 +153,7 @@ def fence_old_owners(
 
 
 def _check_live(group: Group) -> None:
+    refuse_broadcast(group)
     if group.state != "live":
         raise Conflict(
             f"group {group.name!r} of topic {group.topic!r} is {group.state}, not live", "only a live group can seek"

@@ -40,26 +40,37 @@ def set_group(
     actor: str,
     balance: Balance | None = None,
     tag_filter: str | None = None,
+    keep_away_s: float | None = None,
+    rate_limit: float | None = None,
+    rate_burst: float | None = None,
     if_version: int | None = None,
     **rules: Unpack[Rules],
 ) -> Group:
     """Change settings of a group for all of its members, at once; return it as it is then. See GroupSettings and Rules.
 
-    Raises InvalidInput, NotFound, and Conflict where its settings are not of the version named any more.
+    Those of a broadcast group are changed for all of its instances. Raises InvalidInput, NotFound, and Conflict where
+    its settings are not of the version named any more, and for a single instance.
     """
-    settings = settings_of(balance=balance, tag_filter=tag_filter, **rules)
+    settings = settings_of(
+        balance=balance, tag_filter=tag_filter, keep_away_s=keep_away_s, rate_limit=rate_limit, rate_burst=rate_burst,
+        **rules,
+    )  # fmt: skip
     if settings == GroupSettings():
         raise InvalidInput("nothing to set: name a setting")
     facts = {
         **as_columns({name: getattr(settings, name) for name in RULES}),
         "balance": balance,
         "tag_filter": settings.tag_filter,
+        "keep_away_s": keep_away_s,
+        "rate_limit": rate_limit,
+        "rate_burst": rate_burst,
         "if_version": if_version,
     }
 
     def work(connection: Connection, group: Group) -> None:
-        if group.mode in ("pop", "shared"):
-            check_settings(replace(settings, mode=group.mode))
+        if group.instance is not None:
+            raise Conflict(f"{_called(group)} is an instance", "change what all have: mqlayer group set of its group")
+        check_settings(replace(settings, mode=group.mode))
         times = connection.execute(query("group_settings_put"), facts | {"group_id": group.group_id}).fetchone()
         if times is None:
             raise Conflict(f"the settings of {_called(group)} are at version {group.settings_version}", "look at them")
@@ -67,18 +78,25 @@ def set_group(
         # JSON has no number without end.
         said = {key: "none" if value == math.inf else value for key, value in facts.items() if value is not None}
         note(connection, actor, "group set", _target(group), said)
+        connection.execute(query("instances_follow"), {"group_id": group.group_id})
 
     _steer(database, topic, name, work)
     return find_group(database, topic, name)
 
 
 def pause_group(database: Database, topic: str, name: str, *, actor: str) -> bool:
-    """Let a group rest: what runs is finished and settled, nothing more is started. False where it rests already."""
+    """Let a group rest: what runs is finished and settled, nothing more is started. False where it rests already.
+
+    With a broadcast group all of its instances rest.
+    """
 
     def work(connection: Connection, group: Group) -> bool:
-        if connection.execute(query("group_pause"), {"group_id": group.group_id}).fetchone() is None:
+        facts = {"group_id": group.group_id, "actor": actor}
+        if connection.execute(query("group_pause"), facts).fetchone() is None:
             return False
-        connection.execute(query("assignments_of_group_release"), {"group_id": group.group_id})
+        connection.execute(query("instances_rest"), {"group_id": group.group_id})
+        for group_id in (group.group_id, *_instances(connection, group)):
+            connection.execute(query("assignments_of_group_release"), {"group_id": group_id})
         note(connection, actor, "group pause", _target(group), {})
         return True
 
@@ -91,6 +109,7 @@ def resume_group(database: Database, topic: str, name: str, *, actor: str) -> bo
     def work(connection: Connection, group: Group) -> bool:
         if connection.execute(query("group_resume"), {"group_id": group.group_id}).fetchone() is None:
             return False
+        connection.execute(query("instances_rest"), {"group_id": group.group_id})
         note(connection, actor, "group resume", _target(group), {})
         return True
 
@@ -119,12 +138,20 @@ def _steer(database: Database, topic: str, name: str, work: Any) -> Any:
 
     def steered(connection: Connection) -> Any:
         done = work(connection, group)
-        rebalance(connection, group.group_id)
-        connection.execute(query("allocation_raise"), {"group_id": group.group_id})
+        for group_id in (group.group_id, *_instances(connection, group)):
+            rebalance(connection, group_id)
+            connection.execute(query("allocation_raise"), {"group_id": group_id})
         failpoint("steer.before_commit")
         return done
 
     return change_group(database, group.group_id, steered)
+
+
+def _instances(connection: Connection, group: Group) -> list[int]:
+    """Return the instances of a broadcast group, whose lock is held: none is made meanwhile."""
+    if group.mode != "broadcast":
+        return []
+    return [row[0] for row in connection.execute(query("instances_of"), {"group_id": group.group_id}).fetchall()]
 
 
 def _target(group: Group) -> str:

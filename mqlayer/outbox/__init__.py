@@ -7,7 +7,7 @@ with Session.begin() as session:
     outbox.publish(session, "orders", key=order.account, body={"id": order.id})
 """
 
-from mqlayer.outbox.aside import AsideRow, list_aside, retry_aside
+from mqlayer.outbox.aside import AsideRow, discard_aside, list_aside, retry_aside
 from mqlayer.outbox.collecting import Collector, atransaction, transaction
 from mqlayer.outbox.delayed import (
     Delayed,
@@ -36,6 +36,7 @@ __all__ = [
     "atransaction",
     "cancel_delayed",
     "clean_dedup",
+    "discard_aside",
     "list_aside",
     "list_delayed",
     "publish",

@@ -30,4 +30,5 @@ def _renew(connection: Connection, *, keep: bool) -> int:
     row = connection.execute(query("outbox_renew"), {"keep": keep}).fetchone()
     if not keep:
         connection.execute(query("delayed_drop"))
+        connection.execute(query("voided_drop"))
     return int(row[0]) if row is not None else 0

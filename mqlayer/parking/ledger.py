@@ -121,7 +121,8 @@ class Turn:
     `handled`: of its messages; `burial`: its first message that is not handled. Then `go_on` hands out the next ones:
     `alone`, one only, or as many as go at a time; `careful`: to blame if nobody ever says how that ended. Else it waits
     as `entry` says, for its message that `failed`, `tried` so many times more, or just rests. `given_s`: how long ago
-    it was handed out.
+    it was handed out. `count`: hand out no more at a time; `again_s`: for its owner, when it goes on although it was to
+    go on now.
     """
 
     ref: KeyRef
@@ -134,6 +135,8 @@ class Turn:
     failed: Identity | None = None
     tried: int = 0
     given_s: float = 0.0
+    count: int = BATCH
+    again_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -158,7 +161,8 @@ class Written:
     """What came of a page: which keys are parked no more, though messages of them were on it; what is next of others.
 
     No next messages means that the key is in line again, unless it is among those `early`: what waits of these is of
-    partitions that the group has yet to come to. `changed`: an operator did something to a key meanwhile.
+    partitions that the group has yet to come to; or those `paused` by an operator. `changed`: an operator did something
+    to a key meanwhile.
 
     `full`: the limit for which a key's messages that are `left` found no room; `refused`: those of these keys that are
     not parked at all.
@@ -169,6 +173,7 @@ class Written:
     refused: set[KeyRef] = field(default_factory=set)
     left: set[Identity] = field(default_factory=set)
     early: set[KeyRef] = field(default_factory=set)
+    paused: set[KeyRef] = field(default_factory=set)
     changed: bool = False
     next: dict[KeyRef, list[ParkedRecord]] = field(default_factory=dict)
 
@@ -325,10 +330,13 @@ class Ledger:
         heads: dict[KeyRef, Identity] = {}
         for ref, record in page.messages:
             heads.setdefault(ref, record.identity)
-        asked = [(i.lp, i.source, i.seq) for i in (heads[e.ref] for e in page.entries if e.ref in heads)]
-        facts = self._who | columns(("lps", "sources", "seqs"), asked)
-        dead = {Identity(*row) for row in connection.execute(query("dead_named"), facts).fetchall()}
+        dead = self._dead_among(connection, [heads[entry.ref] for entry in page.entries if entry.ref in heads])
         return [entry for entry in page.entries if heads.get(entry.ref) not in dead]
+
+    def _dead_among(self, connection: Connection, identities: Sequence[Identity]) -> set[Identity]:
+        asked = [(identity.lp, identity.source, identity.seq) for identity in identities]
+        facts = self._who | columns(("lps", "sources", "seqs"), asked)
+        return {Identity(*row) for row in connection.execute(query("dead_named"), facts).fetchall()}
 
     def _room(self, connection: Connection) -> Room:
         row = connection.execute(query("parked_room"), self._who).fetchone()
@@ -361,7 +369,10 @@ class Ledger:
             written.refused = {entry.ref for entry in page.entries} - set(parked)
             written.full = dict.fromkeys(written.refused, room.full)
         written.gone = set(refs) - set(parked) - written.refused
-        self._leave(connection, facts, page, room, parked, written)
+        # Looked at while the keys are held: an operator may have let some of a key die that its owner has read since.
+        dead = self._dead_among(connection, [record.identity for _, record in page.messages])
+        living = [(ref, record) for ref, record in page.messages if record.identity not in dead]
+        self._leave(connection, facts, living, room, parked, written)
         # What failed is the first one of its key, and has been counted there; not where somebody else parked that.
         counted = {entry.ref: entry.attempts for entry in page.entries}
         rows = [
@@ -369,7 +380,7 @@ class Ledger:
              0 if ref in new else before, before)
             for ref, record in page.messages
             for before in [counted.pop(ref, page.attempts.get(record.identity, 0))]
-            if ref in parked and record.identity not in written.left
+            if ref in parked and record.identity not in written.left and record.identity not in dead
         ]  # fmt: skip
         names = ("lps", "names", "sources", "seqs", "offsets", "keys", "ms", "bodies", "attempts", "tried")
         arrays = columns(names, rows)
@@ -385,7 +396,7 @@ class Ledger:
         self,
         connection: Connection,
         facts: dict[str, object],
-        page: Page,
+        messages: Sequence[tuple[KeyRef, Record]],
         room: Room,
         parked: dict[KeyRef, tuple[int, int]],
         written: Written,
@@ -395,7 +406,7 @@ class Ledger:
         What is parked already, or belongs in front of what is, goes on: its key could not without it.
         """
         over: list[tuple[KeyRef, Record]] = []
-        for ref, record in page.messages:
+        for ref, record in messages:
             if ref in written.refused:
                 written.left.add(record.identity)
             elif ref in parked:
@@ -404,8 +415,8 @@ class Ledger:
                     written.full[ref] = limit
                     over.append((ref, record))
                 else:
-                    messages, size = parked[ref]
-                    parked[ref] = messages + 1, size + len(record.body) + len(record.key) + len(record.m)
+                    count, size = parked[ref]
+                    parked[ref] = count + 1, size + len(record.body) + len(record.key) + len(record.m)
         if not over:
             return
         asked = [(*ref, record.identity.source, record.identity.seq, record.offset) for ref, record in over]
@@ -442,7 +453,7 @@ class Ledger:
             connection.execute(query("parked_messages_end"), key | arrays | {"given_s": turn.given_s})
         if turn.go_on:
             records = written.next[turn.ref] = self._next(connection, turn, key, written)
-            return not records and turn.ref not in written.early
+            return not records and turn.ref not in written.early | written.paused
         if turn.entry is None:
             connection.execute(query("parked_key_rest"), key | {"ended": bool(ended)})
             return False
@@ -472,7 +483,12 @@ class Ledger:
         if held is None:
             return []
         attempts = 0 if turn.handled or turn.burial else int(held[2])
-        bounds = {"count": 1 if turn.alone else BATCH, "bytes": BATCH_BYTES}
+        if held[3]:
+            # An owner that did not hear of it as yet, or had the key in hand then.
+            connection.execute(query("parked_key_rest"), key | {"ended": bool(turn.handled or turn.burial)})
+            written.paused.add(turn.ref)
+            return []
+        bounds = {"count": 1 if turn.alone else turn.count, "bytes": BATCH_BYTES}
         rows = connection.execute(query("parked_next"), key | bounds).fetchall()
         if not rows:
             if connection.execute(query("parked_key_end"), key).fetchone() is None:

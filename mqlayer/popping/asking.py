@@ -7,7 +7,6 @@ difference, and on the streams that tell when a lane got free. When invisible ti
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from typing import Any, Final
 
@@ -59,13 +58,13 @@ class Asker:
         self._group, self._listing, self._lines, self._settler = group, listing, lines, settler
         self._settings, self._database, self._application, self._routes = settings, database, application, routes
         self._turn = 0
-        self._news = threading.Event()
+        self._news = listing.news
         self.asked = 0
 
     def nudge(self) -> None:
-        """Have the partitions listed anew, soon."""
+        """Have the partitions listed anew, beside whatever goes on. For any thread."""
         self._listing.expire()
-        self._news.set()
+        self._listing.refresh()
 
     def again(self, wish: Wish) -> list[PopMessage]:
         """Return what this attempt was given before, in whatever partitions can be asked."""
@@ -107,6 +106,8 @@ class Asker:
     @property
     def trouble(self) -> MqlayerError | None:
         """Why no partition at all can be asked, None where one can."""
+        if self._listing.gone is not None:
+            return self._listing.gone
         troubles = [spot.trouble for spot in self._listing.spots]
         return troubles[-1] if troubles and all(troubles) else None
 
@@ -114,7 +115,8 @@ class Asker:
         """Wait for news of partitions that had nothing; with 0, only look."""
         now = time.monotonic()
         spots = self._listing.spots
-        if wait_s and any(spot.is_due(now) for spot in spots):
+        if wait_s and (self._news.is_set() or any(spot.is_due(now) for spot in spots)):
+            self._news.clear()
             return
         wait_s = min([wait_s, BLOCK_S, *(spot.due_in(now) for spot in spots)])
         asked: list[tuple[NodeConnection, dict[bytes, Spot]]] = []
@@ -188,18 +190,22 @@ class Asker:
         return []
 
     def _messages(self, spot: Spot, given: Given) -> list[PopMessage]:
-        """Return a batch as messages, but for those that are to be handled in the successors only."""
+        """Return a batch as messages, but for void records, and for those that are to be handled in the successors."""
         found: list[PopMessage] = []
         beyond: list[Token] = []
+        void: list[Token] = []
         for record, times in zip(given.records, given.times, strict=True):
             token = Token(spot.place.partition, spot.place.epoch, given.batch, record.offset)
             if spot.one.cut and self._is_cut_off(spot, record):
                 beyond.append(token)
+            elif record.void:
+                void.append(token)
             else:
                 found.append(message_of(record, attempt=times, token=token, replay=spot.one.replay))
         if beyond:
             log.warning("records_cut_off", extra={"partition": spot.one.partition, "count": len(beyond)})
-            self._settler.settle("ack", beyond, handled=False)
+        if beyond or void:
+            self._settler.settle("ack", [*beyond, *void], handled=False)
         return found
 
     def _is_cut_off(self, spot: Spot, record: Record) -> bool:
@@ -210,13 +216,16 @@ class Asker:
     def _say_drained(self, spot: Spot, drained: Drained) -> None:
         """Tell Postgres that a sealed partition is through.
 
-        Where it refuses, later again: then the seal is not recorded yet, or another epoch is in force.
+        Where it refuses, soon again: then the seal is not recorded yet, or another epoch is in force.
         """
-        spot.rest(time.monotonic())
         place = spot.place
         if drained_popped(self._database, self._group.group_id, place.partition, place.epoch, drained.seal_id):
             log.info("partition_drained", extra={"partition": str(place.partition), "group": self._group.name})
-        self._listing.expire()
+            spot.rest(time.monotonic())
+        else:
+            spot.put_off(time.monotonic())
+        # Its successors may be readable now: who waits for them must not wait for a notice besides.
+        self._listing.reread()
 
     def _fenced(self, spot: Spot) -> None:
         """Look for a higher epoch; where Postgres has none, its node has seen more than it gave out: ask for one."""

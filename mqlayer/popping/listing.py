@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import MqlayerError
+from mqlayer.errors import GroupRetired, MqlayerError
 from mqlayer.membership.groups import Group
 from mqlayer.membership.popping import PopPartition, pop_partitions
 from mqlayer.popping.spots import Spot, spot_of
@@ -30,9 +30,15 @@ class Listing:
         # Also those that are not readable now: what is out of them can be settled.
         self._nodes: dict[int, NodeId] = {}
         self.archived = False
+        self.news = threading.Event()
+        """Set when it was read; whoever waits for it clears it."""
+        # Set for good where the group is retired: nothing is given out any more.
+        self.gone: GroupRetired | None = None
         self._read_at = -LIST_AGE_S
         self._reading: threading.Thread | None = None
         self._starting = threading.Lock()
+        # One after the other, or what was asked for first could be noted last.
+        self._one_reading = threading.Lock()
         self._read()
 
     @property
@@ -55,6 +61,10 @@ class Listing:
                 self._reading = threading.Thread(target=self._try_read, name="mqlayer-lists-partitions", daemon=True)
                 self._reading.start()
 
+    def reread(self) -> None:
+        """Read it here and now: for whoever changed it, over a Postgres that has just answered. Raises nothing."""
+        self._try_read()
+
     def close(self) -> None:
         """Wait for a reading that is under way."""
         if self._reading is not None:
@@ -63,6 +73,8 @@ class Listing:
     def _try_read(self) -> None:
         try:
             self._read()
+        except GroupRetired as error:
+            self.gone, self._spots = error, {}
         except MqlayerError as error:
             log.warning("partitions_not_listed", extra={"reason": str(error)})
 
@@ -73,11 +85,13 @@ class Listing:
         return self._nodes.get(partition)
 
     def _read(self) -> None:
-        # Before the query: what is said to be new while it runs is read again.
-        self._read_at = time.monotonic()
-        found = pop_partitions(self._database, self._group.group_id)
-        self._note(found)
-        self._spots = {one.partition: self._spot(one) for one in found if one.readable}
+        with self._one_reading:
+            # Before the query: what is said to be new while it runs is read again.
+            self._read_at = time.monotonic()
+            found = pop_partitions(self._database, self._group.group_id)
+            self._note(found)
+            self._spots = {one.partition: self._spot(one) for one in found if one.readable}
+        self.news.set()
 
     def _note(self, found: Sequence[PopPartition]) -> None:
         self._nodes = {**self._nodes, **{one.partition: one.node for one in found}}

@@ -35,6 +35,7 @@ class Spot:
     """What it was asked without an answer: asked again under the same attempt, it gives the same batch."""
     refused: int = 0
     """The epoch under which it refused, to see whether Postgres has given out another one since."""
+    put_off_count: int = 0
     trouble: MqlayerError | None = None
     """Why it could not be asked the last time."""
     marks: Mapping[str, int] = field(default_factory=dict)
@@ -51,6 +52,12 @@ class Spot:
     def rest(self, now: float, trouble: MqlayerError | None = None) -> None:
         """Leave it alone for a while, then ask it: it could not be asked, or somebody else has to act first."""
         self.rest_until, self.quiet, self.trouble = now + AFTER_TROUBLE_S, None, trouble
+
+    def put_off(self, now: float) -> None:
+        """Leave it alone for a moment, longer each time: its seal is about to be recorded."""
+        self.rest(now)
+        self.rest_until = now + min(AFTER_TROUBLE_S, FRUITLESS_S * 2**self.put_off_count)
+        self.put_off_count += 1
 
     def is_due(self, now: float) -> bool:
         """Say whether to ask it now."""
@@ -81,5 +88,6 @@ class Spot:
 
 def spot_of(one: PopPartition, *, prefix: str, group_id: int, scope: Scope) -> Spot:
     """Return a partition that was not asked yet."""
-    place = Place(prefix, one.partition, group_id, scope, one.epoch or 0, one.start, one.seek)
+    share = one.rate.whole_share if one.rate is not None else None
+    place = Place(prefix, one.partition, group_id, scope, one.epoch or 0, one.start, one.seek, share)
     return Spot(one, place)

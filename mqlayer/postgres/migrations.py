@@ -25,6 +25,7 @@ GRANTED_FUNCTIONS: Final = (
     "publish_v1(text, text, bytea, jsonb)",
     "publish_many_v1(text[], text[], bytea[], jsonb[])",
     "fence_v1(int, smallint, int, text, bigint, bigint, int)",
+    "fence_many_v1(int, smallint[], int[], text[], bigint[], bigint[], int[])",
     "fence_raise_v1(int, smallint, smallint, bigint)",
     "tags_v1(text[])",
     "publish_once_v1(text, text, bytea, text, jsonb)",

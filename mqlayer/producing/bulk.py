@@ -12,7 +12,7 @@ from mqlayer.domain.names import BATCH_BYTES_LIMIT, BATCH_COUNT_LIMIT, KEY_LIMIT
 from mqlayer.domain.routing import Lp, random_lp
 from mqlayer.errors import InvalidInput, MqlayerError, PartlyPublished, PublishError
 from mqlayer.producing.lanes import Slot, TopicLanes
-from mqlayer.producing.ledger import Ledger
+from mqlayer.producing.ledger import Ledger, tell_all
 from mqlayer.producing.links import Link
 from mqlayer.producing.messages import (
     NO_KEY_BULK,
@@ -25,7 +25,7 @@ from mqlayer.producing.messages import (
     place_key,
     whole_body,
 )
-from mqlayer.producing.parcels import Gathering, Parcel, Receipt
+from mqlayer.producing.parcels import Gathering, Listener, Parcel, Receipt
 from mqlayer.producing.waiting import await_all, unknown_outcome
 from mqlayer.redis.packets import LINE_END, bulk_head
 
@@ -41,7 +41,9 @@ class Bulk:
     Raises what the edge checks raise; nothing was sent then.
     """
 
-    def __init__(self, topic: TopicLanes, messages: Sequence[Message], chance: random.Random) -> None:
+    def __init__(
+        self, topic: TopicLanes, messages: Sequence[Message], chance: random.Random, *, eager: bool = False
+    ) -> None:
         try:
             keys = [message.key for message in messages]
             bodies = [message.body for message in messages]
@@ -51,7 +53,7 @@ class Bulk:
         limit = topic.route.body_limit
         if set(map(type, bodies)) != {bytes} or max(map(len, bodies)) > limit:
             bodies = [whole_body(topic.name, body, limit) for body in bodies]
-        self.topic = topic
+        self.topic, self.eager = topic, eager
         self.bodies = cast("list[bytes]", bodies)
         self.placed: list[tuple[Lp, bytes]] = (
             [(random_lp(chance), NO_KEY_BULK) if key is None else place_key(key) for key in keys]
@@ -77,7 +79,18 @@ class Bulk:
             facts = self.common_facts if self.facts is None else self.facts[position]
             body = self.bodies[position]
             size = len(facts) + len(key) + len(body)
-            yield lp, Parcel(pieces_of(facts, key, body), 1, size, deadline, listener, token=self.tokens[position])
+            yield (
+                lp,
+                Parcel(
+                    pieces_of(facts, key, body),
+                    1,
+                    size,
+                    deadline,
+                    listener,
+                    token=self.tokens[position],
+                    eager=self.eager,
+                ),
+            )
 
     def _note_ids(self, messages: Sequence[Message]) -> None:
         """Keep the tokens of messages with dedup ids, if there are any; without a key the LP follows from the id."""
@@ -111,6 +124,7 @@ class Bulk:
             if parcel is None:
                 pieces = (common, key, bulk_head(size), body, LINE_END)
                 by_lp[lp] = parcel = Parcel(pieces, 1, len(common) + len(key) + size, deadline, gathering)
+                parcel.eager = self.eager
             else:
                 parcel.pieces += (common, key, bulk_head(size), body, LINE_END)
                 parcel.count += 1
@@ -193,7 +207,10 @@ class BulkSend:
             ledger.wait_for_room(count, size, self._deadline)
             for lp, parcel in parcels.items():
                 ledger.add(topic, lp, parcel)
+            now = time.monotonic()
+            told = [listener for parcel in parcels.values() for listener in ledger.refuse_eager(parcel, now)]
             link.wake_locked()
+        tell_all(told)
 
     def _has(self, link: Link) -> bool:
         """Return whether we hold a link that takes one more append now."""
@@ -247,6 +264,7 @@ def send_singly(bulk: Bulk, ledger: Ledger, deadline: float) -> Receipts:
     error: PublishError | None = None
     for lp, parcel in bulk.singly(gathering, deadline):
         owners.append(parcel)
+        told: list[Listener] = []
         with ledger.lock:
             if error is None:
                 try:
@@ -255,12 +273,14 @@ def send_singly(bulk: Bulk, ledger: Ledger, deadline: float) -> Receipts:
                     error = refusal
             if error is None:
                 ledger.add(bulk.topic, lp, parcel)
+                told = ledger.refuse_eager(parcel, time.monotonic())
                 parcel.lane.slot.link.wake_locked()
             else:
                 # It was never queued, and what follows it must not overtake it.
                 parcel.outcome = error
                 gathering.left -= 1
                 gathering.any_failed = True
+        tell_all(told)
     if gathering.left:
         await_all(ledger, gathering, owners, deadline)
     if gathering.left or gathering.any_failed:

@@ -99,12 +99,28 @@ class Lane:
         if self.slot not in self.unsure_at:
             self.unsure_at = (*self.unsure_at, self.slot)
 
-    def first_expired(self, now: float) -> int | None:
-        """Return the index in `waiting` of the first parcel that certainly is not stored and whose time is over."""
+    def first_expired(self, now: float, *, full: bool) -> int | None:
+        """Return the index in `waiting` of the first parcel that certainly is not stored and whose time is over.
+
+        `full`: its partition is at its backlog limit, for which eager ones don't wait.
+        """
         for index, parcel in enumerate(self.waiting):
-            if parcel.deadline <= now and parcel.first > self.unsure_to:
+            if (parcel.deadline <= now or (full and parcel.eager)) and parcel.first > self.unsure_to:
                 return index
         return None
+
+    def take_out(self, parcel: Parcel) -> bool:
+        """Take a waiting parcel out that certainly is not stored, and close the gap; False where it is none."""
+        if parcel.first <= self.unsure_to or parcel not in self.waiting:
+            return False
+        index = self.waiting.index(parcel)
+        behind = list(self.waiting)[index + 1 :]
+        del self.waiting[index]
+        # Nothing behind it was ever sent, so these numbers were nobody's as yet.
+        for later in behind:
+            later.first -= parcel.count
+        self.next_seq -= parcel.count
+        return True
 
     def cut_off(self, index: int) -> list[Parcel]:
         """Take all waiting parcels from an index on out, and give their seqs back."""

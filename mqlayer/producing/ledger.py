@@ -18,6 +18,7 @@ from mqlayer.domain.dedup import FirstPlace
 from mqlayer.domain.routing import Lp
 from mqlayer.errors import (
     AcknowledgedLoss,
+    BacklogFull,
     MqlayerError,
     NotReplicated,
     ProducerClosed,
@@ -47,6 +48,8 @@ class ProducerStats:
     """Certainly not stored: refused until their time was over."""
     aborted: int
     """Not sent, because an earlier message of their LP failed."""
+    withdrawn: int
+    """Not sent, because their futures were cancelled."""
     lost: int
     """Were acknowledged, and a node lost them."""
     duplicates: int
@@ -66,6 +69,9 @@ class Errands(Protocol):
 
     def reroute(self, topic: TopicLanes) -> None:
         """Get a newer route and release the topic's stranded lanes."""
+
+    def look_again(self, topic: TopicLanes) -> None:
+        """Read a topic's limits again, unless that was done just now."""
 
     def renew(self) -> None:
         """Register a new incarnation."""
@@ -256,6 +262,10 @@ class Ledger:
             log.warning("publish_refused", extra={"partition": slot.partition, "reason": str(error)})
         self.repeat(batch)
         told: list[Listener] = []
+        if isinstance(error, BacklogFull):
+            # It may have been raised since.
+            for topic in {lane.topic for lane in batch.lanes()}:
+                self.errands.look_again(topic)
         self.avoid([slot], now)
         for lane in list(slot.ready):
             told += self.expire(lane, now)
@@ -341,10 +351,31 @@ class Ledger:
     def expire(self, lane: Lane, now: float) -> list[Listener]:
         """Fail what waits in a lane of a refusing partition and whose time is over."""
         refusal = lane.slot.refusal
-        index = lane.first_expired(now) if refusal is not None else None
+        index = lane.first_expired(now, full=isinstance(refusal, BacklogFull)) if refusal is not None else None
         if refusal is None or index is None:
             return []
         return self._fail(lane, index, refusal)
+
+    def refuse_eager(self, parcel: Parcel, now: float) -> list[Listener]:
+        """Fail a parcel that was just queued, if it does not wait for a partition that was at its limit just now."""
+        slot = parcel.lane.slot
+        if not parcel.eager or now >= slot.retry_at or not isinstance(slot.refusal, BacklogFull):
+            return []
+        return self.expire(parcel.lane, now)
+
+    def withdraw(self, parcel: Parcel) -> bool:
+        """Take a parcel back whose partition refuses it and that certainly is not stored; say whether it was.
+
+        What is behind it goes on. Where nothing refuses it, it is as good as sent.
+        """
+        with self.lock:
+            lane = parcel.lane
+            if parcel.outcome is not None or lane.slot.refusal is None or not lane.take_out(parcel):
+                return False
+            self.counts["withdrawn"] += parcel.count
+            parcel.listener = None
+            self._finish(parcel, PublishAborted(lane.topic.name, lane.lp, "it was withdrawn"))
+            return True
 
     def give_up(self, parcel: Parcel, now: float) -> list[Listener]:
         """Fail a parcel whose time is over, if it certainly is not stored and its partition refuses; else nothing."""
@@ -580,6 +611,7 @@ COUNTED: Final = (
     "repeated",
     "failed",
     "aborted",
+    "withdrawn",
     "lost",
     "duplicates",
     "diverted",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
@@ -73,7 +74,8 @@ class Parcel(msgspec.Struct, eq=False, gc=False):
 
     `pieces` are its messages for the wire, `size` their bytes. A definite refusal becomes a failure once `deadline`
     (monotonic) has passed. `lane` and `first`, the seq of the first message, are set when it is queued; `outcome` when
-    it is settled, and `offset` if it was stored by one append. One with a `token`, a dedup id, is one message.
+    it is settled, and `offset` if it was stored by one append. One with a `token`, a dedup id, is one message. An
+    `eager` one fails as soon as its partition is at its backlog limit.
 
     There is one per message at worst, so it is of the kind that is cheapest to make, and the garbage collector does
     not look at it: whatever it is in a cycle with must let go of it.
@@ -89,6 +91,7 @@ class Parcel(msgspec.Struct, eq=False, gc=False):
     first: int = 0
     lane: Lane = cast("Lane", None)
     token: bytes = b""
+    eager: bool = False
 
     @property
     def last(self) -> int:
@@ -149,21 +152,52 @@ class Listener:
         """Hear that a parcel failed; called under the lock."""
 
 
+class ReceiptFuture(Future[Receipt]):
+    """A future of a receipt. To cancel it takes the message back, which works while its partition refuses it."""
+
+    def __init__(self, promise: Promise) -> None:
+        super().__init__()
+        self._promise: Promise | None = promise
+
+    def cancel(self) -> bool:
+        """Take the message back; False where it is on its way, stored, or failed: its outcome comes then."""
+        promise = self._promise
+        if promise is None or not promise.withdrawn():
+            return self.cancelled()
+        self._promise = None
+        super().cancel()
+        # Whoever waits for several futures is told by this.
+        self.set_running_or_notify_cancel()
+        return True
+
+    def forget(self) -> None:
+        """Let go of the message: its outcome is about to come."""
+        self._promise = None
+
+
 class Promise(Listener):
-    """A future for the one message of a parcel."""
+    """A future for the one message of a parcel. `withdraw` takes a parcel back, if that can be done."""
 
-    __slots__ = ("future", "parcel")
+    __slots__ = ("_withdraw", "future", "parcel")
 
-    def __init__(self) -> None:
+    def __init__(self, withdraw: Callable[[Parcel], bool]) -> None:
         super().__init__(1)
-        self.future: Future[Receipt] = Future()
-        # A message can't be called back; so neither can its future.
-        self.future.set_running_or_notify_cancel()
+        self.future = ReceiptFuture(self)
+        self._withdraw = withdraw
         self.parcel: Parcel | None = None
+
+    def withdrawn(self) -> bool:
+        """Take the message back; say whether that was done."""
+        parcel = self.parcel
+        if parcel is None or not self._withdraw(parcel):
+            return False
+        self.parcel = None
+        return True
 
     def tell(self) -> None:
         """Set the future's result or error."""
         parcel, self.parcel = self.parcel, None
+        self.future.forget()
         if parcel is None:
             return
         if isinstance(parcel.outcome, MqlayerError):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Literal, Self
 
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import random_lp
@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 MAX_PENDING_MESSAGES: Final = 100_000
 MAX_PENDING_BYTES: Final = 64_000_000
 STOP_S: Final = 15.0
+OnBacklog = Literal["wait", "error"]
+"""What becomes of a message whose partition is at its backlog limit: it waits until its time is over, or fails."""
 
 
 class Producer:
@@ -54,7 +56,9 @@ class Producer:
     outbox.
 
     A message that a node refuses for good until its time is over (BacklogFull, NodeOutOfMemory) is not stored; those
-    of its LP that were queued behind it fail with PublishAborted, so that none overtakes it.
+    of its LP that were queued behind it fail with PublishAborted, so that none overtakes it. `on_backlog`, here or at a
+    call: whether a message waits for a partition that is at its backlog limit ("wait", up to its time), or fails with
+    BacklogFull as soon as that is known ("error").
 
     `replicas`: wait up to `replica_timeout_s` until so many replicas received each append; the receipt says how many
     did. With `require_replicas`, too few raise NotReplicated: the message is stored nevertheless.
@@ -79,6 +83,7 @@ class Producer:
         max_pending_bytes: int = MAX_PENDING_BYTES,
         room_timeout_s: float = 5.0,
         in_flight: int = 3,
+        on_backlog: OnBacklog = "wait",
     ) -> None:
         check_name("producer", name)
         settings = settings or Settings()
@@ -86,7 +91,8 @@ class Producer:
             raise InvalidInput("replicas is 0 or more, in_flight 1 to 16, replica_timeout_s below the socket timeout")
         if min(max_pending_messages, max_pending_bytes) < 1:
             raise InvalidInput("max_pending_messages and max_pending_bytes are 1 or more")
-        self._pid = os.getpid()
+        self._pid, self._on_backlog = os.getpid(), on_backlog
+        self._is_eager(None)
         self._timeout_s, self._room_timeout_s, self._in_flight = settings.delivery_timeout_s, room_timeout_s, in_flight
         self._own_database = database is None
         self._database = database or Database(settings.control_dsn(), application="mqlayer producer")
@@ -122,6 +128,7 @@ class Producer:
         tags: Sequence[str] = (),
         dedup_id: str | None = None,
         timeout_s: float | None = None,
+        on_backlog: OnBacklog | None = None,
     ) -> Receipt:
         """Publish one message and return where it is stored.
 
@@ -135,7 +142,10 @@ class Producer:
         """
         _may_wait()
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        parcel, lane = self._queue(topic, key, body, headers, tags, deadline, None, wake=False, dedup_id=dedup_id)
+        parcel, lane = self._queue(
+            topic, key, body, headers, tags, deadline, None, wake=False, dedup_id=dedup_id,
+            eager=self._is_eager(on_backlog),
+        )  # fmt: skip
         link = lane.slot.link
         if link.try_lead():
             try:
@@ -159,18 +169,21 @@ class Producer:
         tags: Sequence[str] = (),
         dedup_id: str | None = None,
         timeout_s: float | None = None,
+        on_backlog: OnBacklog | None = None,
     ) -> Future[Receipt]:
         """Queue one message and return a future of its receipt; with asyncio, await `asyncio.wrap_future(future)`.
 
         The future fails only when the message is certainly not stored: a node refused it until `timeout_s` was over,
-        or an earlier message of its LP failed. It can't be cancelled. Raises at once what the edge checks find, and
-        ProducerFull when there is no room within the producer's `room_timeout_s`, at once in a future's callback.
+        or an earlier message of its LP failed. While its partition refuses it, the future can be cancelled: that takes
+        the message back, and those behind it go on; else `cancel` is False. Raises at once what the edge checks find,
+        and ProducerFull when there is no room within the producer's `room_timeout_s`, at once in a future's callback.
         Callbacks of futures run in a thread that has to send other messages: they may publish by `send_async` and
         `send_oneway`, and must not wait for anything.
         """
-        promise = Promise()
+        promise = Promise(self._ledger.withdraw)
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        self._queue(topic, key, body, headers, tags, deadline, promise, wake=True, dedup_id=dedup_id)
+        eager = self._is_eager(on_backlog)
+        self._queue(topic, key, body, headers, tags, deadline, promise, wake=True, dedup_id=dedup_id, eager=eager)
         return promise.future
 
     def send_oneway(
@@ -189,13 +202,23 @@ class Producer:
         """
         try:
             deadline = time.monotonic() + self._timeout_s
-            self._queue(topic, key, body, headers, tags, deadline, self._oneway, wake=True, dedup_id=dedup_id)
+            self._queue(
+                topic, key, body, headers, tags, deadline, self._oneway, wake=True, dedup_id=dedup_id,
+                eager=self._is_eager(None),
+            )  # fmt: skip
         except ProducerFull as error:
             with self._ledger.lock:
                 self._ledger.counts["failed"] += 1
             log.warning("oneway_publish_failed", extra={"topic": topic, "reason": str(error)})
 
-    def send_many(self, topic: str, messages: Sequence[Message], *, timeout_s: float | None = None) -> Receipts:
+    def send_many(
+        self,
+        topic: str,
+        messages: Sequence[Message],
+        *,
+        timeout_s: float | None = None,
+        on_backlog: OnBacklog | None = None,
+    ) -> Receipts:
         """Publish messages, any number, in batches; return their receipts in order.
 
         Messages of one key are stored in their order. Raises what the edge checks find (nothing was queued), or
@@ -206,7 +229,7 @@ class Producer:
         if not messages:
             return Receipts(())
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        bulk = Bulk(lanes, messages, self._chance)
+        bulk = Bulk(lanes, messages, self._chance, eager=self._is_eager(on_backlog))
         if bulk.tokens:
             return send_singly(bulk, self._ledger, deadline)
         return BulkSend(bulk, self._ledger, deadline, self._in_flight).run()
@@ -270,6 +293,7 @@ class Producer:
         *,
         wake: bool,
         dedup_id: str | None = None,
+        eager: bool = False,
     ) -> tuple[Parcel, Lane]:
         """Check a message, give it its seq and queue it."""
         lanes = self._lanes(topic)
@@ -277,7 +301,7 @@ class Producer:
         whole = whole_body(topic, body, lanes.route.body_limit)
         facts = facts_bulk(time.time_ns() // 1_000_000, headers, tags)
         size = len(facts) + len(key_bulk) + len(whole)
-        parcel = Parcel(pieces_of(facts, key_bulk, whole), 1, size, deadline, listener)
+        parcel = Parcel(pieces_of(facts, key_bulk, whole), 1, size, deadline, listener, eager=eager)
         if dedup_id is not None:
             lp, parcel.token = place_id(key, dedup_id, lp)
         if isinstance(listener, Promise):
@@ -287,11 +311,19 @@ class Producer:
             if ledger.closed_because or not ledger.has_room(1, size):
                 ledger.wait_for_room(1, size, min(deadline, time.monotonic() + self._room_timeout_s))
             ledger.add(lanes, lp, parcel)
+            told = ledger.refuse_eager(parcel, time.monotonic()) if eager else ()
             # It may have been given another lane since.
             lane = parcel.lane
             if wake:
                 lane.slot.link.wake_locked()
+        tell_all(told)
         return parcel, lane
+
+    def _is_eager(self, on_backlog: OnBacklog | None) -> bool:
+        wish = self._on_backlog if on_backlog is None else on_backlog
+        if wish not in ("wait", "error"):
+            raise InvalidInput(f"at a full partition a message can wait, or be an error, not {wish!r}")
+        return wish == "error"
 
     def _lanes(self, topic: str) -> TopicLanes:
         self._check_process()

@@ -28,7 +28,9 @@ from mqlayer.routes.cache import RouteCache
 
 log = logging.getLogger(__name__)
 
-ROUTE_AGE_S: Final = 30.0
+ROUTE_AGE_S: Final = 5.0
+LIMITS_AGE_S: Final = 1.0
+"""How old a topic's limits are at the least that are read again because a partition is full."""
 FIND_TRIES: Final = 5
 
 
@@ -130,6 +132,13 @@ class Upkeep:
     def reroute(self, topic: TopicLanes) -> None:
         """Get a newer route and release the topic's stranded lanes."""
         self._clerk.do(lambda: self._reroute(topic))
+
+    def look_again(self, topic: TopicLanes) -> None:
+        """Read a topic's limits again, unless that was done just now."""
+        now = time.monotonic()
+        if now - topic.asked_at > LIMITS_AGE_S:
+            topic.asked_at = now
+            self._clerk.do(lambda: self._renew_route(topic))
 
     def renew(self) -> None:
         """Register a new incarnation."""

@@ -16,7 +16,7 @@ def await_one(ledger: Ledger, parcel: Parcel, deadline: float) -> None:
     with ledger.lock:
         if parcel.outcome is not None:
             return
-        promise = Promise()
+        promise = Promise(ledger.withdraw)
         parcel.listener, promise.parcel = promise, parcel
         parcel.lane.slot.link.wake_locked()
     try:

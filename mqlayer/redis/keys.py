@@ -14,6 +14,7 @@ different partitions have different tags. Groups are named by their id: a name m
 <prefix>:{<partition>}:g<group>:acks        string  ack bitmap, bit i is offset base + i
 <prefix>:{<partition>}:g<group>:attempts    hash    offset -> <failed attempts>:<ms of the first>:<ms of the last>
 <prefix>:{<partition>}:g<group>:outcomes    stream  what became of offsets (archived topics); id <epoch>-<told>
+<prefix>:{<partition>}:g<group>:rate        hash    left, at_us: what may be begun of the group's rate (see rate_take)
 
 of a group with ordered pop, besides (see pop_receive):
 <prefix>:{<partition>}:g<group>:pops        hash    offset -> <batch>:<ms when it is visible>:<lane>
@@ -83,3 +84,9 @@ def pop_keys(prefix: str, partition: int, group_id: int) -> PopKeys:
 def outcomes_key(prefix: str, partition: int, group_id: int) -> bytes:
     """Return the stream of what became of a partition's messages for a group, until an archiver has fetched it."""
     return f"{prefix}:{{{partition}}}:g{group_id}:outcomes".encode()
+
+
+@cache
+def rate_key(prefix: str, partition: int, group_id: int) -> bytes:
+    """Return the bucket that holds a partition's share of a group's rate."""
+    return f"{prefix}:{{{partition}}}:g{group_id}:rate".encode()

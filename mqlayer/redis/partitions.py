@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from mqlayer.domain.dedup import FirstPlace
 from mqlayer.domain.offsets import is_settled
-from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys, pop_keys
+from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys, pop_keys, rate_key
 from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 
 RunWord = Literal["ok", "dup", "gap", "unowned"]
@@ -185,6 +185,7 @@ def retire_command(
     of_groups = [
         key for group in groups for keys_of in (group_keys, pop_keys) for key in keys_of(prefix, partition, group)
     ]
+    of_groups += [rate_key(prefix, partition, group) for group in groups]
     streams = [outcomes_key(prefix, partition, group) for group in groups]
     return line.script(
         "partition_retire",

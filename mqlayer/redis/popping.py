@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 from mqlayer.domain.message import Record
-from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys, pop_keys
+from mqlayer.domain.rates import RateShare
+from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys, pop_keys, rate_key
 from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import Fenced, Refused
 
@@ -20,7 +21,10 @@ SettleWord = Literal["ack", "nack", "extend"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A group with ordered pop at a partition, as Postgres says it: under which epoch, and where it starts."""
+    """A group with ordered pop at a partition, as Postgres says it: under which epoch, and where it starts.
+
+    `rate`: what this partition gives out of the group's rate.
+    """
 
     prefix: str
     partition: int
@@ -29,6 +33,7 @@ class Place:
     epoch: int
     start: int = 1
     seek: int = 0
+    rate: RateShare | None = None
 
 
 class Wish(NamedTuple):
@@ -82,7 +87,16 @@ def receive_command(line: NodeConnection, place: Place, wish: Wish) -> Command:
     pops = pop_keys(place.prefix, place.partition, place.group_id)
     return line.script(
         "pop_receive",
-        (keys.meta, keys.log, *group, pops.pops, pops.lines, pops.due, pops.batches),
+        (
+            keys.meta,
+            keys.log,
+            *group,
+            pops.pops,
+            pops.lines,
+            pops.due,
+            pops.batches,
+            rate_key(place.prefix, place.partition, place.group_id),
+        ),
         place.epoch,
         place.start,
         place.seek,
@@ -92,6 +106,7 @@ def receive_command(line: NodeConnection, place: Place, wish: Wish) -> Command:
         wish.invisible_ms,
         wish.attempt_id,
         int(wish.only_again),
+        *((0, 0) if place.rate is None else map(repr, map(float, place.rate[:2]))),
     )
 
 

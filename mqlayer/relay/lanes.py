@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from mqlayer.domain.message import NO_KEY
+from mqlayer.domain.message import NO_KEY, void_facts
 from mqlayer.domain.names import BATCH_BYTES_LIMIT, BATCH_COUNT_LIMIT, BODY_LIMIT, KEY_LIMIT
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.redis.packets import message_packet
@@ -29,14 +29,20 @@ def chain_of(topic_id: int, lp: int) -> int:
 
 
 class Target:
-    """Where a lane's messages go at present. `refusal` says why they can never be sent."""
+    """Where a lane's messages go at present. `refusal` says why they can never be sent.
 
-    __slots__ = ("backlog_limit", "batch", "node_id", "partition", "pause_count", "paused_until", "ready", "refusal")
+    `passes_over`: a row that can never be sent does not hold its LP, a void record takes its place.
+    """
+
+    __slots__ = (
+        "backlog_limit", "batch", "node_id", "partition", "passes_over", "pause_count", "paused_until", "ready",
+        "refusal",
+    )  # fmt: skip
 
     def __init__(self, partition: int, node_id: int, backlog_limit: int, refusal: str = "") -> None:
         self.partition, self.node_id, self.backlog_limit = partition, node_id, backlog_limit
         self.refusal = refusal
-        self.ready = False
+        self.ready = self.passes_over = False
         self.paused_until, self.pause_count = 0.0, 0
         self.batch: Batch | None = None
 
@@ -184,13 +190,25 @@ class Lanes:
         self.fall_behind(lane)
 
 
-def plan(rows: Sequence[Row], lanes: Lanes) -> tuple[list[Batch], list[Unsendable]]:
+class Plan(NamedTuple):
+    """What is to be sent of some rows.
+
+    `unsendable` rows hold their lanes; `voided` ones do not: void records take their places in the batches, so each is
+    to be kept before these are sent.
+    """
+
+    batches: list[Batch]
+    unsendable: list[Unsendable]
+    voided: list[Unsendable]
+
+
+def plan(rows: Sequence[Row], lanes: Lanes) -> Plan:
     """Make batches of the rows that continue their lanes; the others' lanes fall behind.
 
     Rows of a lane must come in the order of their seqs. Lanes advance as if the batches had been sent.
     """
-    batches: list[Batch] = []
-    unsendable: list[Unsendable] = []
+    planned = Plan([], [], [])
+    batches = planned.batches
     get = lanes.get
     for _, chain, seq, facts, key, body in rows:
         if chain is None:
@@ -202,13 +220,11 @@ def plan(rows: Sequence[Row], lanes: Lanes) -> tuple[list[Batch], list[Unsendabl
             continue
         target = lane.target
         if not target.ready or body is None or (key is not None and len(key) > KEY_LIMIT):
-            reason = refusal_of(target, key, body)
-            if reason:
-                unsendable.append(Unsendable(lane, seq, reason))
-            if reason or not target.ready:
-                lanes.put_off(lane, held=bool(reason))
+            message = _odd_message(lane, seq, facts, key, body, planned, lanes)
+            if message is None:
                 continue
-        message = message_packet(facts, NO_KEY if key is None else key, body)
+        else:
+            message = message_packet(facts, NO_KEY if key is None else key, body)
         size = len(message)
         batch = target.batch
         if batch is None or batch.count == BATCH_COUNT_LIMIT or batch.size + size > BATCH_BYTES_LIMIT:
@@ -223,7 +239,23 @@ def plan(rows: Sequence[Row], lanes: Lanes) -> tuple[list[Batch], list[Unsendabl
         batch.count += 1
         batch.size += size
     _close(batches)
-    return batches, unsendable
+    return planned
+
+
+def _odd_message(
+    lane: Lane, seq: int, facts: bytes, key: bytes | None, body: bytes | None, planned: Plan, lanes: Lanes
+) -> bytes | None:
+    """Return what is sent for a row that can't be sent as it is; None where nothing of its lane is sent now."""
+    target = lane.target
+    reason = refusal_of(target, key, body)
+    if reason and target.ready and target.passes_over:
+        planned.voided.append(Unsendable(lane, seq, reason))
+        return message_packet(void_facts(facts, reason), NO_KEY, b"")
+    held = bool(reason) and not target.passes_over
+    if held:
+        planned.unsendable.append(Unsendable(lane, seq, reason))
+    lanes.put_off(lane, held=held)
+    return None
 
 
 def refusal_of(target: Target, key: bytes | None, body: bytes | None) -> str:

@@ -101,6 +101,13 @@ class OutboxReader:
         facts = {"topic_id": lane.topic_id, "lp": lane.lp, "seq": seq, "reason": reason}
         self._cursor.execute(query("set_aside_put"), facts)
 
+    def put_voided(self, lane: Lane, seq: int, reason: str) -> None:
+        """Keep a row that is passed over, for operators; its void record may be sent once this is committed."""
+        failpoint("relay.before_voided")
+        facts = {"topic_id": lane.topic_id, "lp": lane.lp, "seq": seq, "reason": reason}
+        self._cursor.execute(query("voided_put"), facts)
+        failpoint("relay.after_voided")
+
     def put_relayed(self, lanes: Iterable[Lane]) -> None:
         """Record how far lanes are in Redis, durably."""
         # Two relays on the same LPs take the rows in the same order, and can't deadlock.

@@ -192,9 +192,10 @@ class Session:
     def _send(self, rows: list[Row]) -> None:
         if not rows:
             return
-        batches, unsendable = plan(rows, self._lanes)
-        self._sender.send(batches)
-        self._put_aside(unsendable)
+        planned = plan(rows, self._lanes)
+        self._keep_voided(planned.voided)
+        self._sender.send(planned.batches)
+        self._put_aside(planned.unsendable)
 
     def _catch_up(self) -> int:
         """Read and send the next rows of lanes that fell behind; return how many."""
@@ -334,6 +335,13 @@ class Session:
             self._reader.put_aside(lane, seq, reason)
             facts = {"topic_id": lane.topic_id, "lp": lane.lp, "seq": seq, "reason": reason}
             log.warning("relay_row_set_aside", extra=facts)
+
+    def _keep_voided(self, rows: list[Unsendable]) -> None:
+        """Keep rows whose places void records take, before these can be anywhere: the outbox is emptied behind them."""
+        for lane, seq, reason in rows:
+            self._reader.put_voided(lane, seq, reason)
+            facts = {"topic_id": lane.topic_id, "lp": lane.lp, "seq": seq, "reason": reason}
+            log.warning("relay_row_voided", extra=facts)
 
     def _record_progress(self) -> None:
         moved = [lane for lane in self._sender.moved.values() if lane.acked > lane.recorded]

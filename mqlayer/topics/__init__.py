@@ -1,7 +1,7 @@
 """Nodes and topics: registering, creating, arming."""
 
 from mqlayer.topics.nodes import find_node, list_nodes, rearm_node, register_node
-from mqlayer.topics.topics import TopicSummary, attach_topics, create_topic, list_topics, set_archived
+from mqlayer.topics.topics import TopicSummary, attach_topics, create_topic, list_topics, set_archived, set_limits
 
 __all__ = [
     "TopicSummary",
@@ -13,4 +13,5 @@ __all__ = [
     "rearm_node",
     "register_node",
     "set_archived",
+    "set_limits",
 ]

@@ -132,6 +132,46 @@ def set_archived(database: Database, name: str, *, archived: bool, actor: str = 
     return database.transaction(work)
 
 
+def set_limits(
+    database: Database,
+    name: str,
+    *,
+    body_limit: int | None = None,
+    backlog_limit: int | None = None,
+    application: Database | None = None,
+    actor: str = "api",
+) -> bool:
+    """Change the limits of a topic while it is in use; say whether that changed anything. Written into the audit log.
+
+    Relays follow at once, direct producers within 5 s, or a second once a partition is full. What is stored or queued
+    stays. `application` is a database whose outbox publishes to the topic: it goes by another body limit at once,
+    others within a minute, by their relays; so does this one where the process dies in between. Raises NotFound,
+    InvalidInput.
+    """
+    if body_limit is None and backlog_limit is None:
+        raise InvalidInput("nothing to set: name a limit")
+    if not 1 <= (body_limit or 1) <= BODY_LIMIT or body_limit == 0 or (backlog_limit or 0) < 0:
+        raise InvalidInput(f"a topic takes bodies of 1 to {BODY_LIMIT} bytes, and a backlog limit of 0 or more")
+
+    def work(connection: Connection) -> tuple[int, int, bool]:
+        connection.execute(query("transaction_patience"), PATIENCE)
+        row = connection.execute(query("topic_lock"), {"name": name}).fetchone()
+        if row is None:
+            raise NotFound("topic", name, f"create it: mqlayer topic create {name}")
+        facts = {"topic_id": row[0], "body_limit": body_limit, "backlog_limit": backlog_limit}
+        ((body, backlog, _),) = connection.execute(query("topic_limits_put"), facts).fetchall()
+        changed = (body, backlog) != (row[2], row[3])
+        if changed:
+            note(connection, actor, "topic set", name, {"body_limit": body, "backlog_limit": backlog})
+        return int(row[0]), int(body), changed
+
+    topic_id, body, changed = database.transaction(work)
+    failpoint("topic.after_limits")
+    if application is not None:
+        _attach(application, topic_id, name, body)
+    return changed
+
+
 def list_topics(database: Database) -> list[TopicSummary]:
     """Return all topics by name."""
     with database.connection() as connection:

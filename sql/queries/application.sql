@@ -146,6 +146,37 @@ FROM mqlayer_app.set_aside s LEFT JOIN mqlayer_app.topic t USING (topic_id) ORDE
 -- Let relays try an LP again.
 DELETE FROM mqlayer_app.set_aside WHERE topic_id = %(topic_id)s AND lp = %(lp)s RETURNING seq;
 
+-- name: voided_put
+-- Keep a row in whose place a void record is about to be appended; what an operator made of it stays said.
+INSERT INTO mqlayer_app.voided AS v (id, topic_id, lp, seq, reason, created_at, key, headers, body)
+SELECT o.id, o.topic_id, o.lp, o.seq, %(reason)s, o.created_at, o.key, o.headers, o.body
+FROM mqlayer_app.outbox o WHERE o.topic_id = %(topic_id)s AND o.lp = %(lp)s AND o.seq = %(seq)s
+ON CONFLICT (id) DO UPDATE SET seq = excluded.seq;
+
+-- name: voided_list
+-- Rows passed over that wait for an operator, with their topic.
+SELECT v.topic_id, t.name AS topic, v.lp, v.seq, v.reason, v.voided_at, v.id
+FROM mqlayer_app.voided v LEFT JOIN mqlayer_app.topic t USING (topic_id)
+WHERE v.ended IS NULL ORDER BY v.topic_id, v.lp, v.seq;
+
+-- name: voided_hold
+-- One of them, for whoever decides on it: what it was published to, or nothing where that was decided.
+SELECT t.name FROM mqlayer_app.voided v JOIN mqlayer_app.topic t USING (topic_id)
+WHERE v.id = %(id)s AND v.ended IS NULL FOR UPDATE OF v;
+
+-- name: voided_publish
+-- Publish the message anew, at the end of its key's LP.
+SELECT mqlayer_app.publish_v1(%(topic)s, v.key, v.body, v.headers::jsonb) FROM mqlayer_app.voided v WHERE v.id = %(id)s;
+
+-- name: voided_end
+-- Note what came of it, and let the message go.
+UPDATE mqlayer_app.voided SET ended = %(ended)s, ended_at = now(), key = NULL, headers = NULL, body = NULL
+WHERE id = %(id)s;
+
+-- name: voided_drop
+-- Remove what a copy of an outbox has of them: it is the original's.
+DELETE FROM mqlayer_app.voided;
+
 -- name: relay_beat
 -- Extend a relay's lease and say how many relays live, by the database's clock.
 WITH beat AS (
@@ -251,6 +282,12 @@ SELECT coalesce(current_setting('mqlayer.traces', true), '');
 -- Check and note a message in the effect's own transaction.
 SELECT answer, epoch
 FROM mqlayer_app.fence_v1(%(group_id)s, %(lp)s::smallint, %(source)s, %(key)s, %(seq)s, %(epoch)s, %(replay)s);
+
+-- name: fence_many
+-- Check and note the messages of a batch in the effect's own transaction; answers and epochs are in their order.
+SELECT answers, epochs
+FROM mqlayer_app.fence_many_v1(%(group_id)s, %(lps)s::smallint[], %(sources)s::int[], %(keys)s::text[],
+                               %(seqs)s::bigint[], %(epochs)s::bigint[], %(replays)s::int[]);
 
 -- name: fence_raise
 -- Raise the epoch of a range of LPs for a new owner.

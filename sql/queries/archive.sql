@@ -221,7 +221,7 @@ SELECT p.topic_id, p.partition_id, p.node_id,
 FROM mqlayer.partition p
 JOIN mqlayer.topic t ON t.topic_id = p.topic_id AND t.archived
 LEFT JOIN mqlayer_archive.progress a ON a.partition_id = p.partition_id
-LEFT JOIN mqlayer.consumer_group g ON g.topic_id = p.topic_id AND g.state <> 'retired'
+LEFT JOIN mqlayer.consumer_group g ON g.topic_id = p.topic_id AND g.state <> 'retired' AND g.mode <> 'broadcast'
 LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id
 WHERE p.topic_id = ANY(%(topic_ids)s::int[]) AND p.state IN ('open', 'sealed')
 GROUP BY p.topic_id, p.partition_id, p.node_id, a.complete, a.upto_offset ORDER BY p.partition_id;

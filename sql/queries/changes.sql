@@ -126,7 +126,7 @@ WHERE t.name = %(topic)s ORDER BY r.lp_from;
 SELECT g.group_id, g.name, g.version, p.partition_id, p.node_id, s.next_offset, coalesce(gs.start_offset, 1) AS start_offset,
        g.seek
 FROM mqlayer.topic t
-JOIN mqlayer.consumer_group g ON g.topic_id = t.topic_id AND g.state <> 'retired'
+JOIN mqlayer.consumer_group g ON g.topic_id = t.topic_id AND g.state <> 'retired' AND g.mode <> 'broadcast'
 JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.state = 'sealed'
 JOIN mqlayer.seal s ON s.partition_id = p.partition_id
 LEFT JOIN mqlayer.group_start gs ON gs.group_id = g.group_id AND gs.partition_id = p.partition_id
@@ -184,7 +184,7 @@ SELECT version FROM mqlayer.consumer_group WHERE group_id = %(group_id)s FOR NO 
 -- Groups that have drained all that came before their next route version, and are not there yet.
 SELECT g.group_id FROM mqlayer.consumer_group g
 JOIN mqlayer.route_change c ON c.topic_id = g.topic_id AND c.version = g.version + 1 AND c.state = 'done'
-WHERE g.state = 'live'
+WHERE g.state = 'live' AND g.mode <> 'broadcast'
   AND NOT EXISTS (SELECT FROM mqlayer.partition p
                   WHERE p.ended_in = c.change_id AND p.state <> 'deleted'
                     AND NOT EXISTS (SELECT FROM mqlayer.drained d
@@ -197,16 +197,17 @@ ORDER BY g.group_id;
 -- was sent elsewhere since this statement began to look, or that is being changed now, keeps all until the next pass.
 WITH looked_at AS MATERIALIZED (
     SELECT g.group_id, g.seek FROM mqlayer.consumer_group g
-    WHERE g.state <> 'retired' AND EXISTS (SELECT FROM mqlayer.partition p
-                                           WHERE p.topic_id = g.topic_id AND p.state = 'sealed')
+    WHERE g.state <> 'retired' AND g.mode <> 'broadcast'
+      AND EXISTS (SELECT FROM mqlayer.partition p WHERE p.topic_id = g.topic_id AND p.state = 'sealed')
     ORDER BY g.group_id FOR SHARE SKIP LOCKED
 )
 UPDATE mqlayer.partition p SET state = 'deleted'
 FROM mqlayer.route_change c
 WHERE c.change_id = p.ended_in AND c.state = 'done' AND p.state = 'sealed'
-  AND EXISTS (SELECT FROM mqlayer.consumer_group g WHERE g.topic_id = p.topic_id AND g.state <> 'retired')
+  AND EXISTS (SELECT FROM mqlayer.consumer_group g
+              WHERE g.topic_id = p.topic_id AND g.state <> 'retired' AND g.mode <> 'broadcast')
   AND NOT EXISTS (SELECT FROM mqlayer.consumer_group g
-                  WHERE g.topic_id = p.topic_id AND g.state <> 'retired'
+                  WHERE g.topic_id = p.topic_id AND g.state <> 'retired' AND g.mode <> 'broadcast'
                     AND NOT EXISTS (SELECT FROM mqlayer.drained d JOIN looked_at l USING (group_id)
                                     WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id
                                       AND l.seek = g.seek))

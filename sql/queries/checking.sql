@@ -74,10 +74,14 @@ WHERE c.state IN ('planned', 'sealing', 'sealed')
 
 -- name: check_groups
 -- Groups that bound trimming, and how many members of each live. Nobody knows of receivers (ordered pop) where they are.
+-- Of instances of broadcast groups: for how long they have been away, and for how long their positions are kept.
 SELECT t.name, g.name, (SELECT count(*) FROM mqlayer.member m
-                        WHERE m.group_id = g.group_id AND m.lease_until >= now())::int AS living
+                        WHERE m.group_id = g.group_id AND m.lease_until >= now())::int AS living,
+       extract(epoch FROM clock_timestamp() - g.away_since)::float8, b.keep_away_s
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
-WHERE g.state = 'live' AND g.mode IN ('exclusive', 'shared') ORDER BY t.name, g.name;
+LEFT JOIN mqlayer.consumer_group b ON b.group_id = g.broadcast_of
+WHERE g.state <> 'retired' AND g.mode IN ('exclusive', 'shared') AND (g.state = 'live' OR g.instance IS NOT NULL)
+ORDER BY t.name, g.name;
 
 -- name: check_parked
 -- What groups have parked: keys, messages, keys that wait for an operator, whether one or the group is at a limit, since
@@ -85,16 +89,42 @@ WHERE g.state = 'live' AND g.mode IN ('exclusive', 'shared') ORDER BY t.name, g.
 -- owner has in hand; none of a group that rests.
 SELECT t.name, g.name, count(k.name)::int,
        (SELECT count(*) FROM mqlayer.parked_message m WHERE m.group_id = g.group_id)::int,
-       count(k.name) FILTER (WHERE k.due_at IS NULL)::int,
+       count(k.name) FILTER (WHERE k.due_at IS NULL AND k.paused_at IS NULL)::int,
        bool_or(k.messages >= g.key_messages_limit OR k.bytes >= g.key_bytes_limit) OR EXISTS (
            SELECT FROM mqlayer.parked_total n WHERE n.group_id = g.group_id
            HAVING sum(n.messages) >= g.parked_messages_limit OR sum(n.bytes) >= g.parked_bytes_limit),
-       extract(epoch FROM clock_timestamp() - min(k.parked_at) FILTER (WHERE k.due_at IS NULL))::float8,
-       extract(epoch FROM clock_timestamp() - min(k.due_at) FILTER (WHERE g.paused_at IS NULL AND NOT EXISTS (
+       extract(epoch FROM clock_timestamp() - min(k.parked_at) FILTER (WHERE k.due_at IS NULL AND k.paused_at IS NULL))::float8,
+       extract(epoch FROM clock_timestamp() - min(k.due_at) FILTER (
+           WHERE g.paused_at IS NULL AND t.paused_at IS NULL AND k.paused_at IS NULL AND NOT EXISTS (
+               SELECT FROM mqlayer.partition_pause pp JOIN mqlayer.partition r USING (partition_id)
+               WHERE pp.group_id = k.group_id AND k.lp >= r.lp_from AND k.lp < r.lp_to)
+           AND NOT EXISTS (
            SELECT FROM mqlayer.assignment a
            WHERE a.group_id = k.group_id AND a.epoch = k.started AND a.member_id IS NOT NULL)))::float8
 FROM mqlayer.parked_key k JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 GROUP BY t.name, g.name, g.group_id ORDER BY t.name, g.name;
+
+-- name: check_pauses
+-- What rests by an operator's word: what it is, the command that ends it, who said so, and for how long; keys as a count.
+SELECT format('topic %%s', name), format('mqlayer topic resume %%s', name), paused_by,
+       extract(epoch FROM clock_timestamp() - paused_at)::float8 AS age_s
+FROM mqlayer.topic WHERE paused_at IS NOT NULL
+UNION ALL
+SELECT format('group %%s of topic %%s', g.name, t.name), format('mqlayer group resume %%s %%s', t.name, g.name), g.paused_by,
+       extract(epoch FROM clock_timestamp() - g.paused_at)::float8
+FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id) WHERE g.paused_at IS NOT NULL AND g.state <> 'retired'
+UNION ALL
+SELECT format('partition %%s for group %%s of topic %%s', p.partition_id, g.name, t.name),
+       format('mqlayer group resume %%s %%s --partition %%s', t.name, g.name, p.partition_id), p.paused_by,
+       extract(epoch FROM clock_timestamp() - p.paused_at)::float8
+FROM mqlayer.partition_pause p JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+UNION ALL
+SELECT format('%%s keys of group %%s of topic %%s', count(*), g.name, t.name),
+       format('mqlayer key resume %%s KEY --group %%s, for those of mqlayer parked list %%s %%s --waiting', t.name, g.name,
+              t.name, g.name), min(k.paused_by), extract(epoch FROM clock_timestamp() - min(k.paused_at))::float8
+FROM mqlayer.parked_key k JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+WHERE k.paused_at IS NOT NULL GROUP BY t.name, g.name
+ORDER BY 1;
 
 -- name: check_relays
 -- How many relays live, and how many LP sets no living one holds.
@@ -118,6 +148,12 @@ WHERE c.seq > coalesce(r.seq, 0) AND s.lp IS NULL;
 -- How many LPs a row set aside holds, and the reason of the oldest.
 SELECT count(*)::int, min(reason) FILTER (WHERE first)
 FROM (SELECT reason, row_number() OVER (ORDER BY set_aside_at, topic_id, lp) = 1 AS first FROM mqlayer_app.set_aside) AS s;
+
+-- name: check_voided
+-- How many rows of best_effort topics were passed over and wait for an operator, and the reason of the oldest.
+SELECT count(*)::int, min(reason) FILTER (WHERE first)
+FROM (SELECT reason, row_number() OVER (ORDER BY voided_at, id) = 1 AS first FROM mqlayer_app.voided
+      WHERE ended IS NULL) AS v;
 
 -- name: check_versions
 -- Entities whose next version is overdue: how many, how many events are held behind it, for how long the first, and of which

@@ -75,6 +75,15 @@ FROM mqlayer.topic t ORDER BY t.name;
 -- Whether a topic is archived.
 SELECT topic_id, archived FROM mqlayer.topic WHERE name = %(name)s;
 
+-- name: topic_limits_put
+-- Change the limits of a topic, what is not named stays; and let relays know.
+WITH put AS (
+    UPDATE mqlayer.topic SET body_limit = coalesce(%(body_limit)s::int, body_limit),
+        backlog_limit = coalesce(%(backlog_limit)s::bigint, backlog_limit)
+    WHERE topic_id = %(topic_id)s RETURNING name, body_limit, backlog_limit
+)
+SELECT body_limit, backlog_limit, pg_notify('mqlayer_route', name) FROM put;
+
 -- name: topic_archived_set
 -- Switch a topic's archiving.
 UPDATE mqlayer.topic SET archived = %(archived)s WHERE topic_id = %(topic_id)s;
@@ -160,7 +169,7 @@ SELECT p.partition_id, p.node_id,
        CASE WHEN t.archived AND bool_and(a.complete) IS NOT TRUE THEN coalesce(min(a.upto_offset), 1) END AS archive_floor
 FROM mqlayer.topic t
 JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.state IN ('open', 'sealed')
-LEFT JOIN mqlayer.consumer_group g ON g.topic_id = t.topic_id AND g.state <> 'retired'
+LEFT JOIN mqlayer.consumer_group g ON g.topic_id = t.topic_id AND g.state <> 'retired' AND g.mode <> 'broadcast'
 LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id
 LEFT JOIN mqlayer_archive.progress a ON a.partition_id = p.partition_id
 WHERE t.name = %(topic)s

@@ -4,6 +4,11 @@ CASE WHEN %(alone)s::boolean OR m.key = '\xff'::bytea
      THEN '\xff'::bytea || convert_to(format('%%s:%%s:%%s', m.source, m.lp, m.seq), 'UTF8')
      ELSE m.key END;
 
+-- part: parked_reachable
+-- The partition of a parked key k does not rest for its group.
+NOT EXISTS (SELECT FROM mqlayer.partition_pause pp JOIN mqlayer.partition p USING (partition_id)
+            WHERE pp.group_id = k.group_id AND k.lp >= p.lp_from AND k.lp < p.lp_to);
+
 -- part: dead_fits
 -- What a filter asks of a dead message d; what is null does not narrow.
 (%(key)s::bytea IS NULL OR d.key = %(key)s) AND (%(cause)s::text IS NULL OR d.cause = %(cause)s)
@@ -24,15 +29,15 @@ WITH page AS (
       AND (%(name)s::bytea IS NULL OR k.name = %(name)s) AND (%(cause)s::text IS NULL OR k.cause = %(cause)s)
       AND (%(since)s::timestamptz IS NULL OR k.parked_at >= %(since)s)
       AND (%(until)s::timestamptz IS NULL OR k.parked_at < %(until)s)
-      AND (NOT %(waiting)s::boolean OR k.due_at IS NULL)
+      AND (NOT %(waiting)s::boolean OR k.due_at IS NULL OR k.paused_at IS NOT NULL)
       AND (%(error)s::text IS NULL OR EXISTS (
           SELECT FROM mqlayer.parked_message m JOIN mqlayer.failed_attempt f USING (group_id, lp, source, seq)
           WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name
             AND strpos(lower(f.error), lower(%(error)s)) > 0))
     ORDER BY k.group_id, k.lp, k.name LIMIT %(limit)s
 )
-SELECT p.group_id, p.topic, p.group_name, p.lp, p.name, p.cause, p.due_at,
-       extract(epoch FROM p.due_at - clock_timestamp())::float8 AS due_in_s, p.attempts, p.started IS NOT NULL AS started,
+SELECT p.group_id, p.topic, p.group_name, p.lp, p.name, p.cause, CASE WHEN p.paused_at IS NULL THEN p.due_at END AS due_at,
+       CASE WHEN p.paused_at IS NULL THEN extract(epoch FROM p.due_at - clock_timestamp())::float8 END AS due_in_s, p.attempts, p.started IS NOT NULL AS started,
        p.parked_at, n.messages, n.bytes, h.source, h.seq, h.key
 FROM page p
 CROSS JOIN LATERAL (
@@ -109,7 +114,7 @@ ORDER BY failed_at, attempt LIMIT %(limit)s;
 
 -- name: parked_hold
 -- Lock a parked key; nothing where it is not parked.
-SELECT cause, due_at, attempts FROM mqlayer.parked_key
+SELECT cause, due_at, attempts, paused_at IS NOT NULL AS paused FROM mqlayer.parked_key
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s FOR UPDATE;
 
 -- name: parked_end
@@ -120,7 +125,26 @@ WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 -- name: parked_release
 -- Let a parked key be tried at once, with all of its attempts before it. Where an owner has it in hand, it finds that.
 UPDATE mqlayer.parked_key SET due_at = clock_timestamp(), attempts = 0, released = started IS NOT NULL
-WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s RETURNING lp;
+WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s AND paused_at IS NULL RETURNING lp;
+
+-- name: key_pause
+-- Let a key rest: parked, and due at no time; nothing where it rests.
+INSERT INTO mqlayer.parked_key AS k (group_id, lp, name, cause, paused_at, paused_by)
+VALUES (%(group_id)s, %(lp)s, %(name)s, 'paused', clock_timestamp(), %(actor)s)
+ON CONFLICT (group_id, lp, name) DO UPDATE SET paused_at = excluded.paused_at, paused_by = excluded.paused_by
+WHERE k.paused_at IS NULL RETURNING k.lp;
+
+-- name: key_resume
+-- Let a key go on; nothing where it does. One that waits for nothing else is due.
+UPDATE mqlayer.parked_key
+SET paused_at = NULL, paused_by = NULL,
+    due_at = CASE WHEN cause = 'paused' AND due_at IS NULL THEN clock_timestamp() ELSE due_at END
+WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s AND paused_at IS NOT NULL RETURNING lp;
+
+-- name: key_paused
+-- Since when a key rests.
+SELECT paused_at FROM mqlayer.parked_key
+WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s AND paused_at IS NOT NULL;
 
 -- name: parked_heads_forgive
 -- What the heads of parked keys failed before they were parked counts no more.
@@ -136,7 +160,7 @@ WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.source = head.source A
 UPDATE mqlayer.parked_key k SET due_at = clock_timestamp(), attempts = 0, released = k.started IS NOT NULL
 FROM (SELECT lp, name FROM mqlayer.parked_key
       WHERE group_id = %(group_id)s AND (lp, name) > (%(after_lp)s::smallint, %(after_name)s::bytea)
-        AND (due_at IS NULL OR due_at > clock_timestamp())
+        AND (due_at IS NULL OR due_at > clock_timestamp()) AND paused_at IS NULL
         AND (%(cause)s::text IS NULL OR cause = %(cause)s)
       ORDER BY lp, name LIMIT %(limit)s FOR UPDATE) AS waiting
 WHERE k.group_id = %(group_id)s AND k.lp = waiting.lp AND k.name = waiting.name
@@ -203,7 +227,8 @@ FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 CROSS JOIN LATERAL (
     SELECT count(*) AS keys, count(*) FILTER (WHERE k.due_at IS NULL) AS waiting, min(k.parked_at) AS since,
            count(*) FILTER (WHERE k.messages >= g.key_messages_limit OR k.bytes >= g.key_bytes_limit) AS full_keys,
-           min(k.due_at) FILTER (WHERE k.due_at < clock_timestamp() AND k.started IS NULL) AS due
+           min(k.due_at) FILTER (
+               WHERE k.due_at < clock_timestamp() AND k.started IS NULL AND k.paused_at IS NULL) AS due
     FROM mqlayer.parked_key k WHERE k.group_id = g.group_id) AS k
 CROSS JOIN LATERAL (
     SELECT sum(p.messages)::bigint AS messages, sum(p.bytes)::bigint AS bytes
@@ -471,9 +496,9 @@ ORDER BY redrive_id;
 -- name: parked_overdue
 -- Groups with members in which keys have been due for a while that no owner has in hand.
 SELECT g.group_id, t.name, g.name FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
-WHERE g.state = 'live' AND g.paused_at IS NULL
+WHERE g.state = 'live' AND g.paused_at IS NULL AND t.paused_at IS NULL
   AND EXISTS (SELECT FROM mqlayer.parked_key k
-              WHERE k.group_id = g.group_id AND k.due_at < clock_timestamp() - make_interval(secs => %(for_s)s)
+              WHERE k.group_id = g.group_id AND k.paused_at IS NULL AND {parked_reachable} AND k.due_at < clock_timestamp() - make_interval(secs => %(for_s)s)
                 AND NOT EXISTS (SELECT FROM mqlayer.assignment a WHERE a.group_id = k.group_id AND a.epoch = k.started
                                 AND a.member_id IS NOT NULL))
   AND EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until >= now())

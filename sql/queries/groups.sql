@@ -1,10 +1,12 @@
 -- name: group_insert
 -- Create a group that is not live yet; nothing where the name is taken.
-INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, from_archive, ordered, balance, mode, scope, invisible_s, tag_filter,
-       backoff_s, backoff_jitter, attempt_limit, policy, final_errors, retried_errors, time_limit_s, time_cap_s,
-       parked_keys_limit, parked_messages_limit, parked_bytes_limit, key_messages_limit, key_bytes_limit)
+INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, from_archive, ordered, balance, mode, scope, tag_filter,
+       invisible_s, keep_away_s, rate_limit, rate_burst, backoff_s, backoff_jitter, attempt_limit, policy, final_errors,
+       retried_errors, time_limit_s, time_cap_s, parked_keys_limit, parked_messages_limit, parked_bytes_limit,
+       key_messages_limit, key_bytes_limit)
 SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(from_archive)s, %(ordered)s, %(balance)s, %(mode)s, %(scope)s,
-       %(invisible_s)s, %(tag_filter)s, %(backoff_s)s, %(jitter)s, %(attempt_limit)s, %(policy)s, %(final_errors)s, %(retried_errors)s,
+       %(tag_filter)s, %(invisible_s)s, %(keep_away_s)s, %(rate_limit)s, %(rate_burst)s, %(backoff_s)s, %(jitter)s,
+       %(attempt_limit)s, %(policy)s, %(final_errors)s, %(retried_errors)s,
        %(time_limit_s)s, %(time_cap_s)s, %(parked_keys_limit)s, %(parked_messages_limit)s, %(parked_bytes_limit)s,
        %(key_messages_limit)s, %(key_bytes_limit)s
 FROM mqlayer.topic WHERE name = %(topic)s
@@ -13,7 +15,8 @@ ON CONFLICT (topic_id, name) DO NOTHING;
 -- name: group_find
 -- One group of a topic.
 SELECT g.group_id, g.topic_id, g.state, g.start, g.start_at, t.strategy, g.version, g.seek, g.ordered, g.balance,
-       g.settings_version, g.paused_at, g.mode, g.scope, g.tag_filter, g.from_archive, g.invisible_s, g.backoff_s, g.backoff_jitter,
+       g.settings_version, g.paused_at, g.mode, g.scope, g.tag_filter, g.from_archive, g.invisible_s, g.instance,
+       g.keep_away_s, g.rate_limit, g.rate_burst, g.backoff_s, g.backoff_jitter,
        g.attempt_limit, g.policy, g.final_errors, g.retried_errors, g.time_limit_s, g.time_cap_s, g.parked_keys_limit,
        g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
@@ -69,19 +72,66 @@ SET settings_version = settings_version + 1, backoff_s = coalesce(%(backoff_s)s:
     parked_bytes_limit = coalesce(%(parked_bytes_limit)s::bigint, parked_bytes_limit),
     key_messages_limit = coalesce(%(key_messages_limit)s::bigint, key_messages_limit),
     key_bytes_limit = coalesce(%(key_bytes_limit)s::bigint, key_bytes_limit),
-    balance = coalesce(%(balance)s::text, balance), tag_filter = coalesce(%(tag_filter)s::text, tag_filter)
+    balance = coalesce(%(balance)s::text, balance), keep_away_s = coalesce(%(keep_away_s)s::double precision, keep_away_s),
+    tag_filter = coalesce(%(tag_filter)s::text, tag_filter),
+    rate_limit = nullif(coalesce(%(rate_limit)s::double precision, rate_limit), 'Infinity'),
+    rate_burst = nullif(coalesce(%(rate_burst)s::double precision, rate_burst), 'Infinity')
 WHERE group_id = %(group_id)s AND settings_version = coalesce(%(if_version)s::int, settings_version)
   AND state <> 'retired' RETURNING time_limit_s, time_cap_s;
 
 -- name: group_pause
 -- Let a group rest; nothing where it does.
-UPDATE mqlayer.consumer_group SET paused_at = now()
+UPDATE mqlayer.consumer_group SET paused_at = now(), paused_by = %(actor)s
 WHERE group_id = %(group_id)s AND paused_at IS NULL AND state <> 'retired' RETURNING group_id;
 
 -- name: group_resume
 -- Let a group go on; nothing where it does.
-UPDATE mqlayer.consumer_group SET paused_at = NULL
+UPDATE mqlayer.consumer_group SET paused_at = NULL, paused_by = NULL
 WHERE group_id = %(group_id)s AND paused_at IS NOT NULL RETURNING group_id;
+
+-- name: topic_pause
+-- Let all groups of a topic rest; nothing where they do.
+UPDATE mqlayer.topic SET paused_at = now(), paused_by = %(actor)s WHERE name = %(topic)s AND paused_at IS NULL
+RETURNING topic_id;
+
+-- name: topic_resume
+-- Let the groups of a topic go on; nothing where they do.
+UPDATE mqlayer.topic SET paused_at = NULL, paused_by = NULL WHERE name = %(topic)s AND paused_at IS NOT NULL
+RETURNING topic_id;
+
+-- name: topic_known
+-- The id of a topic.
+SELECT topic_id FROM mqlayer.topic WHERE name = %(topic)s;
+
+-- name: topic_groups_notify
+-- Have the members and receivers of a topic's groups look what they may consume.
+SELECT pg_notify('mqlayer_group', group_id::text) FROM mqlayer.consumer_group
+WHERE topic_id = %(topic_id)s AND state <> 'retired';
+
+-- name: partition_pause_put
+-- Let partitions rest for a group; which of them did not. Only such as are of its topic and not deleted.
+INSERT INTO mqlayer.partition_pause (group_id, partition_id, paused_by)
+SELECT %(group_id)s, p.partition_id, %(actor)s FROM mqlayer.partition p
+WHERE p.partition_id = ANY(%(partitions)s::int[]) AND p.topic_id = %(topic_id)s AND p.state IN ('open', 'sealed')
+ON CONFLICT DO NOTHING RETURNING partition_id;
+
+-- name: partition_pause_end
+-- Let partitions go on for a group; which of them rested.
+DELETE FROM mqlayer.partition_pause
+WHERE group_id = %(group_id)s AND partition_id = ANY(%(partitions)s::int[]) RETURNING partition_id;
+
+-- name: partitions_of_topic
+-- Which of these partitions are of a topic, and not deleted.
+SELECT partition_id FROM mqlayer.partition
+WHERE topic_id = %(topic_id)s AND partition_id = ANY(%(partitions)s::int[]) AND state IN ('open', 'sealed');
+
+-- name: pause_under_way
+-- In how many partitions of a topic, of one of its groups or of some partitions of that, owners still finish what they
+-- have in hand.
+SELECT count(*) FROM mqlayer.assignment a JOIN mqlayer.consumer_group g USING (group_id)
+WHERE g.topic_id = %(topic_id)s AND a.member_id IS NOT NULL
+  AND (%(group_id)s::int IS NULL OR g.group_id = %(group_id)s)
+  AND (%(partitions)s::int[] IS NULL OR a.partition_id = ANY(%(partitions)s::int[]));
 
 -- name: assignments_of_group_release
 -- Ask every owner to release what it has, for nobody.
@@ -103,8 +153,13 @@ SELECT set_config('lock_timeout', %(lock_wait)s, true),
 
 -- name: group_lock
 -- Lock a group for a change of its membership or assignments.
-SELECT group_id, topic_id, allocation, balance, mode FROM mqlayer.consumer_group
+SELECT group_id, topic_id, allocation, balance, mode, state, instance IS NOT NULL FROM mqlayer.consumer_group
 WHERE group_id = %(group_id)s FOR NO KEY UPDATE;
+
+-- name: group_admits
+-- What decides whether a member may join a group, whose lock is held.
+SELECT t.name, g.name, g.state, g.instance IS NOT NULL
+FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id) WHERE g.group_id = %(group_id)s;
 
 -- name: member_join
 -- A member (again): a new session, so that an earlier process of this id is refused. Nothing where a process that goes
@@ -163,10 +218,14 @@ ORDER BY g.group_id;
 -- What a member holds: partition, node, epoch, start, whether it shall release it, and whether its stream rests for a
 -- replay. Nothing for an earlier session: an old process must not learn the epochs of the one that took its id.
 SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_offset, 1) AS start_offset,
-       a.target IS DISTINCT FROM a.member_id AS release, coalesce(e.cut, false) AS cut, g.seek, g.replay,
+       a.target IS DISTINCT FROM a.member_id OR t.paused_at IS NOT NULL OR EXISTS (
+           SELECT FROM mqlayer.partition_pause pp
+           WHERE pp.group_id = a.group_id AND pp.partition_id = a.partition_id) AS release, coalesce(e.cut, false) AS cut, g.seek, g.replay,
        EXISTS (SELECT FROM mqlayer.redrive d WHERE d.group_id = g.group_id AND d.state = 'running' AND d.newer = 'wait'
                AND d.name IS NULL) AS resting,
-       t.archived, g.tag_filter, g.parking, g.allocation, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy,
+       t.archived, g.rate_limit, g.rate_burst, CASE WHEN g.rate_limit IS NOT NULL THEN (
+           SELECT count(*) FROM mqlayer.readable r WHERE r.group_id = %(group_id)s) END::int AS share_count,
+       g.tag_filter, g.parking, g.allocation, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy,
        g.final_errors, g.retried_errors, g.time_limit_s, g.time_cap_s, g.parked_keys_limit, g.parked_messages_limit,
        g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit
 FROM mqlayer.consumer_group g
@@ -313,7 +372,8 @@ SELECT pg_notify('mqlayer_group', group_id::text) FROM raised;
 -- name: pop_partitions
 -- The partitions of a group with ordered pop, or a shared one, under which epoch they are given out, and whether they are now.
 SELECT p.partition_id, p.node_id, a.epoch, coalesce(s.start_offset, 1) AS start_offset, g.seek, g.replay,
-       coalesce(e.cut, false) AS cut, r.partition_id IS NOT NULL AS readable, t.archived
+       coalesce(e.cut, false) AS cut, r.partition_id IS NOT NULL AS readable, t.archived, g.rate_limit, g.rate_burst,
+       CASE WHEN g.rate_limit IS NOT NULL THEN (count(r.partition_id) OVER ())::int END AS share_count
 FROM mqlayer.consumer_group g
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')

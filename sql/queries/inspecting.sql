@@ -2,13 +2,18 @@
 -- Groups with their settings and how many members live: of all topics, of one, or one of one topic.
 SELECT g.group_id, t.name, g.name, g.state, g.version, t.version AS topic_version, g.start, g.start_at, g.seek,
        g.created_at, g.ordered, g.balance, g.settings_version, g.paused_at, g.mode, g.scope,
-       (SELECT count(*) FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until >= now()) AS alive,
-       g.tag_filter, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors, g.retried_errors, g.time_limit_s,
+       (SELECT count(*) FROM mqlayer.member m
+        WHERE m.lease_until >= now() AND (m.group_id = g.group_id OR g.mode = 'broadcast' AND m.group_id IN (
+            SELECT i.group_id FROM mqlayer.consumer_group i WHERE i.broadcast_of = g.group_id))) AS alive,
+       g.tag_filter, g.instance, coalesce(g.keep_away_s, b.keep_away_s),
+       extract(epoch FROM clock_timestamp() - g.away_since)::float8, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.final_errors, g.retried_errors, g.time_limit_s,
        g.time_cap_s, g.parked_keys_limit, g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit,
-       g.key_bytes_limit
+       g.key_bytes_limit, g.paused_by, t.paused_at AS topic_paused_at, t.paused_by AS topic_paused_by, g.rate_limit,
+       g.rate_burst
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+LEFT JOIN mqlayer.consumer_group b ON b.group_id = g.broadcast_of
 WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(name)s::text IS NULL OR g.name = %(name)s)
-ORDER BY t.name, g.name;
+ORDER BY t.name, coalesce(b.name, g.name), g.instance NULLS FIRST;
 
 -- name: inspected_partitions
 -- How groups stand with every partition of their topic: the version that made it, which parents hide it, who owns it.
@@ -23,7 +28,8 @@ SELECT g.group_id, p.partition_id, p.node_id, p.lp_from, p.lp_to, coalesce(c.ver
        coalesce(s.start_offset, 1) AS start_offset, g.seek, a.member_id, a.epoch,
        CASE WHEN a.member_id IS NOT NULL AND a.target IS DISTINCT FROM a.member_id THEN coalesce(a.target, '') END AS target,
        a.changed_at, m.lease_until >= now() AS alive,
-       CASE WHEN m.lease_until < now() THEN nullif(m.lease_until, '-infinity') END AS lease_over_at
+       CASE WHEN m.lease_until < now() THEN nullif(m.lease_until, '-infinity') END AS lease_over_at,
+       pp.paused_at, pp.paused_by
 FROM mqlayer.consumer_group g
 JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')
 LEFT JOIN mqlayer.route_change c ON c.change_id = p.born_in
@@ -31,6 +37,7 @@ LEFT JOIN mqlayer.drained d ON d.group_id = g.group_id AND d.partition_id = p.pa
 LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id
 LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.partition_id = p.partition_id
 LEFT JOIN mqlayer.member m ON m.group_id = a.group_id AND m.member_id = a.member_id
+LEFT JOIN mqlayer.partition_pause pp ON pp.group_id = g.group_id AND pp.partition_id = p.partition_id
 WHERE g.group_id = ANY(%(group_ids)s::int[])
 ORDER BY g.group_id, p.partition_id;
 
@@ -70,9 +77,11 @@ JOIN mqlayer.parked_key k USING (group_id, lp, name);
 
 -- name: inspected_parked_key
 -- How a key of a group is parked, and what is at its head.
-SELECT k.cause, k.parked_at, k.due_at, extract(epoch FROM k.due_at - clock_timestamp())::float8, k.attempts,
+SELECT k.cause, k.parked_at, CASE WHEN k.paused_at IS NULL THEN k.due_at END AS due_at,
+       CASE WHEN k.paused_at IS NULL THEN extract(epoch FROM k.due_at - clock_timestamp())::float8 END AS due_in_s, k.attempts,
        (SELECT count(*) FROM mqlayer.parked_message m
-        WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name), k.bytes, h.source, h.seq
+        WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name), k.bytes, h.source, h.seq,
+       k.paused_at, k.paused_by
 FROM mqlayer.parked_key k
 LEFT JOIN LATERAL (
     SELECT m.source, m.seq FROM mqlayer.parked_message m

@@ -3,7 +3,9 @@
 SELECT p.partition_id, p.node_id, g.group_id, coalesce(o.epoch, 0), coalesce(o.place, 0)
 FROM mqlayer.partition p JOIN mqlayer.consumer_group g USING (topic_id)
 LEFT JOIN mqlayer_archive.outcome_progress o ON o.group_id = g.group_id AND o.partition_id = p.partition_id
-WHERE p.topic_id = %(topic_id)s AND p.state IN ('open', 'sealed', 'deleted') AND p.retired_at IS NULL
+WHERE p.topic_id = %(topic_id)s AND p.state IN ('open', 'sealed', 'deleted') AND p.retired_at IS NULL AND g.mode <> 'broadcast'
+  AND (g.state <> 'retired' OR EXISTS (SELECT FROM mqlayer.assignment a
+                                       WHERE a.group_id = g.group_id AND a.partition_id = p.partition_id))
 ORDER BY p.partition_id, g.group_id;
 
 -- name: outcome_progress

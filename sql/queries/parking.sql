@@ -16,14 +16,15 @@ WHERE group_id = %(group_id)s AND number > %(after)s AND number <= %(upto)s;
 -- name: parked_keys
 -- The keys of a group that are parked in ranges of LPs, and in how many seconds each is tried again.
 SELECT s.partition_id, k.lp, k.name, k.cause, k.attempts, k.started, k.started_alone,
-       date_part('epoch', k.due_at - clock_timestamp())
+       CASE WHEN k.paused_at IS NULL THEN date_part('epoch', k.due_at - clock_timestamp()) END
 FROM unnest(%(partitions)s::int[], %(lps_from)s::int[], %(lps_to)s::int[]) AS s (partition_id, lp_from, lp_to)
 JOIN mqlayer.parked_key k ON k.group_id = %(group_id)s AND k.lp >= s.lp_from AND k.lp < s.lp_to
 ORDER BY k.lp, k.name;
 
 -- name: parked_keys_named
 -- The same of these keys.
-SELECT k.lp, k.name, k.cause, k.attempts, k.started, k.started_alone, date_part('epoch', k.due_at - clock_timestamp())
+SELECT k.lp, k.name, k.cause, k.attempts, k.started, k.started_alone,
+       CASE WHEN k.paused_at IS NULL THEN date_part('epoch', k.due_at - clock_timestamp()) END
 FROM mqlayer.parked_key k JOIN unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS given (lp, name) USING (lp, name)
 WHERE k.group_id = %(group_id)s;
 
@@ -213,9 +214,9 @@ SET started = NULL, started_alone = false, released = false, attempts = CASE WHE
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 
 -- name: parked_key_end
--- A key is not parked any more, if nothing of it waits and no replay is for it alone.
+-- A key is not parked any more, if nothing of it waits, nobody paused it, and no replay is for it alone.
 DELETE FROM mqlayer.parked_key k
-WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s
+WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s AND k.paused_at IS NULL
   AND NOT EXISTS (SELECT FROM mqlayer.parked_message m
                   WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name)
   AND NOT EXISTS (SELECT FROM mqlayer.redrive r

@@ -25,7 +25,7 @@ FROM mqlayer.consumer_group g
 JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state <> 'deleted'
 LEFT JOIN mqlayer.group_start gs ON gs.group_id = g.group_id AND gs.partition_id = p.partition_id
 LEFT JOIN mqlayer.drained d ON d.group_id = g.group_id AND d.partition_id = p.partition_id
-WHERE g.topic_id = %(topic_id)s AND g.state = 'live' ORDER BY p.partition_id, g.group_id;
+WHERE g.topic_id = %(topic_id)s AND g.state = 'live' AND g.mode <> 'broadcast' ORDER BY p.partition_id, g.group_id;
 
 -- name: verify_epoch
 -- The highest epoch that was ever given out.

@@ -59,6 +59,8 @@ FAILING: Final = int(os.environ.get("MQLAYER_TEST_FAILING", "0"))
 """Every so many messages fail at their first attempt; 0: none does."""
 TAG_FILTER: Final = os.environ.get("MQLAYER_TEST_TAG_FILTER")
 """Which messages consumers want; None: all."""
+BATCH: Final[Any] = os.environ.get("MQLAYER_TEST_BATCH")
+"""Of what a seller's handler takes batches; None: single messages."""
 SINK: Final = """
 CREATE TABLE sink (
     place bigserial PRIMARY KEY, key text, source int, lp int, seq bigint, epoch bigint, partition int, value text
@@ -146,6 +148,13 @@ def consume_twice(name: str, directory: Path, stopping: threading.Event) -> None
 
 def _book_into_sink(app: mqlayer.App, history: History) -> None:
     pool = ConnectionPool(os.environ["MQLAYER_DSN"], min_size=1, max_size=6, timeout=5, open=True)
+    if BATCH is not None:
+
+        @app.consumer(TOPIC, group=GROUP, backoff_s=(0.1, 0.2), batch=mqlayer.BatchOf(BATCH, limit=10))
+        def book_batch(batch: mqlayer.Batch[bytes]) -> None:
+            _book_in_parts(batch, pool, history)
+
+        return
 
     @app.consumer(
         TOPIC, group=GROUP, backoff_s=(0.1, 0.2), tag_filter=TAG_FILTER, options=mqlayer.MemberOptions(concurrency=6)
@@ -163,7 +172,7 @@ def sell(name: str, directory: Path, stopping: threading.Event) -> None:
     """Write what comes into the sink, by the rules that MQLAYER_TEST_RULES gives, unless a fault of the run forbids it.
 
     A consumer of the name that MQLAYER_TEST_MEMBER says, a new one without it; its handler is a coroutine if
-    MQLAYER_TEST_ASYNC is there.
+    MQLAYER_TEST_ASYNC is there, or takes batches of the kind in MQLAYER_TEST_BATCH.
     """
     app, history, faults = mqlayer.App(), History(directory, f"{name}-{os.getpid()}"), Faults(directory)
     if "MQLAYER_TEST_MEMBER" not in os.environ:
@@ -172,7 +181,8 @@ def sell(name: str, directory: Path, stopping: threading.Event) -> None:
     observe_parking(history, TOPIC, GROUP)
     rules: dict[str, Any] = json.loads(os.environ.get("MQLAYER_TEST_RULES", "{}"))
     options = mqlayer.MemberOptions(concurrency=6, member_id=os.environ.get("MQLAYER_TEST_MEMBER", ""))
-    register = app.consumer(TOPIC, group=GROUP, start="earliest", options=options, **rules)
+    batch = mqlayer.BatchOf(BATCH, limit=10) if BATCH is not None else None
+    register = app.consumer(TOPIC, group=GROUP, start="earliest", batch=batch, options=options, **rules)
     pool = ConnectionPool(os.environ["MQLAYER_DSN"], min_size=1, max_size=6, timeout=5, open=True)
 
     def handle(body: bytes, ctx: mqlayer.Context) -> None:
@@ -191,8 +201,37 @@ def sell(name: str, directory: Path, stopping: threading.Event) -> None:
                 await ctx.afence(connection)
                 await connection.execute(INTO_SINK, facts)
 
-    register(handle_in_loop if "MQLAYER_TEST_ASYNC" in os.environ else handle)
+    def handle_batch(batch: mqlayer.Batch[bytes]) -> None:
+        _book_in_parts(batch, pool, history, faults)
+
+    if BATCH is not None:
+        register(handle_batch)
+    else:
+        register(handle_in_loop if "MQLAYER_TEST_ASYNC" in os.environ else handle)
     _run(app, stopping)
+
+
+def _book_in_parts(
+    batch: mqlayer.Batch[bytes], pool: ConnectionPool, history: History, faults: Faults | None = None
+) -> None:
+    """Write a batch into the sink, three messages in a transaction; those that fail are left out before."""
+    for message in batch:
+        facts = _facts(message.body, message)
+        if FAILING and message.attempt == 1 and facts["seq"] % FAILING == 0:
+            batch.fail(message, RuntimeError("planted"))
+            if batch.kind == "key":
+                break
+    todo = (
+        batch.unmarked if batch.kind == "distinct" else batch[: min((m.index for m in batch if m.error), default=500)]
+    )
+    for at in range(0, len(todo), 3):
+        with pool.connection() as connection:
+            for message in batch.fence(connection, todo[at : at + 3]):
+                facts = _facts(message.body, message)
+                with _delivery(history, facts, message):
+                    if faults is not None:
+                        faults.strike(facts)
+                    connection.execute(INTO_SINK, facts)
 
 
 class Faults:
@@ -229,7 +268,9 @@ def put_faults(directory: Path, **faults: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def _delivery(history: History, facts: dict[str, Any], ctx: mqlayer.Context) -> Iterator[None]:
+def _delivery(
+    history: History, facts: dict[str, Any], ctx: mqlayer.Context | mqlayer.BatchMessage[bytes]
+) -> Iterator[None]:
     """Note a run of the handler, and how it ended."""
     operation = history.begin(Deliver(topic=TOPIC, group=GROUP, attempt=ctx.attempt, **facts))
     try:
@@ -341,7 +382,7 @@ def _book_batch(
             (operation.ok if settled else operation.info)()
 
 
-def _facts(body: bytes, ctx: mqlayer.Context) -> dict[str, Any]:
+def _facts(body: bytes, ctx: mqlayer.Context | mqlayer.BatchMessage[bytes]) -> dict[str, Any]:
     source, lp, seq = ctx.identity
     message = {"key": ctx.key, "source": source, "lp": lp, "seq": seq, "value": body.decode()}
     return message | {"partition": ctx.partition, "epoch": ctx.epoch}

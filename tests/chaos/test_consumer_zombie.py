@@ -85,6 +85,14 @@ def test_a_consumer_stopped_past_its_lease_wakes_up_and_changes_nothing(
     redis_url: str,
     place: str,
 ) -> None:
+    wake_a_zombie(scene, redis_url, place)
+
+
+def wake_a_zombie(scene: Scene, redis_url: str, place: str, *, in_hand: int = 0) -> None:
+    """Stop a consumer at a place, have another one go on, and see that the first one changes nothing when it wakes.
+
+    `in_hand`: how many batches its workers may have begun: each goes on to the next statement, which is refused.
+    """
     name, _, occurrence = place.partition("@")
     # An effect's transaction that its process has left alone ends after this, in place of a minute.
     scene._environment["PGOPTIONS"] = "-c idle_in_transaction_session_timeout=1500"
@@ -116,5 +124,5 @@ def test_a_consumer_stopped_past_its_lease_wakes_up_and_changes_nothing(
         and isinstance(record.event, Deliver)
         and record.event.epoch <= highest
     ]
-    assert started_late == []
+    assert len(started_late) <= in_hand, started_late
     judge(scene)

@@ -94,6 +94,21 @@ def test_rows_set_aside_are_listed_and_tried_again(world: OutboxWorld, run: Comm
     assert run.text("outbox", "aside", "retry") == "nothing is set aside\n"
 
 
+def test_rows_that_were_passed_over_are_listed_published_anew_and_discarded(world: OutboxWorld, run: Commands) -> None:
+    world.add_topic("loose", partitions=1, strategy="best_effort")
+    world.publish(2, topic="loose")
+    world.rows("UPDATE mqlayer_app.outbox SET key = repeat('x', 600)")
+    assert run.text("relay", "--once") == "2 messages relayed\n"
+    first, second = run.lines("outbox", "aside", "list")
+    assert (first["topic"], first["seq"], "600 bytes" in first["reason"]) == ("loose", 1, True)
+    assert "limit is 512" in run.failure("outbox", "aside", "retry")
+    assert "is discarded" in run.text("outbox", "aside", "discard", str(first["number"]), "--yes")
+    world.rows("UPDATE mqlayer_app.voided SET key = 'mended' WHERE ended IS NULL")
+    assert f"row {second['number']} is published anew" in run.text("outbox", "aside", "retry", "loose")
+    assert run.text("relay", "--once") == "1 messages relayed\n"
+    assert run.text("outbox", "aside", "retry") == "nothing is set aside\n"
+
+
 def test_rotation_tells_of_every_slot(world: OutboxWorld, run: Commands) -> None:
     lines = run.text("outbox", "rotate").splitlines()
     assert [line.split(":")[0] for line in lines] == [f"slot {number}" for number in range(4)]

@@ -87,6 +87,21 @@ def test_the_demo_keeps_the_promise_with_a_killed_and_a_stopped_consumer(place: 
         assert fault in progress
 
 
+def test_the_demo_keeps_the_promise_by_ordered_pop_with_a_killed_and_a_stopped_receiver(place: Path) -> None:
+    """Cases 50 to 53, 57, 77, with effects of pgbench's own tables; both are caught inside an effect."""
+    demo = start(place, "--seconds", "4", "--rate", "100", "--clients", "4", "--json", "--no-spark", "--pop")
+    output, progress = demo.communicate()
+    assert demo.returncode == 0, progress
+    verdict = json.loads(output)
+    assert set(verdict) == FIELDS
+    assert verdict["messages"] == 2 * verdict["transactions"] > 100
+    assert (verdict["violations"], verdict["lost"], verdict["model_equal"]) == (0, 0, True)
+    assert verdict["archived"] == verdict["messages"]
+    for fault in ("a batch in hand: killed (SIGKILL)", "a batch in hand: stopped (SIGSTOP)", "woken (SIGCONT)"):
+        assert fault in progress
+    assert "route version 7" in progress
+
+
 def test_an_interrupted_demo_leaves_nothing_behind(place: Path) -> None:
     demo = start(place, "--seconds", "60", "--rate", "50")
     progress = demo.stderr

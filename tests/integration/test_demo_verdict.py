@@ -12,12 +12,12 @@ import msgspec
 import psycopg
 import pytest
 
-from examples.bank import consumers
+from examples.bank import effects
 from examples.bank.figures import Figures, Verdict
 from examples.bank.stage import ROLE
 from mqlayer.postgres.migrations import grant
 
-SCHEMA = Path(consumers.__file__).with_name("schema.sql")
+SCHEMA = Path(effects.__file__).with_name("schema.sql")
 
 # pgbench's own tables, as far as its transaction needs them, and that transaction.
 TABLES = """
@@ -59,7 +59,7 @@ def deliver(bank: Connection, database_dsn: str) -> Deliver:
 
     def to_the_model(messages: list[Message]) -> Verdict:
         for key, body in messages:
-            entry = msgspec.json.decode(body, type=consumers.Entry)
+            entry = msgspec.json.decode(body, type=effects.Entry)
             facts = (key, entry.delta, entry.balance, entry.at)
             bank.execute("SELECT bank.apply_entry(%s, %s, %s, %s)", facts)
         return Figures(database_dsn, database_dsn).verdict()

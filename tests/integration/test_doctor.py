@@ -129,8 +129,8 @@ def test_of_a_well_installation_nothing_is_broken(
     assert {line["check"] for line in found if line["verdict"] != "ok"} <= {"version"}
     assert {line["check"] for line in found} == {
         "reachable", "version", "durability", "connections", "transactions", "prepared", "clock", "control schema",
-        "beat", "routes", "groups", "parked", "archive", "application schema", "relay", "set aside", "publishers",
-        "versions", "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
+        "beat", "routes", "groups", "parked", "pauses", "archive", "application schema", "relay", "set aside",
+        "publishers", "versions", "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
     }  # fmt: skip
     assert all(set(line) == {"check", "subject", "verdict", "seen", "fix"} for line in found)
     assert shown.exit_code == 0
@@ -428,6 +428,11 @@ def test_rows_set_aside_are_broken_until_they_are_tried_again(ward: Ward) -> Non
     assert (finding.verdict, "the first: too large" in finding.seen) == ("broken", True)
     assert "no outbox row waits" in ward.finding("relay").seen, "it is counted once"
     ward.world.rows("DELETE FROM mqlayer_app.set_aside")
+    assert ward.findings("set aside") == []
+    ward.world.rows("INSERT INTO mqlayer_app.voided VALUES (7, 1, 0, 1, 'too large', now(), 'k', NULL, 'b')")
+    finding = ward.finding("set aside")
+    assert (finding.verdict, "passed over; the first: too large" in finding.seen) == ("warning", True)
+    ward.world.rows("UPDATE mqlayer_app.voided SET body = NULL, ended = 'discarded', ended_at = now()")
     assert ward.findings("set aside") == []
 
 

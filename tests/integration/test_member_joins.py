@@ -116,3 +116,31 @@ def test_a_waiting_member_wakes_at_once_when_something_is_published(stage: Stage
         wait_until(lambda number=number: len(begun) == number, what="it to be handled")  # type: ignore[misc]
         waits.append(begun[-1] - sent)
     assert median(waits) < 0.2
+
+
+def test_appends_behind_a_blocked_head_are_read_and_wake_nobody_but_the_reader(stage: Stage) -> None:
+    """Case 61: at 1,000 a second a member reads each once, for other keys may be among them; with none it rests."""
+    key = stage.key_in(stage.partitions[0])
+    begun = threading.Event()
+
+    def fail(_body: bytes, _ctx: Context) -> None:
+        begun.set()
+        raise ValueError
+
+    stage.send([(key, b"0")])
+    app = stage.consume(fail, policy="block", backoff_s=(60.0,))
+    assert begun.wait(10)
+    before_s = used_s()
+    elapsed_s = stage.send_evenly(key, range(1, 1_200), per_s=1_000)
+    after_s = used_s()
+    used = {name: (after_s[name] - before_s[name]) / elapsed_s for name in before_s}
+    assert used.pop("mqlayer-g-node-1-reading") < 0.3
+    # By pick-up and settling none at all; a thread that looked at each append would take a multiple of this.
+    assert max(used.values()) < 0.03, used
+    wait_until(lambda: max(held.next_read for held in member_of(app)._holdings.all()) == 1_201, what="all read")
+
+
+def used_s() -> dict[str, float]:
+    """Return by name how much of a core each thread of a member has used so far, in s."""
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("mqlayer-g-")]
+    return {thread.name: time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)) for thread in threads}

@@ -162,7 +162,7 @@ def test_a_fenced_transaction_ends_after_a_minute_of_idleness_at_the_latest(
 
 
 TABLES = [
-    "topic", "counter", "outbox", "relayed", "set_aside",
+    "topic", "counter", "outbox", "relayed", "set_aside", "voided",
     "identity", "relay", "lp_set", "fence_epoch", "fence_applied",
 ]  # fmt: skip
 INNER = [

@@ -70,6 +70,26 @@ def test_what_was_discarded_is_not_parked_again_where_the_answer_to_parking_it_w
     assert ledger.dead(Span(PartitionId(partition), 0, 1024, 1)) == {record.identity for _, record in messages}
 
 
+def test_a_head_that_was_discarded_is_not_parked_again_by_who_has_read_it(stage: Stage) -> None:
+    """Case 67: its key is parked still, for what follows. Found by the model, `docs/model`: park-dead."""
+    stage.consume(Recorder(), backoff_s=(LATER_S,))
+    wait_until(lambda: stage.assignments()[0][1] is not None, what="an owner")
+    partition, member_id, epoch, _ = stage.assignments()[0]
+    ref = KeyRef(int(lp_of(b"k")), b"k")
+    messages = [(ref, Record(seq, b"1:%d:%d:0" % (ref.lp, seq), b"k", b"body")) for seq in (1, 2)]
+    ledger = Ledger(stage.database, stage.group_id(), member_id or "")
+    ledger.write(PartitionId(partition), epoch, Page([KeyEntry(ref, "exhausted", None, 1)], messages))
+    gone = discard_parked(stage.database, stage.topic, "g", key="k", head=True, reason="a test's", actor="test")
+    assert gone == 1
+    later = (ref, Record(3, b"1:%d:3:0" % ref.lp, b"k", b"body"))
+    written = ledger.write(PartitionId(partition), epoch, Page(messages=[*messages, later]))
+    # To be settled, all three: one is dead, the others are parked.
+    assert not written.gone
+    assert not written.left
+    assert parked(stage) == {"k": [2, 3]}
+    assert rows(stage, "SELECT seq FROM mqlayer.dead_message") == [(1,)]
+
+
 def test_a_key_that_finds_no_room_among_the_parked_ones_rests_as_long_as_it_was_told(stage: Stage) -> None:
     """It waits in place, and an event says so."""
     events: list[Event] = []

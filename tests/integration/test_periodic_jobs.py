@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from mqlayer import Producer, failpoints
+from mqlayer import App, Producer, failpoints
 from mqlayer.changes import finish_changes, give_up_node, move, split
 from mqlayer.domain.jobs import JOBS, Job
 from mqlayer.errors import NodeNotArmed
@@ -218,6 +218,30 @@ def test_the_tasks_of_relaying_and_trimming_run_and_keep_what_no_group_has_settl
     tasks.trim()
     assert world.whole()
     assert {name for (name,) in world.rows("SELECT name FROM mqlayer.job")} == {"relay", "trim"}
+
+
+def test_the_task_of_retired_groups_drops_positions_of_instances_that_are_away_and_their_keys(
+    world: OutboxWorld, redis_url: str
+) -> None:
+    app = App(world.settings())
+    app.consumer("orders", group="cache", mode="broadcast", instance="web", keep_away_s=0.01)(lambda body: None)
+    app.start()
+    app.stop()
+    wait_until(
+        lambda: world.rows("SELECT 1 FROM mqlayer.consumer_group WHERE away_since < now() - interval '0.01 s'"),
+        what="the limit",
+    )
+    tasks.retire_groups()
+    assert world.rows("SELECT state FROM mqlayer.consumer_group ORDER BY name") == [("live",), ("retired",)]
+    world.rows("UPDATE mqlayer.consumer_group SET retired_at = retired_at - interval '1 hour' WHERE instance = 'web'")
+    world.rows("UPDATE mqlayer.job SET next_at = now()")
+    tasks.retire_groups()
+    with redis.Redis.from_url(redis_url) as client:
+        assert list(client.scan_iter(f"{world.key_prefix}:*:g2:*")) == []
+    world.rows("UPDATE mqlayer.consumer_group SET retired_at = retired_at - interval '8 days' WHERE instance = 'web'")
+    world.rows("UPDATE mqlayer.job SET next_at = now()")
+    tasks.retire_groups()
+    assert world.rows("SELECT name FROM mqlayer.consumer_group") == [("cache",)]
 
 
 def test_a_worker_with_its_beat_makes_up_for_a_dead_relay(

@@ -461,6 +461,7 @@ def test_a_message_that_may_be_stored_is_not_refused_for_good(
 def test_publishing_waits_while_redis_is_out_of_memory(
     start_redis: StartRedis, program: RedisProgram, database_dsn: str, key_prefix: str
 ) -> None:
+    """Case 10: a busy node; what is behind a message that it refused is not stored before it, nor without it."""
     server = start_redis(program=program)
     world = ProducerWorld(database_dsn, key_prefix, [server.url])
     world.add_topic(partitions=1)
@@ -469,8 +470,11 @@ def test_publishing_waits_while_redis_is_out_of_memory(
         client.setrange("filler", 20_000_000, b"x")
         info: Any = client.info("memory")
         client.config_set("maxmemory", info["used_memory"] - 5_000_000)
+        refused = producer.send_async("orders", key="k", body=b"refused", timeout_s=0.3)
+        behind = producer.send_async("orders", key="k", body=b"behind", timeout_s=20)
         with pytest.raises(NodeOutOfMemory, match="out of memory"):
-            producer.send("orders", key="k", body=b"refused", timeout_s=0.3)
+            refused.result(20)
+        assert isinstance(behind.exception(20), PublishAborted)
         waiting = producer.send_async("orders", key="k", body=b"2", timeout_s=60)
         wait_until(lambda: producer.stats.pending == 1, what="the message to wait")
         client.delete("filler")

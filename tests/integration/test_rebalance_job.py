@@ -264,7 +264,7 @@ def test_jobs_are_late_after_three_intervals_or_half_a_minute_by_the_databases_c
     run_sql(stage, "UPDATE mqlayer.migration SET at = now() - interval '31 s'")
     names = {late.name for late in late_jobs(database)}
     often = {"repair_routes", "rearm_nodes", "rebalance", "balance_by_rate", "retry_scan"}
-    assert names == {"relay", "trim", "archive", "release_delayed", "watch_versions"} | often
+    assert names == {"relay", "trim", "archive", "release_delayed", "watch_versions", "retire_groups"} | often
     assert all(late.last_at is None and late.late_s is None for late in late_jobs(database))
     assert claimed(database, TRIM)
     assert {late.name for late in late_jobs(database)} == names - {"trim"}

@@ -16,7 +16,8 @@ from tests.fixtures.waiting import wait_until
 from tests.proof.failpoint_names import failpoint_names
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
-RELAY_FAILPOINTS = sorted(name for name in failpoint_names() if name.startswith("relay."))
+# Rows are voided in topics of the strategy best_effort only: test_voided.
+RELAY_FAILPOINTS = sorted(name for name in failpoint_names() if name.startswith("relay.") and "voided" not in name)
 ONCE = {
     "relay.after_identity",
     "relay.after_source",

@@ -106,6 +106,9 @@ class World(RuleBasedStateMachine):
     def renew(self) -> None:
         self.renewals += 1
 
+    def look_again(self, topic: TopicLanes) -> None:
+        pass
+
     def search(self, parcel: Parcel, early: int, place: Place, offset: int) -> None:
         self.searches.append(Search(parcel, early, place, offset, ()))
 
@@ -116,11 +119,12 @@ class World(RuleBasedStateMachine):
         count=st.integers(1, 3),
         deadline=st.sampled_from([NEVER, NEVER, AT_ONCE]),
         bulk_=st.booleans(),
+        eager=st.sampled_from([False, False, True]),
     )
-    def publish(self, lp: int, count: int, deadline: float, bulk_: bool) -> None:
+    def publish(self, lp: int, count: int, deadline: float, bulk_: bool, eager: bool = False) -> None:
         bodies = [str(next(self.numbers)) for _ in range(count)]
         pieces = tuple(piece for body in bodies for piece in pieces_of(bulk(b"1"), bulk(b"k"), body.encode()))
-        parcel = Parcel(pieces, count, 10 * count, deadline, None)
+        parcel = Parcel(pieces, count, 10 * count, deadline, None, eager=eager)
         self.published.append(parcel)
         self.bodies[parcel] = bodies
         if bulk_ and self.link.good and self.link.under_way < OPTIONS.in_flight:
@@ -128,6 +132,14 @@ class World(RuleBasedStateMachine):
         else:
             with self.ledger.lock:
                 self.ledger.add(self.topic, Lp(lp), parcel)
+                tell_all(self.ledger.refuse_eager(parcel, time.monotonic()))
+
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        """Somebody cancels a future: what is taken back is never stored, the others stay in order."""
+        waiting = [parcel for parcel in self.published if parcel.outcome is None]
+        if waiting:
+            self.ledger.withdraw(data.draw(st.sampled_from(waiting)))
 
     @rule()
     def push(self) -> None:

@@ -166,3 +166,23 @@ def test_what_was_to_be_parked_of_a_key_that_an_operator_ended_holds_up_no_later
     assert dispatcher.runs_on(PartitionId(1))
     dispatcher.finish(hand.popleft(), [])
     assert not dispatcher.runs_on(PartitionId(1))
+
+
+def test_what_may_be_parked_already_is_written_before_its_key_goes_on() -> None:
+    """The answer to parking it was lost: gone on with first, it would be handled from Postgres and once more from here.
+
+    Found by the model, `docs/model`: turn-alone.
+    """
+    parking, other = Parking(KeyRef(1, b"k")), Parking(KeyRef(1, b"other"))
+    dispatcher, held = opened(parking, other)
+    dispatcher.put(held, [read(1)])
+    lost = dispatcher.parking_work(held, (2, 100_000, 8))
+    assert [list(lane.batch) for lane in lost.lanes] == [[read(1)]]
+    more = [Record(seq, b"1:1:%d:0" % seq, b"other", b"body") for seq in (2, 3, 4)]
+    dispatcher.put(held, [*more, read(5)])
+    dispatcher.not_kept(held, lost)
+    assert held.unsure
+    held.parked.schedule(parking, clock())
+    work = dispatcher.parking_work(held, (2, 100_000, 8))
+    assert work.due == [parking]
+    assert [list(lane.batch) for lane in work.lanes] == [[read(1)], more[:1]]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mqlayer.domain.message import NO_KEY
+from mqlayer.domain.message import NO_KEY, Record, void_facts
 from mqlayer.domain.names import BATCH_BYTES_LIMIT, BATCH_COUNT_LIMIT, KEY_LIMIT
 from mqlayer.redis.packets import message_packet
 from mqlayer.relay.lanes import Lane, Lanes, Row, Target, chain_of, plan
@@ -38,7 +38,7 @@ def lane_of(lanes: Lanes, lp: int) -> Lane:
 
 
 def test_consecutive_rows_of_an_lp_are_one_run_of_their_partitions_batch(lanes: Lanes) -> None:
-    batches, unsendable = plan([row(5, 1), row(600, 1), row(5, 2), row(7, 1, key=None)], lanes)
+    batches, unsendable, _ = plan([row(5, 1), row(600, 1), row(5, 2), row(7, 1, key=None)], lanes)
     assert unsendable == []
     assert [(b.target.partition, b.count) for b in batches] == [(1, 3), (2, 1)]
     assert [(run.lane.lp, run.first, len(run.messages)) for run in batches[0].runs] == [(5, 1, 2), (7, 1, 1)]
@@ -48,13 +48,13 @@ def test_consecutive_rows_of_an_lp_are_one_run_of_their_partitions_batch(lanes: 
 
 def test_rows_that_were_sent_and_rows_of_other_relays_are_passed_by(lanes: Lanes) -> None:
     plan([row(5, 1), row(5, 2)], lanes)
-    batches, _ = plan([row(5, 1), row(5, 2), (9, None, 1, b"1", b"k", None)], lanes)
+    batches, *_ = plan([row(5, 1), row(5, 2), (9, None, 1, b"1", b"k", None)], lanes)
     assert batches == []
     assert lanes.behind == {}
 
 
 def test_a_row_behind_a_hole_has_its_lp_read_by_seq(lanes: Lanes) -> None:
-    batches, _ = plan([row(5, 1), row(5, 3), row(5, 4), row(6, 1)], lanes)
+    batches, *_ = plan([row(5, 1), row(5, 3), row(5, 4), row(6, 1)], lanes)
     assert sum(batch.count for batch in batches) == 2
     lane = lane_of(lanes, 5)
     assert list(lanes.behind.values()) == [lane]
@@ -69,14 +69,14 @@ def test_batches_are_bounded_by_count_and_bytes(lanes: Lanes) -> None:
     rows = [row(5, seq) for seq in range(1, 2 * BATCH_COUNT_LIMIT + 2)]
     assert [batch.count for batch in plan(rows, lanes)[0]] == [BATCH_COUNT_LIMIT, BATCH_COUNT_LIMIT, 1]
     body = bytes(BATCH_BYTES_LIMIT // 2)
-    batches, _ = plan([row(6, seq, body=body) for seq in range(1, 5)], lanes)
+    batches, *_ = plan([row(6, seq, body=body) for seq in range(1, 5)], lanes)
     assert [batch.count for batch in batches] == [1, 1, 1, 1]
     assert [batch.runs[0].first for batch in batches] == [1, 2, 3, 4]
 
 
 def test_a_target_that_is_not_ready_has_its_lps_wait_and_no_others(lanes: Lanes, targets: dict[int, Target]) -> None:
     targets[0].ready = False
-    batches, unsendable = plan([row(5, 1), row(600, 1), row(5, 2)], lanes)
+    batches, unsendable, _ = plan([row(5, 1), row(600, 1), row(5, 2)], lanes)
     assert [batch.target.partition for batch in batches] == [2]
     assert unsendable == []
     assert [lane.lp for lane in lanes.behind.values()] == [5]
@@ -91,7 +91,7 @@ def test_a_target_that_is_not_ready_has_its_lps_wait_and_no_others(lanes: Lanes,
     ],
 )
 def test_a_row_that_can_never_be_sent_holds_its_lp(lanes: Lanes, bad: Row, reason: str) -> None:
-    batches, unsendable = plan([row(5, 1), bad, row(5, 3), row(6, 1)], lanes)
+    batches, unsendable, _ = plan([row(5, 1), bad, row(5, 3), row(6, 1)], lanes)
     assert sum(batch.count for batch in batches) == 2
     ((lane, seq, told),) = unsendable
     assert (lane.lp, seq) == (5, 2)
@@ -102,13 +102,48 @@ def test_a_row_that_can_never_be_sent_holds_its_lp(lanes: Lanes, bad: Row, reaso
     assert (lanes.held, list(lanes.behind.values())) == ({}, [lane])
 
 
+def test_in_a_best_effort_topic_a_void_record_takes_its_place(lanes: Lanes, targets: dict[int, Target]) -> None:
+    targets[0].passes_over = True
+    rows = [row(5, 1), row(5, 2, key=b"x" * (KEY_LIMIT + 1)), row(5, 3), row(6, 1, body=None)]
+    (batch,), unsendable, voided = plan(rows, lanes)
+    assert (unsendable, lanes.held, lanes.behind) == ([], {}, {})
+    assert [(each.lane.lp, each.seq) for each in voided] == [(5, 2), (6, 1)]
+    of_five, of_six = batch.runs
+    facts = b'123:{"mq-void":"key of 513 bytes, the limit is 512"}'
+    assert of_five.messages == [
+        message_packet(b"123", b"k", b"b"),
+        message_packet(facts, NO_KEY, b""),
+        message_packet(b"123", b"k", b"b"),
+    ]
+    assert len(of_six.messages) == 1
+
+
+def test_a_void_record_waits_for_its_target_as_any(lanes: Lanes, targets: dict[int, Target]) -> None:
+    targets[0].passes_over, targets[0].ready = True, False
+    assert plan([row(5, 1, body=None)], lanes) == ([], [], [])
+    assert [lane.lp for lane in lanes.behind.values()] == [5]
+
+
+def test_a_topic_that_nobody_knows_holds_its_lps_whatever_it_was(lanes: Lanes, targets: dict[int, Target]) -> None:
+    targets[0].passes_over, targets[0].ready, targets[0].refusal = False, False, "unknown topic"
+    assert [each.reason for each in plan([row(5, 1, body=None)], lanes).unsendable] == ["unknown topic"]
+
+
+@pytest.mark.parametrize("facts", [b"17", b'17:{"h":"v"}', b'17:{"mq-tags":"0011:eu","h":"a:b"}'])
+def test_a_void_record_says_so_and_nothing_else_does(facts: bytes) -> None:
+    void = Record(1, b"1:2:3:" + void_facts(facts, 'a "reason"'), NO_KEY, b"")
+    assert (void.void, void.at_ms, void.headers, void.tags) == (True, 17, {}, ())
+    assert not Record(1, b"1:2:3:" + facts, b"k", b"b").void
+    assert not Record(1, b'1:2:3:17:{"h":"\\"mq-void\\":"}', b"k", b"b").void
+
+
 def test_a_long_key_within_the_limit_is_sent(lanes: Lanes) -> None:
     assert plan([row(5, 1, key=b"x" * KEY_LIMIT)], lanes)[0][0].count == 1
 
 
 def test_a_refused_target_says_why_for_each_lp(lanes: Lanes, targets: dict[int, Target]) -> None:
     targets[0].ready, targets[0].refusal = False, "unknown topic"
-    _, unsendable = plan([row(5, 1), row(5, 2), row(6, 1)], lanes)
+    unsendable = plan([row(5, 1), row(5, 2), row(6, 1)], lanes).unsendable
     assert [(each.lane.lp, each.reason) for each in unsendable] == [(5, "unknown topic"), (6, "unknown topic")]
 
 
@@ -131,7 +166,7 @@ def test_lanes_of_given_up_lp_sets_are_forgotten(lanes: Lanes) -> None:
 
 
 def test_batches_keep_no_message_alive_after_planning(lanes: Lanes) -> None:
-    batches, _ = plan([row(5, 1)], lanes)
+    batches, *_ = plan([row(5, 1)], lanes)
     assert lane_of(lanes, 5).messages is not batches[0].runs[0].messages
     assert batches[0].target.batch is None
 

@@ -73,7 +73,7 @@ class SharedMember:
         self._name = f"mqlayer-{group.name}"
         self._database, self._hooks = database, hooks
         self._parking = 0
-        self._stopping = self._replaced = False
+        self._stopping, self._replaced = False, ""
         self.pool = Pool(
             concurrency=self.options.concurrency,
             prefetch_count=self.options.prefetch_count,
@@ -146,7 +146,7 @@ class SharedMember:
     def health(self) -> Health:
         """Say whether its threads turn, and whether it serves all partitions. For any thread."""
         if self._replaced:
-            return Health(stuck=("another process took the member's id, or it was evicted",))
+            return Health(stuck=(self._replaced,))
         if self._stopping:
             return Health(waits=("it is stopping",))
         missing = sorted(spot.place.partition for spot in self.spots.all() if not spot.taken)
@@ -346,9 +346,9 @@ class SharedMember:
     def lease_lost(self) -> None:
         """Go on: nothing is this member's own but what the nodes say it has."""
 
-    def replaced(self) -> None:
-        """End: another process took this member's id, or an operator evicted it."""
-        self._stopping = self._replaced = True
+    def replaced(self, reason: str) -> None:
+        """End: another process took this member's id, an operator evicted it, or its group is retired."""
+        self._stopping, self._replaced = True, reason
         self.spots.forget()
         self.pool.stop()
 

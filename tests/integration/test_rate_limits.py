@@ -1,0 +1,247 @@
+"""How fast a limited group begins messages: over members, partitions, deaths, retries, and changes of the limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+
+from mqlayer import App, Context, Receiver, RetryLater
+from mqlayer.domain.rates import RateLimit, RateShare
+from mqlayer.errors import Conflict, InvalidInput
+from mqlayer.membership import find_group
+from mqlayer.membership.steering import set_group
+from mqlayer.redis.keys import rate_key
+from mqlayer.redis.rates import RateGiven, rate_command, rate_reply
+from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
+from tests.fixtures.waiting import wait_until
+
+GROUP_ID: Final = 7
+PARTITION: Final = 1
+
+
+class Clocked(Recorder):
+    """A recorder that notes when each message was begun."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.at: list[float] = []
+
+    def __call__(self, body: bytes, ctx: Context) -> None:
+        self.at.append(time.monotonic())
+        super().__call__(body, ctx)
+
+
+def begun_in(recorders: list[Clocked], since: float, seconds: float) -> int:
+    """Wait for the end of a time, and return how many messages were begun in it."""
+    until = since + seconds
+    wait_until(lambda: time.monotonic() >= until, timeout_s=seconds + 5, what="the end of the time")
+    return sum(since <= at < until for recorder in recorders for at in list(recorder.at))
+
+
+# -- the bucket ------------------------------------------------------------------------------------------------------
+
+
+class Bucket:
+    """One partition's bucket on a real node."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.key = stage, rate_key(stage.prefix, PARTITION, GROUP_ID)
+        self.line = stage.line()
+
+    def take(self, wanted: float, *, per_s: float = 0.001, size: float = 10.0, first: float = 1.0) -> RateGiven:
+        share = RateShare(per_s, size, first)
+        command = rate_command(self.line, self.stage.prefix, PARTITION, GROUP_ID, share, wanted=wanted)
+        return rate_reply(self.line.call([command])[0], "the node")
+
+    def shift(self, seconds: float) -> None:
+        """Let the node's clock be so much further on than when the bucket was filled; less than 0: it went back."""
+        at = int(self.stage.redis.hget(self.key, "at_us") or 0)
+        self.stage.redis.hset(self.key, "at_us", at - int(seconds * 1e6))
+
+
+@pytest.fixture
+def bucket(every_stage: Stage) -> Iterator[Bucket]:
+    bucket = Bucket(every_stage)
+    yield bucket
+    bucket.line.close()
+
+
+def test_a_bucket_gives_what_flowed_into_it_and_no_more_than_it_holds(bucket: Bucket) -> None:
+    assert bucket.take(5.0).given == pytest.approx(1.0, abs=0.01)
+    assert bucket.take(5.0).given == pytest.approx(0.0, abs=0.01)
+    bucket.shift(3000)
+    given, left = bucket.take(2.0)
+    assert given == pytest.approx(2.0, abs=0.01)
+    assert left == pytest.approx(1.0, abs=0.01)
+    bucket.shift(10**6)
+    assert bucket.take(100.0) == (10.0, 0.0)
+
+
+def test_a_clock_that_goes_back_neither_starves_a_bucket_nor_fills_it(bucket: Bucket) -> None:
+    """Case 41 in the manner of rates: a step of the node's clock costs a burst at the most."""
+    bucket.take(1.0)
+    bucket.shift(-3600)
+    assert bucket.take(5.0).given == pytest.approx(0.0, abs=0.01)
+    bucket.shift(2000)
+    assert bucket.take(5.0).given == pytest.approx(2.0, abs=0.01)
+
+
+def test_a_bucket_that_nobody_asks_goes_by_itself_and_gives_no_flood_when_it_is_new(bucket: Bucket) -> None:
+    bucket.take(1.0, per_s=10.0)
+    assert 0 < bucket.stage.redis.pttl(bucket.key) <= 62_000
+    bucket.stage.redis.delete(bucket.key)
+    assert bucket.take(10.0, per_s=0.001, first=0.25).given == pytest.approx(0.25, abs=0.01)
+
+
+# -- members ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_members_with_four_partitions_keep_to_the_rate_of_their_group_over_a_kill(
+    start_stage: StartStage, redis_url: str
+) -> None:
+    """N messages/s within a tenth, over seconds; a member that dies, and its successor, change nothing in that."""
+    stage = start_stage(redis_url, partitions=4)
+    stage.send_numbers(keys=40, each=40)
+    rate = 150.0
+    recorders = [Clocked(), Clocked()]
+    apps = [limited(stage, recorders[0], rate), limited(stage, recorders[1], None)]
+    wait_until(lambda: len(set(stage.owners().values())) == 2, what="both members own something")
+    wait_until(lambda: all(len(recorder.at) > 40 for recorder in recorders), what="both handle messages")
+    # Time to be done with what the start had given.
+    began = time.monotonic()
+    assert begun_in(recorders, began, 2.0) == pytest.approx(2 * rate, rel=0.1)
+    # No word to anybody: its lease has to run out.
+    member_of(apps[1])._heart._session = None
+    apps[1].stop(0.0)
+    wait_until(lambda: len(set(stage.owners().values())) == 1, what="one member owns all")
+    later = time.monotonic()
+    # Nobody took from the buckets of half of the partitions meanwhile: they give their half of a burst besides.
+    assert 0.9 * 1.5 * rate <= begun_in(recorders, later, 1.5) <= 1.1 * 1.5 * rate + rate / 2
+    # From first to last: at no time was more begun than the rate and one burst allow.
+    assert begun_in(recorders, began, time.monotonic() - began) <= 1.1 * rate * (time.monotonic() - began) + rate
+    for recorder in recorders:
+        recorder.assert_in_order()
+
+
+def limited(stage: Stage, recorder: Clocked, rate: float | None) -> App:
+    """Start a member of a group whose rate is this."""
+    app = stage.app()
+    app.consumer(stage.topic, group="g", rate_limit=rate)(recorder)
+    app.start()
+    return app
+
+
+def test_a_busy_partition_has_the_share_of_those_that_are_quiet_beside_it(
+    start_stage: StartStage, redis_url: str
+) -> None:
+    stage = start_stage(redis_url, partitions=8)
+    key = stage.key_in(stage.partitions[3])
+    stage.send((key, b"%d" % number) for number in range(1000))
+    recorder = Clocked()
+    limited(stage, recorder, 80.0)
+    wait_until(lambda: len(recorder.at) > 20, what="some are handled")
+    assert begun_in([recorder], time.monotonic(), 1.5) == pytest.approx(120, rel=0.12)
+
+
+def test_a_rate_that_is_changed_while_members_run_is_in_force_at_once(stage: Stage) -> None:
+    """A rate of less than a message a second works too, and nobody spins for it."""
+    stage.send_numbers(keys=10, each=200)
+    recorder = Clocked()
+    app = limited(stage, recorder, 0.1)
+    wait_until(lambda: len(recorder.at) == 1, timeout_s=10, what="the first message")
+    turns = time.thread_time(), time.process_time()
+    assert begun_in([recorder], time.monotonic(), 1.0) == 0
+    assert time.process_time() - turns[1] < 0.6
+    set_group(stage.database, stage.topic, "g", rate_limit=200, rate_burst=10, actor="test")
+    app.members[0].nudge()
+    wait_until(lambda: len(recorder.at) > 50, timeout_s=5, what="the higher rate")
+    set_group(stage.database, stage.topic, "g", rate_limit=float("inf"), actor="test")
+    stage.wait_settled()
+    assert find_group(stage.database, stage.topic, "g").rate is None
+    recorder.assert_in_order()
+
+
+def test_other_attempts_count_as_messages(stage: Stage) -> None:
+    def fail(body: bytes, ctx: Context) -> None:
+        raise RetryLater(0.01)
+
+    stage.send((f"key-{number}", b"1") for number in range(20))
+    recorder = Clocked(act=fail)
+    limited(stage, recorder, 50.0)
+    wait_until(lambda: len(recorder.at) > 30, what="each was tried")
+    assert begun_in([recorder], time.monotonic(), 1.2) == pytest.approx(60, rel=0.15)
+
+
+def test_what_is_parked_and_due_keeps_to_the_rate_as_well(stage: Stage) -> None:
+    """Fails once, is parked for a second, and comes back with all the rest of its key: 300 messages out of Postgres."""
+
+    def fail_first(body: bytes, ctx: Context) -> None:
+        if ctx.attempt == 1 and body == b"0":
+            raise RetryLater(11.0)
+
+    stage.send(("key", b"%d" % number) for number in range(300))
+    recorder = Clocked(act=fail_first)
+    limited(stage, recorder, None)
+    wait_until(lambda: parked(stage) == 300, what="the key is parked")
+    set_group(stage.database, stage.topic, "g", rate_limit=60, rate_burst=1, actor="test")
+    with stage.database.connection() as connection:
+        connection.execute("UPDATE mqlayer.parked_key SET due_at = now()")
+        connection.execute("UPDATE mqlayer.consumer_group SET parking = parking + 1")
+    wait_until(lambda: len(recorder.at) > 20, what="some came back")
+    assert begun_in([recorder], time.monotonic(), 1.2) == pytest.approx(72, rel=0.2)
+    recorder.assert_in_order()
+
+
+def parked(stage: Stage) -> int:
+    with stage.database.connection() as connection:
+        row = connection.execute("SELECT count(*) FROM mqlayer.parked_message").fetchone()
+    return int(row[0]) if row else 0
+
+
+def test_a_member_that_brings_another_rate_is_refused_and_no_group_has_a_rate_of_nothing(stage: Stage) -> None:
+    """Case 63."""
+    limited(stage, Clocked(), 50.0)
+    with pytest.raises(Conflict, match=r"rate_limit = 50\.0.*brings 60"):
+        limited(stage, Clocked(), 60.0)
+    for wrong in ({"rate_limit": 0}, {"rate_limit": -1}, {"rate_burst": 0.5}, {"rate_limit": float("nan")}):
+        with pytest.raises(InvalidInput):
+            set_group(stage.database, stage.topic, "g", actor="test", **wrong)
+
+
+# -- ordered pop -----------------------------------------------------------------------------------------------------
+
+
+def test_receivers_are_given_no_more_than_the_rate_and_redelivery_counts(
+    start_stage: StartStage, redis_url: str
+) -> None:
+    """What is given again under the same attempt was counted before; what comes again by its time counts again."""
+    stage = start_stage(redis_url, partitions=1)
+    stage.send((f"key-{number}", b"1") for number in range(300))
+    with Receiver(stage.topic, group="g", settings=stage.settings()) as receiver:
+        set_group(stage.database, stage.topic, "g", rate_limit=50, rate_burst=1, actor="test")
+        listing = receiver._open_parts().asker._listing
+
+        def known() -> bool:
+            listing.refresh()
+            return all(spot.place.rate for spot in listing.spots)
+
+        wait_until(known, what="the rate is known")
+        given, began = 0, time.monotonic()
+        while time.monotonic() - began < 1.5:
+            messages = receiver.receive(100, wait_s=0.2, invisible_s=0.3)
+            assert len(messages) <= 12
+            given += len(messages)
+        assert given == pytest.approx(75, rel=0.2)
+
+
+def test_the_shares_of_partitions_are_the_rate() -> None:
+    limit = RateLimit.of(100.0, None, 8)
+    assert limit is not None
+    assert limit.share == RateShare(12.5, 12.5, 0.125)
+    assert RateLimit(0.1, 1.0, 8).whole_share == RateShare(0.0125, 1.0, 1.0)
+    assert RateLimit.of(None, 5.0) is None
+    # Members fetch a quarter of a second's at a time.
+    assert RateLimit.of(100.0, 1.0) == RateLimit(100.0, 25.0)
