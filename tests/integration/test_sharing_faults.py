@@ -249,11 +249,14 @@ def test_checks_tell_the_truth_of_a_shared_group(stage: Stage) -> None:
         with psycopg.connect(stage.dsn) as connection:
             ctx.inbox(connection)
 
+    def living() -> list[tuple[Any, ...]]:
+        return [row[:3] for row in rows(stage, query("check_groups"))]
+
     stage.clock = lambda: time.time() - 30 * DAY_S
     app = share(stage, Recorder(act), backoff_s=(60.0,), invisible_s=60.0)
     stage.send_numbers(keys=1, each=4)
     wait_until(lambda: shared_member(app).stats.settled == 3, what="all but one are settled")
-    assert rows(stage, query("check_groups")) == [("orders", "g", 1)]
+    assert living() == [("orders", "g", 1)]
     found = verify(stage.database, stage.topic, application=stage.database, prefix=stage.prefix, deep=True)
     assert [one for one in found if one.verdict != "ok" and one.check == "group"] == []
 
@@ -265,4 +268,4 @@ def test_checks_tell_the_truth_of_a_shared_group(stage: Stage) -> None:
     assert cleaned(29) == 0, "they may come again with what waits"
     assert cleaned(32) == 3
     app.stop()
-    assert rows(stage, query("check_groups")) == [("orders", "g", 0)]
+    assert living() == [("orders", "g", 0)]
