@@ -395,7 +395,9 @@ def _run(app: mqlayer.App, stopping: threading.Event) -> None:
             break
         except mqlayer.MqlayerError:
             stopping.wait(0.2)
-    stopping.wait()
+    # A signal that another thread gets does not wake this one: its handler runs when it looks again.
+    while not stopping.wait(0.2):
+        pass
     app.stop()
 
 
