@@ -343,6 +343,10 @@ class SharedMember:
         except MqlayerError as error:
             log.warning("partitions_not_listed", extra={"reason": str(error)})
 
+    def follow_nodes(self) -> None:
+        """Use no line to another run or address of a node than those that count now. Raises StoreUnavailable."""
+        self._links.follow_nodes()
+
     def lease_lost(self) -> None:
         """Go on: nothing is this member's own but what the nodes say it has."""
 
