@@ -16,8 +16,10 @@ ARGV
   4 limit         int     1 to 500 messages
 
 RETURNS
-  {"again", {entry, ...}, {attempts, ...}}   entries as streams give them; what is noted of each one, '' for nothing
-  {"fenced", epoch}                          another epoch is in force; nothing was changed
+  {"again", {entry, ...}, {attempts, ...}, {offset, ...}}
+                      entries as streams give them; what is noted of each one, '' for nothing; and what was due and is
+                      not there, since it is settled, or somebody removed it from the stream: to be settled
+  {"fenced", epoch}   another epoch is in force; nothing was changed
 ]]
 local log_key = KEYS[1]
 local lock_key = KEYS[2]
@@ -36,16 +38,22 @@ if limit < 1 or limit > 500 then return redis.error_reply('ERR shared_again: 1 t
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local due = redis.call('ZRANGEBYSCORE', due_key, '-inf', format('%d', now), 'LIMIT', 0, limit)
-local entries, notes = {}, {}
-if #due == 0 then return {'again', entries, notes} end
+local entries, notes, missing = {}, {}, {}
+if #due == 0 then return {'again', entries, notes, missing} end
 redis.call('ZREM', due_key, unpack(due))
 local ids = {}
 for i, offset in ipairs(due) do ids[i] = offset .. '-0' end
+local given = {}
 -- What is settled meanwhile is not pending any more, and not claimed; nor is what somebody removed from the stream.
 for _, entry in ipairs(redis.call('XCLAIM', log_key, group, member, 0, unpack(ids))) do
   if entry then
+    local offset = string.match(entry[1], '^%d+')
+    given[offset] = true
     entries[#entries + 1] = entry
-    notes[#entries] = redis.call('HGET', attempts_key, string.match(entry[1], '^%d+')) or ''
+    notes[#entries] = redis.call('HGET', attempts_key, offset) or ''
   end
 end
-return {'again', entries, notes}
+for _, offset in ipairs(due) do
+  if not given[offset] then missing[#missing + 1] = tonumber(offset) end
+end
+return {'again', entries, notes, missing}

@@ -67,6 +67,8 @@ if committed == 0 then
 end
 local made = redis.pcall('XGROUP', 'CREATE', log_key, group, format('%d-0', committed - 1), 'MKSTREAM')
 if made.err and not string.find(made.err, 'BUSYGROUP') then return made end
+-- What was back of a former native group is read anew: it must not be taken from whoever gets it then.
+if not made.err then redis.call('DEL', due_key) end
 redis.call('HSET', lock_key, 'owner', 'shared', 'epoch', format('%d', epoch), 'shared', group,
   'committed', format('%d', committed), 'base', format('%d', committed), 'seek', format('%d', seek))
 return {'taken', committed}

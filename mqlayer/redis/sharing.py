@@ -50,10 +50,14 @@ class Through(NamedTuple):
 
 
 class Again(NamedTuple):
-    """Messages that are given again, each with what is noted of its former attempts."""
+    """Messages that are given again, each with what is noted of its former attempts.
+
+    `missing`: offsets of those that were due and are not there: they are to be settled.
+    """
 
     records: Sequence[Record]
     failures: Sequence[Failures | None]
+    missing: Sequence[int]
 
 
 class SharedSettled(NamedTuple):
@@ -135,8 +139,8 @@ def shared_again_reply(reply: Any, address: str) -> Again | Fenced:
     word, *facts = raise_for_reply(reply, address)
     if word == b"fenced":
         return Fenced(facts[0])
-    entries, notes = facts
-    return Again(records_of(entries), [failures_of(noted) if noted else None for noted in notes])
+    entries, notes, missing = facts
+    return Again(records_of(entries), [failures_of(noted) if noted else None for noted in notes], missing)
 
 
 def shared_back_command(

@@ -13,42 +13,49 @@ SELECT epoch FROM mqlayer.assignment
 WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND epoch = %(epoch)s FOR KEY SHARE;
 
 -- name: redriven_claim
--- Give a member of a shared group messages that were given back to it and are due; nobody else gets them for a while. Each
--- claim counts as an attempt, since it may end its process; the count also names this very claim.
+-- Give a member of a shared group messages that were given back to it and are due; nobody else gets them for a while. What
+-- was claimed before and not ended may have ended its process: one of these at a time, where the member wants any, and
+-- its attempt is counted before. `started` names this very claim.
 WITH due AS (
-    SELECT group_id, lp, name FROM mqlayer.parked_key
+    SELECT group_id, lp, name, started IS NOT NULL AS care FROM mqlayer.parked_key
     WHERE group_id = %(group_id)s AND due_at <= clock_timestamp()
     ORDER BY due_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED
+), chosen AS (
+    SELECT *, row_number() OVER (PARTITION BY care) AS number FROM due
 ), claimed AS (
     UPDATE mqlayer.parked_key k
-    SET due_at = clock_timestamp() + make_interval(secs => %(invisible_s)s), attempts = k.attempts + 1
-    FROM due WHERE k.group_id = due.group_id AND k.lp = due.lp AND k.name = due.name
-    RETURNING k.group_id, k.lp, k.name, k.attempts
+    SET due_at = clock_timestamp() + make_interval(secs => %(invisible_s)s), attempts = k.attempts + c.care::int,
+        started = nextval('mqlayer.parked_place'), released = false
+    FROM chosen c
+    WHERE k.group_id = c.group_id AND k.lp = c.lp AND k.name = c.name AND (NOT c.care OR (%(careful)s AND c.number = 1))
+    RETURNING k.group_id, k.lp, k.name, k.started, k.attempts - c.care::int AS before, c.care
 )
-SELECT c.lp, c.name, c.attempts, m.partition_id, m.log_offset, m.m, m.key, m.body
+SELECT c.lp, c.name, c.started, c.before, c.care, m.partition_id, m.log_offset, m.m, m.key, m.body
 FROM claimed c JOIN mqlayer.parked_message m USING (group_id, lp, name);
 
 -- name: redriven_keep
--- A member still has what it claimed.
+-- A member still has what it claimed; nothing of what others have since.
 UPDATE mqlayer.parked_key k SET due_at = clock_timestamp() + make_interval(secs => %(invisible_s)s)
-FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(attempts)s::int[]) AS given (lp, name, attempts)
-WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name AND k.attempts = given.attempts;
+FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(tokens)s::bigint[]) AS given (lp, name, token)
+WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name AND k.started = given.token
+RETURNING k.started;
 
 -- name: redriven_back
--- What was claimed is tried again after a while, with so many failed attempts; nothing where others have it.
+-- What was claimed is tried again after a while, with so many failed attempts; nothing where others have it. Released
+-- since, it is due with all its attempts.
 UPDATE mqlayer.parked_key k
-SET due_at = clock_timestamp() + make_interval(secs => given.wait_s), attempts = given.failed, cause = 'retry'
-FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(attempts)s::int[], %(failed)s::int[],
-            %(waits_s)s::double precision[]) AS given (lp, name, attempts, failed, wait_s)
-WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name AND k.attempts = given.attempts;
+SET due_at = clock_timestamp() + make_interval(secs => CASE WHEN k.released THEN 0 ELSE given.wait_s END),
+    attempts = CASE WHEN k.released THEN 0 ELSE given.failed END, cause = 'retry', started = NULL, released = false
+FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(tokens)s::bigint[], %(failed)s::int[],
+            %(waits_s)s::double precision[]) AS given (lp, name, token, failed, wait_s)
+WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name AND k.started = given.token;
 
 -- name: redriven_hold
 -- Lock what was claimed; nothing of what others have since.
 SELECT k.lp, k.name
 FROM mqlayer.parked_key k
-JOIN unnest(%(lps)s::smallint[], %(names)s::bytea[], %(attempts)s::int[]) AS given (lp, name, attempts)
-    USING (lp, name, attempts)
-WHERE k.group_id = %(group_id)s FOR UPDATE OF k;
+JOIN unnest(%(lps)s::smallint[], %(names)s::bytea[], %(tokens)s::bigint[]) AS given (lp, name, token) USING (lp, name)
+WHERE k.group_id = %(group_id)s AND k.started = given.token FOR UPDATE OF k;
 
 -- name: redriven_forget
 -- Keys that nothing is left of.

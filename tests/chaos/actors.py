@@ -305,7 +305,9 @@ def pop(name: str, directory: Path, stopping: threading.Event) -> None:
 def share(name: str, directory: Path, stopping: threading.Event) -> None:
     """Consume as a member of a shared group, through the fence, until asked to stop.
 
-    "fatal" ends the process each time, "bad" fails each time; both have a fenced effect never.
+    "fatal" ends the process each time, "bad" fails each time; both have a fenced effect never. "late" and "late-bad"
+    wait until they are let go, then do what their names say. Till then "mended" and "cursed" fail for good; later
+    "cursed" is another "fatal".
     """
     settings = mqlayer.Settings()
     app = mqlayer.App(settings)
@@ -313,12 +315,18 @@ def share(name: str, directory: Path, stopping: threading.Event) -> None:
     begun = (directory / f"{name}.begun").open("a", buffering=1)
 
     @app.consumer(
-        TOPIC, group=GROUP, mode="shared", invisible_s=0.6, backoff_s=(0.05,), attempt_limit=3,
+        TOPIC, group=GROUP, mode="shared", invisible_s=0.4, backoff_s=(0.05,), attempt_limit=3,
         options=mqlayer.MemberOptions(concurrency=4),
     )  # fmt: skip
     def book(body: bytes, ctx: mqlayer.Context) -> None:
         begun.write(f"{body.decode()} {ctx.attempt}\n")
-        if body == b"fatal":
+        while body.startswith(b"late") and not (directory / "go").exists():
+            time.sleep(0.01)
+        if body == b"late-bad":
+            raise mqlayer.Reject("late")
+        if body in (b"mended", b"cursed") and not (directory / "go").exists():
+            raise mqlayer.Reject("not yet")
+        if body in (b"fatal", b"cursed"):
             os.kill(os.getpid(), signal.SIGKILL)
         if body == b"bad":
             raise ValueError("bad")
@@ -387,7 +395,9 @@ def _run(app: mqlayer.App, stopping: threading.Event) -> None:
             break
         except mqlayer.MqlayerError:
             stopping.wait(0.2)
-    stopping.wait()
+    # A signal that another thread gets does not wake this one: its handler runs when it looks again.
+    while not stopping.wait(0.2):
+        pass
     app.stop()
 
 

@@ -7,15 +7,17 @@ Cases 59, 67 and 77.
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 import pytest
 
+from mqlayer.changes import apply_change, plan_split, retire_partitions
 from mqlayer.failures import DeadFilter, reclaim_shared, start_redrive, work_on
+from mqlayer.routes.cache import load_route
 from tests.chaos.actors import GROUP
 from tests.fixtures.consuming import LEASE_S, Recorder, Stage
 from tests.fixtures.forking import Process, start_python
@@ -90,12 +92,12 @@ def send(stage: Stage, *special: bytes) -> list[str]:
 @pytest.mark.parametrize(
     "place",
     [
-        "shared.after_read", "shared.after_again@2", "shared.after_handling@2", "shared.before_settle@2",
-        "shared.after_settle@2", "shared.before_dead_commit", "shared.after_dead",
+        "shared.after_again@2", "shared.after_handling@2", "shared.after_settle@2", "shared.before_dead_commit",
+        "shared.after_dead",
     ],
 )  # fmt: skip
 def test_a_kill_loses_nothing_and_writes_off_what_failed_once(scene: Scene, place: str) -> None:
-    """Case 67: exactly one of pending and dead, wherever its member dies."""
+    """Case 67: exactly one of pending and dead, wherever its member dies; other places are further down."""
     numbers = send(scene.stage, b"bad")
     name, _, occurrence = place.partition("@")
     killed = scene.start("first", f"{name}=kill@{occurrence or 1}")
@@ -152,20 +154,74 @@ def test_what_a_dead_member_had_is_due_after_a_scan_also_one_that_is_killed_and_
     assert scene.sink() == numbers
 
 
-def test_a_dead_message_that_is_given_back_survives_a_kill_of_whoever_has_it(scene: Scene) -> None:
-    """Case 68: it is handled from Postgres, and its row there goes."""
-    scene.stage.send([("k", b"bad")])
+def test_a_member_that_wakes_late_neither_repeats_nor_writes_off_what_others_handled(scene: Scene) -> None:
+    """Cases 67 and 77: it was stopped for longer than the invisible time, at work on two messages."""
+    stage = scene.stage
+    stage.send([("k", b"late"), ("l", b"late-bad")])
+    process = scene.start("first")
+    wait_until(lambda: len(scene.begun()) == 2, what="it is at work on both")
+    process.send_signal(signal.SIGSTOP)
+    recorder = Recorder()
+    other = share(stage, recorder, group=GROUP, invisible_s=0.4)
+    stage.wait_settled(GROUP)
+    assert sorted(recorder.bodies()) == [b"late", b"late-bad"]
+    other.stop()
+    (scene.directory / "go").touch()
+    process.send_signal(signal.SIGCONT)
+    # It has told what it had to tell once it has ended in order.
+    wait_until(lambda: "handler_failed" in (scene.directory / "first.log").read_text(), what="its handler failed")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert scene.sql("SELECT count(*) FROM mqlayer.dead_message") == [(0,)]
+    assert stage.all_settled(GROUP)
+
+
+def test_a_kill_during_a_split_leaves_a_parent_that_the_next_member_drains(scene: Scene) -> None:
+    """Case 24 without order: what was in hand is handled, each effect once."""
+    stage = scene.stage
+    numbers = send(stage)
+    [parent, _] = stage.partitions
+    line = stage.route.ranges[0]
+    killed = scene.start("first", "shared.before_settle=kill@3")
+    wait_until(scene.begun, what="it is at work")
+    middle = (line.lp_from + line.lp_to) // 2
+    plan = plan_split(stage.route, line.partition, [middle])
+    apply_change(stage.database, plan, prefix=stage.prefix, application=stage.database, actor="test")
+    stage.route = load_route(stage.database, stage.topic)
+    stage.partitions = [one.partition for one in stage.route.ranges]
+    stage.send((f"key-{at % 7}", b"%d" % (COUNT + at)) for at in range(COUNT))
+    numbers = sorted([*numbers, *(str(COUNT + at) for at in range(COUNT))])
+    assert killed.wait(20) == -9
+    scene.start("second")
+    wait_until(lambda: retire_partitions(stage.database, prefix=stage.prefix) == [parent], what="the parent is drained")
+    stage.wait_settled(GROUP)
+    assert scene.sink() == numbers
+
+
+def test_dead_messages_that_are_given_back_survive_kills_of_whoever_has_them(scene: Scene) -> None:
+    """Cases 59 and 68: they are handled from Postgres; one that ends its process dies, its neighbours do not."""
+    stage = scene.stage
+    stage.send([("k", b"mended"), ("l", b"cursed"), ("m", b"mended"), ("n", b"mended")])
     first = scene.start("first")
-    wait_until(lambda: scene.dead() == [b"bad"], what="dead")
+    wait_until(lambda: len(scene.dead()) == 4, what="all are dead")
     first.kill()
     first.wait()
-    database, topic = scene.stage.database, scene.stage.topic
-    redrive = start_redrive(database, topic, GROUP, DeadFilter(), actor="test", worker="w")
-    assert work_on(database, redrive, worker="w").sent == 1
+    (scene.directory / "go").touch()
+    redrive = start_redrive(stage.database, stage.topic, GROUP, DeadFilter(), actor="test", worker="w")
+    assert work_on(stage.database, redrive, worker="w").sent == 4
     assert scene.start("second", "shared.after_claim=kill").wait(20) == -9
-    recorder = Recorder()
-    share(scene.stage, recorder, group=GROUP, invisible_s=0.6)
-    wait_until(lambda: recorder.bodies() == [b"bad"], what="handled")
-    wait_until(lambda: scene.sql("SELECT 1 FROM mqlayer.parked_key") == [], what="nothing is left of it")
-    assert recorder.begun[0].attempt == 2
-    assert partial(scene.dead)() == []
+
+    def over() -> bool:
+        return scene.sql("SELECT 1 FROM mqlayer.parked_key") == []
+
+    deaths = 0
+    for number in range(8):
+        process = scene.start(f"m{number}")
+        wait_until(lambda p=process: p.poll() is not None or over(), timeout_s=20, what="ended, or done")  # type: ignore[misc]
+        if process.poll() is None:
+            break
+        deaths += 1
+    assert over()
+    assert scene.sink() == ["mended"] * 3
+    assert scene.dead() == [b"cursed"]
+    assert deaths == 3, "as many as it has attempts"

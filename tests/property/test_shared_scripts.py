@@ -183,3 +183,20 @@ def test_scripts_and_model_agree(line: NodeConnection, key_prefix: str) -> None:
             max_examples=12, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+def test_what_was_back_of_a_native_group_that_is_gone_is_not_taken_from_whoever_reads_it(
+    line: NodeConnection, key_prefix: str
+) -> None:
+    class Here(SharedScripts):
+        pass
+
+    Here.line, Here.prefix = line, key_prefix
+    here = Here()
+    here.append(2)
+    here.read("a", 2)
+    assert shared_count_reply(here.ask(shared_back_command(line, here.place(), "a", [(1, 0, 1)])), "") == 1
+    here.lose_the_native_group()
+    here.read("b", 2)
+    here.again("c", 10)
+    here.the_look_agrees()

@@ -8,5 +8,8 @@ out it is *dead* in Postgres first, and settled then. Who dies when:
   Whoever gets it starts it with care: an attempt is counted before, in case that message ends its process.
 - after handling, before settling: it is handled again; the fence takes a second effect away.
 - between a message's death in Postgres and its settlement: whoever gets it asks Postgres first, and settles it.
+- it is stopped, and wakes late: what others handled it neither repeats in Postgres (the fence) nor writes off, since
+  it waits for its node's word that a message is its own.
+- with a claim of what was given back from Postgres: it is due after the invisible time; the next claim is with care.
 - around a node's restart: no call of before passes, the epoch is another one; what was in hand comes again.
 """

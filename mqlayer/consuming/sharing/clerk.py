@@ -15,6 +15,7 @@ from mqlayer.consuming.clock import clock
 from mqlayer.consuming.faults import where
 from mqlayer.consuming.sharing.ledger import Claim, ClaimRef, SharedLedger
 from mqlayer.consuming.sharing.pool import Batch, Pool
+from mqlayer.consuming.sharing.spots import SharedSpots
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
@@ -35,14 +36,15 @@ class ClerkOwner(Protocol):
     """What a clerk asks of its member."""
 
     pool: Pool
+    spots: SharedSpots
     invisible_s: float
     keep_limit_s: float
 
     def end(self, batch: Batch, offsets: list[int], word: RangeWord) -> None:
         """Have messages settled."""
 
-    def void_batch(self, batch: Batch) -> None:
-        """Drop a batch whose epoch is not in force any more."""
+    def give_back(self, batch: Batch, offsets: list[int]) -> None:
+        """Have messages that nobody began given to others at once."""
 
     def buried(self, batch: Batch, burial: Burial) -> None:
         """Tell of a message that left the group."""
@@ -52,9 +54,6 @@ class ClerkOwner(Protocol):
 
     def claimed(self, claim: Claim) -> Batch:
         """Return the batch of a message that was given back."""
-
-    def say_through(self, partition: PartitionId, epoch: int, seal_id: str) -> bool:
-        """Tell Postgres that a sealed partition is through; False where it is to be told again."""
 
 
 class Gone(NamedTuple):
@@ -76,6 +75,8 @@ class Clerk:
         # Of claims: handled, and those to be tried again.
         self.handled: deque[Batch] = deque()
         self.back: deque[tuple[ClaimRef, int, float]] = deque()
+        # Those to be written off once their node has said that they are ours.
+        self._unsure: list[Gone] = []
         self.wake = threading.Event()
         self._turns, self._trouble = Turns(), ""
         self._stopping = threading.Event()
@@ -137,13 +138,18 @@ class Clerk:
 
     def _pass(self) -> None:
         self._each(self.suspects, self._judge_suspects)
+        unsure, self._unsure = self._unsure, []
+        self.burials.extend(unsure)
         self._each(self.burials, self._bury)
         self._each(self.notes, self._ledger.note)
         self._each(self.handled, self._end_claims)
         self._each(self.back, self._ledger.back)
         for partition, (epoch, seal_id) in list(self.through.items()):
-            if self._owner.say_through(partition, epoch, seal_id):
-                self.through.pop(partition, None)
+            self._owner.spots.say_through(partition, epoch, seal_id)
+            self.through.pop(partition, None)
+        if self._owner.pool.stopping:
+            for batch, offsets in self._owner.pool.unbegun(lambda batch: batch.claim is not None):
+                self._owner.give_back(batch, offsets)
         self._keep_claims()
         self._claim()
 
@@ -173,19 +179,31 @@ class Clerk:
 
     def _bury(self, gone: list[Gone]) -> None:
         by_place: dict[tuple[PartitionId, int], list[Gone]] = {}
+        unsure: list[Gone] = []
         for one in gone:
             if one.batch.claim is not None:
-                self._ledger.bury_claimed(one.batch.claim, one.burial)
-                self._over(one, "-")
-            elif one.batch.place is not None and not one.batch.dropped:
+                self._bury_claimed(one, one.batch.claim)
+                continue
+            # Others may have handled it since, where nobody heard of us for a while.
+            standing = self._owner.pool.standing(one.batch, one.burial.record.offset)
+            if standing == "unsure":
+                unsure.append(one)
+            elif standing == "ours" and one.batch.place is not None:
                 by_place.setdefault((one.batch.partition, one.batch.place.epoch), []).append(one)
         for (partition, epoch), of_place in by_place.items():
             if self._ledger.bury(partition, epoch, [one.burial for one in of_place]):
                 for one in of_place:
                     self._over(one, "-")
             else:
-                for one in of_place:
-                    self._owner.void_batch(one.batch)
+                for place in {one.batch.place for one in of_place if one.batch.place is not None}:
+                    self._owner.spots.void(place)
+        self._unsure += unsure
+
+    def _bury_claimed(self, one: Gone, claim: Claim) -> None:
+        if self._ledger.bury_claimed(claim, one.burial):
+            self._over(one, "-")
+        else:
+            self._owner.end(one.batch, [one.burial.record.offset], "-")
 
     def _over(self, one: Gone, word: RangeWord) -> None:
         self._owner.buried(one.batch, one.burial)
@@ -197,6 +215,8 @@ class Clerk:
         self._ledger.end(claims, max(now - batch.read_at for batch in batches))
         for batch in batches:
             self._owner.pool.end(batch, [batch.records[0].offset])
+        if any(claim.care for claim in claims):
+            self._look_at = 0.0
 
     def _keep_claims(self) -> None:
         now, every = clock(), self._owner.invisible_s / 3
@@ -211,9 +231,13 @@ class Clerk:
             and (id(batch), batch.records[0].offset) not in hung
         ]  # fmt: skip
         if due:
-            self._ledger.keep([batch.claim.ref for batch in due if batch.claim], self._owner.invisible_s)
+            kept = self._ledger.keep([batch.claim.ref for batch in due if batch.claim], self._owner.invisible_s)
             for batch in due:
                 batch.kept_at = now
+                if batch.claim and batch.claim.ref.token not in kept:
+                    offset = batch.records[0].offset
+                    batch.lost.add(offset)
+                    self._owner.pool.end(batch, [offset])
 
     def _claim(self) -> None:
         owner, now = self._owner, clock()
@@ -222,12 +246,14 @@ class Clerk:
         limit = min(CLAIMS, owner.pool.room())
         if limit <= 0:
             return
-        claims = self._ledger.claim(limit, owner.invisible_s)
+        careful = not any(batch.claim is not None and batch.claim.care for batch in owner.pool.batches())
+        claims = self._ledger.claim(limit, owner.invisible_s, careful=careful)
         if claims:
             failpoint("shared.after_claim")
         for claim in claims:
             batch = owner.claimed(claim)
             owner.pool.add(batch)
+            batch.kept_at = now
             burial = owner.worn(batch)
             if burial is not None:
                 self.burials.append(Gone(batch, burial))

@@ -1,8 +1,9 @@
 """What a shared group has in Postgres: messages that died there, and those of them that were given back to it.
 
 A message that is given back is a row by itself (`parked_key`, `parked_message`), due at a time. A member *claims* it:
-it is due again after the invisible time, and its attempts, which name the claim, are one more. Whoever has the claim
-ends it; if nobody does, the next one claims it. Nothing is ended under a claim that somebody took over.
+it is due again after the invisible time, under a number that names the claim. Whoever has the claim ends it; if nobody
+does, the next one claims it with care: alone among those, and its attempt counted before. Nothing is ended under a
+claim that somebody took over.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ from mqlayer.postgres.queries import columns, query
 
 
 class ClaimRef(NamedTuple):
-    """A claim: LP and name of the message, and its attempts with this one."""
+    """A claim: LP and name of the message, and the number of this very claim."""
 
     lp: int
     name: bytes
-    attempts: int
+    token: int
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A message that was given back, and is this member's for a while."""
+    """A message that was given back, and is this member's for a while. `care`: a former claim was not ended."""
 
     ref: ClaimRef
     partition: int
     record: ParkedRecord
+    care: bool
 
 
 class SharedLedger:
@@ -45,30 +47,31 @@ class SharedLedger:
         self._database = database
         self._who = {"group_id": group_id, "member_id": member_id}
 
-    def claim(self, limit: int, invisible_s: float) -> list[Claim]:
-        """Claim messages that were given back and are due."""
-        facts = self._who | {"limit": limit, "invisible_s": invisible_s}
+    def claim(self, limit: int, invisible_s: float, *, careful: bool) -> list[Claim]:
+        """Claim messages that were given back and are due; `careful`: one of those, too, that may end a process."""
+        facts = self._who | {"limit": limit, "invisible_s": invisible_s, "careful": careful}
         with self._database.connection() as connection:
             rows = connection.execute(query("redriven_claim"), facts).fetchall()
         return [
             Claim(
-                ClaimRef(lp, name, attempts),
+                ClaimRef(lp, bytes(name), token),
                 partition,
-                ParkedRecord.of((offset, m, key, body), attempts=attempts - 1, redriven=True),
+                ParkedRecord.of((offset, m, key, body), attempts=before, redriven=True),
+                care,
             )
-            for lp, name, attempts, partition, offset, m, key, body in rows
+            for lp, name, token, before, care, partition, offset, m, key, body in rows
         ]
 
-    def keep(self, refs: Sequence[ClaimRef], invisible_s: float) -> None:
-        """Say that claims go on."""
+    def keep(self, refs: Sequence[ClaimRef], invisible_s: float) -> set[int]:
+        """Say that claims go on; return the numbers of those that do."""
         facts = self._who | _refs(refs) | {"invisible_s": invisible_s}
         with self._database.connection() as connection:
-            connection.execute(query("redriven_keep"), facts)
+            return {token for (token,) in connection.execute(query("redriven_keep"), facts).fetchall()}
 
     def back(self, refs: Sequence[tuple[ClaimRef, int, float]]) -> None:
         """Have claimed messages tried again: with so many failed attempts, after so many seconds."""
         rows = [(*ref, failed, wait_s) for ref, failed, wait_s in refs]
-        arrays = columns(("lps", "names", "attempts", "failed", "waits_s"), rows)
+        arrays = columns(("lps", "names", "tokens", "failed", "waits_s"), rows)
         with self._database.connection() as connection:
             connection.execute(query("redriven_back"), self._who | arrays)
 
@@ -109,16 +112,17 @@ class SharedLedger:
         failpoint("shared.after_dead")
         return buried
 
-    def bury_claimed(self, claim: Claim, burial: Burial) -> None:
-        """Write a message off that was given back before; nothing where another member has it."""
+    def bury_claimed(self, claim: Claim, burial: Burial) -> bool:
+        """Write a message off that was given back before; False where another member has it."""
 
-        def work(connection: Connection) -> None:
+        def work(connection: Connection) -> bool:
             mine = self._mine(connection, [claim])
             if mine:
                 self._put_dead(connection, claim.partition, [burial])
                 self._end(connection, mine, handled=False, given_s=0.0)
+            return bool(mine)
 
-        self._database.transaction(work)
+        return self._database.transaction(work)
 
     def note(self, attempts: Sequence[AttemptNote]) -> None:
         """Keep failed attempts, for people."""
@@ -163,4 +167,4 @@ class SharedLedger:
 
 
 def _refs(refs: Sequence[ClaimRef]) -> dict[str, Any]:
-    return columns(("lps", "names", "attempts"), refs)
+    return columns(("lps", "names", "tokens"), refs)

@@ -17,24 +17,21 @@ from mqlayer.consuming.sharing.clerk import Clerk, Gone
 from mqlayer.consuming.sharing.ledger import Claim, SharedLedger
 from mqlayer.consuming.sharing.links import SharedLinks
 from mqlayer.consuming.sharing.pool import Batch, Pool
-from mqlayer.consuming.sharing.reading import Spot
 from mqlayer.consuming.sharing.settling import Back, Begin, Ended
+from mqlayer.consuming.sharing.spots import SharedSpots, Spot
 from mqlayer.consuming.sharing.workers import SharedLoop, SharedThreads
 from mqlayer.consuming.verdicts import Bury, Verdict, verdict_of
 from mqlayer.domain.message import ParkedRecord, Record
-from mqlayer.domain.routing import NodeId, PartitionId
+from mqlayer.domain.routing import PartitionId
 from mqlayer.domain.tags import TagFilter
 from mqlayer.errors import MessageTimeout, MqlayerError, StaleOwner
 from mqlayer.events import Event, EventKind, Hook, tell
 from mqlayer.health import Health, stuck_after_s
-from mqlayer.membership.gates import drained_popped, seal_marks
 from mqlayer.membership.groups import INVISIBLE_S, Group
 from mqlayer.membership.members import Beat
-from mqlayer.membership.popping import PopPartition, pop_partitions, renew_pop_epoch
 from mqlayer.parking import AttemptNote, Burial
 from mqlayer.postgres.database import Database
 from mqlayer.redis.outcomes import RangeWord
-from mqlayer.redis.sharing import SharedPlace
 from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import Settings
 
@@ -75,9 +72,7 @@ class SharedMember:
         self.keep_limit_s = self.options.keep_limit_s
         self._name = f"mqlayer-{group.name}"
         self._database, self._hooks = database, hooks
-        self._spots: dict[PartitionId, Spot] = {}
-        self._known: dict[PartitionId, PopPartition] = {}
-        self._epoch = self._parking = 0
+        self._parking = 0
         self._stopping, self._replaced = False, ""
         self.pool = Pool(
             concurrency=self.options.concurrency,
@@ -87,6 +82,10 @@ class SharedMember:
         )
         self._links = SharedLinks(self, routes, database, application)
         self._ledger = SharedLedger(database, group.group_id, self.member_id)
+        self.spots = SharedSpots(
+            database, group, self._ledger, self.pool, self.stats,
+            prefix=settings.key_prefix, mend=self._links.mend, nudge=self.nudge,
+        )  # fmt: skip
         self._clerk = Clerk(self, self._ledger, name=self._name)
         self._heart = Heart(
             self, database=database, group=group, member_id=self.member_id, settings=settings, name=self._name
@@ -150,7 +149,7 @@ class SharedMember:
             return Health(stuck=(self._replaced,))
         if self._stopping:
             return Health(waits=("it is stopping",))
-        missing = sorted(partition for partition, spot in self._spots.items() if not spot.taken)
+        missing = sorted(spot.place.partition for spot in self.spots.all() if not spot.taken)
         own = Health(
             () if self._workers.alive else ("a worker's thread ended",),
             (f"partitions {', '.join(map(str, missing))} are not read",) if missing else (),
@@ -161,8 +160,7 @@ class SharedMember:
     def holdings(self) -> dict[int, tuple[int, str]]:
         """Return what is read: partition -> (epoch, state)."""
         return {
-            int(spot.place.partition): (spot.place.epoch, "open" if spot.taken else "new")
-            for spot in list(self._spots.values())
+            int(spot.place.partition): (spot.place.epoch, "open" if spot.taken else "new") for spot in self.spots.all()
         }
 
     # -- what workers ask --------------------------------------------------------------------------------------------
@@ -232,18 +230,9 @@ class SharedMember:
 
     # -- what readers, settlers and the clerk ask --------------------------------------------------------------------
 
-    def learn(self, spot: Spot, committed: int) -> None:
-        """Ask Postgres what a partition that is taken from an offset on holds that is not to be handled."""
-        spot.dead = self._ledger.dead_from(spot.place.partition, committed)
-        spot.marks = seal_marks(self._database, spot.place.partition) if spot.one.cut else {}
-
-    def spots_on(self, node_id: NodeId) -> list[Spot]:
-        """Return what may be read on a node now."""
-        return [spot for spot in self._spots.values() if spot.one.node == node_id]
-
     def batch(self, spot: Spot, records: Sequence[Record]) -> Batch:
         """Return a batch of records that were read now."""
-        return Batch(spot.one, spot.place, self._epoch, records, clock())
+        return Batch(spot.one, spot.place, self.spots.epoch, records, clock())
 
     def left_out(self, batch: Batch, offsets: list[int]) -> None:
         """Settle messages that the group's filter leaves out."""
@@ -256,6 +245,16 @@ class SharedMember:
         if settler is not None:
             settler.commands.append((spot.place, entry_id))
             settler.wake.set()
+
+    def give_back(self, batch: Batch, offsets: list[int]) -> None:
+        """Have messages that nobody began given to others at once."""
+        for offset in offsets:
+            self._back(batch, offset, 0, None)
+
+    def settle_missing(self, spot: Spot, offsets: Sequence[int]) -> None:
+        """Settle what is not in the stream any more."""
+        log.error("records_missing", extra={"partition": spot.place.partition, "offsets": list(offsets)[:10]})
+        self.end(self.batch(spot, ()), list(offsets), "-")
 
     def suspect(self, batch: Batch) -> None:
         """Ask Postgres about a message that was taken from a member that was not heard of, then have it handled."""
@@ -289,8 +288,8 @@ class SharedMember:
 
     def _back(self, batch: Batch, offset: int, ms: int, failed: int | None) -> None:
         if batch.claim is not None:
-            ref = batch.claim.ref
-            self._clerk.back.append((ref, ref.attempts - 1 if failed is None else failed, ms / 1000))
+            before = batch.claim.record.attempts
+            self._clerk.back.append((batch.claim.ref, before if failed is None else failed, ms / 1000))
             self.pool.end(batch, (offset,))
             self._clerk.wake.set()
             return
@@ -316,62 +315,14 @@ class SharedMember:
 
     def claimed(self, claim: Claim) -> Batch:
         """Return the batch of a message that was given back."""
-        known = self._known.get(PartitionId(claim.partition))
-        # Its partition may be gone: nothing of it is asked there any more.
-        one = known or PopPartition(PartitionId(claim.partition), NodeId(0), None, 1, 0, 0, cut=False, readable=False)
-        batch = Batch(one, None, self._epoch, [claim.record], clock())
+        batch = Batch(self.spots.known(claim.partition), None, self.spots.epoch, [claim.record], clock())
         batch.claim = claim
         return batch
 
     def through(self, spot: Spot, seal_id: str) -> None:
-        """Tell Postgres that everything before a command record is settled, by the clerk."""
+        """Have Postgres told that everything before a command record is settled."""
         self._clerk.through[PartitionId(spot.place.partition)] = (spot.place.epoch, seal_id)
         self._clerk.wake.set()
-
-    def say_through(self, partition: PartitionId, epoch: int, seal_id: str) -> bool:
-        """Tell Postgres that a sealed partition is through. Where it refuses, a later look says it again."""
-        if partition in self._spots and drained_popped(self._database, self.group.group_id, partition, epoch, seal_id):
-            log.info("partition_drained", extra={"partition": str(partition), "group": self.group.name})
-            self._heart.nudge()
-        return True
-
-    def void(self, place: SharedPlace) -> None:
-        """Drop what is in hand of a partition under an epoch that is not in force any more."""
-        self.pool.drop(lambda batch: batch.place == place)
-        spot = self._spots.get(PartitionId(place.partition))
-        if spot is not None:
-            spot.strays = True
-        self._heart.nudge()
-
-    def void_batch(self, batch: Batch) -> None:
-        """Drop a batch whose epoch is not in force any more."""
-        if batch.place is not None:
-            self.void(batch.place)
-
-    def fenced(self, spot: Spot) -> None:
-        """Look for a higher epoch; where Postgres has none, its node has seen more than it gave out: ask for one."""
-        self.stats.fenced += 1
-        place = spot.place
-        self.pool.drop(lambda batch: batch.place == place)
-        if spot.refused == place.epoch:
-            renew_pop_epoch(self._database, self.group.group_id, place.partition, place.epoch)
-        spot.refused = place.epoch
-        self._heart.nudge()
-
-    def refused(self, spot: Spot) -> None:
-        """Have a node mended that does not have a partition. Raises nothing."""
-        place = spot.place
-        self.pool.drop(lambda batch: batch.place == place)
-        self._links.mend(spot.one.node)
-        self._heart.nudge()
-
-    def node_lost(self, node_id: NodeId) -> None:
-        """Drop what is in hand of a node that is not the armed run, and have it armed. Raises nothing."""
-        self.pool.drop(lambda batch: batch.claim is None and batch.assigned.node == node_id)
-        for spot in self.spots_on(node_id):
-            spot.taken, spot.strays = False, True
-        self._links.mend(node_id)
-        self._heart.nudge()
 
     # -- what the heart asks -----------------------------------------------------------------------------------------
 
@@ -386,34 +337,11 @@ class SharedMember:
         if self._stopping:
             return
         try:
-            self._list()
+            self.spots.list()
+            for node_id in {spot.one.node for spot in self.spots.all()}:
+                self._links.open(node_id)
         except MqlayerError as error:
             log.warning("partitions_not_listed", extra={"reason": str(error)})
-
-    def _list(self) -> None:
-        found = pop_partitions(self._database, self.group.group_id)
-        self._epoch = max([self._epoch, *(one.epoch for one in found if one.epoch is not None)])
-        self._known = {one.partition: one for one in found}
-        spots: dict[PartitionId, Spot] = {}
-        for one in found:
-            if not one.readable or one.epoch is None:
-                continue
-            known = self._spots.get(one.partition)
-            if known is not None and known.one == one:
-                spots[one.partition] = known
-                continue
-            place = SharedPlace(
-                self.settings.key_prefix, one.partition, self.group.group_id, one.epoch, one.start, one.seek
-            )
-            spots[one.partition] = Spot(one, place)
-            if known is not None:
-                spots[one.partition].refused = known.refused
-            if known is not None and known.place != place:
-                before = known.place
-                self.pool.drop(lambda batch, before=before: batch.place == before)  # type: ignore[misc]
-        self._spots = spots
-        for node_id in {spot.one.node for spot in spots.values()}:
-            self._links.open(node_id)
 
     def follow_nodes(self) -> None:
         """Use no line to another run or address of a node than those that count now. Raises StoreUnavailable."""
@@ -425,7 +353,7 @@ class SharedMember:
     def replaced(self, reason: str) -> None:
         """End: another process took this member's id, an operator evicted it, or its group is retired."""
         self._stopping, self._replaced = True, reason
-        self._spots = {}
+        self.spots.forget()
         self.pool.stop()
 
     def _facts(self, batch: Batch) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.sharing.ledger import Claim
 from mqlayer.domain.message import Record
+from mqlayer.domain.routing import NodeId
 from mqlayer.membership.popping import PopPartition
 from mqlayer.redis.sharing import SharedPlace
 
@@ -36,7 +37,7 @@ class Batch:
     """
 
     __slots__ = (
-        "assigned", "attempts", "claim", "dropped", "ended", "epoch", "kept_at", "lost", "partition", "place",
+        "assigned", "attempts", "claim", "dropped", "ended", "epoch", "hung", "kept_at", "lost", "partition", "place",
         "read_at", "records", "size", "suspect",
     )  # fmt: skip
     ordered: Final = False
@@ -51,6 +52,8 @@ class Batch:
         # Offsets that are settled or given back, and those that others have.
         self.ended: set[int] = set()
         self.lost: set[int] = set()
+        # Those that were not kept when the others were: their handlers run for too long.
+        self.hung: set[int] = set()
         self.size = sum([len(record[3]) for record in records])
         self.suspect = self.dropped = False
         # Of a message that was given back from Postgres.
@@ -111,6 +114,7 @@ class Pool:
         self._batches: dict[int, Batch] = {}
         self._hands: list[Hand] = []
         self._pace_s = 0.01
+        self._away: set[NodeId] = set()
         self.count = self.bytes = 0
         self.stopping = False
         self.on_ready: Callable[[], None] | None = None
@@ -119,10 +123,20 @@ class Pool:
 
     def room(self) -> int:
         """Return how many more records may be read."""
-        if self.bytes >= self._bytes_limit:
+        count, size = self.count, self.bytes
+        if self._away:
+            stuck = [batch for batch in self.batches() if batch.assigned.node in self._away]
+            count -= sum(len(batch.records) - len(batch.ended) for batch in stuck)
+            size -= sum(batch.size for batch in stuck)
+        if size >= self._bytes_limit:
             return 0
         ahead = int(self._concurrency * AHEAD_S / self._pace_s)
-        return min(self._count_limit, max(2 * self._concurrency, ahead)) - self.count
+        return min(self._count_limit, max(2 * self._concurrency, ahead)) - count
+
+    def note_node(self, node_id: NodeId, *, away: bool) -> None:
+        """Note whether a node answers: what is stuck of one that does not must not keep others from being read."""
+        if away != (node_id in self._away):
+            self._away = self._away | {node_id} if away else self._away - {node_id}
 
     def add(self, batch: Batch) -> None:
         """Count a batch that nobody is to handle as yet."""
@@ -192,6 +206,25 @@ class Pool:
             return self._suspects["blamed"].popleft()
         return None
 
+    def unbegun(self, of: Callable[[Batch], bool]) -> list[tuple[Batch, list[int]]]:
+        """Take out what no worker has begun, so that none does, and return it: batches and offsets."""
+        with self._changed:
+            slices = [*self._ready, *((batch, batch.records) for line in self._suspects.values() for batch in line)]
+            found = [(batch, records) for batch, records in slices if of(batch)]
+            if found:
+                ready = [one for one in self._ready if not of(one[0])]
+                self._ready.clear()
+                self._ready.extend(ready)
+                self._keep_suspects(lambda batch: not of(batch))
+        open_of = [(batch, set(batch.open), records) for batch, records in found if not batch.dropped]
+        return [(batch, [r.offset for r in records if r.offset in left]) for batch, left, records in open_of]
+
+    def _keep_suspects(self, wanted: Callable[[Batch], bool]) -> None:
+        for waiting in self._suspects.values():
+            left = [batch for batch in waiting if wanted(batch)]
+            waiting.clear()
+            waiting.extend(left)
+
     def put_back(self, batch: Batch, records: Sequence[Record]) -> None:
         """Take back what a worker did not begin, and let others have it; of a suspect, that it ended."""
         with self._changed:
@@ -210,7 +243,8 @@ class Pool:
         now, found = clock(), []
         for hand in self._hands:
             work = hand.work
-            if work is None or now - hand.since < TURN_S:
+            # A suspect is its worker's alone, which says when it has ended.
+            if work is None or work[0].suspect or now - hand.since < TURN_S:
                 continue
             batch, todo, done = work
             rest = all_of(todo)
@@ -250,10 +284,14 @@ class Pool:
                 batch.dropped = True
                 self.count -= len(batch.records) - len(batch.ended)
                 self._forget(batch)
-            for waiting in self._suspects.values():
-                left = [batch for batch in waiting if not batch.dropped]
-                waiting.clear()
-                waiting.extend(left)
+            self._keep_suspects(lambda batch: not batch.dropped)
+
+    def standing(self, batch: Batch, offset: int) -> Literal["ours", "unsure", "gone"]:
+        """Say whether a message is ours still, as far as its node has told; `unsure`: it is to be asked first."""
+        if batch.dropped or offset in batch.lost:
+            return "gone"
+        late = clock() - batch.kept_at > self._invisible_s * FRESH
+        return "unsure" if late or offset in batch.hung else "ours"
 
     def _forget(self, batch: Batch) -> None:
         del self._batches[id(batch)]

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.node_thread import NodeThread
 from mqlayer.consuming.sharing.pool import Batch, Pool
-from mqlayer.domain.message import Identity, Record, pop_command, records_of
-from mqlayer.domain.routing import NodeId
+from mqlayer.consuming.sharing.spots import SharedSpots, Spot
+from mqlayer.domain.message import Record, pop_command, records_of
 from mqlayer.domain.tags import TagFilter
 from mqlayer.failpoints import failpoint
-from mqlayer.membership.popping import PopPartition
 from mqlayer.redis.nodes import NodeConnection, is_missing_script, raise_for_reply
 from mqlayer.redis.outcomes import RangeWord
 from mqlayer.redis.partitions import Failures, Fenced, Refused
@@ -25,7 +24,6 @@ from mqlayer.redis.sharing import (
     AT_ONCE,
     Again,
     InForce,
-    SharedPlace,
     Through,
     is_missing_group,
     native_group,
@@ -47,34 +45,19 @@ READ_COUNT: Final = 500
 AGAIN_COUNT: Final = 100
 BLOCK_MS: Final = 100
 """Longest wait in one read: a new partition waits at most this long to be seen."""
+TURN_MS: Final = 10
+"""The same where partitions are read in turns."""
 AGAIN_S: Final = (0.05, 1.0)
 AFTER_TROUBLE_S: Final = 0.2
 RECLAIM_PART: Final = 3.0
 """A member looks for messages of members that are gone this often in an invisible time, and at least once a second."""
 
 
-class Spot:
-    """A partition as a member sees it. `taken`: whether its epoch was in force when we looked last.
-
-    `strays`: whether the node may have messages as ours that we do not know of: of a lost answer, or another epoch.
-    """
-
-    __slots__ = ("dead", "left_ms", "marks", "one", "place", "refused", "rest_until", "strays", "taken")
-
-    def __init__(self, one: PopPartition, place: SharedPlace) -> None:
-        self.one, self.place = one, place
-        self.taken, self.strays = False, True
-        self.left_ms, self.rest_until, self.refused = -1, 0.0, 0
-        # What died, or was given back, and may come again: after a fall-back of its node, at other offsets too.
-        self.dead: set[Identity] = set()
-        # Of a partition that holds messages which its successors hold too: the marks that it was recorded with.
-        self.marks: Mapping[str, int] = {}
-
-
 class SharedReadingOwner(Protocol):
     """What a reader asks of its member."""
 
     pool: Pool
+    spots: SharedSpots
     tag_filter: TagFilter | None
     member_id: str
     invisible_s: float
@@ -82,12 +65,6 @@ class SharedReadingOwner(Protocol):
 
     def handled(self, batch: Batch, offsets: list[int]) -> None:
         """Count what was handled, and have it settled."""
-
-    def learn(self, spot: Spot, committed: int) -> None:
-        """Ask Postgres what a partition that is taken from an offset on holds that is not to be handled."""
-
-    def spots_on(self, node_id: NodeId) -> list[Spot]:
-        """Return what may be read on a node now."""
 
     def batch(self, spot: Spot, records: Sequence[Record]) -> Batch:
         """Return a batch of records that were read now."""
@@ -101,35 +78,36 @@ class SharedReadingOwner(Protocol):
     def command_read(self, spot: Spot, entry_id: bytes) -> None:
         """Settle a command record."""
 
+    def give_back(self, batch: Batch, offsets: list[int]) -> None:
+        """Have messages that nobody began given to others at once."""
+
+    def settle_missing(self, spot: Spot, offsets: Sequence[int]) -> None:
+        """Settle what is not in the stream any more."""
+
     def suspect(self, batch: Batch) -> None:
         """Ask Postgres about a message that was taken from a member that was not heard of, then have it handled."""
 
     def through(self, spot: Spot, seal_id: str) -> None:
         """Tell Postgres that everything before a command record is settled."""
 
-    def fenced(self, spot: Spot) -> None:
-        """Look for another epoch."""
-
-    def refused(self, spot: Spot) -> None:
-        """Have a node mended that does not have a partition."""
-
-    def node_lost(self, node_id: NodeId) -> None:
-        """Drop what is in hand of a node that is not the armed run, and have it armed."""
-
 
 class SharedReader(NodeThread):
     """The reading thread of one node."""
 
     def __init__(self, owner: SharedReadingOwner, line: NodeConnection, *, group_id: int, name: str) -> None:
-        super().__init__(line, owner.node_lost, name=name, work="reading")
+        super().__init__(line, owner.spots.node_lost, name=name, work="reading")
         self._owner, self._group_id = owner, group_id
         self._keep_at = self._reclaim_at = 0.0
+        self._at = 0
 
     def _loop(self) -> None:
+        pool, node_id = self._owner.pool, self._line.node.node_id
         while not self._stopping.is_set():
-            if not self._try_pass():
+            well = self._try_pass()
+            pool.note_node(node_id, away=not well)
+            if not well:
                 # What was on its way may be ours, unseen.
-                for spot in self._owner.spots_on(self._line.node.node_id):
+                for spot in self._owner.spots.on(node_id):
                     spot.strays = True
                 self._stopping.wait(random.uniform(*AGAIN_S))
 
@@ -137,7 +115,10 @@ class SharedReader(NodeThread):
         now, owner = clock(), self._owner
         for batch, offsets in owner.pool.relieve():
             owner.handled(batch, offsets)
-        spots = [spot for spot in owner.spots_on(self._line.node.node_id) if now >= spot.rest_until]
+        if owner.pool.stopping:
+            for batch, offsets in owner.pool.unbegun(self._is_here):
+                owner.give_back(batch, offsets)
+        spots = [spot for spot in owner.spots.on(self._line.node.node_id) if now >= spot.rest_until]
         if not self._take([spot for spot in spots if not spot.taken]):
             return
         taken = [spot for spot in spots if spot.taken]
@@ -150,11 +131,14 @@ class SharedReader(NodeThread):
             self._reclaim_at = now + self._reclaim(taken)
         room = owner.pool.room()
         if taken and room > 0 and not owner.pool.stopping:
-            self._read(taken, room)
+            self._read(*self._turn(taken, room), room)
         else:
             # What ends makes room, and wakes this thread.
             self.wake.wait(BLOCK_MS / 1000)
             self.wake.clear()
+
+    def _is_here(self, batch: Batch) -> bool:
+        return batch.place is not None and batch.assigned.node == self._line.node.node_id
 
     def _take(self, spots: list[Spot]) -> bool:
         if not spots:
@@ -166,12 +150,21 @@ class SharedReader(NodeThread):
             self._follow(spot, reply)
         return True
 
-    def _read(self, spots: list[Spot], room: int) -> None:
+    def _turn(self, spots: list[Spot], room: int) -> tuple[list[Spot], int]:
+        """Return what to read now, and for how many ms: one message of each may come, so no more than there is room."""
+        if room >= len(spots):
+            return spots, BLOCK_MS
+        at = self._at % len(spots)
+        self._at = at + room
+        return (spots[at:] + spots[:at])[:room], max(TURN_MS, BLOCK_MS * room // len(spots))
+
+    def _read(self, spots: list[Spot], longest_ms: int, room: int) -> None:
         owner = self._owner
         count = max(1, min(READ_COUNT, room // len(spots)))
-        block_ms = max(1, min([BLOCK_MS, *(spot.left_ms + 1 for spot in spots if spot.left_ms >= 0)]))
+        block_ms = max(1, min([longest_ms, *(spot.left_ms + 1 for spot in spots if spot.left_ms >= 0)]))
         places = [spot.place for spot in spots]
         read = shared_read_command(places, owner.member_id, group_id=self._group_id, count=count, block_ms=block_ms)
+        asked = clock()
         streams, *checks = self._line.call([read, *(shared_take_command(self._line, place) for place in places)])
         if is_missing_group(streams):
             log.error("shared_group_missing", extra={"address": self._line.node.address, "group": self._group_id})
@@ -184,12 +177,12 @@ class SharedReader(NodeThread):
                 spot.strays = True
             return
         failpoint("shared.after_read")
-        self._take_in(spots, streams, checks)
+        self._take_in(spots, streams, checks, asked)
 
-    def _take_in(self, spots: list[Spot], streams: Any, checks: Sequence[Any]) -> None:
+    def _take_in(self, spots: list[Spot], streams: Any, checks: Sequence[Any], asked: float) -> None:
         owner = self._owner
         by_key: dict[bytes, Any] = dict(streams) if streams else {}
-        wanted = owner.spots_on(self._line.node.node_id)
+        wanted = owner.spots.on(self._line.node.node_id)
         for spot, reply in zip(spots, checks, strict=True):
             entries = by_key.get(spot.place.log)
             if spot not in wanted:
@@ -198,7 +191,7 @@ class SharedReader(NodeThread):
             elif not self._follow(spot, reply):
                 spot.strays = spot.strays or bool(entries)
             elif entries:
-                self._put(spot, entries)
+                self._put(spot, entries, asked)
         for spot in spots:
             if spot.taken and spot.left_ms == 0 and owner.pool.room() > 0:
                 self._again(spot)
@@ -208,7 +201,7 @@ class SharedReader(NodeThread):
         answer = shared_take_reply(reply, self._line.node.address)
         if isinstance(answer, InForce):
             if answer.fresh:
-                self._owner.learn(spot, answer.committed)
+                self._owner.spots.learn(spot, answer.committed)
             spot.taken, spot.left_ms, spot.refused = True, answer.left_ms, 0
             return True
         if isinstance(answer, Through):
@@ -219,17 +212,17 @@ class SharedReader(NodeThread):
         spot.taken, spot.strays = False, True
         spot.rest_until = clock() + AFTER_TROUBLE_S
         if isinstance(answer, Fenced):
-            self._owner.fenced(spot)
+            self._owner.spots.fenced(spot)
         else:
             facts = {"partition": spot.place.partition, "word": answer.word, "address": self._line.node.address}
             log.error("partition_refused", extra=facts)
-            self._owner.refused(spot)
+            self._owner.spots.refused(spot)
         return False
 
-    def _put(self, spot: Spot, entries: list[Any]) -> None:
+    def _put(self, spot: Spot, entries: list[Any], asked: float) -> None:
         command = pop_command(entries)
         if entries:
-            self._hand_on(spot, records_of(entries))
+            self._hand_on(spot, records_of(entries), asked)
         if command is not None:
             self._owner.command_read(spot, b"%d-1" % (command.end - 1))
 
@@ -242,17 +235,30 @@ class SharedReader(NodeThread):
         if command is not None:
             self._owner.command_read(spot, b"%d-1" % (command.end - 1))
 
-    def _hand_on(self, spot: Spot, records: Sequence[Record], failures: Sequence[Failures | None] = ()) -> None:
-        owner, wanted = self._owner, self._owner.tag_filter
-        batch = owner.batch(spot, records)
+    def _hand_on(
+        self, spot: Spot, records: Sequence[Record], asked: float, failures: Sequence[Failures | None] = ()
+    ) -> None:
+        batch = self._batch(spot, records, asked)
         batch.attempts = {
             record.offset: noted.attempts
             for record, noted in zip(records, failures, strict=False)
             if noted and noted.attempts
         }
-        owner.pool.add(batch)
+        self._pass_over(spot, batch)
+        self._owner.pool.put(batch)
+
+    def _batch(self, spot: Spot, records: Sequence[Record], asked: float) -> Batch:
+        """Return a batch of what the node gave us when it was asked then, or later."""
+        batch = self._owner.batch(spot, records)
+        batch.kept_at = asked
+        self._owner.pool.add(batch)
+        return batch
+
+    def _pass_over(self, spot: Spot, batch: Batch) -> None:
+        """Settle what of a batch is not to be handled."""
+        owner, wanted, records = self._owner, self._owner.tag_filter, batch.records
         if spot.dead or spot.marks:
-            void = [record.offset for record in records if is_void(spot, record.identity)]
+            void = [record.offset for record in records if spot.is_void(record.identity)]
             if void:
                 batch.lost.update(void)
                 owner.end(batch, void, "-")
@@ -261,25 +267,27 @@ class SharedReader(NodeThread):
             if others:
                 batch.lost.update(others)
                 owner.left_out(batch, others)
-        owner.pool.put(batch)
 
     def _again(self, spot: Spot) -> None:
-        limit = max(1, min(AGAIN_COUNT, self._owner.pool.room()))
+        limit, asked = max(1, min(AGAIN_COUNT, self._owner.pool.room())), clock()
         (reply,) = self._line.call([shared_again_command(self._line, spot.place, self._owner.member_id, limit)])
         answer = shared_again_reply(reply, self._line.node.address)
         if not isinstance(answer, Again):
             return
         failpoint("shared.after_again")
+        if answer.missing:
+            self._owner.settle_missing(spot, answer.missing)
         pairs = self._unknown(spot, answer)
         usual = [(record, noted) for record, noted in pairs if noted is None or noted.started != "t"]
         if usual:
-            self._hand_on(spot, [record for record, _ in usual], [noted for _, noted in usual])
+            self._hand_on(spot, [record for record, _ in usual], asked, [noted for _, noted in usual])
         for record, noted in pairs:
             if noted is not None and noted.started == "t":
-                batch = self._owner.batch(spot, [record])
+                batch = self._batch(spot, [record], asked)
                 batch.suspect, batch.attempts = True, {record.offset: noted.attempts} if noted.attempts else {}
-                self._owner.pool.add(batch)
-                self._owner.suspect(batch)
+                self._pass_over(spot, batch)
+                if batch.open:
+                    self._owner.suspect(batch)
 
     def _unknown(self, spot: Spot, answer: Again) -> list[tuple[Record, Failures | None]]:
         """Leave out what is in hand already: it was taken from us while nobody heard of us, and is ours again."""
@@ -316,7 +324,9 @@ class SharedReader(NodeThread):
             place = batch.place
             if place is None or batch.assigned.node != self._line.node.node_id or now - batch.kept_at < every:
                 continue
-            offsets = [offset for offset in batch.open if (id(batch), offset) not in hung]
+            still = batch.open
+            offsets = [offset for offset in still if (id(batch), offset) not in hung]
+            asked = clock()
             for at in range(0, len(offsets), AT_ONCE):
                 command = shared_keep_command(self._line, place, owner.member_id, offsets[at : at + AT_ONCE])
                 answer = shared_keep_reply(self._line.call([command])[0], self._line.node.address)
@@ -325,7 +335,7 @@ class SharedReader(NodeThread):
                 batch.lost.update(answer)
                 owner.pool.end(batch, answer)
             else:
-                batch.kept_at = now
+                batch.kept_at, batch.hung = asked, set(still) - set(offsets)
         return every / 4
 
     def _reclaim(self, spots: list[Spot]) -> float:
@@ -350,9 +360,3 @@ class SharedReader(NodeThread):
         if missing:
             self._line.reload_scripts()
         return missing
-
-
-def is_void(spot: Spot, identity: Identity) -> bool:
-    """Say whether a record is not to be handled here: it died, or belongs to the successors."""
-    source, lp, seq = identity
-    return identity in spot.dead or seq > spot.marks.get(f"{source}:{lp}", seq)

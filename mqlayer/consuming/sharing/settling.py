@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple, Protocol
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.node_thread import NodeThread
 from mqlayer.consuming.sharing.pool import Batch, Pool
+from mqlayer.consuming.sharing.spots import SharedSpots
 from mqlayer.domain.offsets import Range, as_ranges
-from mqlayer.domain.routing import NodeId
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.nodes import Command, NodeConnection, is_missing_script
 from mqlayer.redis.outcomes import RangeWord, told_of
@@ -44,17 +44,12 @@ class SharedSettlingOwner(Protocol):
     """What a settler asks of its member."""
 
     pool: Pool
+    spots: SharedSpots
     member_id: str
     archived: bool
 
     def settled(self, count: int) -> None:
         """Count what the server has settled, and let more be read."""
-
-    def void(self, place: SharedPlace) -> None:
-        """Drop what is in hand of a partition under an epoch that is not in force any more."""
-
-    def node_lost(self, node_id: NodeId) -> None:
-        """Drop what is in hand of a node that is not the armed run, and have it armed."""
 
 
 class Ended(NamedTuple):
@@ -96,7 +91,7 @@ class SharedSettler(NodeThread):
     """The settling thread of one node. Stopping it sends what is there."""
 
     def __init__(self, owner: SharedSettlingOwner, line: NodeConnection, *, name: str) -> None:
-        super().__init__(line, owner.node_lost, name=name, work="settling")
+        super().__init__(line, owner.spots.node_lost, name=name, work="settling")
         self._owner = owner
         # Appended to by all threads, taken out by this one.
         self.ended: deque[Ended] = deque()
@@ -148,7 +143,7 @@ class SharedSettler(NodeThread):
         settling = call.item == "settle"
         answer = shared_settle_reply(reply, address) if settling else shared_count_reply(reply, address)
         if isinstance(answer, Fenced | Refused):
-            self._owner.void(call.place)
+            self._owner.spots.void(call.place)
             return
         for batch, offsets in call.ends:
             self._owner.pool.end(batch, offsets)
