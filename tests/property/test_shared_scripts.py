@@ -180,7 +180,7 @@ def test_scripts_and_model_agree(line: NodeConnection, key_prefix: str) -> None:
     run_state_machine_as_test(
         Here,
         settings=settings(
-            max_examples=12, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
