@@ -204,6 +204,9 @@ SELECT g.group_id FROM mqlayer.consumer_group g
 WHERE g.state = 'live'
   AND (EXISTS (SELECT FROM mqlayer.member m
                WHERE m.group_id = g.group_id AND m.lease_until < now() AND m.lease_until > '-infinity')
+       -- An instance of which nobody noted since when it is away.
+       OR g.instance IS NOT NULL AND g.away_since IS NULL
+          AND NOT EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until > '-infinity')
        OR EXISTS (SELECT FROM mqlayer.readable r
                   LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
                   LEFT JOIN mqlayer.member m ON m.group_id = a.group_id AND m.member_id = a.member_id
