@@ -20,10 +20,12 @@ from mqlayer import App, Context, Event, MemberOptions, Settings
 from mqlayer.changes import retire_partitions, split
 from mqlayer.checking import examine
 from mqlayer.errors import Conflict, GroupRetired, InstanceTaken, InvalidInput, InvalidName, NotFound, StoreUnavailable
+from mqlayer.failures.pausing import pause_key
 from mqlayer.inspecting import explain_key, group_standings
 from mqlayer.membership import find_group, planned_seek, rebalance_groups
 from mqlayer.membership import join as join_group
 from mqlayer.membership.instances import ensure_instance, host_instance
+from mqlayer.membership.pausing import pause_partitions, under_way
 from mqlayer.membership.retiring import forget_instances, forget_retired, retire_away, retire_group
 from mqlayer.membership.steering import pause_group, resume_group, set_group
 from mqlayer.routes.cache import RouteCache, load_route
@@ -352,6 +354,11 @@ def test_settings_and_rest_of_the_group_are_those_of_all_instances(stage: Stage)
         set_group(stage.database, "orders", "cache@web-1", actor="a test", attempt_limit=8)
     with pytest.raises(Conflict, match="attempt_limit = 7"):
         join(stage, Recorder(), "web-2", attempt_limit=5)
+    wait_until(lambda: under_way(stage.database, "orders", "cache") == len(stage.partitions), what="what it has in hand")
+    with pytest.raises(InvalidInput, match="cache@INSTANCE"):
+        pause_partitions(stage.database, "orders", "cache", stage.partitions, actor="a test")
+    with pytest.raises(InvalidInput, match="cache@INSTANCE"):
+        pause_key(stage.database, "orders", "cache", "k0", actor="a test")
     assert pause_group(stage.database, "orders", "cache", actor="a test")
     late = Recorder()
     other = join(stage, late, "web-2")
