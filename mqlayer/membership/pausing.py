@@ -37,7 +37,8 @@ def resume_topic(database: Database, topic: str, *, actor: str) -> bool:
 def pause_partitions(database: Database, topic: str, name: str, partitions: Sequence[int], *, actor: str) -> list[int]:
     """Let partitions rest for a group; return those that did not. Raises NotFound for such as the topic has not.
 
-    Raises InvalidInput for a broadcast group: its instances have partitions. What comes out of one by a split or merge waits behind it, as behind any partition that is not drained.
+    Raises InvalidInput for a broadcast group: its instances have partitions. What comes out of one by a split or merge
+    waits behind it, as behind any partition that is not drained.
     """
     return _change_partitions(database, topic, name, partitions, query("partition_pause_put"), "partition pause", actor)
 

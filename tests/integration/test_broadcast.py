@@ -354,7 +354,7 @@ def test_settings_and_rest_of_the_group_are_those_of_all_instances(stage: Stage)
         set_group(stage.database, "orders", "cache@web-1", actor="a test", attempt_limit=8)
     with pytest.raises(Conflict, match="attempt_limit = 7"):
         join(stage, Recorder(), "web-2", attempt_limit=5)
-    wait_until(lambda: under_way(stage.database, "orders", "cache") == len(stage.partitions), what="what it has in hand")
+    wait_until(lambda: under_way(stage.database, "orders", "cache") == len(stage.partitions), what="what it has")
     with pytest.raises(InvalidInput, match="cache@INSTANCE"):
         pause_partitions(stage.database, "orders", "cache", stage.partitions, actor="a test")
     with pytest.raises(InvalidInput, match="cache@INSTANCE"):

@@ -126,7 +126,6 @@ def test_a_receiver_of_a_retired_group_is_told(stage: Stage) -> None:
     stage.send([("k", b"1"), ("k", b"2")])
     with Receiver("orders", group="pops", settings=stage.settings()) as receiver:
         (message,) = receiver.receive(1, wait_s=5)
-        group_id = stage.group_id("pops")
         retire(stage, "pops")
         forget_retired(stage.database, prefix=stage.prefix)
 
