@@ -185,6 +185,9 @@ def forget_retired(database: Database, *, prefix: str, rest_s: float = REST_S, u
                 by_node.setdefault(spot.node, []).append(spot)
         for node_id, of_node in by_node.items():
             replies = _forget(nodes[node_id], of_node, prefix=prefix, unsafe=unsafe)
+            if not replies:
+                # Each page would wait for it again.
+                del nodes[node_id]
             # A receiver that Postgres does not reach asks on, however long that lasts: the lock that refuses it stays.
             words = [
                 "forgotten" if word == "resting" and spot.for_long and spot.popped else word
