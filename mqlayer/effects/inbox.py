@@ -16,7 +16,13 @@ from mqlayer.domain.names import check_id
 from mqlayer.errors import AlreadyApplied
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.queries import query
-from mqlayer.postgres.sessions import caller_errors, check_in_transaction, run_one, run_one_async
+from mqlayer.postgres.sessions import (
+    caller_errors,
+    check_in_transaction,
+    check_in_transaction_async,
+    run_one,
+    run_one_async,
+)
 
 
 class InboxEntry(NamedTuple):
@@ -54,8 +60,8 @@ def note(connection: Any, entry: InboxEntry) -> None:
     TransactionConflict under REPEATABLE READ or SERIALIZABLE, where another transaction noted it meanwhile.
     """
     failpoint("inbox.before")
-    check_in_transaction(connection)
     with caller_errors(connection):
+        check_in_transaction(connection)
         (answer,) = run_one(connection, query("inbox_put"), entry.facts())
     entry.judge(answer)
     failpoint("inbox.after")
@@ -64,8 +70,8 @@ def note(connection: Any, entry: InboxEntry) -> None:
 async def anote(connection: Any, entry: InboxEntry) -> None:
     """Do what `note` does on an async connection."""
     failpoint("inbox.before")
-    check_in_transaction(connection)
     with caller_errors(connection):
+        await check_in_transaction_async(connection)
         (answer,) = await run_one_async(connection, query("inbox_put"), entry.facts())
     entry.judge(answer)
     failpoint("inbox.after")

@@ -24,7 +24,13 @@ from mqlayer.effects.gaps import VersionGap, tell_gap
 from mqlayer.errors import InvalidInput, VersionsFull
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.queries import query
-from mqlayer.postgres.sessions import caller_errors, check_in_transaction, run_one, run_one_async
+from mqlayer.postgres.sessions import (
+    caller_errors,
+    check_in_transaction,
+    check_in_transaction_async,
+    run_one,
+    run_one_async,
+)
 
 HELD_MESSAGES: Final = 100
 HELD_BYTES: Final = 1_000_000
@@ -116,16 +122,16 @@ class Versions:
         transaction is open, TransactionConflict where the whole transaction must be run again.
         """
         event = self._event(message, entity, version)
-        check_in_transaction(connection)
         with caller_errors(connection):
+            check_in_transaction(connection)
             row = run_one(connection, query("version_take"), event)
         return self._taken(message, entity, version, row)
 
     async def atake(self, connection: Any, message: Carrier, *, entity: str, version: int) -> list[Versioned]:
         """Do what `take` does on an async connection."""
         event = self._event(message, entity, version)
-        check_in_transaction(connection)
         with caller_errors(connection):
+            await check_in_transaction_async(connection)
             row = await run_one_async(connection, query("version_take"), event)
         return self._taken(message, entity, version, row)
 
@@ -134,8 +140,8 @@ class Versions:
 
         For programs that call it now and then: without, it is taken with the entity's next event.
         """
-        check_in_transaction(connection)
         with caller_errors(connection):
+            check_in_transaction(connection)
             entity, *held = run_one(connection, query("version_released"), self._facts)
         return _held_events(entity, *held)
 

@@ -43,9 +43,10 @@ def ensure_instance(
     found = _find(database, group, name)
     if made is None:
         retire_instance_away(database, found.group_id, group.topic, name, actor=name)
-    anew = False
     while (found := _find(database, group, name)).state == "retired":
-        anew |= _revive(database, found.group_id, facts)
+        _revive(database, found.group_id, facts)
+    # Also where somebody else brought it back, or who did could not go on: nobody was told who could consume.
+    anew = found.state == "creating" and found.seek > 0
     bring_to_life(database, routes, found, prefix=prefix, unsafe=unsafe)
     if anew:
         log.warning("instance_begins_anew", extra={"topic": group.topic, "group": name, "start": str(group.start)})
@@ -59,12 +60,11 @@ def _find(database: Database, group: Group, name: str) -> Group:
     return find_group(database, group.topic, name)
 
 
-def _revive(database: Database, group_id: int, facts: Mapping[str, Any]) -> bool:
-    """Let a retired instance be created again, without what was parked for it; False where that did not work."""
+def _revive(database: Database, group_id: int, facts: Mapping[str, Any]) -> None:
+    """Let a retired instance be created again, without what was parked for it; nothing where that did not work."""
     drop_parked(database, group_id)
-    row = database.transaction(lambda connection: connection.execute(query("instance_revive"), facts).fetchone())
+    database.transaction(lambda connection: connection.execute(query("instance_revive"), facts))
     failpoint("instance.after_revive")
-    return row is not None
 
 
 def host_instance() -> str:

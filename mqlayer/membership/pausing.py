@@ -15,7 +15,7 @@ from typing import Any, Final
 from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
-from mqlayer.membership.groups import Group, find_group
+from mqlayer.membership.groups import Group, find_group, refuse_broadcast
 from mqlayer.membership.rebalance import change_group, rebalance
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
@@ -37,7 +37,8 @@ def resume_topic(database: Database, topic: str, *, actor: str) -> bool:
 def pause_partitions(database: Database, topic: str, name: str, partitions: Sequence[int], *, actor: str) -> list[int]:
     """Let partitions rest for a group; return those that did not. Raises NotFound for such as the topic has not.
 
-    What comes out of one by a split or merge waits behind it, as behind any partition that is not drained.
+    Raises InvalidInput for a broadcast group: its instances have partitions. What comes out of one by a split or merge
+    waits behind it, as behind any partition that is not drained.
     """
     return _change_partitions(database, topic, name, partitions, query("partition_pause_put"), "partition pause", actor)
 
@@ -102,6 +103,7 @@ def _change_partitions(
     if not partitions:
         raise InvalidInput("name a partition: mqlayer group show tells which there are")
     group = find_group(database, topic, name)
+    refuse_broadcast(group)
     facts = {"group_id": group.group_id, "topic_id": group.topic_id, "partitions": list(partitions), "actor": actor}
 
     def work(connection: Connection) -> list[int]:

@@ -2,6 +2,7 @@
 
 States: *live* -> *retired* (one transaction in Postgres, under the group's lock, with higher epochs for all that it
 holds) -> *resting* (a node has nothing of it but a lock that refuses late owners) -> *forgotten*, some minutes later.
+Receivers of ordered pop have no lease that would run out: locks of their groups stay until the partitions are retired.
 What is parked goes in bounded steps behind the commit. A row of `assignment` stays until a node has said that
 nothing is left there, so a crash at any line leaves the rest to the next pass of the job `retire_groups`. Its dead
 messages, and its name, stay.
@@ -51,7 +52,7 @@ class Retired:
 
 
 class Spot(NamedTuple):
-    """A retired group at a partition; `for_long`: no late owner is to be feared any more."""
+    """A retired group at a partition; `for_long`: no late owner is to be feared any more, but where it is `popped`."""
 
     group_id: int
     partition: int
@@ -59,6 +60,7 @@ class Spot(NamedTuple):
     epoch: int
     archived: bool
     for_long: bool
+    popped: bool
 
 
 def retire_group(database: Database, topic: str, name: str, *, actor: str, drop_parked: bool = False) -> Retired:
@@ -182,7 +184,15 @@ def forget_retired(database: Database, *, prefix: str, rest_s: float = REST_S, u
             if spot.node in nodes:
                 by_node.setdefault(spot.node, []).append(spot)
         for node_id, of_node in by_node.items():
-            words = _forget(nodes[node_id], of_node, prefix=prefix, unsafe=unsafe)
+            replies = _forget(nodes[node_id], of_node, prefix=prefix, unsafe=unsafe)
+            if not replies:
+                # Each page would wait for it again.
+                del nodes[node_id]
+            # A receiver that Postgres does not reach asks on, however long that lasts: the lock that refuses it stays.
+            words = [
+                "forgotten" if word == "resting" and spot.for_long and spot.popped else word
+                for spot, word in zip(of_node, replies, strict=False)
+            ]
             failpoint("group_retire.after_forget")
             forgotten += words.count("forgotten")
             _note(database, "retired_keys_gone", of_node, words, "forgotten")
@@ -225,7 +235,7 @@ def _forget(node: Node, spots: Sequence[Spot], *, prefix: str, unsafe: bool) -> 
                     spot.partition,
                     spot.group_id,
                     spot.epoch,
-                    for_good=spot.for_long,
+                    for_good=spot.for_long and not spot.popped,
                     archived=spot.archived,
                 )
                 for spot in spots

@@ -41,8 +41,11 @@ async def run_one_async(connection: Any, statement: str, parameters: Mapping[str
 
 def check_in_transaction(connection: Any) -> None:
     """Raise InvalidInput where each statement is a transaction by itself: what is checked or noted has to commit with
-    the effect.
+    the effect. Of an async SQLAlchemy session, or connection, see `check_in_transaction_async`.
     """
+    if _is_sqlalchemy(connection):
+        # Its own transaction is none where the engine's isolation level is AUTOCOMMIT.
+        connection = _core_of(connection).connection.driver_connection
     if isinstance(connection, psycopg.Connection | psycopg.AsyncConnection):
         alone = connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE
     elif hasattr(connection, "in_atomic_block") and hasattr(connection, "get_autocommit"):
@@ -56,25 +59,40 @@ def check_in_transaction(connection: Any) -> None:
         )
 
 
+async def check_in_transaction_async(connection: Any) -> None:
+    """Do the same on a psycopg AsyncConnection or a SQLAlchemy async session."""
+    if hasattr(connection, "run_sync"):
+        await connection.run_sync(check_in_transaction)
+    else:
+        check_in_transaction(connection)
+
+
 def driver_cursor(connection: Any) -> Any:
     """Return a psycopg cursor, as a context manager, on the connection that this object stands for."""
     if isinstance(connection, psycopg.Connection):
         return connection.cursor(row_factory=psycopg.rows.tuple_row)
-    # SQLAlchemy: Session.connection() -> Connection.connection -> the driver's connection.
-    owner = type(connection).__module__
-    if owner.startswith("sqlalchemy."):
-        core = connection.connection() if callable(connection.connection) else connection
+    if _is_sqlalchemy(connection):
+        core = _core_of(connection)
         driver = core.connection.driver_connection
         # Inside of run_sync, SQLAlchemy's own cursor is the one that may wait.
         return (
             closing(core.connection.cursor()) if isinstance(driver, psycopg.AsyncConnection) else driver_cursor(driver)
         )
-    if owner.startswith("django."):
+    if type(connection).__module__.startswith("django."):
         return connection.cursor()
     raise InvalidInput(
         f"can't use a {type(connection).__name__}: give a psycopg 3 connection, a SQLAlchemy session on psycopg, "
         "or a Django database connection"
     )
+
+
+def _is_sqlalchemy(connection: Any) -> bool:
+    return type(connection).__module__.startswith("sqlalchemy.")
+
+
+def _core_of(connection: Any) -> Any:
+    """Return SQLAlchemy's connection: Session.connection() -> Connection.connection -> the driver's connection."""
+    return connection.connection() if callable(connection.connection) else connection
 
 
 @contextmanager

@@ -126,11 +126,11 @@ SELECT partition_id FROM mqlayer.partition
 WHERE topic_id = %(topic_id)s AND partition_id = ANY(%(partitions)s::int[]) AND state IN ('open', 'sealed');
 
 -- name: pause_under_way
--- In how many partitions of a topic, of one of its groups or of some partitions of that, owners still finish what they
--- have in hand.
+-- In how many partitions of a topic, of one of its groups with its instances, or of some partitions of that, owners still
+-- finish what they have in hand.
 SELECT count(*) FROM mqlayer.assignment a JOIN mqlayer.consumer_group g USING (group_id)
 WHERE g.topic_id = %(topic_id)s AND a.member_id IS NOT NULL
-  AND (%(group_id)s::int IS NULL OR g.group_id = %(group_id)s)
+  AND (%(group_id)s::int IS NULL OR g.group_id = %(group_id)s OR g.broadcast_of = %(group_id)s)
   AND (%(partitions)s::int[] IS NULL OR a.partition_id = ANY(%(partitions)s::int[]));
 
 -- name: assignments_of_group_release
@@ -204,6 +204,9 @@ SELECT g.group_id FROM mqlayer.consumer_group g
 WHERE g.state = 'live'
   AND (EXISTS (SELECT FROM mqlayer.member m
                WHERE m.group_id = g.group_id AND m.lease_until < now() AND m.lease_until > '-infinity')
+       -- An instance of which nobody noted since when it is away.
+       OR g.instance IS NOT NULL AND g.away_since IS NULL
+          AND NOT EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until > '-infinity')
        OR EXISTS (SELECT FROM mqlayer.readable r
                   LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
                   LEFT JOIN mqlayer.member m ON m.group_id = a.group_id AND m.member_id = a.member_id

@@ -4,9 +4,11 @@ attempt_limit, policy, final_errors, retried_errors, time_limit_s, time_cap_s, p
 parked_bytes_limit, key_messages_limit, key_bytes_limit;
 
 -- part: away_s
--- For how long nobody has consumed for an instance c; a lease that ran out and was not noted counts from its end.
+-- For how long nobody has consumed for an instance c; a lease that ran out and was not noted counts from its end. Null where
+-- a worker of the time before instances noted the lease alone: the next rebalance notes the absence.
 extract(epoch FROM clock_timestamp() - coalesce(c.away_since, (
-    SELECT max(m.lease_until) FROM mqlayer.member m WHERE m.group_id = c.group_id)))::float8;
+    SELECT max(m.lease_until) FROM mqlayer.member m
+    WHERE m.group_id = c.group_id AND m.lease_until > '-infinity')))::float8;
 
 -- name: instance_insert
 -- An instance of a broadcast group, with the settings of then: nobody changes or retires the group meanwhile. It counts as

@@ -51,9 +51,10 @@ DELETE FROM mqlayer.member WHERE group_id = %(group_id)s;
 
 -- name: retired_keys
 -- Where retired groups may have keys, in the order of group and partition behind a place in it: below which epoch nobody is
--- served there, whether the archive wants what became of messages, and whether the group is retired for long.
+-- served there, whether the archive wants what became of messages, whether the group is retired for long, and whether it
+-- had receivers.
 SELECT a.group_id, a.partition_id, p.node_id, a.epoch, t.archived,
-       g.retired_at <= clock_timestamp() - make_interval(secs => %(after_s)s) AS for_long
+       g.retired_at <= clock_timestamp() - make_interval(secs => %(after_s)s) AS for_long, g.mode = 'pop' AS popped
 FROM mqlayer.assignment a
 JOIN mqlayer.consumer_group g ON g.group_id = a.group_id AND g.state = 'retired'
 JOIN mqlayer.partition p ON p.partition_id = a.partition_id

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,13 @@ from pydantic import SecretStr
 from mqlayer import App, Context, Event, MemberOptions, Settings
 from mqlayer.changes import retire_partitions, split
 from mqlayer.checking import examine
-from mqlayer.errors import Conflict, GroupRetired, InstanceTaken, InvalidInput, InvalidName, NotFound
+from mqlayer.errors import Conflict, GroupRetired, InstanceTaken, InvalidInput, InvalidName, NotFound, StoreUnavailable
+from mqlayer.failures.pausing import pause_key
 from mqlayer.inspecting import explain_key, group_standings
 from mqlayer.membership import find_group, planned_seek, rebalance_groups
 from mqlayer.membership import join as join_group
 from mqlayer.membership.instances import ensure_instance, host_instance
+from mqlayer.membership.pausing import pause_partitions, under_way
 from mqlayer.membership.retiring import forget_instances, forget_retired, retire_away, retire_group
 from mqlayer.membership.steering import pause_group, resume_group, set_group
 from mqlayer.routes.cache import RouteCache, load_route
@@ -289,6 +292,23 @@ def test_nobody_joins_an_instance_whose_start_is_not_stored_yet(stage: Stage) ->
     assert app.running
 
 
+def test_it_is_told_that_it_begins_anew_though_the_one_who_brought_it_back_could_not_go_on(stage: Stage) -> None:
+    """A node that is away fails the storing of its start; what it has built misses messages all the same."""
+    join(stage, Recorder(), "web-1", start="latest").stop()
+    stage.send_numbers(1, 3)
+    retire_group(stage.database, "orders", "cache@web-1", actor="a test")
+    group = find_group(stage.database, "orders", "cache")
+    with closing(RouteCache(stage.database)) as routes, stage.database.connection() as connection:
+        connection.execute("UPDATE mqlayer.node SET url = 'redis://127.0.0.1:1/0'")
+        with pytest.raises(StoreUnavailable):
+            ensure_instance(stage.database, routes, group, "web-1", prefix=stage.prefix)
+        connection.execute("UPDATE mqlayer.node SET url = %s", [stage.url])
+    assert states(stage)["cache@web-1"] == ("creating", 1)
+    events = list[Event]()
+    join(stage, Recorder(), "web-1", hook=events.append)
+    assert [(event.kind, event.group) for event in events] == [("begun_anew", "cache@web-1")]
+
+
 @pytest.mark.parametrize(
     "place",
     [
@@ -334,6 +354,11 @@ def test_settings_and_rest_of_the_group_are_those_of_all_instances(stage: Stage)
         set_group(stage.database, "orders", "cache@web-1", actor="a test", attempt_limit=8)
     with pytest.raises(Conflict, match="attempt_limit = 7"):
         join(stage, Recorder(), "web-2", attempt_limit=5)
+    wait_until(lambda: under_way(stage.database, "orders", "cache") == len(stage.partitions), what="what it has")
+    with pytest.raises(InvalidInput, match="cache@INSTANCE"):
+        pause_partitions(stage.database, "orders", "cache", stage.partitions, actor="a test")
+    with pytest.raises(InvalidInput, match="cache@INSTANCE"):
+        pause_key(stage.database, "orders", "cache", "k0", actor="a test")
     assert pause_group(stage.database, "orders", "cache", actor="a test")
     late = Recorder()
     other = join(stage, late, "web-2")
@@ -508,3 +533,16 @@ def test_an_instance_without_a_word_counts_as_away_from_the_scan_on(stage: Stage
                                "lease_until = now() - interval '1 minute'")  # fmt: skip
             rebalance_groups(stage.database)
     assert away(stage) > 0
+
+
+def test_a_lease_that_others_noted_as_run_out_does_not_drop_the_position(stage: Stage) -> None:
+    """A worker of the time before instances notes the lease, not the absence: nothing is known of how long that was."""
+    join(stage, Recorder(), "web-1")
+    with stage.database.connection() as connection, connection.transaction():
+        connection.execute("SELECT FROM mqlayer.consumer_group FOR UPDATE")
+        connection.execute("UPDATE mqlayer.member SET session = nextval('mqlayer.member_session'), "
+                           "lease_until = '-infinity'")  # fmt: skip
+        connection.execute("UPDATE mqlayer.assignment SET member_id = NULL, target = NULL")
+    assert retire_away(stage.database) == []
+    rebalance_groups(stage.database)
+    assert 0 < away(stage) < 60

@@ -17,9 +17,11 @@ from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import Conflict, GroupRetired, MqlayerError
 from mqlayer.inspecting import group_standings
 from mqlayer.membership import find_group
+from mqlayer.membership.popping import pop_partitions
 from mqlayer.membership.retiring import forget_retired, retire_group
 from mqlayer.redis.keys import group_keys
 from mqlayer.redis.partitions import Fenced, Holder, Taken, settle_command, settle_reply, take_command, take_reply
+from mqlayer.redis.popping import Place, Wish, receive_command, receive_reply
 from mqlayer.redis.retiring import group_forget_command
 from mqlayer.topics import rearm_node, set_archived
 from mqlayer.trimming import trim_pass
@@ -124,7 +126,6 @@ def test_a_receiver_of_a_retired_group_is_told(stage: Stage) -> None:
     stage.send([("k", b"1"), ("k", b"2")])
     with Receiver("orders", group="pops", settings=stage.settings()) as receiver:
         (message,) = receiver.receive(1, wait_s=5)
-        group_id = stage.group_id("pops")
         retire(stage, "pops")
         forget_retired(stage.database, prefix=stage.prefix)
 
@@ -138,9 +139,24 @@ def test_a_receiver_of_a_retired_group_is_told(stage: Stage) -> None:
         wait_until(told, what="the receiver to be told")
         with pytest.raises(MqlayerError):
             receiver.ack([message])
+
+
+def test_a_receiver_that_postgres_does_not_reach_is_refused_however_late_it_asks(stage: Stage) -> None:
+    """It has no lease that would run out; without the lock it would be given all from the start again."""
+    stage.send([("k", b"1"), ("k", b"2")])
+    with Receiver("orders", group="pops", settings=stage.settings()) as receiver:
+        receiver.ack(receiver.receive(1, wait_s=5))
+    group_id = stage.group_id("pops")
+    late = pop_partitions(stage.database, group_id)
+    retire(stage, "pops")
+    assert forget_retired(stage.database, prefix=stage.prefix, rest_s=0) == len(stage.partitions)
+    assert rows(stage, "SELECT count(*) FROM mqlayer.assignment") == [(0,)]
     assert [key.rsplit(b":", 1)[1] for key in keys_of(stage, group_id)] == [b"lock"] * len(stage.partitions)
-    forget_retired(stage.database, prefix=stage.prefix, rest_s=0)
-    assert keys_of(stage, group_id) == []
+    with stage.line() as line:
+        for one in late:
+            place = Place(stage.prefix, one.partition, group_id, "key", one.epoch or 0, one.start, one.seek)
+            (reply,) = line.call([receive_command(line, place, Wish("late", 1, 1_000, 1_000))])
+            assert isinstance(receive_reply(reply, "the node"), Fenced)
 
 
 def test_a_retired_shared_group_leaves_no_native_group(stage: Stage) -> None:

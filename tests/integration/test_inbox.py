@@ -157,6 +157,11 @@ def test_sqlalchemy_and_async_connections_will_do(database_dsn: str) -> None:
         note(core, entry())
     with sqlalchemy.orm.Session(engine) as session, pytest.raises(AlreadyApplied):
         note(session, entry())
+    alone = engine.execution_options(isolation_level="AUTOCOMMIT")
+    with sqlalchemy.orm.Session(alone) as session, pytest.raises(InvalidInput, match="no transaction"):
+        note(session, entry(2))
+    with alone.begin() as core, pytest.raises(InvalidInput, match="no transaction"):
+        note(core, entry(2))
     engine.dispose()
 
     async def deliver() -> None:
@@ -169,6 +174,9 @@ def test_sqlalchemy_and_async_connections_will_do(database_dsn: str) -> None:
         async with engine.begin() as core:
             with pytest.raises(AlreadyApplied):
                 await anote(core, entry(2))
+        async with engine.execution_options(isolation_level="AUTOCOMMIT").begin() as core:
+            with pytest.raises(InvalidInput, match="no transaction"):
+                await anote(core, entry(3))
         await engine.dispose()
 
     asyncio.run(deliver())

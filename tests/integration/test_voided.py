@@ -105,13 +105,14 @@ def test_its_lp_goes_on_and_the_row_is_set_aside_with_its_reason(world: OutboxWo
     assert len(list_aside(database)) == 2
 
 
+@pytest.mark.parametrize("mode", ["exclusive", "shared"])
 @pytest.mark.parametrize("tag_filter", [None, any_of("eu")])
 def test_no_handler_of_a_member_sees_the_void_record(
-    world: OutboxWorld, database: Database, tag_filter: str | None
+    world: OutboxWorld, database: Database, tag_filter: str | None, mode: str
 ) -> None:
     """Case 62: nor does it leave a gap in the bitmap."""
     relay(world)
-    with consumed(world, tag_filter=tag_filter) as recorder:
+    with consumed(world, tag_filter=tag_filter, mode=mode) as recorder:
         wait_until(lambda: settled(world, database), timeout_s=20, what="all settled")
     handled = sorted(recorder.bodies())
     assert handled == (

@@ -67,6 +67,7 @@ class SharedMember:
         self.stats = MemberStats()
         self.rules = group.rules
         self.tag_filter = TagFilter.of(group.tag_filter)
+        self.may_be_void = group.strategy == "best_effort"
         self.archived = False
         self.invisible_s = group.invisible_s or INVISIBLE_S
         self.keep_limit_s = self.options.keep_limit_s
@@ -235,7 +236,7 @@ class SharedMember:
         return Batch(spot.one, spot.place, self.spots.epoch, records, clock())
 
     def left_out(self, batch: Batch, offsets: list[int]) -> None:
-        """Settle messages that the group's filter leaves out."""
+        """Settle messages that the group's filter leaves out, and void records."""
         self.stats.unmatched += len(offsets)
         self.end(batch, offsets, "u")
 

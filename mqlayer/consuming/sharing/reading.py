@@ -59,6 +59,7 @@ class SharedReadingOwner(Protocol):
     pool: Pool
     spots: SharedSpots
     tag_filter: TagFilter | None
+    may_be_void: bool
     member_id: str
     invisible_s: float
     keep_limit_s: float
@@ -70,7 +71,7 @@ class SharedReadingOwner(Protocol):
         """Return a batch of records that were read now."""
 
     def left_out(self, batch: Batch, offsets: list[int]) -> None:
-        """Settle messages that the group's filter leaves out."""
+        """Settle messages that the group's filter leaves out, and void records."""
 
     def end(self, batch: Batch, offsets: list[int], word: RangeWord) -> None:
         """Have messages settled."""
@@ -262,8 +263,13 @@ class SharedReader(NodeThread):
             if void:
                 batch.lost.update(void)
                 owner.end(batch, void, "-")
-        if wanted is not None:
-            others = [r.offset for r in records if r.offset not in batch.lost and not wanted.takes(r.tags)]
+        if wanted is not None or owner.may_be_void:
+            others = [
+                record.offset
+                for record in records
+                if record.offset not in batch.lost
+                and ((owner.may_be_void and record.void) or (wanted is not None and not wanted.takes(record.tags)))
+            ]
             if others:
                 batch.lost.update(others)
                 owner.left_out(batch, others)
