@@ -83,9 +83,7 @@ class BatchLoopWorkers(LoopWorkers):
         while not dispatcher.stopping:
             taken = dispatcher.take_batch_now()
             if not taken:
-                ready.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(ready.wait(), dispatcher.batch_due_s(IDLE_WAIT_S))
+                await self.rest(ready, dispatcher.batch_due_s(IDLE_WAIT_S))
                 continue
             lanes = startable(self._owner, taken)
             if lanes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections import deque
@@ -16,6 +15,7 @@ from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.faults import where
 from mqlayer.consuming.holdings import Held, Lane, State, parking_by
 from mqlayer.consuming.limits import LoopLimits, ThreadLimits
+from mqlayer.consuming.loops import LoopThread
 from mqlayer.consuming.verdicts import Park, Verdict, Wait
 from mqlayer.domain.message import Record
 from mqlayer.domain.retrying import RetryRules
@@ -140,54 +140,21 @@ class ThreadWorkers:
         return True
 
 
-class LoopWorkers:
-    """A bounded number of coroutines, on an event loop in a thread of its own, that run async handlers."""
+class LoopWorkers(LoopThread):
+    """Coroutines that run async handlers."""
 
     def __init__(self, owner: Owner, handle: Callable[..., Awaitable[Any]], *, count: int, name: str) -> None:
-        self._owner, self._handle, self._count = owner, handle, count
+        super().__init__(count=count, name=name)
+        self._owner, self._handle = owner, handle
         self._limits = LoopLimits()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._ready: asyncio.Event | None = None
-        self._thread = threading.Thread(target=self._run_loop, name=f"{name}-loop", daemon=True)
-        owner.dispatcher.on_ready = self._poke
-
-    def start(self) -> None:
-        """Start the loop's thread."""
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the loop has not ended."""
-        return self._thread.is_alive()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the coroutines to end; say whether they have."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run_loop(self) -> None:
-        asyncio.run(self._main())
-
-    async def _main(self) -> None:
-        self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
-        await asyncio.gather(*(self._work(self._ready) for _ in range(self._count)))
-
-    def _poke(self) -> None:
-        loop, ready = self._loop, self._ready
-        if loop is not None and ready is not None:
-            # Closed between two looks: then nobody waits any more.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(ready.set)
+        owner.dispatcher.on_ready = self.poke
 
     async def _work(self, ready: asyncio.Event) -> None:
         dispatcher = self._owner.dispatcher
         hand: deque[Lane] = dispatcher.new_hand()
         while not dispatcher.stopping:
             if not dispatcher.take_now(hand):
-                ready.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(ready.wait(), IDLE_WAIT_S)
+                await self.rest(ready, IDLE_WAIT_S)
                 continue
             while hand:
                 self._owner.handled(await self._run(hand.popleft()))

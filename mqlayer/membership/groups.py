@@ -349,8 +349,6 @@ def _check_shared(settings: GroupSettings) -> None:
         )
     if settings.from_archive:
         raise InvalidInput("a shared group begins with the streams: leave from_archive out")
-    if settings.rate_limit is not None or settings.rate_burst is not None:
-        raise InvalidInput("a shared group has no limit of its rate as yet: leave rate_limit and rate_burst out")
 
 
 def _check_broadcast(settings: GroupSettings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any, Final
@@ -132,6 +133,21 @@ def limited(stage: Stage, recorder: Clocked, rate: float | None) -> App:
     app.consumer(stage.topic, group="g", rate_limit=rate)(recorder)
     app.start()
     return app
+
+
+def test_a_shared_group_keeps_to_its_rate_whoever_of_its_members_handles(
+    start_stage: StartStage, redis_url: str
+) -> None:
+    stage = start_stage(redis_url, partitions=2)
+    stage.send_numbers(keys=40, each=40)
+    rate, recorders, apps = 150.0, [Clocked(), Clocked()], [stage.app(), stage.app()]
+    for app, recorder in zip(apps, recorders, strict=True):
+        app.consumer(stage.topic, group="s", mode="shared", rate_limit=rate)(recorder)
+        app.start()
+    wait_until(lambda: all(len(recorder.at) > 40 for recorder in recorders), what="both handle messages")
+    assert begun_in(recorders, time.monotonic(), 2.0) == pytest.approx(2 * rate, rel=0.1)
+    set_group(stage.database, stage.topic, "s", actor="a test", rate_limit=math.inf)
+    wait_until(lambda: sum(recorder.count() for recorder in recorders) == 1600, what="the rest, without a limit")
 
 
 def test_a_busy_partition_has_the_share_of_those_that_are_quiet_beside_it(

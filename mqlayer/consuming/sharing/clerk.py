@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol
 
+from mqlayer.consuming.allowance import Allowance
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.faults import where
 from mqlayer.consuming.sharing.ledger import Claim, ClaimRef, SharedLedger
@@ -37,6 +38,7 @@ class ClerkOwner(Protocol):
 
     pool: Pool
     spots: SharedSpots
+    allowance: Allowance
     invisible_s: float
     keep_limit_s: float
 
@@ -243,11 +245,12 @@ class Clerk:
         owner, now = self._owner, clock()
         if self._stopping.is_set() or owner.pool.stopping or now < self._look_at:
             return
-        limit = min(CLAIMS, owner.pool.room())
+        limit = owner.allowance.look(min(CLAIMS, owner.pool.room()))
         if limit <= 0:
             return
         careful = not any(batch.claim is not None and batch.claim.care for batch in owner.pool.batches())
         claims = self._ledger.claim(limit, owner.invisible_s, careful=careful)
+        owner.allowance.spend(len(claims))
         if claims:
             failpoint("shared.after_claim")
         for claim in claims:

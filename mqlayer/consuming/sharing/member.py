@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from mqlayer.consuming.allowance import Allowance
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.faults import described, where
 from mqlayer.consuming.heart import Heart
@@ -75,6 +76,7 @@ class SharedMember:
         self._database, self._hooks = database, hooks
         self._parking = 0
         self._stopping, self._replaced = False, ""
+        self.allowance = Allowance()
         self.pool = Pool(
             concurrency=self.options.concurrency,
             prefetch_count=self.options.prefetch_count,
@@ -339,7 +341,9 @@ class SharedMember:
             return
         try:
             self.spots.list()
-            for node_id in {spot.one.node for spot in self.spots.all()}:
+            spots = self.spots.all()
+            self.allowance.follow(spots[0].one.rate if spots else None, len(spots))
+            for node_id in {spot.one.node for spot in spots}:
                 self._links.open(node_id)
         except MqlayerError as error:
             log.warning("partitions_not_listed", extra={"reason": str(error)})

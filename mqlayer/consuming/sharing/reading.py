@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
+from mqlayer.consuming.allowance import Allowance, Pacer
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.node_thread import NodeThread
 from mqlayer.consuming.sharing.pool import Batch, Pool
@@ -20,6 +21,7 @@ from mqlayer.failpoints import failpoint
 from mqlayer.redis.nodes import NodeConnection, is_missing_script, raise_for_reply
 from mqlayer.redis.outcomes import RangeWord
 from mqlayer.redis.partitions import Failures, Fenced, Refused
+from mqlayer.redis.rates import rate_command, rate_reply
 from mqlayer.redis.sharing import (
     AT_ONCE,
     Again,
@@ -58,6 +60,7 @@ class SharedReadingOwner(Protocol):
 
     pool: Pool
     spots: SharedSpots
+    allowance: Allowance
     tag_filter: TagFilter | None
     may_be_void: bool
     member_id: str
@@ -100,6 +103,7 @@ class SharedReader(NodeThread):
         self._owner, self._group_id = owner, group_id
         self._keep_at = self._reclaim_at = 0.0
         self._at = 0
+        self._pacer = Pacer(owner.allowance)
 
     def _loop(self) -> None:
         pool, node_id = self._owner.pool, self._line.node.node_id
@@ -130,13 +134,35 @@ class SharedReader(NodeThread):
             self._keep_at = now + self._keep()
         if now >= self._reclaim_at:
             self._reclaim_at = now + self._reclaim(taken)
+        self._read_some(taken)
+
+    def _read_some(self, taken: list[Spot]) -> None:
+        """Read what there is room for, and what may be begun; wait where that is nothing."""
+        owner = self._owner
         room = owner.pool.room()
+        if room > 0 and self._pacer.due():
+            self._ask_rates(taken)
+        room = owner.allowance.look(room)
         if taken and room > 0 and not owner.pool.stopping:
             self._read(*self._turn(taken, room), room)
         else:
-            # What ends makes room, and wakes this thread.
-            self.wake.wait(BLOCK_MS / 1000)
+            # What ends makes room, and wakes this thread; what may be begun comes with time.
+            self.wake.wait(min(BLOCK_MS / 1000, owner.allowance.wait_s() or BLOCK_MS / 1000))
             self.wake.clear()
+
+    def _ask_rates(self, spots: list[Spot]) -> None:
+        """Ask the buckets of partitions for what may be begun."""
+        limit, allowance = self._owner.allowance.limit, self._owner.allowance
+        if limit is None or not spots:
+            return
+        self._pacer.asked()
+        share, wanted, places = limit.share, allowance.wanted(), [spot.place for spot in spots]
+        replies = self._line.call(
+            [rate_command(self._line, p.prefix, p.partition, self._group_id, share, wanted=wanted) for p in places]
+        )
+        if not self._scripts_missing(replies):
+            allowance.add(sum(rate_reply(reply, self._line.node.address).given for reply in replies))
+            self._pacer.asked()
 
     def _is_here(self, batch: Batch) -> bool:
         return batch.place is not None and batch.assigned.node == self._line.node.node_id
@@ -194,7 +220,7 @@ class SharedReader(NodeThread):
             elif entries:
                 self._put(spot, entries, asked)
         for spot in spots:
-            if spot.taken and spot.left_ms == 0 and owner.pool.room() > 0:
+            if spot.taken and spot.left_ms == 0 and owner.allowance.look(owner.pool.room()) > 0:
                 self._again(spot)
 
     def _follow(self, spot: Spot, reply: Any) -> bool:
@@ -251,6 +277,7 @@ class SharedReader(NodeThread):
     def _batch(self, spot: Spot, records: Sequence[Record], asked: float) -> Batch:
         """Return a batch of what the node gave us when it was asked then, or later."""
         batch = self._owner.batch(spot, records)
+        self._owner.allowance.spend(len(records))
         batch.kept_at = asked
         self._owner.pool.add(batch)
         return batch
@@ -263,6 +290,7 @@ class SharedReader(NodeThread):
             if void:
                 batch.lost.update(void)
                 owner.end(batch, void, "-")
+                owner.allowance.spend(-len(void))
         if wanted is not None or owner.may_be_void:
             others = [
                 record.offset
@@ -273,9 +301,11 @@ class SharedReader(NodeThread):
             if others:
                 batch.lost.update(others)
                 owner.left_out(batch, others)
+                owner.allowance.spend(-len(others))
 
     def _again(self, spot: Spot) -> None:
-        limit, asked = max(1, min(AGAIN_COUNT, self._owner.pool.room())), clock()
+        room = self._owner.allowance.look(self._owner.pool.room())
+        limit, asked = max(1, min(AGAIN_COUNT, room)), clock()
         (reply,) = self._line.call([shared_again_command(self._line, spot.place, self._owner.member_id, limit)])
         answer = shared_again_reply(reply, self._line.node.address)
         if not isinstance(answer, Again):

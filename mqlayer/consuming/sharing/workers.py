@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
 from inspect import isawaitable
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.faults import where
 from mqlayer.consuming.limits import LoopLimits, ThreadLimits
+from mqlayer.consuming.loops import LoopThread
 from mqlayer.consuming.sharing.pool import TURN_S, Batch, Pool, all_of
+from mqlayer.consuming.workers import IDLE_WAIT_S, not_awaited
 from mqlayer.domain.message import Record
 from mqlayer.domain.retrying import RetryRules
-from mqlayer.errors import AlreadyApplied, HandlerFault
+from mqlayer.errors import AlreadyApplied
 from mqlayer.failpoints import failpoint
 
 log = logging.getLogger(__name__)
-
-IDLE_WAIT_S: Final = 0.25
 
 
 class SharedOwner(Protocol):
@@ -98,7 +97,7 @@ class SharedThreads:
                     hand.offset, hand.since = offset, now
                     answer = handle(batch, record)
                     if answer is not None and isawaitable(answer):
-                        raise _not_awaited(answer)
+                        raise not_awaited(answer)
                     note(offset)
                     count += 1
                     now = clock()
@@ -111,46 +110,15 @@ class SharedThreads:
             pool.note_pace(max(1, count), now - began)
 
 
-class SharedLoop:
-    """A bounded number of coroutines, on an event loop in a thread of its own, that run async handlers."""
+class SharedLoop(LoopThread):
+    """Coroutines that run async handlers."""
 
     def __init__(
         self, owner: SharedOwner, handle: Callable[[Any, Record], Awaitable[Any]], *, count: int, name: str
     ) -> None:
-        self._owner, self._handle, self._count, self._limits = owner, handle, count, LoopLimits()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._ready: asyncio.Event | None = None
-        self._thread = threading.Thread(target=self._run_loop, name=f"{name}-loop", daemon=True)
-        owner.pool.on_ready = self._poke
-
-    def start(self) -> None:
-        """Start the loop's thread."""
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the loop has not ended."""
-        return self._thread.is_alive()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the coroutines to end; say whether they have."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run_loop(self) -> None:
-        asyncio.run(self._main())
-
-    async def _main(self) -> None:
-        self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
-        await asyncio.gather(*(self._work(self._ready) for _ in range(self._count)))
-
-    def _poke(self) -> None:
-        loop, ready = self._loop, self._ready
-        if loop is not None and ready is not None:
-            # Closed between two looks: then nobody waits any more.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(ready.set)
+        super().__init__(count=count, name=name)
+        self._owner, self._handle, self._limits = owner, handle, LoopLimits()
+        owner.pool.on_ready = self.poke
 
     async def _work(self, ready: asyncio.Event) -> None:
         owner, pool = self._owner, self._owner.pool
@@ -158,9 +126,7 @@ class SharedLoop:
         while not pool.stopping:
             found = pool.take(0.0)
             if found is None:
-                ready.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(ready.wait(), IDLE_WAIT_S)
+                await self.rest(ready, IDLE_WAIT_S)
                 continue
             batch, records = found
             # It waits for its node, and the loop must not.
@@ -217,10 +183,3 @@ def _end(owner: SharedOwner, batch: Batch, done: list[int]) -> None:
     if done:
         failpoint("shared.after_handling")
         owner.handled(batch, done)
-
-
-def _not_awaited(answer: Any) -> HandlerFault:
-    """Return the fault of a plain handler that answers a coroutine: nothing of it has run."""
-    if hasattr(answer, "close"):
-        answer.close()
-    return HandlerFault("the handler returned an awaitable that nobody awaits: make it `async def` itself")
