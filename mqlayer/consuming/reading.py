@@ -57,8 +57,8 @@ class ReadingOwner(Protocol):
     def may_read(self) -> bool:
         """Say whether the lease still holds."""
 
-    def shares(self) -> tuple[int, int]:
-        """Return how many records and bytes one partition may have in hand."""
+    def shares(self, held: Held) -> tuple[int, int]:
+        """Return how many records and bytes a partition may have in hand."""
 
     def taken(self, pairs: Sequence[tuple[Held, Taken]]) -> None:
         """Start holdings whose pull locks are ours now."""
@@ -137,8 +137,7 @@ class Reader(NodeThread):
 
     def _choose(self, holdings: list[Held]) -> tuple[list[Held], int]:
         """Return who may be read, and how many records of each."""
-        shares = self._owner.shares()
-        rooms = [(held, held.room(*shares, READ_COUNT)) for held in holdings]
+        rooms = [(held, held.room(*self._owner.shares(held), READ_COUNT)) for held in holdings]
         readable = [(held, room) for held, room in rooms if room > 0]
         count = min([READ_COUNT, *(room for _, room in readable)])
         return self._within_rate([held for held, _ in readable], count)
@@ -245,7 +244,7 @@ class Reader(NodeThread):
                 self._more = self._more or selected.more
 
     def _select_command(self, held: Held, count: int, wanted: TagFilter) -> Command:
-        size = self._owner.shares()[1] - held.bytes_in_hand
+        size = self._owner.shares(held)[1] - held.bytes_in_hand
         prefix, after = held.holder.prefix, held.next_read - 1
         return select_command(
             self._line, prefix, held.partition, wanted, after=after, looks=held.reach, room=count, size=size
@@ -308,7 +307,7 @@ class Reader(NodeThread):
     def _refill(self, held: Held) -> None:
         """Read again what is in front of folded lanes that are due, in half of the room: other keys want some too."""
         lanes = self._owner.dispatcher.refills(held)
-        room = held.room(*self._owner.shares(), READ_COUNT)
+        room = held.room(*self._owner.shares(held), READ_COUNT)
         budget = max(room // 2, 1 if room or held.count_in_hand <= held.folded else 0)
         try:
             while lanes and budget > 0 and held.state is State.OPEN and self._may_begin(lanes[0]):

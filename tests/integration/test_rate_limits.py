@@ -9,6 +9,7 @@ from typing import Any, Final
 import pytest
 
 from mqlayer import App, Context, Receiver, RetryLater
+from mqlayer.consuming.member import MemberOptions
 from mqlayer.domain.rates import RateLimit, RateShare
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.membership import find_group
@@ -193,6 +194,27 @@ def test_what_is_parked_and_due_keeps_to_the_rate_as_well(stage: Stage) -> None:
     wait_until(lambda: len(recorder.at) > 20, what="some came back")
     assert begun_in([recorder], time.monotonic(), 1.2) == pytest.approx(72, rel=0.2)
     recorder.assert_in_order()
+
+
+def test_keys_that_wait_for_another_attempt_take_nothing_of_what_a_limited_member_reads_ahead(
+    start_stage: StartStage, redis_url: str
+) -> None:
+    """Case 64: failing keys delay no other one, however little may be in hand by the rate."""
+
+    def fail_bad(body: bytes, ctx: Context) -> None:
+        if body == b"bad":
+            raise RetryLater(60.0)
+
+    stage = start_stage(redis_url, partitions=1)
+    stage.send((f"bad-{number}", b"bad") for number in range(4))
+    recorder = Clocked(act=fail_bad)
+    app = stage.app()
+    options = MemberOptions(concurrency=1)
+    app.consumer(stage.topic, group="g", rate_limit=8.0, rate_burst=1, policy="block", options=options)(recorder)
+    app.start()
+    wait_until(lambda: len(recorder.at) >= 4, what="all of them failed")
+    stage.send([("good", b"good")])
+    wait_until(lambda: b"good" in recorder.bodies(), what="the other key is handled")
 
 
 def parked(stage: Stage) -> int:
