@@ -147,7 +147,7 @@ class Reader(NodeThread):
         allowance = self._owner.allowance
         if allowance.limit is None or not readable:
             return readable, count
-        left = 0 if allowance.wait_s() > 0 else allowance.look(count * len(readable))
+        left = 0 if allowance.wait_s() > 0 else allowance.look_to_read(count * len(readable))
         self._turn += 1
         at = self._turn % len(readable)
         # What is read beyond it is not begun, see `_read`: nobody knows before which partitions have something.
@@ -212,7 +212,7 @@ class Reader(NodeThread):
         for held, key, lock in zip(readable, keys, locks, strict=True):
             entries = by_key.get(key)
             if self._ours(held, lock) and entries:
-                self._put(held, entries[: self._owner.allowance.look(len(entries))])
+                self._put(held, entries[: self._owner.allowance.look_to_read(len(entries))])
 
     def _select(
         self, readable: list[Held], count: int, block_ms: int, wanted: TagFilter, rates: Sequence[Command] = ()
@@ -236,7 +236,7 @@ class Reader(NodeThread):
         for held, reply, lock in zip(readable, replies, replies[len(readable) :], strict=False):
             selected = select_reply(reply, self._line.node.address)
             if self._ours(held, lock):
-                if selected.entries and not self._owner.allowance.look(1):
+                if selected.entries and not self._owner.allowance.look_to_read(1):
                     # Others had what the rate gave: it is looked for again.
                     self._more = True
                     continue
@@ -319,7 +319,7 @@ class Reader(NodeThread):
 
     def _may_begin(self, lane: Lane) -> bool:
         """Say whether a folded lane may go on by the group's rate: another attempt counts as a message."""
-        return not _failed_before(lane) or self._owner.allowance.look(1) > 0
+        return not _failed_before(lane) or self._owner.allowance.look_to_read(1) > 0
 
     def _refill_lane(self, held: Held, lane: Lane, limit: int) -> int:
         """Read again up to so many records of a lane; return how many."""
