@@ -72,7 +72,7 @@ class Allowance:
             return max(0, min(most, int(self._left - self._kept_aside() + SUM_ERROR)))
 
     def keep_aside(self) -> None:
-        """Have readers leave something for parked keys that are due: they fetch what there is, and would take all of it.
+        """Have readers leave something for parked keys that are due: they fetch what there is, and would take it all.
 
         Not twice in a row: readers begin something between. Where they have nothing to read, what is left is there
         for parked keys anyway.

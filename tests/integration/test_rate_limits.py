@@ -220,7 +220,6 @@ def test_keys_that_wait_for_another_attempt_take_nothing_of_what_a_limited_membe
 
 def test_parked_keys_go_on_beside_a_stream_that_takes_all_of_the_rate(start_stage: StartStage, redis_url: str) -> None:
     """Both have a share of it: what is read, and what comes back from Postgres."""
-
     failed: list[bytes] = []
 
     def fail_first(body: bytes, ctx: Context) -> None:
