@@ -17,7 +17,7 @@ from mqlayer.errors import Conflict
 from mqlayer.failpoints import failpoint
 from mqlayer.failures.noting import raise_parking
 from mqlayer.failures.ruling import parked_place, target, told
-from mqlayer.membership.groups import Group
+from mqlayer.membership.groups import Group, refuse_broadcast
 from mqlayer.membership.rebalance import change_group
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
@@ -64,7 +64,8 @@ def resume_key(database: Database, topic: str, group: str, key: str, *, actor: s
 
 
 def refuse_without_keys(group: Group) -> None:
-    """Raise Conflict for a group none of whose keys can be parked as such."""
+    """Raise Conflict for a group none of whose keys can be parked as such; InvalidInput where its instances park."""
+    refuse_broadcast(group)
     if group.mode != "exclusive":
         raise Conflict(
             f"group {group.name!r} of topic {group.topic!r} is consumed in mode {group.mode}: its keys can't be parked",

@@ -15,7 +15,7 @@ from typing import Any, Final
 from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
-from mqlayer.membership.groups import Group, find_group
+from mqlayer.membership.groups import Group, find_group, refuse_broadcast
 from mqlayer.membership.rebalance import change_group, rebalance
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
@@ -37,6 +37,8 @@ def resume_topic(database: Database, topic: str, *, actor: str) -> bool:
 def pause_partitions(database: Database, topic: str, name: str, partitions: Sequence[int], *, actor: str) -> list[int]:
     """Let partitions rest for a group; return those that did not. Raises NotFound for such as the topic has not.
 
+    Raises InvalidInput for a broadcast group: what rests is said of it as a whole, or of an instance.
+
     What comes out of one by a split or merge waits behind it, as behind any partition that is not drained.
     """
     return _change_partitions(database, topic, name, partitions, query("partition_pause_put"), "partition pause", actor)
@@ -52,7 +54,8 @@ def resume_partitions(database: Database, topic: str, name: str, partitions: Seq
 def under_way(database: Database, topic: str, name: str | None = None, partitions: Sequence[int] | None = None) -> int:
     """Return in how many partitions owners still finish what they have in hand, of what was paused; 0: nothing runs.
 
-    A partition whose owner died counts until its lease is over. Receivers of ordered pop are not known, so not counted.
+    A partition whose owner died counts until its lease is over. Receivers of ordered pop and members of shared groups own
+    none: what they have in hand is not known, so not counted.
     """
     with database.connection() as connection:
         facts: dict[str, object] = {"topic_id": _topic_id(connection, topic), "group_id": None}
@@ -102,6 +105,7 @@ def _change_partitions(
     if not partitions:
         raise InvalidInput("name a partition: mqlayer group show tells which there are")
     group = find_group(database, topic, name)
+    refuse_broadcast(group)
     facts = {"group_id": group.group_id, "topic_id": group.topic_id, "partitions": list(partitions), "actor": actor}
 
     def work(connection: Connection) -> list[int]:

@@ -126,11 +126,11 @@ SELECT partition_id FROM mqlayer.partition
 WHERE topic_id = %(topic_id)s AND partition_id = ANY(%(partitions)s::int[]) AND state IN ('open', 'sealed');
 
 -- name: pause_under_way
--- In how many partitions of a topic, of one of its groups or of some partitions of that, owners still finish what they
--- have in hand.
+-- In how many partitions of a topic, of one of its groups with its instances, or of some partitions of that, owners still
+-- finish what they have in hand.
 SELECT count(*) FROM mqlayer.assignment a JOIN mqlayer.consumer_group g USING (group_id)
 WHERE g.topic_id = %(topic_id)s AND a.member_id IS NOT NULL
-  AND (%(group_id)s::int IS NULL OR g.group_id = %(group_id)s)
+  AND (%(group_id)s::int IS NULL OR g.group_id = %(group_id)s OR g.broadcast_of = %(group_id)s)
   AND (%(partitions)s::int[] IS NULL OR a.partition_id = ANY(%(partitions)s::int[]));
 
 -- name: assignments_of_group_release
