@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from mqlayer.consuming.batches import BatchOf
 from mqlayer.consuming.clock import Lease, clock
 from mqlayer.consuming.dispatch import Dispatcher
-from mqlayer.consuming.holdings import Lane, State, size_of
+from mqlayer.consuming.holdings import Held, Lane, State, size_of
 from mqlayer.domain.message import NO_KEY, ParkedRecord, Record
 
 SHORTEST_WAIT_S = 0.001
@@ -42,6 +42,14 @@ class BatchDispatcher(Dispatcher):
         """Return the same without waiting."""
         with self.lock:
             return self._gather()
+
+    def note_full(self, held: Held, *, full: bool) -> None:
+        """Note whether more of a holding comes in; what waits for that goes without it."""
+        if held.full != full:
+            with self.lock:
+                held.full = full
+                if full:
+                    self._wake()
 
     def batch_due_s(self, timeout_s: float) -> float:
         """Return how long until what waits for others is handed out without them, `timeout_s` at most."""
@@ -97,7 +105,7 @@ class BatchDispatcher(Dispatcher):
             lanes.append(lane)
             full = alone or len(lanes) == self._of.limit
         else:
-            if lanes and not full and self._may_linger(lanes[0]):
+            if lanes and not full and self._may_linger(lanes[0]) and not any(lane.held.full for lane in lanes):
                 ready.extendleft(reversed(lanes))
                 return []
         return lanes
@@ -111,7 +119,8 @@ class BatchDispatcher(Dispatcher):
                 return
 
     def _may_linger(self, lane: Lane) -> bool:
-        return self._of.linger_s > 0 and clock() < lane.since + self._of.linger_s
+        # Where nothing can be read any more, no batch gets fuller by waiting.
+        return self._of.linger_s > 0 and not lane.held.full and clock() < lane.since + self._of.linger_s
 
     def _is_full(self, lane: Lane) -> bool:
         """Say whether a batch of a key gets no fuller by waiting."""

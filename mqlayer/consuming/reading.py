@@ -138,6 +138,8 @@ class Reader(NodeThread):
     def _choose(self, holdings: list[Held]) -> tuple[list[Held], int]:
         """Return who may be read, and how many records of each."""
         rooms = [(held, held.room(*self._owner.shares(held), READ_COUNT)) for held in holdings]
+        for held, room in rooms:
+            self._owner.dispatcher.note_full(held, full=room == 0)
         readable = [(held, room) for held, room in rooms if room > 0]
         count = min([READ_COUNT, *(room for _, room in readable)])
         return self._within_rate([held for held, _ in readable], count)
