@@ -13,6 +13,7 @@ from mqlayer.consuming.batches import BatchOf
 from mqlayer.consuming.clock import Lease, clock
 from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.holdings import Held, Lane, State, size_of
+from mqlayer.consuming.workers import TURN_S
 from mqlayer.domain.message import NO_KEY, ParkedRecord, Record
 
 SHORTEST_WAIT_S = 0.001
@@ -71,12 +72,20 @@ class BatchDispatcher(Dispatcher):
     def _finish(self, lane: Lane, delay_s: float) -> None:
         lane.since = clock()
         held = lane.held
-        if lane.resumed and lane.records and lane.verdict is None and held.state is State.OPEN and not held.finished:
-            # More of it came from Postgres at once than a batch takes: the keeper is told when all of that is done.
+        goes_on = lane.resumed and lane.records and lane.verdict is None and self._in_turn(lane)
+        if goes_on and held.state is State.OPEN and not held.finished:
+            # More of it came from Postgres at once than a batch takes: the keeper is told later.
             lane.batch = ()
             self._ready.append(lane)
         else:
             super()._finish(lane, delay_s)
+
+    def _in_turn(self, lane: Lane) -> bool:
+        """Say whether a parked key goes on with what was fetched of it, before the keeper looks whether it may.
+
+        One whose batch failed as a whole does, or its messages would be put into a batch again.
+        """
+        return lane.parking is None or lane.singly > 0 or clock() < lane.parking.given + TURN_S
 
     def _gather(self) -> list[Lane]:
         self._take_back()
