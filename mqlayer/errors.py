@@ -59,7 +59,7 @@ _PASSWORD_IN_URL: Final = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+.-]*://)(?P<user>[^:/@\s]*):(?P<password>[^@\s]*)@", re.IGNORECASE
 )
 _PASSWORD_IN_DSN: Final = re.compile(r"(?i)\bpassword\s*=\s*('(?:[^'\\]|\\.)*'|\S+)")
-_PASSWORD_IN_QUERY: Final = re.compile(r"(?i)([?&]password=)[^&\s]+")
+_PASSWORD_IN_QUERY: Final = re.compile(r"(?i)([?&](?:sentinel_)?password=)[^&\s]+")
 
 
 def redact(address: str) -> str:

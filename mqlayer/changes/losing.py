@@ -20,7 +20,9 @@ from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.nodes import Node, NodeConnection
+from mqlayer.postgres.server import meet_server
+from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
 from mqlayer.routes.cache import load_nodes, load_route
 from mqlayer.topics.nodes import find_node, rearm_node
 
@@ -175,16 +177,24 @@ def bring_back_nodes(
 ) -> dict[str, str]:
     """Arm nodes that came back and that nobody else arms; say what became of each, and why where not.
 
-    Those that restarted while no member, relay or producer uses them, and those that have to seal a partition which was
-    moved off them while they were away. A node that an operator gave up is left to him, unless it has to seal.
+    Those that restarted or were emptied while no member, relay or producer uses them, and those that have to seal a
+    partition which was moved off them while they were away. A node that an operator gave up is left to him, unless it
+    has to seal.
     """
     with database.connection() as connection:
+        # A pooler in between may keep our connections over a fail-over.
+        meet_server(connection)
         sealing = [row[0] for row in connection.execute(query("seals_away")).fetchall()]
         given_up = {row[0] for row in connection.execute(query("nodes_given_up")).fetchall()}
+        places: dict[int, list[int]] = {}
+        for partition, node_id, *_ in connection.execute(query("partition_places")).fetchall():
+            places.setdefault(node_id, []).append(partition)
     restarted = [
         node.name
         for node in load_nodes(database)
-        if node.name not in given_up and node.name not in sealing and _is_another_run(node, unsafe=unsafe)
+        if node.name not in given_up
+        and node.name not in sealing
+        and _needs_arming(node, prefix, places.get(node.node_id, []), unsafe=unsafe)
     ]
     came_to: dict[str, str] = {}
     for name in sealing + restarted:
@@ -197,13 +207,14 @@ def bring_back_nodes(
     return came_to
 
 
-def _is_another_run(node: Node, *, unsafe: bool) -> bool:
-    """Say whether a node answers, but not as the run that is armed."""
+def _needs_arming(node: Node, prefix: str, partitions: list[int], *, unsafe: bool) -> bool:
+    """Say whether a node answers, but not as the run that is armed, or without a partition: FLUSHALL keeps the run."""
     try:
         with NodeConnection(node, connect_timeout_s=ANSWER_WITHIN_S, timeout_s=ANSWER_WITHIN_S, unsafe=unsafe) as line:
             line.connect()
+            there = line.call([("EXISTS", partition_keys(prefix, partition).meta) for partition in partitions])
+            return any(raise_for_reply(reply, node.address) == 0 for reply in there)
     except NodeNotArmed:
         return True
     except MqlayerError:
         return False
-    return False

@@ -12,9 +12,12 @@ from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.showing import JsonOption, show_rows
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
-from mqlayer.topics import list_nodes, rearm_node, register_node
+from mqlayer.topics import list_nodes, rearm_node, register_node, set_node_address
 
-nodes = typer.Typer(no_args_is_help=True, help="Redis nodes: register, list, arm again.")
+AcceptLossOption = Annotated[bool, typer.Option(help="Go on without what no outbox holds any more.")]
+FormerOption = Annotated[bool, typer.Option(help="Take an old primary back, with what it lacks.")]
+
+nodes = typer.Typer(no_args_is_help=True, help="Redis nodes: register, list, arm again, give another address.")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -25,7 +28,7 @@ def add_to(app: typer.Typer) -> None:
 @nodes.command()
 def register(
     name: Annotated[str, typer.Argument(help="a-z first, then a-z 0-9 _ . -")],
-    url: Annotated[str, typer.Argument(help="redis://… or rediss://… of the primary.")],
+    url: Annotated[str, typer.Argument(help="redis://… or rediss://… of the primary, or sentinel://….")],
 ) -> None:
     """Register a Redis as a node and arm it. The same again changes nothing."""
     settings = settings_here()
@@ -46,7 +49,8 @@ def list_(as_json: JsonOption = False) -> None:
 @nodes.command()
 def rearm(
     name: Annotated[str, typer.Argument(help="The node's name.")],
-    accept_loss: Annotated[bool, typer.Option(help="Go on without what no outbox holds any more.")] = False,
+    accept_loss: AcceptLossOption = False,
+    former: FormerOption = False,
 ) -> None:
     """Bring a node that restarted or was replaced back into service. Harmless where nothing happened."""
     settings = settings_here()
@@ -57,10 +61,37 @@ def rearm(
             prefix=settings.key_prefix,
             application=application,
             accept_loss=accept_loss,
+            former=former,
             actor=actor(),
             unsafe=settings.allow_unsafe_redis,
         )
     typer.echo(f"{node.name} is armed; {count} assignments got a new epoch")
+
+
+@nodes.command("set")
+def set_(
+    name: Annotated[str, typer.Argument(help="The node's name.")],
+    url: Annotated[str, typer.Option(help="Where it is from now on: redis://…, rediss://… or sentinel://….")],
+    empty: Annotated[bool, typer.Option(help="It begins anew there: what only the old one held is lost.")] = False,
+    accept_loss: AcceptLossOption = False,
+    former: FormerOption = False,
+) -> None:
+    """Let a node be at another address, such as its promoted replica's, and arm what is there."""
+    settings = settings_here()
+    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        node, count = set_node_address(
+            database,
+            name,
+            url,
+            prefix=settings.key_prefix,
+            application=application,
+            empty=empty,
+            accept_loss=accept_loss,
+            former=former,
+            actor=actor(),
+            unsafe=settings.allow_unsafe_redis,
+        )
+    typer.echo(f"{node.name} is {node.address}; {count} assignments got a new epoch")
 
 
 @nodes.command()

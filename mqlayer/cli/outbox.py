@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.showing import JsonOption, show_rows
 from mqlayer.errors import NotFound
@@ -21,6 +22,7 @@ from mqlayer.outbox import (
     rotate,
 )
 from mqlayer.postgres.database import Database
+from mqlayer.relay import recover_now
 
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
@@ -101,6 +103,24 @@ def rotate_() -> None:
     with _application() as database:
         for slot, answer in rotate(database).items():
             typer.echo(f"slot {slot}: {answer}")
+
+
+@outbox.command("recover")
+def recover_(
+    unproven: Annotated[
+        bool, typer.Option("--unproven", help="Go on without nodes that are away: what is there is sent again.")
+    ] = False,
+) -> None:
+    """Let an outbox go on whose Postgres lost commits. Relays do this by themselves, unless a node is away."""
+    settings = settings_here()
+    with _application() as application, Database(settings.control_dsn()) as control:
+        recovered = recover_now(application, control, settings, unproven=unproven, actor=actor())
+    if recovered is None:
+        typer.echo("nothing to do: the outbox is on the timeline that its relays know")
+        return
+    typer.echo(f"a new source from the next relay on; {recovered.waiting} messages wait for it")
+    if recovered.count:
+        typer.echo(f"{recovered.count} messages in Redis are in no commit, or can't be proven: see the audit")
 
 
 @outbox.command("adopt")

@@ -55,6 +55,9 @@ class HeartOwner(Protocol):
     def follow(self, answer: Beat) -> None:
         """Follow the assignments of a heartbeat's answer."""
 
+    def follow_nodes(self) -> None:
+        """Ask which run and address of each node count now, and use no line to another one. Raises StoreUnavailable."""
+
     def lease_lost(self) -> None:
         """Drop all holdings: the database may have given them away."""
 
@@ -228,6 +231,8 @@ class Heart:
         if answer.known:
             self._extend(began)
             self._owner.follow(answer)
+            # An old primary that lives on behind an open line tells nobody that it was replaced.
+            self._owner.follow_nodes()
             return
         self._owner.lease_lost()
         if answer.replaced:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from mqlayer.consuming.reading import Reader, ReadingOwner
@@ -32,9 +32,10 @@ class Link:
         self.settler.start()
 
     def expect(self, node: Node) -> None:
-        """Let the connections expect the run that is armed now, the next time they connect."""
+        """Let the connections go to the run and address that count now; a line to another one is not used any more."""
         for line in self._lines:
-            line.node = node
+            if line.node != node:
+                line.node = node
 
     def health(self, limit_s: float) -> Health:
         """Say how both threads are. Arming a node again may take its time, so nobody is stuck meanwhile."""
@@ -62,6 +63,12 @@ class Links:
         """Add and start a link."""
         self._by_node = {**self._by_node, node_id: link}
         link.start()
+
+    def expect(self, nodes: Mapping[NodeId, Node]) -> None:
+        """Let all connections go to the runs and addresses that count now."""
+        for node_id, link in self._by_node.items():
+            if node_id in nodes:
+                link.expect(nodes[node_id])
 
     def send_some(self) -> None:
         """Let the settlers send what was noted."""

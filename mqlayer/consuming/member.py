@@ -412,6 +412,10 @@ class Member:
         self._drop(held)
         self._mend(held.assigned.node)
 
+    def follow_nodes(self) -> None:
+        """Use no line to another run or address of a node than those that count now. Raises StoreUnavailable."""
+        self._links.expect(self._routes.refresh_nodes())
+
     def _mend(self, node_id: NodeId) -> None:
         link = self._links.get(node_id)
         if link is not None and link.repairing.acquire(blocking=False):

@@ -18,12 +18,9 @@ class Lines:
         self._by_node: dict[NodeId, NodeConnection] = {}
 
     def to(self, node_id: NodeId) -> NodeConnection:
-        """Return the connection to a node, which expects the run that is armed as far as this process knows."""
+        """Return the connection to a node, which takes the run and address that count as far as this process knows."""
         node = self._routes.node(node_id)
         line = self._by_node.get(node_id)
-        if line is not None and line.node.url != node.url:
-            line.close()
-            line = None
         if line is None:
             settings = self._settings
             line = self._by_node[node_id] = NodeConnection(

@@ -14,6 +14,7 @@ from mqlayer.membership.groups import Group
 from mqlayer.membership.popping import PopPartition, pop_partitions
 from mqlayer.popping.spots import Spot, spot_of
 from mqlayer.postgres.database import Database
+from mqlayer.routes.cache import RouteCache
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +25,8 @@ LIST_AGE_S: Final = 1.0
 class Listing:
     """The partitions of a group, each with what it said last. Raises StoreUnavailable where the first look fails."""
 
-    def __init__(self, database: Database, group: Group, *, prefix: str) -> None:
-        self._database, self._group, self._prefix = database, group, prefix
+    def __init__(self, database: Database, group: Group, routes: RouteCache, *, prefix: str) -> None:
+        self._database, self._group, self._routes, self._prefix = database, group, routes, prefix
         self._spots: dict[int, Spot] = {}
         # Also those that are not readable now: what is out of them can be settled.
         self._nodes: dict[int, NodeId] = {}
@@ -89,6 +90,8 @@ class Listing:
             # Before the query: what is said to be new while it runs is read again.
             self._read_at = time.monotonic()
             found = pop_partitions(self._database, self._group.group_id)
+            # With them, which run and address of each node count: lines to others are not used any more.
+            self._routes.refresh_nodes()
             self._note(found)
             self._spots = {one.partition: self._spot(one) for one in found if one.readable}
         self.news.set()

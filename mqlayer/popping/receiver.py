@@ -224,7 +224,7 @@ class Receiver:
             settings=self._wanted,
             unsafe=settings.allow_unsafe_redis,
         )
-        listing = Listing(database, group, prefix=prefix)
+        listing = Listing(database, group, routes, prefix=prefix)
         cleanup.callback(listing.close)
         asking, telling = Lines(routes, settings), Lines(routes, settings)
         cleanup.callback(asking.close)

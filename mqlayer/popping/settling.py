@@ -82,8 +82,10 @@ class Settler:
         try:
             replies = self._ask(line, said, calls)
         except NodeNotArmed:
+            # Nothing was said. Somebody may have armed it since we asked which run counts.
             self._routes.refresh_nodes()
-            raise
+            line = self._lines.to(node_id)
+            replies = self._ask(line, said, calls)
         except StoreUnavailable:
             if said.word == "nack":
                 # Said twice, the second one is refused.

@@ -25,6 +25,7 @@ from mqlayer.errors import (
     StoreUnavailable,
     TransactionConflict,
 )
+from mqlayer.postgres.server import meet_server
 
 Result = TypeVar("Result")
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -78,7 +79,7 @@ class Database:
             timeout=timeout_s,
             reconnect_timeout=timeout_s,
             check=ConnectionPool.check_connection,
-            configure=_read_committed,
+            configure=_configure,
             open=False,
         )
 
@@ -96,7 +97,8 @@ class Database:
             connection = self._pool.getconn()
         except PoolTimeout:
             # The pool only says that the time is over; connecting once more tells why, or that all are lent.
-            connect(self.dsn).close()
+            with connect(self.dsn) as connection:
+                meet_server(connection)
             raise
         try:
             with connection:
@@ -130,12 +132,13 @@ class Database:
         self.close()
 
 
-def _read_committed(connection: Connection) -> None:
+def _configure(connection: Connection) -> None:
     """Have transactions see what was committed before each statement, whatever the database's default is.
 
-    Our transactions take a lock and then read what it guards.
+    Our transactions take a lock and then read what it guards. And see to it first where the server is another one.
     """
     connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+    meet_server(connection)
 
 
 @contextmanager

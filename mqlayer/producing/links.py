@@ -115,6 +115,16 @@ class Link:
         if self._flights or self.slots:
             self.wake()
 
+    def expect(self, node: Node) -> None:
+        """Let the connection go to the run and address that count now; a line to another one is not used any more.
+
+        What is under way on that has an unknown outcome, and is sent again. For any thread.
+        """
+        if node != self._node:
+            self._node, self._address, self._line.node = node, node.address, node
+            self._retry_at = 0.0
+            self.wake()
+
     def wake(self) -> None:
         """Have our thread look for work."""
         with self._ledger.lock:
@@ -390,7 +400,7 @@ class Link:
             log.debug("producer_node_unknown", extra={"reason": str(error)})
             return
         if node != self._node:
-            self._node, self._line, self._address = node, self._new_line(node), node.address
+            self._node, self._address, self._line.node = node, node.address, node
             self._retry_at = 0.0
 
     def _new_line(self, node: Node) -> NodeConnection:

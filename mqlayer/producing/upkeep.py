@@ -29,6 +29,8 @@ from mqlayer.routes.cache import RouteCache
 log = logging.getLogger(__name__)
 
 ROUTE_AGE_S: Final = 5.0
+LOOK_S: Final = 2.0
+"""How often a producer that publishes asks which runs and addresses of nodes count."""
 LIMITS_AGE_S: Final = 1.0
 """How old a topic's limits are at the least that are read again because a partition is full."""
 FIND_TRIES: Final = 5
@@ -84,6 +86,7 @@ class Upkeep:
         self._ledger, self._options = ledger, options
         self._clerk = Clerk()
         self._links_lock = threading.Lock()
+        self._looked_at = time.monotonic()
         ledger.errands = self
 
     def topic(self, name: str) -> TopicLanes:
@@ -100,7 +103,10 @@ class Upkeep:
         return topic
 
     def refresh_if_old(self, topic: TopicLanes, now: float) -> None:
-        """Have an old route read again in the background."""
+        """Have an old route, and what is known of nodes, read again in the background."""
+        if now - self._looked_at > LOOK_S:
+            self._looked_at = now
+            self._clerk.do(self._look_at_nodes)
         if now - topic.asked_at > ROUTE_AGE_S:
             topic.asked_at = now
             self._clerk.do(lambda: self._renew_route(topic))
@@ -161,6 +167,13 @@ class Upkeep:
             if route.version >= topic.route.version:
                 topic.adopt(route, self._table(route, links), time.monotonic())
             return any(topic.table[lane.lp] is not lane.slot for lane in topic.stranded)
+
+    def _look_at_nodes(self) -> None:
+        """Use no line to a primary that was replaced: it may live on, and tells nobody."""
+        nodes = self._routes.refresh_nodes()
+        for node_id, link in list(self.links.items()):
+            if node_id in nodes:
+                link.expect(nodes[node_id])
 
     def _renew_route(self, topic: TopicLanes) -> None:
         self._refresh(topic)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
-from mqlayer.errors import InvalidInput, StoreUnavailable, redact
+from mqlayer.domain.runs import run_of
+from mqlayer.errors import StoreUnavailable, redact
+from mqlayer.redis.addresses import Line
 
 ASKED_SETTINGS: Final = ("appendfsync", "no-appendfsync-on-rewrite", "aof-load-truncated", "min-replicas-to-write")
 """What INFO does not tell. Managed servers may forbid to ask."""
@@ -28,7 +28,7 @@ class ServerAnswers:
     @property
     def run_id(self) -> str:
         """The run that answered."""
-        return self.info.get("run_id", "")
+        return run_of({"run_id": "", **self.info})
 
     @property
     def product(self) -> str:
@@ -51,19 +51,10 @@ class ServerAnswers:
 
 def ask_server(url: str, *, timeout_s: float) -> ServerAnswers:
     """Ask a Redis for what it says of itself. Raises StoreUnavailable, InvalidInput for a URL that is none."""
+    way = Line(url, connect_timeout_s=timeout_s, timeout_s=timeout_s)
+    line = way.connection
     try:
-        pool = redis.ConnectionPool.from_url(
-            url,
-            protocol=2,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-        )
-    except ValueError:
-        raise InvalidInput("not the URL of a Redis: use redis://host:port/db or rediss://…") from None
-    # The driver's connections are not typed.
-    line: Any = pool.make_connection()
-    try:
+        way.aim()
         line.connect()
         return _ask(line)
     except (redis.RedisError, OSError) as error:

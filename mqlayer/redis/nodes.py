@@ -1,7 +1,8 @@
 """Connections to nodes: each belongs to exactly one run of one server, and knows it.
 
-A connection compares the server's run id with the one that Postgres has armed before it sends anything else. A server
-that restarted, fell back or was replaced has another run id and serves nothing until it is armed again (invariant 17).
+A connection compares the server's run with the one that Postgres has armed before it sends anything else: at each
+connect, those of the driver too, and once more where another run was armed since. A server that restarted, fell back,
+was promoted or was replaced is another run and serves nothing until it is armed again (invariant 17).
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from functools import lru_cache
 from typing import Any, Final
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from mqlayer.domain.routing import NodeId
+from mqlayer.domain.runs import run_of
 from mqlayer.errors import ConfigurationRefused, NodeNotArmed, NodeOutOfMemory, StoreUnavailable, redact
+from mqlayer.redis.addresses import Line
 from mqlayer.redis.scripts import script_digests, script_texts
 
 OLDEST: Final = (6, 2, 0)
@@ -64,6 +65,8 @@ class NodeConnection:
 
     `call` sends commands in one write and returns one reply each; an error reply is returned, not raised. When the
     line fails, what was sent has an unknown outcome and StoreUnavailable is raised.
+    `node` may be given anew at any time, by any thread: a line to another run or address than that says is not used
+    any more.
     """
 
     def __init__(
@@ -78,39 +81,65 @@ class NodeConnection:
         self.node = node
         self.facts: ServerFacts | None = None
         self._any_run, self._unsafe = any_run, unsafe
-        pool = redis.ConnectionPool.from_url(
-            node.url,
-            protocol=2,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=connect_timeout_s,
-            socket_keepalive=True,
-            health_check_interval=0,
-            retry=Retry(NoBackoff(), 0),
-        )
-        # The driver's connections are not typed.
-        self._line: Any = pool.make_connection()
+        self._timeouts = {"connect_timeout_s": connect_timeout_s, "timeout_s": timeout_s}
         self._digests: dict[str, bytes] = {}
+        self._demoted = False
+        self._open_line(node.url)
 
     def connect(self) -> ServerFacts:
-        """Connect unless connected; check the server's run id, role and settings; load the scripts.
+        """Connect unless connected; check the server's run, role and settings; load the scripts.
 
-        Raises StoreUnavailable, NodeNotArmed or ConfigurationRefused; nothing was sent to the data then.
+        Raises StoreUnavailable, NodeNotArmed or ConfigurationRefused; nothing was sent to the data then. Where another
+        run or address counts since it was connected, the line is closed and StoreUnavailable raised: what is under way
+        on it has an unknown outcome. The next call connects anew, and is judged then.
         """
-        if self.facts is not None:
-            return self.facts
+        facts = self.facts
+        if facts is not None:
+            self._refuse_if_void(facts)
+            return facts
+        node = self.node
         try:
+            if node.url != self._url:
+                self._open_line(node.url)
+            self._aim()
             self._line.connect()
-            facts = self._ask_facts()
-            self._check(facts)
-            self._load_scripts(facts.version)
         except (redis.RedisError, OSError) as error:
             self.close()
-            raise StoreUnavailable(self.node.address, str(error)) from error
+            raise StoreUnavailable(node.address, str(error) or type(error).__name__) from error
         except BaseException:
             self.close()
             raise
-        self.facts = facts
+        facts = self.facts
+        if facts is None:
+            self.close()
+            raise StoreUnavailable(node.address, "the line was closed while it was connected")
         return facts
+
+    def _open_line(self, url: str) -> None:
+        line = Line(url, **self._timeouts)
+        self._url, self._aim, self._line = url, line.aim, line.connection
+        # The driver connects by itself where it finds its line closed: it must not get round the checks.
+        self._line.redis_connect_func = self._greet
+
+    def _greet(self, line: Any) -> None:
+        line.on_connect_check_health(check_health=False)
+        facts = self._ask_facts()
+        self._check(facts)
+        self._load_scripts(facts.version)
+        self.facts, self._demoted = facts, False
+
+    def _refuse_if_void(self, facts: ServerFacts) -> None:
+        node = self.node
+        if self._demoted:
+            self.close()
+            raise StoreUnavailable(node.address, "it is not the primary any more")
+        if node.url != self._url:
+            self.close()
+            raise StoreUnavailable(node.address, "the node has this address now, the line was to another one")
+        if not self._any_run and facts.run_id != node.armed_run_id:
+            self.close()
+            reason = f"run {facts.run_id[:8]} is not the armed one any more"
+            raise StoreUnavailable(node.address, f"{reason}: the line to it is given up")
 
     def call(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands in one write and return their replies in order."""
@@ -125,6 +154,9 @@ class NodeConnection:
         except (redis.RedisError, OSError) as error:
             self.close()
             raise StoreUnavailable(self.node.address, str(error)) from error
+        except BaseException:
+            self.close()
+            raise
 
     def send_packet(self, packet: bytes) -> None:
         """Send requests that are encoded already; `receive` must be called for as many replies, in order."""
@@ -162,6 +194,8 @@ class NodeConnection:
                 try:
                     replies.append(read())
                 except redis.ResponseError as error:
+                    # A primary that became a replica keeps its connections: only a new one gets to its successor.
+                    self._demoted = self._demoted or "READONLY" in str(error) or _is_demotion(error)
                     replies.append(error)
         except (redis.RedisError, OSError) as error:
             self.close()
@@ -212,7 +246,7 @@ class NodeConnection:
             if not isinstance(reply, Exception) and len(reply) == 2:
                 settings[name] = reply[1].decode()
         major, minor, patch = (int(part) for part in info["redis_version"].split(".")[:3])
-        return ServerFacts(info["run_id"], (major, minor, patch), info["role"], settings)
+        return ServerFacts(run_of(info), (major, minor, patch), info["role"], settings)
 
     def _check(self, facts: ServerFacts) -> None:
         address = self.node.address
@@ -229,7 +263,7 @@ class NodeConnection:
         if not self._any_run and facts.run_id != self.node.armed_run_id:
             raise NodeNotArmed(
                 address,
-                f"its run {facts.run_id[:8]} is not the armed one; it restarted or was replaced: "
+                f"its run {facts.run_id[:8]} is not the armed one; it restarted, was promoted or was replaced: "
                 f"any worker, or `mqlayer node rearm {self.node.name}`, arms it again",
             )
 
@@ -249,6 +283,10 @@ def raise_for_reply(reply: Any, address: str) -> Any:
     if isinstance(reply, redis.exceptions.OutOfMemoryError) or "OOM" in str(reply):
         raise NodeOutOfMemory(address) from reply
     raise StoreUnavailable(address, str(reply)) from reply
+
+
+def _is_demotion(reply: Exception) -> bool:
+    return isinstance(reply, redis.exceptions.ReadOnlyError | redis.exceptions.MasterDownError)
 
 
 def is_missing_script(reply: Any) -> bool:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NodeNotArmed, NotFound, StoreUnavailable
@@ -27,6 +27,9 @@ from mqlayer.settings import Settings
 from mqlayer.topics.nodes import rearm_node
 
 log = logging.getLogger(__name__)
+
+LOOK_LIMIT_S: Final = 5.0
+"""A lease may be so short that no question is answered within it."""
 
 SentRun = tuple[Lane, int, int]
 """A lane, the first seq and the count of what was sent."""
@@ -70,6 +73,7 @@ class Link:
     # It answered that it does not have a partition that Postgres says it has.
     suspect: bool = False
     failures: int = 0
+    trouble: str = ""
     try_at: float = float("-inf")
     connecting: Future[NodeConnection] | None = None
 
@@ -95,6 +99,8 @@ class Links:
         self._links: dict[int, Link] = {}
         self._chance = random.Random()
         self._flight_number = 0
+        self._looking: Future[dict[NodeId, Node]] | None = None
+        self._looked_at = self._look_began = time.monotonic()
 
     def __iter__(self) -> Iterator[Link]:
         return iter(list(self._links.values()))
@@ -103,6 +109,11 @@ class Links:
     def flight_number(self) -> int:
         """The number of the last write."""
         return self._flight_number
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """Why nodes can't be sent to. For any thread."""
+        return tuple(link.trouble for link in self if link.failures and not link.synced)
 
     def link(self, node_id: int) -> Link:
         """Return the link of a node; a new one begins to connect with the next `tend`."""
@@ -121,6 +132,33 @@ class Links:
             elif link.connecting is not None and link.connecting.done() and self._take(link, link.connecting):
                 fresh.append(link)
         return fresh
+
+    def look(self, now: float) -> list[tuple[Link, MqlayerError]]:
+        """Ask in the background which runs and addresses of nodes count; return the lines that must not be used.
+
+        An old primary that lives on tells nobody that it was replaced. Where nobody can be asked for longer than a
+        lease, no line counts: what such a primary took would be recorded as relayed, and some day not be in the outbox.
+        """
+        looking, void = self._looking, list[tuple[Link, MqlayerError]]()
+        if looking is not None and looking.done():
+            self._looking = None
+            if looking.exception() is None:
+                self._looked_at = self._look_began
+                nodes = looking.result()
+                void = [
+                    (link, NodeNotArmed(link.address, "another run or address of it counts since"))
+                    for link in self
+                    if link.line is not None and nodes.get(link.node_id) not in (None, link.line.node)
+                ]
+            else:
+                log.debug("relay_nodes_unknown", extra={"reason": str(looking.exception())})
+        if self._looking is None:
+            self._look_began = now
+            self._looking = self._background.submit(self._routes.refresh_nodes)
+        if now - self._looked_at <= max(self._settings.lease_s, LOOK_LIMIT_S):
+            return void
+        error = StoreUnavailable(self._control.address, "nobody can say whether the nodes' runs are still armed")
+        return [(link, error) for link in self if link.line is not None]
 
     def send(self, link: Link, packets: Sequence[bytes], asked: Sequence[Append | MarksQuestion]) -> bool:
         """Send requests in one write; return False when the line broke, which leaves everything on it unknown."""
@@ -160,6 +198,7 @@ class Links:
         link.line, link.connecting = None, None
         link.synced = link.stalled = False
         link.failures += 1
+        link.trouble = str(error)
         wait_s = pause_s(link.failures, self._chance)
         link.try_at = time.monotonic() + wait_s
         shown = log.warning if link.failures in (1, 5) or link.failures % 30 == 0 else log.debug

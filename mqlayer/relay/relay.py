@@ -55,7 +55,7 @@ class Relay:
         return self._moved_before + (self._session.appended_count if self._session is not None else 0)
 
     def health(self) -> Health:
-        """Say whether it turns, and whether it holds a lease, be it on LPs or standing by. For any thread."""
+        """Say whether it turns, holds a lease, be it on LPs or standing by, and reaches its nodes. For any thread."""
         stuck = self._turns.stuck("the relay", stuck_after_s(self._settings))
         if self._stopping.is_set():
             return Health(stuck, ("it is stopping",))
@@ -65,7 +65,7 @@ class Relay:
             return Health(stuck, (self._away,))
         if age_s > self._settings.lease_s:
             return Health(stuck, (f"its lease ran out: the last beat was {age_s:.0f} s ago",))
-        return Health(stuck)
+        return Health(stuck, session.troubles if session is not None else ())
 
     def run(self) -> None:
         """Work until `stop` is called."""

@@ -28,7 +28,8 @@ class Sender:
     """Appends to partitions, several writes in flight per node, and keeps the lanes honest.
 
     `moved` are lanes whose acknowledged seq is past what Postgres was told; `fallen` those whose mark went back;
-    `gone` are rows that are neither in the outbox nor in Redis. The owner takes them and empties the collections.
+    `gone` are rows that are neither in the outbox nor in Redis; `ahead` lanes with marks past what their counters are
+    known to be. The owner takes them and empties the collections.
     """
 
     def __init__(self, *, prefix: str, lanes: Lanes, links: Links, targets: Targets, limits: RelayLimits) -> None:
@@ -37,6 +38,7 @@ class Sender:
         self.moved: dict[int, Lane] = {}
         self.fallen: dict[int, Lane] = {}
         self.gone: list[Unsendable] = []
+        self.ahead: dict[int, tuple[Lane, int]] = {}
         self.appended_count = 0
         self.source_id = 0
         self._suspects: dict[int, tuple[Lane, int, int]] = {}
@@ -72,6 +74,11 @@ class Sender:
             elif not self._links.send(link, [self._marks(question) for question in asked], asked):
                 self._rewind_flights(link)
 
+    def give_up(self, link: Link, error: MqlayerError) -> None:
+        """Use a line no more: what is under way on it is sent again on another one."""
+        self._links.drop(link, error)
+        self._rewind_flights(link)
+
     def suspect(self, lane: Lane) -> None:
         """Rows after what was sent are missing: let the next comparison of marks say whether Redis has them."""
         self._suspects[lane.chain] = (lane, lane.sent, self._links.flight_number)
@@ -87,8 +94,7 @@ class Sender:
                         link.stalled = link.stalled or must
                         break
                 except StoreUnavailable as error:
-                    self._links.drop(link, error)
-                    self._rewind_flights(link)
+                    self.give_up(link, error)
 
     def _answer(self, link: Link, wait_s: float) -> bool:
         """Take one answer, if it comes within the time."""
@@ -132,8 +138,7 @@ class Sender:
     def _on_outcome(self, flight: Flight, target: Target, lane: Lane, outcome: RunOutcome) -> None:
         self.appended_count += outcome.appended
         if outcome.word in ("ok", "dup"):
-            lane.advance(outcome.mark)
-            self.moved[lane.chain] = lane
+            self._on_mark(lane, outcome.mark)
         elif flight.number <= lane.rewound_at:
             # Sent before the lane was rewound: nothing new.
             return
@@ -193,9 +198,20 @@ class Sender:
             if mark < lane.acked:
                 self._back_to(lane, mark)
             elif mark > lane.acked:
-                lane.advance(mark)
-                self.moved[lane.chain] = lane
+                self._on_mark(lane, mark)
             self._judge(lane, mark, flight.number)
+
+    def advance(self, lane: Lane, mark: int) -> None:
+        """Note that Redis holds a lane up to a mark."""
+        lane.advance(mark)
+        self.moved[lane.chain] = lane
+
+    def _on_mark(self, lane: Lane, mark: int) -> None:
+        """Take a mark; one past all that we know to be committed only after a look at the counter."""
+        if mark > max(lane.sent, lane.counted):
+            self.ahead[lane.chain] = (lane, mark)
+        else:
+            self.advance(lane, mark)
 
     def _judge(self, lane: Lane, mark: int, flight_number: int) -> None:
         """Decide on rows that were missing, where the mark was asked for since: they are gone, or it moved on."""

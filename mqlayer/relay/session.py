@@ -18,6 +18,7 @@ from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.links import Links
 from mqlayer.relay.pauses import Every
 from mqlayer.relay.reading import LateIds, OutboxReader, Sweep
+from mqlayer.relay.recovering import armed_lines, is_replaced, recover_outbox
 from mqlayer.relay.sending import Sender
 from mqlayer.relay.source import open_source
 from mqlayer.relay.targets import Targets, retarget
@@ -83,6 +84,11 @@ class Session:
         return time.monotonic() - self._leased_at if self._opened else None
 
     @property
+    def troubles(self) -> tuple[str, ...]:
+        """Why nodes can't be sent to. For any thread."""
+        return self._links.troubles
+
+    @property
     def lp_sets(self) -> list[int]:
         """The LP sets worked on."""
         return self._leases.held
@@ -101,6 +107,7 @@ class Session:
         self._reader.prepare()
         with self._control.connection() as connection:
             check_schema(connection, "control", self._control.address)
+        self._recover()
         source = open_source(self._connection, self._control, self._application.address)
         self._sender.source_id = source.source_id
         now = time.monotonic()
@@ -119,6 +126,13 @@ class Session:
         self._reader.after = first_id - 1 if first_id is not None and dense else last_id
         log.info("relay_started", extra={"lp_sets": self._leases.held, "waiting": waiting})
 
+    def _recover(self) -> None:
+        """Before anything is relayed: see to an outbox whose Postgres may have lost commits."""
+        settings = self._settings
+        if is_replaced(self._connection):
+            with armed_lines(self._control, self._application, settings) as lines:
+                recover_outbox(self._connection, self._control, lines, prefix=settings.key_prefix, actor="relay")
+
     def step(self) -> int:
         """Move what is there, up to a chunk or two; return how many rows were seen. Raises StoreUnavailable."""
         with driver_errors(self._application.address):
@@ -136,6 +150,7 @@ class Session:
             self._sender.collect(allowed=0)
         self._put_aside()
         self._lower_fallen()
+        self._judge_ahead()
         self.drained = not seen and self._sweep is None and not self._readable() and not self._sender.in_flight
         return seen
 
@@ -264,9 +279,30 @@ class Session:
             if lane.sent < seq and lane.state == "open":
                 self._lanes.fall_behind(lane)
 
+    def _judge_ahead(self) -> None:
+        """Hold marks that are past all that we know of the counters against them: a counter is never behind its mark.
+
+        Where one is, Postgres lost commits without a new timeline, as with a copy of its disk: what it numbers from
+        here on would be taken for what is in Redis. Raises StoreUnavailable; the next session recovers the outbox.
+        """
+        ahead, self._sender.ahead = self._sender.ahead, {}
+        if not ahead:
+            return
+        counters = self._reader.counters(lane for lane, _ in ahead.values())
+        for chain, (lane, mark) in ahead.items():
+            lane.counted = max(lane.counted, counters.get(chain, 0))
+            if lane.counted < mark:
+                self._reader.suspect()
+                facts = {"topic_id": lane.topic_id, "lp": lane.lp, "counter": lane.counted, "mark": mark}
+                log.error("outbox_behind_redis", extra=facts)
+                raise StoreUnavailable(self._application.address, "it lost commits whose messages are in Redis")
+            self._sender.advance(lane, mark)
+
     def _keep_house(self, now: float) -> None:
         if self._beat.due(now):
             self._hold_leases()
+            for link, error in self._links.look(now):
+                self._sender.give_up(link, error)
         if self._routes_changed.is_set():
             self._routes_changed.clear()
             retarget(self._lanes, self._targets, self._targets.refresh_all())

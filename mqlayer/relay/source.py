@@ -33,7 +33,10 @@ def open_source(application: Connection, control: Database, address: str) -> Out
         raise MqlayerError("the outbox has no identity: somebody removed it while the relay started")
     outbox_uuid, name, cluster = row
     facts = {"outbox_uuid": outbox_uuid, "name": name, "cluster": cluster}
+    server = application.execute(query("outbox_server")).fetchone()
     with control.connection() as connection:
+        if server is not None and server[3] is not None:
+            connection.execute(query("source_close_outbox"), {"outbox_uuid": server[3]})
         connection.execute(query("source_open_outbox"), facts)
         failpoint("relay.after_source")
         known = connection.execute(query("source_of_outbox"), facts).fetchone()

@@ -1,6 +1,6 @@
 """Nodes and topics: registering, creating, arming."""
 
-from mqlayer.topics.nodes import find_node, list_nodes, rearm_node, register_node
+from mqlayer.topics.nodes import find_node, list_nodes, rearm_node, register_node, set_node_address
 from mqlayer.topics.topics import TopicSummary, attach_topics, create_topic, list_topics, set_archived, set_limits
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "register_node",
     "set_archived",
     "set_limits",
+    "set_node_address",
 ]

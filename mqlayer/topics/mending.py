@@ -105,7 +105,7 @@ class Mender:
         prefix: str,
         application: Database | None,
         accept_loss: bool,
-        accept_loss_of: frozenset[int],
+        accept_loss_of: frozenset[int] = frozenset(),
     ) -> None:
         self._connection, self._line, self._prefix = connection, line, prefix
         self._application = application
@@ -124,6 +124,15 @@ class Mender:
         if gone and len(gone) == len(self._wanted):
             refuse_other_prefix(self._line, self._prefix, gone[0].partition)
         return self._accept_loss or any(not self._is_right(wanted) for wanted in self._wanted)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the node has none of the partitions that it has to have. Raises ConfigurationRefused as `needed`."""
+        states = [self._found[wanted.partition].state for wanted in self._wanted]
+        if not states or any(states):
+            return False
+        refuse_other_prefix(self._line, self._prefix, self._wanted[0].partition)
+        return True
 
     def mend(self) -> None:
         """Do what is needed. Raises StoreUnavailable or Conflict."""

@@ -1,19 +1,20 @@
-"""Register Redis nodes, and arm them again after they restarted."""
+"""Register Redis nodes, give them other addresses, and arm them again after they restarted."""
 
 from __future__ import annotations
 
 import logging
-from typing import Final
-
-import redis
+from dataclasses import replace
+from typing import Any, Final
 
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import Conflict, InvalidInput, NotFound, redact
+from mqlayer.domain.runs import is_former
+from mqlayer.errors import Conflict, NodeNotArmed, NotFound, redact
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
+from mqlayer.redis.addresses import parse_address
 from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import raise_command
 from mqlayer.routes.cache import load_nodes
@@ -42,7 +43,10 @@ def register_node(database: Database, *, name: str, url: str, actor: str = "api"
     database.transaction(work)
     node = find_node(database, name)
     if node.url != url:
-        raise Conflict(f"node {name!r} is registered as {node.address}", "choose another name for another Redis")
+        raise Conflict(
+            f"node {name!r} is registered as {node.address}",
+            f"choose another name for another Redis; where it replaces that one, say mqlayer node set {name} --url URL",
+        )
     return node
 
 
@@ -67,6 +71,7 @@ def rearm_node(
     application: Database | None = None,
     accept_loss: bool = False,
     accept_loss_of: frozenset[int] = frozenset(),
+    former: bool = False,
     actor: str = "api",
     unsafe: bool = False,
 ) -> tuple[Node, int]:
@@ -79,50 +84,127 @@ def rearm_node(
     `application` is the database of the outbox that may have to send something again. Raises ConfigurationRefused where
     the node holds its partitions under another key prefix, StoreUnavailable where another outbox's relay has to do its
     part, Conflict where an outbox does not hold any more what is lost, unless `accept_loss`, or the partition is one of
-    `accept_loss_of`.
+    `accept_loss_of`; NodeNotArmed where an old primary answers that another one took the place of, unless `former`.
     """
+    options: dict[str, Any] = {"prefix": prefix, "application": application, "accept_loss": accept_loss}
+    options["accept_loss_of"] = accept_loss_of
 
     def work(connection: Connection) -> int:
-        connection.execute(query("transaction_patience"), PATIENCE)
-        row = connection.execute(query("node_lock"), {"name": name}).fetchone()
-        if row is None:
-            raise NotFound("node", name, "register it: mqlayer node register NAME URL")
-        node = Node(*row)
-        with NodeConnection(node, any_run=True, unsafe=unsafe) as line:
-            run_id = line.connect().run_id
-            mender = Mender(
-                connection,
-                line,
-                prefix=prefix,
-                application=application,
-                accept_loss=accept_loss,
-                accept_loss_of=accept_loss_of,
-            )
-            if not mender.needed and run_id == node.armed_run_id:
-                return 0
-            raised = connection.execute(query("node_epochs_raise"), {"node_id": node.node_id}).fetchall()
-            failpoint("rearm.before_raise")
-            replies = line.call(
-                [raise_command(line, prefix, partition, group, epoch) for group, partition, epoch in raised]
-            )
-            for reply in replies:
-                raise_for_reply(reply, node.address)
-            failpoint("rearm.before_remake")
-            mender.mend()
-            failpoint("rearm.before_arm")
-        connection.execute(query("node_arm"), {"node_id": node.node_id, "run_id": run_id})
-        facts = {"run_id": run_id, "epochs": len(raised)} | mender.mended.facts()
-        note(connection, actor, "node rearm", name, facts)
-        log.warning("node_rearmed", extra={"node": name} | facts)
-        return len(raised)
+        node, formers = _locked(connection, name)
+        arming = _Arming(connection, node, formers, unsafe=unsafe, former=former)
+        return arming.run(options, actor=actor, act="node rearm", facts={}, always=False)
 
     epochs = database.transaction(work)
     return find_node(database, name), epochs
 
 
+def set_node_address(
+    database: Database,
+    name: str,
+    url: str,
+    *,
+    prefix: str,
+    application: Database | None = None,
+    empty: bool = False,
+    accept_loss: bool = False,
+    former: bool = False,
+    actor: str = "api",
+    unsafe: bool = False,
+) -> tuple[Node, int]:
+    """Let a node be at another address from now on, and arm what is there; return it and how many epochs were raised.
+
+    The same as `rearm_node`, in one transaction with the address: processes follow within seconds, and nobody is served
+    by the new Redis before all earlier owners are refused there. The address and the run that are in force already are
+    left as they are. Raises Conflict where the Redis holds none of the node's partitions, unless `empty` says that it
+    is new and what only the old one held is lost; and what `rearm_node` raises.
+    """
+    parse_address(url)
+    options: dict[str, Any] = {"prefix": prefix, "application": application, "accept_loss": accept_loss}
+
+    def work(connection: Connection) -> int:
+        node, formers = _locked(connection, name)
+        if node.url == url:
+            arming = _Arming(connection, node, formers, unsafe=unsafe, former=former)
+            return arming.run(options, actor=actor, act="node rearm", facts={}, always=False)
+        facts = {"from": redact(node.url), "to": redact(url)}
+        connection.execute(query("node_address_put"), {"node_id": node.node_id, "url": url})
+        arming = _Arming(connection, replace(node, url=url), formers, unsafe=unsafe, former=former, empty=empty)
+        return arming.run(options, actor=actor, act="node set", facts=facts, always=True)
+
+    epochs = database.transaction(work)
+    return find_node(database, name), epochs
+
+
+def _locked(connection: Connection, name: str) -> tuple[Node, list[str]]:
+    connection.execute(query("transaction_patience"), PATIENCE)
+    row = connection.execute(query("node_lock"), {"name": name}).fetchone()
+    if row is None:
+        raise NotFound("node", name, "register it: mqlayer node register NAME URL")
+    *facts, formers = row
+    return Node(*facts), formers
+
+
+class _Arming:
+    """Arms a node whose row this transaction holds. `empty`: whether it may hold nothing where it had to."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        node: Node,
+        formers: list[str],
+        *,
+        unsafe: bool,
+        former: bool,
+        empty: bool = True,
+    ) -> None:
+        self._connection, self._node, self._formers = connection, node, formers
+        self._unsafe, self._former, self._empty = unsafe, former, empty
+
+    def run(self, options: dict[str, Any], *, actor: str, act: str, facts: dict[str, Any], always: bool) -> int:
+        """Arm it where that is needed, or `always`; return how many epochs were raised."""
+        node, connection = self._node, self._connection
+        with NodeConnection(node, any_run=True, unsafe=self._unsafe) as line:
+            run_id = line.connect().run_id
+            self._refuse(run_id)
+            mender = Mender(connection, line, **options)
+            if not self._empty and mender.is_empty:
+                raise Conflict(
+                    f"{node.address} holds none of the partitions of node {node.name!r}",
+                    "look at the address; say --empty if the node's data are gone and it begins anew there",
+                )
+            if not always and not mender.needed and run_id == node.armed_run_id:
+                return 0
+            count = self._raise_epochs(line, options["prefix"])
+            failpoint("rearm.before_remake")
+            mender.mend()
+            failpoint("rearm.before_arm")
+        connection.execute(query("node_arm"), {"node_id": node.node_id, "run_id": run_id})
+        facts = facts | {"run_id": run_id, "epochs": count} | mender.mended.facts()
+        note(connection, actor, act, node.name, facts)
+        log.warning("node_rearmed", extra={"node": node.name} | facts)
+        return count
+
+    def _refuse(self, run_id: str) -> None:
+        """Refuse an old primary."""
+        node = self._node
+        if not self._former and is_former(run_id, armed=node.armed_run_id, former=self._formers):
+            raise NodeNotArmed(
+                node.address,
+                f"its run {run_id[:8]} is an old primary of node {node.name!r} that another one took the place of: "
+                f"stop it, or let the address lead to its successor; mqlayer node rearm {node.name} --former "
+                "takes it back, with what it lacks",
+            )
+
+    def _raise_epochs(self, line: NodeConnection, prefix: str) -> int:
+        raised = self._connection.execute(query("node_epochs_raise"), {"node_id": self._node.node_id}).fetchall()
+        failpoint("rearm.before_raise")
+        commands = [raise_command(line, prefix, partition, group, epoch) for group, partition, epoch in raised]
+        replies = line.call(commands)
+        for reply in replies:
+            raise_for_reply(reply, self._node.address)
+        return len(raised)
+
+
 def _candidate(name: str, url: str) -> Node:
-    try:
-        redis.ConnectionPool.from_url(url)
-    except ValueError as error:
-        raise InvalidInput(f"bad Redis URL: {error}; use redis://host:port/db or rediss://…") from None
+    parse_address(url)
     return Node(NodeId(0), name, url, None)

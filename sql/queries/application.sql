@@ -41,6 +41,38 @@ SELECT i.outbox_uuid, current_database() AS name,
        (SELECT system_identifier FROM pg_control_system())::text || '/' || current_database() AS cluster
 FROM mqlayer_app.identity i;
 
+-- name: outbox_server
+-- On which timeline this outbox was worked on, on which it is now, and in place of which outbox it goes on.
+SELECT i.outbox_uuid, i.timeline AS known, mqlayer_app.timeline_v1() AS now, i.replaces FROM mqlayer_app.identity i;
+
+-- name: outbox_server_put
+-- Note the timeline where there was none, or none was told.
+UPDATE mqlayer_app.identity SET timeline = %(timeline)s WHERE timeline IS NULL OR timeline = 0;
+
+-- name: outbox_suspect
+-- Redis holds more than the outbox ever numbered: have it recovered before anything is relayed.
+UPDATE mqlayer_app.identity SET timeline = -1;
+
+-- name: outbox_recover
+-- Have an outbox that lost commits go on under another source, behind what is proven; how many messages wait.
+SELECT mqlayer_app.outbox_recover_v1(%(outbox_uuid)s, %(topic_ids)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[]);
+
+-- name: relayed_all
+-- How far LPs of a topic are recorded to be in Redis.
+SELECT lp, seq FROM mqlayer_app.relayed WHERE topic_id = %(topic_id)s;
+
+-- name: outbox_digests
+-- Rows of a topic as records have them, bodies as their SHA-256.
+SELECT m.lp, m.seq, m.facts, m.key, sha256(m.body) AS body
+FROM unnest(%(lps)s::smallint[], %(seqs)s::bigint[]) AS wanted(lp, seq)
+JOIN mqlayer_app.outbox_message m ON m.topic_id = %(topic_id)s AND m.lp = wanted.lp AND m.seq = wanted.seq;
+
+-- name: counters_of
+-- The counters of some LPs.
+SELECT c.topic_id * 1024::bigint + c.lp AS chain, c.seq
+FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[]) AS wanted(topic_id, lp)
+JOIN mqlayer_app.counter c ON c.topic_id = wanted.topic_id AND c.lp = wanted.lp;
+
 -- name: relay_settings
 -- Have a relay's connection read by indexes, in order: the statistics of a table that fills up fast are always late,
 -- and a planner that believes them would read and sort the whole backlog for each chunk.

@@ -11,11 +11,20 @@ SELECT node_id, name, url, armed_run_id FROM mqlayer.node ORDER BY node_id;
 
 -- name: node_lock
 -- Lock one node for re-arming.
-SELECT node_id, name, url, armed_run_id FROM mqlayer.node WHERE name = %(name)s FOR UPDATE;
+SELECT node_id, name, url, armed_run_id, former_runs FROM mqlayer.node WHERE name = %(name)s FOR UPDATE;
 
 -- name: node_arm
--- Record the run that may be served.
-UPDATE mqlayer.node SET armed_run_id = %(run_id)s, armed_at = now(), lost_at = NULL WHERE node_id = %(node_id)s;
+-- Record the run that may be served, and the one before it as one that may not any more: the last 32 of these.
+UPDATE mqlayer.node n SET armed_run_id = %(run_id)s, armed_at = now(), lost_at = NULL, former_runs = (
+    SELECT coalesce(array_agg(run ORDER BY place) FILTER (WHERE place > last - 32), '{}')
+    FROM (SELECT run, place, max(place) OVER () AS last
+          FROM unnest(n.former_runs || n.armed_run_id) WITH ORDINALITY AS former(run, place)
+          WHERE split_part(run, '/', 1) <> split_part(%(run_id)s, '/', 1)) AS others)
+WHERE node_id = %(node_id)s;
+
+-- name: node_address_put
+-- The node is at another address.
+UPDATE mqlayer.node SET url = %(url)s WHERE node_id = %(node_id)s;
 
 -- name: node_partitions
 -- What the partitions of a node have to be: open, or sealed as is recorded. Successors count as open from the moment that
@@ -43,8 +52,8 @@ WHERE (p.node_id = %(node_id)s AND p.state = 'deleted')
 ORDER BY p.partition_id;
 
 -- name: source_outbox
--- Which outbox a source is; null for a direct producer.
-SELECT outbox_uuid FROM mqlayer.source WHERE source_id = %(source_id)s;
+-- Which outbox a source is; null for a direct producer, and for an outbox that goes on under another source.
+SELECT CASE WHEN closed_at IS NULL THEN outbox_uuid END FROM mqlayer.source WHERE source_id = %(source_id)s;
 
 -- name: node_epochs_raise
 -- Give every assignment on a node a new epoch and say which, so that Redis can refuse all earlier ones. Of deleted
@@ -157,6 +166,11 @@ ON CONFLICT (outbox_uuid) WHERE kind = 'outbox' AND closed_at IS NULL DO NOTHING
 SELECT source_id, cluster FROM mqlayer.source
 WHERE outbox_uuid = %(outbox_uuid)s AND kind = 'outbox' AND closed_at IS NULL;
 
+-- name: source_close_outbox
+-- An outbox goes on under another source.
+UPDATE mqlayer.source SET closed_at = now()
+WHERE outbox_uuid = %(outbox_uuid)s AND kind = 'outbox' AND closed_at IS NULL;
+
 -- name: trim_work
 -- Every live partition of a topic with the groups whose settling bounds its trimming, and where they start. Not before all
 -- its parents are retired: what is kept must have no hole between a parent and its successors, for a group that begins
@@ -207,3 +221,14 @@ ORDER BY w.name;
 -- name: audit_insert
 -- Note an operator's act.
 INSERT INTO mqlayer.audit (actor, act, object, facts) VALUES (%(actor)s, %(act)s, %(object)s, %(facts)s);
+
+-- name: server_known
+-- Whether there is a control schema here that can tell this server from others, and that this user has a business with.
+SELECT EXISTS (
+    SELECT FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+    WHERE n.nspname = 'mqlayer' AND p.proname = 'server_seen_v1' AND has_schema_privilege(n.oid, 'USAGE')
+);
+
+-- name: server_seen
+-- Whether this server is another one than before; if so, that is seen to.
+SELECT mqlayer.server_seen_v1();

@@ -84,6 +84,14 @@ class SharedLinks:
             if not link.reader.wake.is_set():
                 link.reader.wake.set()
 
+    def follow_nodes(self) -> None:
+        """Ask which runs and addresses of nodes count now: lines to others are not used any more."""
+        nodes = self._routes.refresh_nodes()
+        for node_id, link in list(self._by_node.items()):
+            for line in link.lines:
+                if node_id in nodes and line.node != nodes[node_id]:
+                    line.node = nodes[node_id]
+
     def mend(self, node_id: NodeId) -> None:
         """Arm a node again, unless somebody did. Raises nothing."""
         link = self._by_node.get(node_id)

@@ -415,6 +415,10 @@ class SharedMember:
         for node_id in {spot.one.node for spot in spots.values()}:
             self._links.open(node_id)
 
+    def follow_nodes(self) -> None:
+        """Use no line to another run or address of a node than those that count now. Raises StoreUnavailable."""
+        self._links.follow_nodes()
+
     def lease_lost(self) -> None:
         """Go on: nothing is this member's own but what the nodes say it has."""
 

@@ -1,0 +1,277 @@
+"""An outbox whose Postgres lost commits: a standby that lagged was promoted, or a backup took the original's place.
+
+Seqs that were given out in the lost commits are given out again, to other messages, while partitions hold the lost ones
+under them: the chain would take the new ones for repetitions. So nothing is relayed on a timeline that the outbox does
+not know before it goes on under a new source:
+
+1. What of the outbox is in Redis is proven: the record of the source with the LP and seq of a row is that very message.
+   What a promoted server has is a beginning of what its primary had, so all before it is there too.
+2. In one transaction what is proven is recorded as relayed, all behind it is numbered anew, the timeline noted.
+3. The old source ends; a relay's next session opens another one.
+
+A crash before 2 leaves all to the next session; after it, the next one does the rest. Messages in Redis whose commits
+are gone (phantoms) stay where they are: they may be handled already. They are counted in the log and the audit.
+What was trimmed from Redis before it was recorded as relayed can't be proven, and is sent again under the new source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+from uuid import UUID
+
+from mqlayer.domain.message import NO_KEY
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import NodeNotArmed, NotFound, StoreUnavailable
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.audit import note
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.nodes import NodeConnection, raise_for_reply
+from mqlayer.routes.cache import load_nodes
+from mqlayer.settings import Settings
+from mqlayer.topics.nodes import rearm_node
+
+log = logging.getLogger(__name__)
+
+FIRST_PAGE: Final = 20
+PAGE: Final = 500
+PAGE_BYTES: Final = 4_000_000
+LOOK_LIMIT: Final = 200_000
+"""So many of a partition's newest records are compared at the most; what lies before them counts as not proven."""
+SHOWN: Final = 100
+UNTOLD: Final = 0
+SUSPECT: Final = -1
+"""In place of a timeline: of a Postgres that does not tell it, and where commits are known to be missing."""
+
+Content = tuple[bytes, bytes, bytes]
+"""Facts, key and the body's SHA-256."""
+Lines = Callable[[NodeId], NodeConnection]
+
+
+@dataclass(slots=True)
+class Proof:
+    """What is proven of a topic: up to which seq each LP's rows are in Redis; and what Redis holds beyond that."""
+
+    proven: dict[int, int] = field(default_factory=dict)
+    beyond: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What became of an outbox: how many messages wait, and by topic and LP which seqs of the old source are in Redis
+    and not proven: phantoms, whose commits are gone, and what is sent again because its records were trimmed."""
+
+    waiting: int
+    beyond: dict[str, dict[int, tuple[int, int]]]
+
+    @property
+    def count(self) -> int:
+        """How many messages in Redis are not proven."""
+        return sum(last - first + 1 for lps in self.beyond.values() for first, last in lps.values())
+
+    def facts(self) -> dict[str, Any]:
+        """Return it for an audit row."""
+        named = [f"{topic}/{lp}:{a}-{b}" for topic, lps in self.beyond.items() for lp, (a, b) in sorted(lps.items())]
+        return {"waiting": self.waiting, "unproven": self.count, "ranges": named[:SHOWN]}
+
+
+def is_replaced(application: Connection) -> bool:
+    """Say whether the outbox is on another timeline than its relays know; the first one ever is noted."""
+    row = application.execute(query("outbox_server")).fetchone()
+    if row is None:
+        return False
+    _, known, now, _ = row
+    if known == SUSPECT:
+        return True
+    if now == UNTOLD:
+        return False
+    if known is None or known == UNTOLD:
+        application.execute(query("outbox_server_put"), {"timeline": now})
+        return False
+    return bool(known != now)
+
+
+def recover_outbox(
+    application: Connection, control: Database, lines: Lines, *, prefix: str, unproven: bool = False, actor: str
+) -> Recovered | None:
+    """Let an outbox that lost commits go on; None where there is nothing to do, or somebody did it meanwhile.
+
+    `lines` gives connections to nodes, armed where they have to be. Raises StoreUnavailable where a node that may prove
+    something is away, unless `unproven`: what was there is sent again then, and no fence knows it.
+    """
+    if not is_replaced(application):
+        return None
+    row = application.execute(query("outbox_server")).fetchone()
+    if row is None:
+        return None
+    outbox_uuid: UUID = row[0]
+    with control.connection() as connection:
+        known = connection.execute(query("source_of_outbox"), {"outbox_uuid": outbox_uuid}).fetchone()
+    found: dict[str, tuple[int, Proof]] = {}
+    if known is not None:
+        for topic_id, name, *_ in application.execute(query("outbox_topics")).fetchall():
+            prover = _Prover(application, lines, prefix, known[0], topic_id, skip_away=unproven)
+            found[name] = topic_id, prover.prove(control)
+    failpoint("recover.before_renumber")
+    waiting = _renumber(application, outbox_uuid, found.values())
+    if waiting is None:
+        return None
+    failpoint("recover.after_renumber")
+    recovered = Recovered(waiting, {name: proof.beyond for name, (_, proof) in found.items() if proof.beyond})
+    facts = recovered.facts()
+    log.error("outbox_lost_commits", extra={"outbox": str(outbox_uuid)} | facts)
+    control.transaction(lambda c: note(c, actor, "outbox recover", str(outbox_uuid), facts))
+    return recovered
+
+
+def recover_now(
+    application: Database, control: Database, settings: Settings, *, unproven: bool = False, actor: str = "api"
+) -> Recovered | None:
+    """Do that by hand, see `recover_outbox`."""
+    with application.connection() as connection, armed_lines(control, application, settings) as lines:
+        return recover_outbox(connection, control, lines, prefix=settings.key_prefix, unproven=unproven, actor=actor)
+
+
+@contextmanager
+def armed_lines(control: Database, application: Database, settings: Settings) -> Iterator[Lines]:
+    """Lend connections to nodes, armed again where they have to be."""
+    with ExitStack() as cleanup:
+        lines: dict[NodeId, NodeConnection] = {}
+
+        def line_to(node_id: NodeId) -> NodeConnection:
+            if node_id not in lines:
+                lines[node_id] = cleanup.enter_context(_armed(control, application, settings, node_id))
+            return lines[node_id]
+
+        yield line_to
+
+
+def _armed(control: Database, application: Database, settings: Settings, node_id: NodeId) -> NodeConnection:
+    node = next((node for node in load_nodes(control) if node.node_id == node_id), None)
+    if node is None:
+        raise NotFound("node", node_id, "its row is gone from the control database")
+    line = NodeConnection(
+        node,
+        connect_timeout_s=settings.connect_timeout_s,
+        timeout_s=settings.socket_timeout_s,
+        unsafe=settings.allow_unsafe_redis,
+    )
+    try:
+        line.connect()
+    except NodeNotArmed:
+        line.node, _ = rearm_node(
+            control,
+            node.name,
+            prefix=settings.key_prefix,
+            application=application,
+            actor="relay",
+            unsafe=settings.allow_unsafe_redis,
+        )
+    return line
+
+
+def _renumber(application: Connection, outbox_uuid: UUID, found: Any) -> int | None:
+    rows = [(topic_id, lp, seq) for topic_id, proof in found for lp, seq in proof.proven.items()]
+    topic_ids, lps, seqs = ([row[place] for row in rows] for place in range(3))
+    facts = {"outbox_uuid": outbox_uuid, "topic_ids": topic_ids, "lps": lps, "seqs": seqs}
+    with application.transaction():
+        application.execute("SET LOCAL lock_timeout = '5s'")
+        row = application.execute(query("outbox_recover"), facts).fetchone()
+    return None if row is None or row[0] is None else int(row[0])
+
+
+class _Prover:
+    """Compares one topic's records in Redis with its rows, newest first."""
+
+    def __init__(
+        self, application: Connection, lines: Lines, prefix: str, source: int, topic_id: int, *, skip_away: bool
+    ) -> None:
+        self._application, self._lines, self._prefix = application, lines, prefix
+        self._source, self._topic_id, self._skip_away = source, topic_id, skip_away
+        self._relayed: dict[int, int] = {}
+        self._marks: dict[int, int] = {}
+        self._proven: dict[int, int] = {}
+
+    def prove(self, control: Database) -> Proof:
+        """Return what is proven. Raises StoreUnavailable."""
+        with control.connection() as connection:
+            rows = connection.execute(query("partition_list"), {"topic_id": self._topic_id}).fetchall()
+        self._relayed = dict(self._rows("relayed_all"))
+        # Successors first: what is young is more likely to lack a record of its being relayed.
+        for partition, node_id, *_ in reversed(rows):
+            try:
+                self._prove_partition(self._lines(NodeId(node_id)), partition)
+            except StoreUnavailable as error:
+                if not self._skip_away:
+                    reason = f"the outbox lost commits, and this node is to prove what is in Redis: {error.reason}"
+                    advice = "mqlayer outbox recover --unproven goes on without it, and repeats messages"
+                    raise StoreUnavailable(error.address, f"{reason}; {advice}") from error
+        beyond = {
+            lp: (known + 1, mark)
+            for lp, mark in self._marks.items()
+            if mark > (known := max(self._proven.get(lp, 0), self._relayed.get(lp, 0)))
+        }
+        return Proof(self._proven, beyond)
+
+    def _prove_partition(self, line: NodeConnection, partition: int) -> None:
+        marks = self._marks_of(line, partition)
+        for lp, mark in marks.items():
+            self._marks[lp] = max(mark, self._marks.get(lp, 0))
+        lps = {lp for lp, mark in marks.items() if mark > self._relayed.get(lp, 0)}
+        pages = self._pages(line, partition)
+        while any(lp not in self._proven for lp in lps) and (page := next(pages, None)) is not None:
+            self._compare(
+                {
+                    (lp, seq): content
+                    for lp, seq, content in page
+                    if lp in lps and lp not in self._proven and seq > self._relayed.get(lp, 0)
+                }
+            )
+
+    def _compare(self, records: Mapping[tuple[int, int], Content]) -> None:
+        if not records:
+            return
+        lps, seqs = [lp for lp, _ in records], [seq for _, seq in records]
+        for lp, seq, facts, key, body in self._rows("outbox_digests", lps=lps, seqs=seqs):
+            content = facts.encode(), NO_KEY if key is None else key.encode(), bytes(body or b"")
+            if records[lp, seq] == content:
+                self._proven[lp] = max(seq, self._proven.get(lp, 0))
+
+    def _marks_of(self, line: NodeConnection, partition: int) -> dict[int, int]:
+        (reply,) = line.call([(b"HGETALL", partition_keys(self._prefix, partition).marks)])
+        flat = raise_for_reply(reply, line.node.address)
+        found: dict[int, int] = {}
+        for name, seq in zip(flat[::2], flat[1::2], strict=True):
+            source, lp = map(int, name.split(b":"))
+            if source == self._source:
+                found[lp] = int(seq)
+        return found
+
+    def _pages(self, line: NodeConnection, partition: int) -> Iterator[list[tuple[int, int, Content]]]:
+        """Return our source's records, newest first: LP, seq, and what a row says of them."""
+        key, before, count, left = partition_keys(self._prefix, partition).log, b"+", FIRST_PAGE, LOOK_LIMIT
+        while left > 0:
+            (reply,) = line.call([(b"XREVRANGE", key, before, b"-", b"COUNT", count)])
+            entries = raise_for_reply(reply, line.node.address)
+            yield [one for _, fields in entries if (one := self._ours(fields)) is not None]
+            if len(entries) < count:
+                return
+            size = sum(len(part) for _, fields in entries for part in fields) // count
+            before, left = b"(" + entries[-1][0], left - count
+            count = max(1, min(PAGE, PAGE_BYTES // max(1, size)))
+
+    def _ours(self, fields: list[bytes]) -> tuple[int, int, Content] | None:
+        source, _, rest = fields[1].partition(b":")
+        if source != b"%d" % self._source:
+            return None
+        lp, seq, facts = rest.split(b":", 2)
+        return int(lp), int(seq), (facts, fields[3], hashlib.sha256(fields[5]).digest())
+
+    def _rows(self, name: str, **facts: Any) -> list[tuple[Any, ...]]:
+        return self._application.execute(query(name), {"topic_id": self._topic_id, **facts}).fetchall()

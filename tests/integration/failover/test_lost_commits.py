@@ -1,0 +1,186 @@
+"""A Postgres that lost commits: a lagging standby is promoted, or a copy of its disk takes its place (TRAPS 2h).
+
+Redis holds messages whose commits are gone, and numbers are given out once more. Nothing new is taken for an old one.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from mqlayer.errors import StoreUnavailable
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.migrations import migrate
+from mqlayer.producing import Producer
+from mqlayer.relay import recover_now, relay_once
+from mqlayer.stack import RedisServer
+from tests.fixtures.replicas import Switch
+from tests.fixtures.servers import StartPostgres, StartRedis
+from tests.fixtures.standbys import Couple, couple_of
+from tests.fixtures.waiting import wait_until
+from tests.proof.outbox_world import QUICK, OutboxWorld
+
+
+@pytest.fixture
+def node(start_redis: StartRedis) -> RedisServer:
+    """A Redis of the test's own."""
+    return start_redis()
+
+
+@pytest.fixture
+def couple(start_postgres: StartPostgres, server_directory: Path, key_prefix: str) -> Iterator[Couple]:
+    """A Postgres and its standby."""
+    with couple_of(start_postgres, server_directory / f"standby-{key_prefix}") as couple:
+        yield couple
+
+
+def values(world: OutboxWorld) -> dict[str | None, list[str]]:
+    """Return what the partitions hold, by key."""
+    found: dict[str | None, list[str]] = {}
+    for record in world.records():
+        found.setdefault(record.key, []).append(record.value)
+    return found
+
+
+def expected(keys: int, *parts: tuple[str, int]) -> dict[str | None, list[str]]:
+    """Return what was published: per part, so many messages of each key in turn."""
+    return {
+        f"key-{key}": [f"{tag}-{number}" for tag, count in parts for number in range(key, count, keys)]
+        for key in range(keys)
+    }
+
+
+def epochs(dsn: str) -> int:
+    """Return the next epoch."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        row = connection.execute("SELECT nextval('mqlayer.epoch')").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def test_what_a_promoted_standby_numbers_again_is_not_taken_for_what_it_lost(
+    couple: Couple, node: RedisServer, key_prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dsn = couple.primary.create_database("app")
+    migrate(dsn)
+    with Switch("127.0.0.1", couple.primary.port) as switch, ExitStack() as cleanup:
+        way = f"postgresql://postgres@{switch.host}:{switch.port}/app"
+        world = OutboxWorld(dsn, key_prefix, [node.url], app_dsn=way, control_dsn=way)
+        world.add_topic("orders", partitions=2)
+        with world.relay() as relay:
+            world.publish(40, keys=10)
+            world.wait_until_whole()
+            couple.wait_in_step()
+            standby = cleanup.enter_context(Database(couple.standby.dsn("app"), timeout_s=0.5))
+            with pytest.raises(StoreUnavailable, match="standby"), standby.connection():
+                pass
+            couple.cut_line()
+            world.publish(20, keys=10, tag="lost")
+            world.wait_until_whole()
+            with closing(Producer(world.settings(), name="p")) as producer:
+                of_the_lost = producer.send("orders", key="direct", body=b"1").identity.source
+            last_epoch = epochs(dsn)
+            couple.promote()
+            world.dsn = couple.standby.dsn("app")
+            # Before anybody noticed: these have seqs that Redis knows.
+            world.publish(30, keys=10, tag="new")
+            switch.lead_to(couple.standby)
+            switch.reset_all()
+            wanted = expected(10, ("m", 40), ("lost", 20), ("new", 30))
+            wait_until(lambda: len(list(world.records())) == 91, timeout_s=30, what="what is new to arrive")
+            wait_until(lambda: relay.health().ready, what="the relay to be ready")
+            world.publish(10, keys=10, tag="after")
+            wanted = expected(10, ("m", 40), ("lost", 20), ("new", 30), ("after", 10))
+            wait_until(lambda: len(list(world.records())) == 101, timeout_s=30, what="what is new to arrive")
+        assert values(world) == wanted | {"direct": ["1"]}
+        (told,) = (record for record in caplog.records if record.message == "outbox_lost_commits")
+        assert told.__dict__["unproven"] == 20
+        acts = world.rows("SELECT act FROM mqlayer.audit WHERE act IN ('postgres replaced', 'outbox recover')")
+        assert sorted(acts) == [("outbox recover",), ("postgres replaced",)]
+        # Numbers of lost commits are given to nobody else.
+        assert epochs(world.dsn) > last_epoch
+        with closing(Producer(world.settings(), name="p")) as producer:
+            assert producer.send("orders", key="direct", body=b"2").identity.source > of_the_lost
+        assert values(world)["direct"] == ["1", "2"]
+        assert len(world.rows("SELECT 1 FROM mqlayer.source WHERE kind = 'outbox' AND closed_at IS NULL")) == 1
+
+
+def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(
+    database_dsn: str, node: RedisServer, key_prefix: str
+) -> None:
+    """The same timeline: only that Redis holds more than was ever numbered shows it. Relays may die over it."""
+    world = OutboxWorld(database_dsn, key_prefix, [node.url])
+    world.add_topic("orders", partitions=2)
+    parts = [("m", 20)]
+    world.publish(20, keys=5)
+    relay_once(world.settings(), limits=QUICK)
+    for point in ("recover.before_renumber=kill", "recover.after_renumber=kill"):
+        then = EarlierState(world)
+        lost, new = (f"{word}-{len(parts)}" for word in ("lost", "new"))
+        parts += [(lost, 20), (new, 20)]
+        world.publish(20, keys=5, tag=lost)
+        relay_once(world.settings(), limits=QUICK)
+        then.come_back()
+        with world.relay_process(failpoints=point) as process:
+            assert process.wait(timeout=30) == -signal.SIGKILL
+        with world.relay():
+            wait_until(lambda: recovered(world), what="the outbox to be recovered")
+            world.publish(20, keys=5, tag=new)
+            count = sum(size for _, size in parts)
+            wait_until(lambda: len(list(world.records())) == count, timeout_s=30, what="what is new")  # noqa: B023
+    assert values(world) == expected(5, *parts)
+    assert len(world.rows("SELECT 1 FROM mqlayer.source WHERE closed_at IS NULL")) == 1
+
+
+def test_a_node_that_is_away_holds_the_recovery_up_until_an_operator_goes_on_without_it(
+    database_dsn: str, node: RedisServer, key_prefix: str
+) -> None:
+    world = OutboxWorld(database_dsn, key_prefix, [node.url])
+    world.add_topic("orders", partitions=1)
+    world.publish(5, keys=5)
+    relay_once(world.settings(), limits=QUICK)
+    world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
+    world.rows("DELETE FROM mqlayer_app.relayed")
+    node.kill()
+    with Database(database_dsn) as database:
+        with pytest.raises(StoreUnavailable, match="mqlayer outbox recover --unproven"):
+            recover_now(database, database, world.settings())
+        found = recover_now(database, database, world.settings(), unproven=True)
+        assert found is not None
+        assert found.waiting == 5
+        assert recover_now(database, database, world.settings()) is None
+        node.start()
+    assert relay_once(world.settings(), limits=QUICK) == 5
+    assert values(world) == expected(5, ("m", 5), ("m", 5))
+
+
+def recovered(world: OutboxWorld) -> bool:
+    """Say whether a relay works on the outbox under its new source."""
+    rows = world.rows(
+        "SELECT 1 FROM mqlayer.source s JOIN mqlayer_app.identity i USING (outbox_uuid) "
+        "WHERE i.replaces IS NOT NULL AND i.timeline > 0"
+    )
+    return len(rows) == 1
+
+
+class EarlierState:
+    """What an outbox held at a moment, as in a copy of its disk: neither timeline nor database change with it."""
+
+    TABLES = ("counter", "outbox", "relayed")
+
+    def __init__(self, world: OutboxWorld) -> None:
+        self._world = world
+        for table in self.TABLES:
+            world.rows(f"DROP TABLE IF EXISTS public.{table}_then")
+            world.rows(f"CREATE TABLE public.{table}_then AS SELECT * FROM mqlayer_app.{table}")
+
+    def come_back(self) -> None:
+        """Let the outbox hold that again."""
+        for table in self.TABLES:
+            self._world.rows(f"TRUNCATE mqlayer_app.{table}")
+            self._world.rows(f"INSERT INTO mqlayer_app.{table} SELECT * FROM public.{table}_then")

@@ -1,0 +1,66 @@
+"""Addresses of nodes, and runs: pure rules."""
+
+from __future__ import annotations
+
+import pytest
+
+from mqlayer.domain.runs import is_former, run_of
+from mqlayer.errors import InvalidInput, redact
+from mqlayer.redis.addresses import parse_address
+
+
+def test_a_sentinel_address_is_taken_apart() -> None:
+    url = "sentinel://u:p%40@h1,h2:26380/orders/2?sentinel_password=x&socket_timeout=3"
+    address = parse_address(url)
+    assert address.url == "redis://u:p%40@h1:26379/2?socket_timeout=3"
+    assert address.sentinels is not None
+    assert address.sentinels.hosts == (("h1", 26379), ("h2", 26380))
+    assert address.sentinels.service == "orders"
+    assert address.sentinels.options == {"password": "x"}
+    assert "p%40" not in redact(url)
+    assert "=x" not in redact(url)
+
+
+@pytest.mark.parametrize("scheme", ["sentinels", "rediss+sentinel"])
+def test_tls_has_schemes_of_its_own(scheme: str) -> None:
+    assert parse_address(f"{scheme}://[::1]:5/orders").url == "rediss://[::1]:5/0"
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://:secret@h", "sentinel://:secret@h", "sentinel://:secret@h/0", "sentinel://:secret@h:x/orders",
+     "sentinel://:secret@h/orders/db", "redis://:secret@h:port/0"],
+)  # fmt: skip
+def test_what_is_no_address_is_refused_without_being_shown(url: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_address(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_process_that_was_promoted_again_is_another_run() -> None:
+    never = {"run_id": "a", "master_replid2": "0" * 40}
+    promoted = {"run_id": "a", "master_replid2": "9" * 40}
+    assert run_of(never) == run_of({"run_id": "a"}) == "a"
+    assert run_of(promoted) == "a/" + "9" * 12
+
+
+@pytest.mark.parametrize(
+    ("run", "armed", "former", "expected"),
+    [
+        ("a", "a", [], False),
+        ("a", "b", ["a"], True),
+        ("a/1", "b", ["a/1"], True),
+        # Alone for an hour, it forgot whom it followed.
+        ("a", "b", ["a/1"], True),
+        # Promoted again since.
+        ("a/2", "b/1", ["a/1", "a"], False),
+        # The armed process itself.
+        ("a", "a/1", ["a"], False),
+        ("c", "b", ["a"], False),
+        ("a", None, ["a"], True),
+    ],
+)
+def test_an_old_primary_is_told_from_one_that_was_promoted_again(
+    run: str, armed: str | None, former: list[str], expected: bool
+) -> None:
+    assert is_former(run, armed=armed, former=former) is expected
