@@ -19,6 +19,8 @@ GRAIN_S: Final = 0.02
 SUM_ERROR: Final = 1e-6
 LONGEST_WAIT_S: Final = 1.0
 """A member looks at its buckets this often, whatever its rate: a higher one may be in force."""
+ASIDE_S: Final = 0.5
+"""How long something is kept for parked keys that nobody asks for any more."""
 
 
 class Allowance:
@@ -29,6 +31,9 @@ class Allowance:
         self._limit: RateLimit | None = None
         self._held = 1
         self._left = 0.0
+        # What readers leave for parked keys, until when; and whether it is theirs to begin something first.
+        self._aside, self._aside_until = 0.0, 0.0
+        self._readers_first = False
 
     @property
     def limit(self) -> RateLimit | None:
@@ -54,41 +59,77 @@ class Allowance:
             self._left += given
 
     def look(self, most: int) -> int:
-        """Return how many messages may be begun now, `most` without a limit."""
+        """Return how many messages may be begun now, `most` without a limit: parked ones; others by `look_to_read`."""
         with self._lock:
             # Parts of messages put together: what is missing is the error of a sum.
             return most if self._limit is None else max(0, min(most, int(self._left + SUM_ERROR)))
 
+    def look_to_read(self, most: int) -> int:
+        """Return how many messages of streams may be begun now: what is kept for parked keys is not among them."""
+        with self._lock:
+            if self._limit is None:
+                return most
+            return max(0, min(most, int(self._left - self._kept_aside() + SUM_ERROR)))
+
+    def keep_aside(self) -> None:
+        """Have readers leave something for parked keys that are due: they fetch what there is, and would take it all.
+
+        Not twice in a row: readers begin something between. Where they have nothing to read, what is left is there
+        for parked keys anyway.
+        """
+        with self._lock:
+            if self._limit is not None and not self._readers_first:
+                self._aside, self._aside_until = max(1.0, self._most() / 4), clock() + ASIDE_S
+
     def portion(self, most: int, among: int) -> int:
-        """Take what one of several may begin, 1 at the least; `spend` what it begins besides, less what it does not."""
+        """Take what one of several parked keys may begin, 1 at the least; `settle_portions` when that is known."""
         with self._lock:
             if self._limit is None:
                 return most
             taken = max(1, min(most, int(self._left + SUM_ERROR) // max(1, among)))
             self._left -= taken
+            self._aside, self._readers_first = max(0.0, self._aside - taken), True
             return taken
 
+    def settle_portions(self, taken: int, begun: int) -> None:
+        """Give back what was taken for parked keys and not begun."""
+        with self._lock:
+            if self._limit is not None:
+                self._left += taken - begun
+
     def spend(self, count: int) -> None:
-        """Note that so many were begun.
+        """Note that so many messages of streams were begun.
 
         It may be more than was there, by a read of each node: then that much less is begun after it.
         """
         with self._lock:
             if self._limit is not None:
                 self._left -= count
+                self._readers_first = self._readers_first and count == 0
 
     def wait_s(self) -> float:
         """Return how long until something worth a read may be begun; 0 where it may be now."""
         with self._lock:
-            if self._limit is None:
-                return 0.0
-            missing = max(1.0, self._per_s() * GRAIN_S) - self._left
-            return min(LONGEST_WAIT_S, missing / self._per_s()) if missing > SUM_ERROR else 0.0
+            return self._wait_s(self._kept_aside())
+
+    def fetch_wait_s(self) -> float:
+        """Return how long until as much as is worth a read was fetched, whoever begins it."""
+        with self._lock:
+            return self._wait_s(0.0)
 
     def most_in_hand(self, concurrency: int) -> int | None:
         """Return how much a member may have read and not settled: no flood follows when slow handlers get quick."""
         limit = self._limit
         return None if limit is None else int(limit.burst) + 2 * concurrency
+
+    def _wait_s(self, aside: float) -> float:
+        if self._limit is None:
+            return 0.0
+        missing = max(1.0, self._per_s() * GRAIN_S) + aside - self._left
+        return min(LONGEST_WAIT_S, missing / self._per_s()) if missing > SUM_ERROR else 0.0
+
+    def _kept_aside(self) -> float:
+        return self._aside if self._aside and clock() < self._aside_until else 0.0
 
     def _per_s(self) -> float:
         limit = self._limit
@@ -112,4 +153,4 @@ class Pacer:
 
     def asked(self) -> None:
         """Note that the buckets were asked."""
-        self._ask_at = clock() + max(GRAIN_S / 2, self._allowance.wait_s())
+        self._ask_at = clock() + max(GRAIN_S / 2, self._allowance.fetch_wait_s())

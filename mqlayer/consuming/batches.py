@@ -253,7 +253,8 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
         if messages is None:
             chosen = self._own(m for m in self._ahead_of_failed() if m.mark is Mark.OPEN)
         else:
-            chosen = [m for m in self._own(messages) if not m.is_done]
+            # Named twice, a message would be answered "applied" for its own sake, before anything is committed.
+            chosen = [m for m in dict.fromkeys(self._own(messages)) if not m.is_done]
         if any(message.fenced for message in chosen):
             raise HandlerFault("the fence was called twice for one message: call it once, in one transaction")
         if any(message.mark is Mark.FAILED for message in chosen):

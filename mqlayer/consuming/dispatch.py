@@ -104,6 +104,10 @@ class Dispatcher:
                 if held.to_park:
                     self.on_parking()
 
+    def note_full(self, held: Held, *, full: bool) -> None:
+        """Note whether a holding has no room for what else is in its stream."""
+        held.full = full
+
     def take(self, hand: deque[Lane], timeout_s: float) -> bool:
         """Fill an empty hand, waiting up to the time; say whether there is anything in it."""
         with self.changed:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from mqlayer.consuming.batches import BatchOf
 from mqlayer.consuming.clock import Lease, clock
 from mqlayer.consuming.dispatch import Dispatcher
-from mqlayer.consuming.holdings import Lane, State, size_of
+from mqlayer.consuming.holdings import Held, Lane, State, size_of
+from mqlayer.consuming.workers import TURN_S
 from mqlayer.domain.message import NO_KEY, ParkedRecord, Record
 
 SHORTEST_WAIT_S = 0.001
@@ -43,6 +44,14 @@ class BatchDispatcher(Dispatcher):
         with self.lock:
             return self._gather()
 
+    def note_full(self, held: Held, *, full: bool) -> None:
+        """Note whether more of a holding comes in; what waits for that goes without it."""
+        if held.full != full:
+            with self.lock:
+                held.full = full
+                if full:
+                    self._wake()
+
     def batch_due_s(self, timeout_s: float) -> float:
         """Return how long until what waits for others is handed out without them, `timeout_s` at most."""
         with self.lock:
@@ -63,12 +72,20 @@ class BatchDispatcher(Dispatcher):
     def _finish(self, lane: Lane, delay_s: float) -> None:
         lane.since = clock()
         held = lane.held
-        if lane.resumed and lane.records and lane.verdict is None and held.state is State.OPEN and not held.finished:
-            # More of it came from Postgres at once than a batch takes: the keeper is told when all of that is done.
+        goes_on = lane.resumed and lane.records and lane.verdict is None and self._in_turn(lane)
+        if goes_on and held.state is State.OPEN and not held.finished:
+            # More of it came from Postgres at once than a batch takes: the keeper is told later.
             lane.batch = ()
             self._ready.append(lane)
         else:
             super()._finish(lane, delay_s)
+
+    def _in_turn(self, lane: Lane) -> bool:
+        """Say whether a parked key goes on with what was fetched of it, before the keeper looks whether it may.
+
+        One whose batch failed as a whole does, or its messages would be put into a batch again.
+        """
+        return lane.parking is None or lane.singly > 0 or clock() < lane.parking.given + TURN_S
 
     def _gather(self) -> list[Lane]:
         self._take_back()
@@ -97,7 +114,7 @@ class BatchDispatcher(Dispatcher):
             lanes.append(lane)
             full = alone or len(lanes) == self._of.limit
         else:
-            if lanes and not full and self._may_linger(lanes[0]):
+            if lanes and not full and self._may_linger(lanes[0]) and not any(lane.held.full for lane in lanes):
                 ready.extendleft(reversed(lanes))
                 return []
         return lanes
@@ -111,7 +128,8 @@ class BatchDispatcher(Dispatcher):
                 return
 
     def _may_linger(self, lane: Lane) -> bool:
-        return self._of.linger_s > 0 and clock() < lane.since + self._of.linger_s
+        # Where nothing can be read any more, no batch gets fuller by waiting.
+        return self._of.linger_s > 0 and not lane.held.full and clock() < lane.since + self._of.linger_s
 
     def _is_full(self, lane: Lane) -> bool:
         """Say whether a batch of a key gets no fuller by waiting."""

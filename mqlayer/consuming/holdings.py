@@ -108,6 +108,7 @@ class Held:
         "finished",
         "folded",
         "followed",
+        "full",
         "holder",
         "lanes",
         "next_read",
@@ -140,6 +141,7 @@ class Held:
         self.count_in_hand = 0  # (lock) read and not acknowledged as settled
         self.bytes_in_hand = 0  # (lock)
         self.folded = 0  # (lock) lanes that are folded
+        self.full = False  # nothing is read of it at present, for lack of room; by its reader
         self.asleep = 0  # (lock) folded lanes that wait for their backoff
         self.to_refill: deque[Lane] = deque()  # (lock) folded lanes that are due, to be read again
         self.settled: deque[Record] = deque()  # handled; appended by workers, taken one by one by the settler

@@ -175,6 +175,8 @@ class Keeper:
             starts = self._owner.allowance.look(self._started_limit - started)
             work = self._owner.dispatcher.parking_work(held, (PAGE_COUNT, PAGE_BYTES, starts))
             started += len(work.due)
+            if not starts and held.parked.has_ripe and started < self._started_limit:
+                self._owner.allowance.keep_aside()
             try:
                 self._serve(held, work, heard)
             except MqlayerError as error:
@@ -206,14 +208,14 @@ class Keeper:
             if written.gone:
                 self._learn_dead(held)
         except BaseException as error:
-            self._owner.allowance.spend(-taken)
+            self._owner.allowance.settle_portions(taken, 0)
             self._owner.dispatcher.not_kept(held, work)
             if not isinstance(error, NotOwner):
                 raise
             self._owner.fenced(held, "parking")
             return
         held.unsure = False
-        self._owner.allowance.spend(sum(map(len, written.next.values())) - taken)
+        self._owner.allowance.settle_portions(taken, sum(map(len, written.next.values())))
         self._follow(held, work, turns, written)
         if written.changed:
             held.followed = UNKNOWN
@@ -233,7 +235,8 @@ class Keeper:
             return 0
         for number, turn in enumerate(going):
             if allowance.look(1) == 0:
-                turn.go_on, turn.again_s = False, max(RATE_AGAIN_S, allowance.wait_s())
+                allowance.keep_aside()
+                turn.go_on, turn.again_s = False, max(RATE_AGAIN_S, allowance.fetch_wait_s())
                 continue
             turn.count = allowance.portion(1 if turn.alone else turn.count, len(going) - number)
             taken += turn.count

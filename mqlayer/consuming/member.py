@@ -340,12 +340,14 @@ class Member:
         """Say whether the lease still holds by our own clock."""
         return self._heart.lease.holds()
 
-    def shares(self) -> tuple[int, int]:
+    def shares(self, held: Held) -> tuple[int, int]:
         """Return how many records and bytes one partition may have in hand."""
         count = max(1, len(self._holdings))
-        most = self.allowance.most_in_hand(self.options.concurrency)
-        messages = self.options.prefetch_count if most is None else min(most, self.options.prefetch_count)
-        return max(1, messages // count), max(1, self.options.prefetch_bytes // count)
+        messages, most = self.options.prefetch_count // count, self.allowance.most_in_hand(self.options.concurrency)
+        if most is not None:
+            # Folded lanes count as one each, and must not keep other keys from being read.
+            messages = min(messages, max(1, most // count) + held.folded)
+        return max(1, messages), max(1, self.options.prefetch_bytes // count)
 
     def taken(self, pairs: Sequence[tuple[Held, Taken]]) -> None:
         """Start holdings whose pull locks are ours: refuse earlier owners' effects, then go on where they stopped."""

@@ -57,8 +57,8 @@ class ReadingOwner(Protocol):
     def may_read(self) -> bool:
         """Say whether the lease still holds."""
 
-    def shares(self) -> tuple[int, int]:
-        """Return how many records and bytes one partition may have in hand."""
+    def shares(self, held: Held) -> tuple[int, int]:
+        """Return how many records and bytes a partition may have in hand."""
 
     def taken(self, pairs: Sequence[tuple[Held, Taken]]) -> None:
         """Start holdings whose pull locks are ours now."""
@@ -137,8 +137,9 @@ class Reader(NodeThread):
 
     def _choose(self, holdings: list[Held]) -> tuple[list[Held], int]:
         """Return who may be read, and how many records of each."""
-        shares = self._owner.shares()
-        rooms = [(held, held.room(*shares, READ_COUNT)) for held in holdings]
+        rooms = [(held, held.room(*self._owner.shares(held), READ_COUNT)) for held in holdings]
+        for held, room in rooms:
+            self._owner.dispatcher.note_full(held, full=room == 0)
         readable = [(held, room) for held, room in rooms if room > 0]
         count = min([READ_COUNT, *(room for _, room in readable)])
         return self._within_rate([held for held, _ in readable], count)
@@ -148,7 +149,7 @@ class Reader(NodeThread):
         allowance = self._owner.allowance
         if allowance.limit is None or not readable:
             return readable, count
-        left = 0 if allowance.wait_s() > 0 else allowance.look(count * len(readable))
+        left = 0 if allowance.wait_s() > 0 else allowance.look_to_read(count * len(readable))
         self._turn += 1
         at = self._turn % len(readable)
         # What is read beyond it is not begun, see `_read`: nobody knows before which partitions have something.
@@ -213,7 +214,7 @@ class Reader(NodeThread):
         for held, key, lock in zip(readable, keys, locks, strict=True):
             entries = by_key.get(key)
             if self._ours(held, lock) and entries:
-                self._put(held, entries[: self._owner.allowance.look(len(entries))])
+                self._put(held, entries[: self._owner.allowance.look_to_read(len(entries))])
 
     def _select(
         self, readable: list[Held], count: int, block_ms: int, wanted: TagFilter, rates: Sequence[Command] = ()
@@ -237,7 +238,7 @@ class Reader(NodeThread):
         for held, reply, lock in zip(readable, replies, replies[len(readable) :], strict=False):
             selected = select_reply(reply, self._line.node.address)
             if self._ours(held, lock):
-                if selected.entries and not self._owner.allowance.look(1):
+                if selected.entries and not self._owner.allowance.look_to_read(1):
                     # Others had what the rate gave: it is looked for again.
                     self._more = True
                     continue
@@ -245,7 +246,7 @@ class Reader(NodeThread):
                 self._more = self._more or selected.more
 
     def _select_command(self, held: Held, count: int, wanted: TagFilter) -> Command:
-        size = self._owner.shares()[1] - held.bytes_in_hand
+        size = self._owner.shares(held)[1] - held.bytes_in_hand
         prefix, after = held.holder.prefix, held.next_read - 1
         return select_command(
             self._line, prefix, held.partition, wanted, after=after, looks=held.reach, room=count, size=size
@@ -308,7 +309,7 @@ class Reader(NodeThread):
     def _refill(self, held: Held) -> None:
         """Read again what is in front of folded lanes that are due, in half of the room: other keys want some too."""
         lanes = self._owner.dispatcher.refills(held)
-        room = held.room(*self._owner.shares(), READ_COUNT)
+        room = held.room(*self._owner.shares(held), READ_COUNT)
         budget = max(room // 2, 1 if room or held.count_in_hand <= held.folded else 0)
         try:
             while lanes and budget > 0 and held.state is State.OPEN and self._may_begin(lanes[0]):
@@ -320,7 +321,7 @@ class Reader(NodeThread):
 
     def _may_begin(self, lane: Lane) -> bool:
         """Say whether a folded lane may go on by the group's rate: another attempt counts as a message."""
-        return not _failed_before(lane) or self._owner.allowance.look(1) > 0
+        return not _failed_before(lane) or self._owner.allowance.look_to_read(1) > 0
 
     def _refill_lane(self, held: Held, lane: Lane, limit: int) -> int:
         """Read again up to so many records of a lane; return how many."""

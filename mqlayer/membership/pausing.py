@@ -53,7 +53,8 @@ def resume_partitions(database: Database, topic: str, name: str, partitions: Seq
 def under_way(database: Database, topic: str, name: str | None = None, partitions: Sequence[int] | None = None) -> int:
     """Return in how many partitions owners still finish what they have in hand, of what was paused; 0: nothing runs.
 
-    A partition whose owner died counts until its lease is over. Receivers of ordered pop are not known, so not counted.
+    A partition whose owner died counts until its lease is over. Receivers of ordered pop and members of shared groups
+    own none: what they have in hand is not known, so not counted.
     """
     with database.connection() as connection:
         facts: dict[str, object] = {"topic_id": _topic_id(connection, topic), "group_id": None}

@@ -97,7 +97,7 @@ SELECT t.name, g.name, count(k.name)::int,
        extract(epoch FROM clock_timestamp() - min(k.due_at) FILTER (
            WHERE g.paused_at IS NULL AND t.paused_at IS NULL AND k.paused_at IS NULL AND NOT EXISTS (
                SELECT FROM mqlayer.partition_pause pp JOIN mqlayer.partition r USING (partition_id)
-               WHERE pp.group_id = k.group_id AND k.lp >= r.lp_from AND k.lp < r.lp_to)
+               WHERE pp.group_id = k.group_id AND k.lp >= r.lp_from AND k.lp < r.lp_to AND r.state <> 'deleted')
            AND NOT EXISTS (
            SELECT FROM mqlayer.assignment a
            WHERE a.group_id = k.group_id AND a.epoch = k.started AND a.member_id IS NOT NULL)))::float8
@@ -118,6 +118,7 @@ SELECT format('partition %%s for group %%s of topic %%s', p.partition_id, g.name
        format('mqlayer group resume %%s %%s --partition %%s', t.name, g.name, p.partition_id), p.paused_by,
        extract(epoch FROM clock_timestamp() - p.paused_at)::float8
 FROM mqlayer.partition_pause p JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+JOIN mqlayer.partition r USING (partition_id) WHERE g.state <> 'retired' AND r.state <> 'deleted'
 UNION ALL
 SELECT format('%%s keys of group %%s of topic %%s', count(*), g.name, t.name),
        format('mqlayer key resume %%s KEY --group %%s, for those of mqlayer parked list %%s %%s --waiting', t.name, g.name,

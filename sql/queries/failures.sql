@@ -7,7 +7,7 @@ CASE WHEN %(alone)s::boolean OR m.key = '\xff'::bytea
 -- part: parked_reachable
 -- The partition of a parked key k does not rest for its group.
 NOT EXISTS (SELECT FROM mqlayer.partition_pause pp JOIN mqlayer.partition p USING (partition_id)
-            WHERE pp.group_id = k.group_id AND k.lp >= p.lp_from AND k.lp < p.lp_to);
+            WHERE pp.group_id = k.group_id AND k.lp >= p.lp_from AND k.lp < p.lp_to AND p.state <> 'deleted');
 
 -- part: dead_fits
 -- What a filter asks of a dead message d; what is null does not narrow.

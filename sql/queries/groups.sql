@@ -121,9 +121,11 @@ DELETE FROM mqlayer.partition_pause
 WHERE group_id = %(group_id)s AND partition_id = ANY(%(partitions)s::int[]) RETURNING partition_id;
 
 -- name: partitions_of_topic
--- Which of these partitions are of a topic, and not deleted.
-SELECT partition_id FROM mqlayer.partition
-WHERE topic_id = %(topic_id)s AND partition_id = ANY(%(partitions)s::int[]) AND state IN ('open', 'sealed');
+-- Which of these partitions are of a topic; not those that are deleted and do not rest for a group.
+SELECT p.partition_id FROM mqlayer.partition p
+WHERE p.topic_id = %(topic_id)s AND p.partition_id = ANY(%(partitions)s::int[])
+  AND (p.state IN ('open', 'sealed') OR EXISTS (
+      SELECT FROM mqlayer.partition_pause pp WHERE pp.group_id = %(group_id)s AND pp.partition_id = p.partition_id));
 
 -- name: pause_under_way
 -- In how many partitions of a topic, of one of its groups with its instances, or of some partitions of that, owners still

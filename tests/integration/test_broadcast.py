@@ -25,7 +25,7 @@ from mqlayer.inspecting import explain_key, group_standings
 from mqlayer.membership import find_group, planned_seek, rebalance_groups
 from mqlayer.membership import join as join_group
 from mqlayer.membership.instances import ensure_instance, host_instance
-from mqlayer.membership.pausing import pause_partitions, under_way
+from mqlayer.membership.pausing import pause_partitions, under_way, wait_paused
 from mqlayer.membership.retiring import forget_instances, forget_retired, retire_away, retire_group
 from mqlayer.membership.steering import pause_group, resume_group, set_group
 from mqlayer.routes.cache import RouteCache, load_route
@@ -369,6 +369,28 @@ def test_settings_and_rest_of_the_group_are_those_of_all_instances(stage: Stage)
     assert resume_group(stage.database, "orders", "cache", actor="a test")
     wait_until(lambda: late.count() == KEYS * 3, what="all messages")
     stage.wait_settled("cache@web-1")
+
+
+def test_a_pause_of_the_group_waits_for_its_instances_and_parts_of_it_are_refused(stage: Stage) -> None:
+    """What an instance still does counts; a pause that nothing would follow is not taken."""
+    go_on, begun = threading.Event(), threading.Event()
+
+    def wait(_body: bytes, _ctx: Context) -> None:
+        begun.set()
+        assert go_on.wait(30)
+
+    join(stage, Recorder(act=wait), "web-1")
+    stage.send_numbers(1, 1)
+    assert begun.wait(10)
+    assert pause_group(stage.database, "orders", "cache", actor="a test")
+    assert under_way(stage.database, "orders", "cache") >= 1
+    assert wait_paused(stage.database, "orders", "cache", timeout_s=0.1) >= 1
+    with pytest.raises(InvalidInput, match="cache@INSTANCE"):
+        pause_partitions(stage.database, "orders", "cache", stage.partitions[:1], actor="a test")
+    with pytest.raises(InvalidInput, match="cache@INSTANCE"):
+        pause_key(stage.database, "orders", "cache", "key", actor="a test")
+    go_on.set()
+    assert wait_paused(stage.database, "orders", "cache", timeout_s=10) == 0
 
 
 def test_names_of_instances(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mqlayer import App, Context, Receiver
+from mqlayer.changes import retire_partitions, split
 from mqlayer.consuming.workers import TURN_S
 from mqlayer.errors import Conflict, NotFound
 from mqlayer.failures import discard_parked, pause_key, release_all, release_parked, resume_key
@@ -22,6 +23,7 @@ from mqlayer.membership.pausing import (
     under_way,
     wait_paused,
 )
+from mqlayer.postgres.queries import query
 from tests.fixtures.commands import Commands
 from tests.fixtures.consuming import Recorder, Stage, member_of
 from tests.fixtures.forking import run_python
@@ -116,6 +118,37 @@ def test_a_partition_rests_for_one_group_and_the_others_go_on(stage: Stage) -> N
         ("partition pause", {"partitions": [resting]}),
         ("partition resume", {"partitions": [resting]}),
     ]
+
+
+def test_the_pause_of_a_partition_ends_with_it_and_can_be_taken_back_after_it(stage: Stage) -> None:
+    """It was said of one that the group was done with: nobody is told of it for ever."""
+    recorder = Recorder()
+    stage.consume(recorder)
+    stage.send_numbers(keys=4, each=5)
+    stage.wait_settled()
+    parent = stage.partitions[0]
+    split(stage.database, stage.topic, parent, prefix=stage.prefix)
+    wait_until(lambda: drained(stage, parent), what="the group is done with it")
+    assert pause_partitions(stage.database, stage.topic, "g", [parent], actor="ann") == [parent]
+    assert resting(stage) == 1
+    wait_until(lambda: retire_partitions(stage.database, prefix=stage.prefix), what="it is deleted")
+    assert resting(stage) == 0
+    assert resume_partitions(stage.database, stage.topic, "g", [parent], actor="ann") == [parent]
+    with pytest.raises(NotFound):
+        pause_partitions(stage.database, stage.topic, "g", [parent], actor="ann")
+
+
+def drained(stage: Stage, partition: int) -> bool:
+    with stage.database.connection() as connection:
+        facts = (stage.group_id(), partition)
+        found = connection.execute("SELECT FROM mqlayer.drained WHERE group_id = %s AND partition_id = %s", facts)
+        return found.fetchone() is not None
+
+
+def resting(stage: Stage) -> int:
+    """Return how many pauses the doctor tells of."""
+    with stage.database.connection() as connection:
+        return len(connection.execute(query("check_pauses")).fetchall())
 
 
 def test_receivers_are_given_nothing_of_a_topic_that_rests_and_settle_what_they_have(stage: Stage) -> None:

@@ -10,8 +10,10 @@ from typing import Any, Final
 import pytest
 
 from mqlayer import App, Context, Receiver, RetryLater
+from mqlayer.consuming.member import MemberOptions
 from mqlayer.domain.rates import RateLimit, RateShare
 from mqlayer.errors import Conflict, InvalidInput
+from mqlayer.failures import release_parked
 from mqlayer.membership import find_group
 from mqlayer.membership.steering import set_group
 from mqlayer.redis.keys import rate_key
@@ -208,6 +210,53 @@ def test_what_is_parked_and_due_keeps_to_the_rate_as_well(stage: Stage) -> None:
         connection.execute("UPDATE mqlayer.consumer_group SET parking = parking + 1")
     wait_until(lambda: len(recorder.at) > 20, what="some came back")
     assert begun_in([recorder], time.monotonic(), 1.2) == pytest.approx(72, rel=0.2)
+    recorder.assert_in_order()
+
+
+def test_keys_that_wait_for_another_attempt_take_nothing_of_what_a_limited_member_reads_ahead(
+    start_stage: StartStage, redis_url: str
+) -> None:
+    """Case 64: failing keys delay no other one, however little may be in hand by the rate."""
+
+    def fail_bad(body: bytes, ctx: Context) -> None:
+        if body == b"bad":
+            raise RetryLater(60.0)
+
+    stage = start_stage(redis_url, partitions=1)
+    stage.send((f"bad-{number}", b"bad") for number in range(4))
+    recorder = Clocked(act=fail_bad)
+    app = stage.app()
+    options = MemberOptions(concurrency=1)
+    app.consumer(stage.topic, group="g", rate_limit=8.0, rate_burst=1, policy="block", options=options)(recorder)
+    app.start()
+    wait_until(lambda: len(recorder.at) >= 4, what="all of them failed")
+    stage.send([("good", b"good")])
+    wait_until(lambda: b"good" in recorder.bodies(), what="the other key is handled")
+
+
+def test_parked_keys_go_on_beside_a_stream_that_takes_all_of_the_rate(start_stage: StartStage, redis_url: str) -> None:
+    """Both have a share of it: what is read, and what comes back from Postgres."""
+    failed: list[bytes] = []
+
+    def fail_first(body: bytes, ctx: Context) -> None:
+        if not failed:
+            failed.append(body)
+            raise RetryLater(11.0)
+
+    stage = start_stage(redis_url, partitions=1)
+    stage.send(("key", b"%d" % number) for number in range(100))
+    recorder = Clocked(act=fail_first)
+    member = member_of(limited(stage, recorder, None))
+    wait_until(lambda: parked(stage) == 100, what="the key is parked")
+    set_group(stage.database, stage.topic, "g", rate_limit=20, rate_burst=1, actor="test")
+    wait_until(lambda: member.allowance.limit is not None, what="the rate is known")
+    stage.send((f"other-{number}", b"1") for number in range(400))
+    wait_until(lambda: recorder.count() > 5, what="the stream takes all of the rate")
+    others = recorder.count()
+    release_parked(stage.database, stage.topic, "g", key="key", actor="test")
+    wait_until(lambda: len(recorder.bodies("key")) > 10, timeout_s=8, what="the key goes on")
+    assert recorder.count() - len(recorder.bodies("key")) >= others + 3
+    assert recorder.bodies("other-399") == []
     recorder.assert_in_order()
 
 

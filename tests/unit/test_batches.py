@@ -112,6 +112,13 @@ def test_what_the_fence_let_through_is_done_only_by_a_return(kind: Kind) -> None
         assert words(batch.end(raised)) == expected
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_message_that_is_named_twice_is_fenced_once(kind: Kind) -> None:
+    """The second answer would be "applied" for the first one's sake, in a transaction that may be rolled back."""
+    batch = batch_of(kind, 2)
+    assert batch._to_fence([batch[0], batch[0], batch[1]]) == batch[:]
+
+
 @pytest.mark.parametrize(("kind", "outcomes"), [("distinct", "dafa"), ("key", "dsss")])
 def test_a_failure_behind_the_fence_rolls_back_and_counts_once_it_is_first(kind: Kind, outcomes: str) -> None:
     """Those before it of its key have to be applied first, without it."""
