@@ -45,7 +45,8 @@ class NodeThread(ABC):
     def health(self, limit_s: float) -> Health:
         """Say whether it turns, and what keeps its last pass from being done."""
         name, trouble = self._line.node.name, self._trouble
-        if not self._thread.is_alive():
+        # One that is about to be started can be seen by others already.
+        if self._thread.ident is not None and not self._thread.is_alive():
             return Health(stuck=(f"{self._work} of node {name} ended",))
         waits = (f"node {name}: {trouble}",) if trouble else ()
         return Health(self._turns.stuck(f"{self._work} of node {name}", limit_s), waits)

@@ -223,10 +223,12 @@ ORDER BY w.name;
 INSERT INTO mqlayer.audit (actor, act, object, facts) VALUES (%(actor)s, %(act)s, %(object)s, %(facts)s);
 
 -- name: server_known
--- Whether there is a control schema here that can tell this server from others, and that this user has a business with.
+-- Whether there is a control schema here that can tell this server from others, and that this user has a business with:
+-- not on connections that only read, unless the server is a standby.
 SELECT EXISTS (
     SELECT FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
     WHERE n.nspname = 'mqlayer' AND p.proname = 'server_seen_v1' AND has_schema_privilege(n.oid, 'USAGE')
+      AND (pg_is_in_recovery() OR NOT current_setting('transaction_read_only')::boolean)
 );
 
 -- name: server_seen

@@ -147,7 +147,8 @@ class SharedReader(NodeThread):
             self._read(*self._turn(taken, room), room)
         else:
             # What ends makes room, and wakes this thread; what may be begun comes with time.
-            self.wake.wait(min(BLOCK_MS / 1000, owner.allowance.wait_s() or BLOCK_MS / 1000))
+            keep_s = max(0.0, self._keep_at - clock())
+            self.wake.wait(min(BLOCK_MS / 1000, keep_s, owner.allowance.wait_s() or BLOCK_MS / 1000))
             self.wake.clear()
 
     def _ask_rates(self, spots: list[Spot]) -> None:
@@ -188,7 +189,9 @@ class SharedReader(NodeThread):
     def _read(self, spots: list[Spot], longest_ms: int, room: int) -> None:
         owner = self._owner
         count = max(1, min(READ_COUNT, room // len(spots)))
-        block_ms = max(1, min([longest_ms, *(spot.left_ms + 1 for spot in spots if spot.left_ms >= 0)]))
+        # What is in hand has to be kept meanwhile.
+        keep_ms = int((self._keep_at - clock()) * 1000)
+        block_ms = max(1, min([longest_ms, keep_ms, *(spot.left_ms + 1 for spot in spots if spot.left_ms >= 0)]))
         places = [spot.place for spot in spots]
         read = shared_read_command(places, owner.member_id, group_id=self._group_id, count=count, block_ms=block_ms)
         asked = clock()
