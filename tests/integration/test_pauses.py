@@ -278,8 +278,9 @@ def test_a_parked_key_that_is_paused_in_the_middle_of_its_messages_rests_behind_
 
 def test_what_is_discarded_of_a_paused_key_does_not_end_its_rest(stage: Stage) -> None:
     recorder = Recorder()
-    stage.consume(recorder)
+    app = stage.consume(recorder)
     pause_key(stage.database, stage.topic, "g", "key", actor="ann")
+    wait_until(lambda: holds_paused(app, b"key"), what="the owner knows")
     stage.send([("key", b"1")])
     wait_until(lambda: parked(stage) == {b"key": 1}, what="it is parked")
     discard_parked(stage.database, stage.topic, "g", key="key", reason="of no use", actor="ann")
