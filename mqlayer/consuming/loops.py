@@ -1,10 +1,45 @@
-"""An event loop in a thread of its own, on which a bounded number of coroutines work."""
+"""What handlers run on: a bounded number of threads, or of coroutines on an event loop in a thread of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
+
+from mqlayer.consuming.clock import clock
+from mqlayer.consuming.limits import ThreadLimits
+
+
+class HandlerThreads:
+    """The threads. `_work` is what each does until there is nothing more to do for good."""
+
+    def __init__(self, *, count: int, name: str) -> None:
+        self._limits = ThreadLimits(name)
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-worker-{i}", daemon=True) for i in range(count)
+        ]
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether no thread has ended."""
+        return self._limits.alive and all(thread.is_alive() for thread in self._threads)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads to end; say whether all have."""
+        until = clock() + timeout_s
+        self._limits.stop()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, until - clock()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        raise NotImplementedError
 
 
 class LoopThread:

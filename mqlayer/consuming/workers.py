@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
 from inspect import isawaitable
@@ -14,8 +13,8 @@ from mqlayer.consuming.clock import clock
 from mqlayer.consuming.dispatch import Dispatcher
 from mqlayer.consuming.faults import where
 from mqlayer.consuming.holdings import Held, Lane, State, parking_by
-from mqlayer.consuming.limits import LoopLimits, ThreadLimits
-from mqlayer.consuming.loops import LoopThread
+from mqlayer.consuming.limits import LoopLimits
+from mqlayer.consuming.loops import HandlerThreads, LoopThread
 from mqlayer.consuming.verdicts import Park, Verdict, Wait
 from mqlayer.domain.message import Record
 from mqlayer.domain.retrying import RetryRules
@@ -54,34 +53,12 @@ class Owner(Protocol):
         """Drop a holding that a later owner has."""
 
 
-class ThreadWorkers:
-    """A bounded number of threads that run plain handlers."""
+class ThreadWorkers(HandlerThreads):
+    """Threads that run plain handlers."""
 
     def __init__(self, owner: Owner, handle: Callable[..., Any], *, count: int, name: str) -> None:
+        super().__init__(count=count, name=name)
         self._owner, self._handle = owner, handle
-        self._limits = ThreadLimits(name)
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-worker-{i}", daemon=True) for i in range(count)
-        ]
-
-    def start(self) -> None:
-        """Start the threads."""
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether no thread has ended."""
-        return self._limits.alive and all(thread.is_alive() for thread in self._threads)
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the threads to end; say whether all have."""
-        until = clock() + timeout_s
-        self._limits.stop()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, until - clock()))
-        return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
         dispatcher = self._owner.dispatcher

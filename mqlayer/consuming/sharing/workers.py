@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
 from inspect import isawaitable
@@ -12,8 +11,8 @@ from typing import Any, Protocol
 
 from mqlayer.consuming.clock import clock
 from mqlayer.consuming.faults import where
-from mqlayer.consuming.limits import LoopLimits, ThreadLimits
-from mqlayer.consuming.loops import LoopThread
+from mqlayer.consuming.limits import LoopLimits
+from mqlayer.consuming.loops import HandlerThreads, LoopThread
 from mqlayer.consuming.sharing.pool import TURN_S, Batch, Pool, all_of
 from mqlayer.consuming.workers import IDLE_WAIT_S, not_awaited
 from mqlayer.domain.message import Record
@@ -40,33 +39,12 @@ class SharedOwner(Protocol):
         """Count an attempt at a suspect before it is started; False where it is not to be."""
 
 
-class SharedThreads:
-    """A bounded number of threads that run plain handlers."""
+class SharedThreads(HandlerThreads):
+    """Threads that run plain handlers."""
 
     def __init__(self, owner: SharedOwner, handle: Callable[[Any, Record], Any], *, count: int, name: str) -> None:
-        self._owner, self._handle, self._limits = owner, handle, ThreadLimits(name)
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-worker-{i}", daemon=True) for i in range(count)
-        ]
-
-    def start(self) -> None:
-        """Start the threads."""
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether no thread has ended."""
-        return self._limits.alive and all(thread.is_alive() for thread in self._threads)
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the threads to end; say whether all have."""
-        until = clock() + timeout_s
-        self._limits.stop()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, until - clock()))
-        return not any(thread.is_alive() for thread in self._threads)
+        super().__init__(count=count, name=name)
+        self._owner, self._handle = owner, handle
 
     def _work(self) -> None:
         owner, pool = self._owner, self._owner.pool

@@ -75,7 +75,7 @@ class _Run:
         self._settings = Settings(dsn=SecretStr(self._site.dsn), key_prefix="chaos")
         with psycopg.connect(self._site.direct_dsn, autocommit=True) as connection:
             connection.execute(SINK)
-        self._database = cleanup.enter_context(_closing(Database(self._site.direct_dsn)))
+        self._database = cleanup.enter_context(Database(self._site.direct_dsn))
         self._scene = Scene(self._database, self._nodes, self._settings, self._histories)  # type: ignore[arg-type]
         self._history = cleanup.enter_context(History(self._histories, "nemesis"))
         environment = {
@@ -168,9 +168,3 @@ class _Run:
             "examples": [str(violation) for violation in verdict.violations],
             "differences": differences,
         }
-
-
-def _closing(database: Database) -> Any:
-    from contextlib import closing
-
-    return closing(database)
