@@ -53,7 +53,7 @@ import math
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 _PASSWORD_IN_URL: Final = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+.-]*://)(?P<user>[^:/@\s]*):(?P<password>[^@\s]*)@", re.IGNORECASE
@@ -290,17 +290,65 @@ class PublishAborted(PublishError):
         return f"topic {self.topic!r}, LP {self.lp}: not sent, an earlier message of the LP failed: {self.reason}"
 
 
-class AcknowledgedLoss(PublishError):
-    """A node fell back: messages that it had acknowledged are gone."""
+class Loss(NamedTuple):
+    """What a node lost of one LP: messages `first` to `last` of a source, which it had acknowledged.
 
-    def __init__(self, topic: str, lp: int, first_lost: int, last_lost: int) -> None:
-        super().__init__(topic, lp, first_lost, last_lost)
+    `node` and its runs are empty as far as they are not known; a node that was emptied goes on as the same run.
+    """
+
+    topic: str
+    lp: int
+    first: int
+    last: int
+    source: int = 0
+    node: str = ""
+    run_before: str = ""
+    run_after: str = ""
+
+    @property
+    def messages(self) -> int:
+        """How many messages are gone."""
+        return self.last - self.first + 1
+
+    @property
+    def where(self) -> str:
+        """The node and its runs, as far as they are known, for messages."""
+        if not self.node:
+            return ""
+        before = f"run {self.run_before[:8]} before, " if self.run_before else ""
+        return f"{self.node} ({before}run {self.run_after[:8]} now)"
+
+
+class AcknowledgedLoss(PublishError):
+    """A node fell back: messages that it had acknowledged are gone.
+
+    `losses` names all of which nobody was told before, the first one of them is `topic`, `lp` and the rest.
+    """
+
+    def __init__(
+        self,
+        topic: str,
+        lp: int,
+        first_lost: int,
+        last_lost: int,
+        source: int = 0,
+        node: str = "",
+        run_before: str = "",
+        run_after: str = "",
+        others: tuple[Loss, ...] = (),
+    ) -> None:
+        super().__init__(topic, lp, first_lost, last_lost, source, node, run_before, run_after, others)
         self.topic, self.lp, self.first_lost, self.last_lost = topic, lp, first_lost, last_lost
+        self.losses = (Loss(topic, lp, first_lost, last_lost, source, node, run_before, run_after), *others)
 
     def __str__(self) -> str:
+        first, *others = self.losses
         return (
-            f"topic {self.topic!r}, LP {self.lp}: the node lost acknowledged messages {self.first_lost} to "
-            f"{self.last_lost}: publish them again if you still have them; use the outbox where loss is not acceptable"
+            f"topic {self.topic!r}, LP {self.lp}: the node {first.where or 'that had them'} lost acknowledged messages "
+            f"{self.first_lost} to {self.last_lost}"
+            + (f" of source {first.source}" if first.source else "")
+            + (f", and messages of {len(others)} other LPs, see `losses`" if others else "")
+            + ": publish them again if you still have them; use the outbox where loss is not acceptable"
         )
 
 

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 EventKind = Literal[
     "failed", "timed_out", "paused", "blocked", "parking_full", "parked", "unparked", "dead", "skipped",
     "released", "discarded", "ruled", "passed_over", "redriven", "redrive_waits", "redrive_ended", "overdue",
-    "version_gap", "begun_anew",
+    "version_gap", "begun_anew", "acknowledged_lost",
 ]  # fmt: skip
 
 
@@ -50,6 +50,11 @@ class Event:
 
     - version_gap: a version of an entity has been missing for too long, `count` later ones are held. `cause` is the
       name of the Versions; topic and group are empty. Told again each hour while it lasts.
+
+    Of producers (`mqlayer.Producer`):
+
+    - acknowledged_lost: a node lost `count` messages that it had acknowledged, from `seq` on; `cause` names the node,
+      its former run and the present one. group is empty.
 
     `partition`, `lp` and `seq` are None where no single one is meant, `wait_s` where nothing is tried before an
     operator says so; `error` is an exception's type and place.

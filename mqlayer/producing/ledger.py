@@ -9,16 +9,17 @@ import logging
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from mqlayer.domain.dedup import FirstPlace
 from mqlayer.domain.routing import Lp
 from mqlayer.errors import (
     AcknowledgedLoss,
     BacklogFull,
+    Loss,
     MqlayerError,
     NotReplicated,
     ProducerClosed,
@@ -27,12 +28,17 @@ from mqlayer.errors import (
     PublishError,
 )
 from mqlayer.producing.lanes import Batch, Lane, Slot, TopicLanes, Trouble
-from mqlayer.producing.parcels import NOTHING, Found, Listener, Original, Outcome, Parcel, Place
+from mqlayer.producing.losses import Claim, LossNews
+from mqlayer.producing.parcels import NOTHING, Found, Listener, Oneway, Original, Outcome, Parcel, Place
 from mqlayer.producing.pauses import pause_s
 from mqlayer.redis.partitions import OnceOutcome, RunOutcome
 
+if TYPE_CHECKING:
+    from mqlayer.producing.links import Link
+
 log = logging.getLogger(__name__)
 
+MAX_UNTOLD: Final = 100_000
 CLOSED: Final = "it was closed before an answer came, so the message may or may not be stored"
 
 
@@ -110,6 +116,8 @@ class Ledger:
         self._require_replicas = require_replicas
         self._watchers = 0
         self._chance = chance or random.Random()
+        # What nobody was told of: who publishes next hears it.
+        self.untold: deque[Loss] = deque(maxlen=MAX_UNTOLD)
         # The lanes with trouble: mostly none, so that no answer is looked through for them.
         self._troubled: set[Lane] = set()
 
@@ -315,6 +323,39 @@ class Ledger:
             return []
         del self.searched[parcel]
         return self._finish(parcel, outcome)
+
+    # What nodes lost
+
+    def claims(self, link: Link) -> list[Claim]:
+        """Return what partitions on a node have to hold: where each LP is sent, and where it was sent last."""
+        return [
+            Claim(lane, lane.source, lane.acked, slot.partition)
+            for lane in self._lanes()
+            if lane.acked and lane.source is not None
+            for slot in dict.fromkeys((lane.slot, lane.topic.table[lane.lp]))
+            if slot.link is link
+        ]
+
+    def missed(self, claim: Claim, mark: int) -> list[Listener]:
+        """Act on a mark that was read, after the claim was made, from the run of the node that is armed.
+
+        What is behind lost messages can't be stored any more: the chain refuses it.
+        """
+        lane = claim.lane
+        if mark >= claim.acked or lane.source != claim.source or lane.acked < claim.acked:
+            return []
+        self._note_trouble(lane, "lost")
+        lane.lost_after = mark
+        # Of what flies answers come, and more of it may be lost with them.
+        return [] if lane.flying else self.resolve([lane], 0.0)
+
+    def hear(self) -> None:
+        """Raise AcknowledgedLoss with all that was lost and that nobody was told of as yet; call without the lock."""
+        with self.lock:
+            losses = tuple(self.untold)
+            self.untold.clear()
+        if losses:
+            raise AcknowledgedLoss(*losses[0], losses[1:])
 
     # Best effort
 
@@ -567,10 +608,16 @@ class Ledger:
         The lost seqs must not be given to other messages: groups may have handled the lost ones, and would take the
         new ones for repetitions of them.
         """
-        error = AcknowledgedLoss(lane.topic.name, lane.lp, lane.lost_after + 1, lane.acked)
+        link = lane.slot.link
+        loss = Loss(lane.topic.name, lane.lp, lane.lost_after + 1, lane.acked, lane.source or 0, *link.runs)
+        error = AcknowledgedLoss(*loss)
         log.error("acknowledged_messages_lost", extra={"topic": lane.topic.name, "lp": lane.lp, "reason": str(error)})
-        self.counts["lost"] += lane.acked - lane.lost_after
-        told = self._fail(lane, 0, error)
+        self.counts["lost"] += loss.messages
+        told: list[Listener] = [LossNews(loss, lane.slot.partition)]
+        if not lane.waiting or isinstance(lane.waiting[0].listener, Oneway):
+            self.untold.append(loss)
+        if lane.waiting:
+            told += self._fail(lane, 0, error)
         if lane.source == self.source:
             self.source = None
             self.errands.renew()

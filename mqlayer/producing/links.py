@@ -54,6 +54,7 @@ class Link:
         self.slots: deque[Slot] = deque()
         self.io = threading.Lock()
         self._node, self._ledger, self._options, self._refresh_node = node, ledger, options, refresh_node
+        self._armed, self._armed_before = node.armed_run_id or "", ""
         self._line = self._new_line(node)
         # Kept: taking the password out of a URL costs more than the rest of a settled append.
         self._address = node.address
@@ -73,6 +74,11 @@ class Link:
     def node_id(self) -> NodeId:
         """The node's id."""
         return self._node.node_id
+
+    @property
+    def runs(self) -> tuple[str, str, str]:
+        """The node's name, the run that was armed before, and the one that is; empty where that is not known."""
+        return self._node.name, self._armed_before, self._armed
 
     @property
     def good(self) -> bool:
@@ -120,9 +126,7 @@ class Link:
 
         What is under way on that has an unknown outcome, and is sent again. For any thread.
         """
-        if node != self._node:
-            self._node, self._address, self._line.node = node, node.address, node
-            self._retry_at = 0.0
+        if self._aim(node):
             self.wake()
 
     def wake(self) -> None:
@@ -399,9 +403,17 @@ class Link:
         except MqlayerError as error:
             log.debug("producer_node_unknown", extra={"reason": str(error)})
             return
-        if node != self._node:
-            self._node, self._address, self._line.node = node, node.address, node
-            self._retry_at = 0.0
+        self._aim(node)
+
+    def _aim(self, node: Node) -> bool:
+        """Connect to what is known of the node now; say whether that is something new."""
+        if node == self._node:
+            return False
+        if node.armed_run_id not in (None, self._armed):
+            self._armed, self._armed_before = node.armed_run_id or "", self._armed
+        self._node, self._address, self._line.node = node, node.address, node
+        self._retry_at = 0.0
+        return True
 
     def _new_line(self, node: Node) -> NodeConnection:
         settings = self._options.settings

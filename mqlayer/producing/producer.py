@@ -52,8 +52,9 @@ class Producer:
     Messages of one key are stored in the order in which one thread published them, each once, whatever fails in
     between: a message whose outcome is unknown is repeated under its seq, and later ones of its LP wait behind it.
     "Stored" is what the node's durability makes of it (with `appendfsync always`: on disk); what the node loses after
-    that is noticed at the next publish to the LP and raised as AcknowledgedLoss. Where no loss is acceptable, use the
-    outbox.
+    that is noticed within seconds of its being armed again, or by the next publish to the LP, and raised once as
+    AcknowledgedLoss: by the call that publishes next, whatever and by whichever thread, whose message is not stored
+    then, or by `flush` or `close`. Where no loss is acceptable, use the outbox.
 
     A message that a node refuses for good until its time is over (BacklogFull, NodeOutOfMemory) is not stored; those
     of its LP that were queued behind it fail with PublishAborted, so that none overtakes it. `on_backlog`, here or at a
@@ -141,6 +142,7 @@ class Producer:
         the outcome. Other PublishErrors are definite.
         """
         _may_wait()
+        self._hear_losses()
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         parcel, lane = self._queue(
             topic, key, body, headers, tags, deadline, None, wake=False, dedup_id=dedup_id,
@@ -180,6 +182,7 @@ class Producer:
         Callbacks of futures run in a thread that has to send other messages: they may publish by `send_async` and
         `send_oneway`, and must not wait for anything.
         """
+        self._hear_losses()
         promise = Promise(self._ledger.withdraw)
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         eager = self._is_eager(on_backlog)
@@ -225,6 +228,7 @@ class Producer:
         PartlyPublished, which says for each message what became of it. `timeout_s` is for the whole call.
         """
         _may_wait()
+        self._hear_losses()
         lanes = self._lanes(topic)
         if not messages:
             return Receipts(())
@@ -235,7 +239,15 @@ class Producer:
         return BulkSend(bulk, self._ledger, deadline, self._in_flight).run()
 
     def flush(self, timeout_s: float | None = None) -> int:
-        """Wait until everything published so far is settled; return how many messages are not, after the time."""
+        """Wait until everything published so far is settled; return how many messages are not, after the time.
+
+        Raises AcknowledgedLoss, once, where messages were lost that had been settled before.
+        """
+        left = self._settle(timeout_s)
+        self._hear_losses()
+        return left
+
+    def _settle(self, timeout_s: float | None) -> int:
         self._check_process()
         _may_wait()
         ledger = self._ledger
@@ -255,15 +267,21 @@ class Producer:
     def close(self, timeout_s: float | None = None) -> None:
         """Flush, then end: what is not settled after the time fails with ProducerClosed.
 
-        Does nothing when it is closed already, or in a forked child.
+        Does nothing when it is closed already, or in a forked child. Raises AcknowledgedLoss, when it is closed, as
+        `flush` does.
         """
-        if self._pid != os.getpid() or self._ledger.closed_because == CLOSED:
+        if self._pid == os.getpid():
+            self._end(timeout_s)
+            self._hear_losses()
+
+    def _end(self, timeout_s: float | None) -> None:
+        if self._ledger.closed_because == CLOSED:
             return
         _may_wait()
         with self._ledger.lock:
             self._ledger.closed_because = CLOSED
             self._ledger.changed.notify_all()
-        left = self.flush(timeout_s)
+        left = self._settle(timeout_s)
         self._upkeep.stop(STOP_S)
         if left:
             log.warning("producer_closed_unsettled", extra={"count": left})
@@ -279,7 +297,11 @@ class Producer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        elif self._pid == os.getpid():
+            # What went wrong in the block is not to be hidden by what was lost.
+            self._end(None)
 
     def _queue(
         self,
@@ -318,6 +340,10 @@ class Producer:
                 lane.slot.link.wake_locked()
         tell_all(told)
         return parcel, lane
+
+    def _hear_losses(self) -> None:
+        if self._ledger.untold:
+            self._ledger.hear()
 
     def _is_eager(self, on_backlog: OnBacklog | None) -> bool:
         wish = self._on_backlog if on_backlog is None else on_backlog

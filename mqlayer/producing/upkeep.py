@@ -20,6 +20,7 @@ from mqlayer.producing.clerk import Clerk
 from mqlayer.producing.lanes import Slot, TopicLanes
 from mqlayer.producing.ledger import Ledger, tell_all
 from mqlayer.producing.links import Link, LinkOptions
+from mqlayer.producing.looks import Looks
 from mqlayer.producing.lookup import find_on_nodes
 from mqlayer.producing.parcels import Found, Parcel, Place
 from mqlayer.producing.pauses import pause_s, route_pause_s
@@ -31,9 +32,15 @@ log = logging.getLogger(__name__)
 ROUTE_AGE_S: Final = 5.0
 LOOK_S: Final = 2.0
 """How often a producer that publishes asks which runs and addresses of nodes count."""
+IDLE_LOOK_S: Final = 5.0
+"""How often one that does not publish asks that."""
+IDLE_ROUTE_AGE_S: Final = 30.0
+"""How old the route of a topic gets to which nothing is published."""
 LIMITS_AGE_S: Final = 1.0
 """How old a topic's limits are at the least that are read again because a partition is full."""
 FIND_TRIES: Final = 5
+ROUTE_LOOK_AFTER_S: Final = 1.0
+"""Lets what waits for a new route go first."""
 
 
 def open_source(database: Database, name: str) -> int:
@@ -87,6 +94,7 @@ class Upkeep:
         self._clerk = Clerk()
         self._links_lock = threading.Lock()
         self._looked_at = time.monotonic()
+        self._looks = Looks(ledger, self._clerk, self.links, self._lookup_line, prefix=options.settings.key_prefix)
         ledger.errands = self
 
     def topic(self, name: str) -> TopicLanes:
@@ -157,6 +165,33 @@ class Upkeep:
         found = Search(parcel, early, place, offset, slots)
         self._clerk.do(lambda: self._find(found, 1))
 
+    # Losses
+
+    def _look_when_idle(self) -> None:
+        try:
+            now = time.monotonic()
+            if now - self._looked_at > LOOK_S:
+                self._looked_at = now
+                self._look_at_nodes()
+            for topic in list(self._ledger.topics.values()):
+                if now - topic.asked_at > IDLE_ROUTE_AGE_S:
+                    topic.asked_at = now
+                    self._renew_route(topic)
+        finally:
+            self._clerk.do(self._look_when_idle, after_s=IDLE_LOOK_S)
+
+    def _heed_nodes(self) -> None:
+        """Go by what was read of nodes: no line to a former run first, then ask those that were armed since."""
+        nodes = self._routes.nodes
+        for node_id, link in list(self.links.items()):
+            if node_id in nodes:
+                link.expect(nodes[node_id])
+        self._looks.heed(self._routes.armed_at)
+
+    def _look_at(self, node_ids: list[NodeId]) -> None:
+        self._looks.want(node_ids)
+        self._looks.run()
+
     # Routes
 
     def _refresh(self, topic: TopicLanes) -> bool:
@@ -164,16 +199,17 @@ class Upkeep:
         route = self._routes.refresh(topic.name)
         links = self._links_of(route)
         with self._ledger.lock:
+            if route.version > topic.route.version:
+                # A node that was given up may have taken with it what its successors can't have.
+                self._clerk.do(lambda: self._look_at(list(links)), after_s=ROUTE_LOOK_AFTER_S)
             if route.version >= topic.route.version:
                 topic.adopt(route, self._table(route, links), time.monotonic())
             return any(topic.table[lane.lp] is not lane.slot for lane in topic.stranded)
 
     def _look_at_nodes(self) -> None:
         """Use no line to a primary that was replaced: it may live on, and tells nobody."""
-        nodes = self._routes.refresh_nodes()
-        for node_id, link in list(self.links.items()):
-            if node_id in nodes:
-                link.expect(nodes[node_id])
+        self._routes.refresh_nodes()
+        self._heed_nodes()
 
     def _renew_route(self, topic: TopicLanes) -> None:
         self._refresh(topic)
@@ -216,7 +252,10 @@ class Upkeep:
         with self._links_lock:
             link = self.links.get(node_id)
             if link is None:
+                if not self.links:
+                    self._clerk.do(self._look_when_idle, after_s=IDLE_LOOK_S)
                 node = self._node(node_id)
+                self._looks.know(node_id, self._routes.armed_at.get(node_id))
                 link = self.links[node_id] = Link(node, self._ledger, self._options, self._fresh_node)
             return link
 
@@ -228,6 +267,7 @@ class Upkeep:
 
     def _fresh_node(self, node_id: NodeId) -> Node:
         self._routes.refresh_nodes()
+        self._clerk.do(self._heed_nodes)
         return self._node(node_id)
 
     # Incarnations

@@ -1,7 +1,8 @@
-"""The scripts that only read: one typed call for each, as in `partitions`."""
+"""What only reads: one typed call for each script, as in `partitions`, and one for marks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from mqlayer.domain.offsets import Range
@@ -14,6 +15,10 @@ FIND_LIMIT: Final = 1_000
 """How many offsets one call of key_find looks at, at most."""
 SELECT_LIMIT: Final = 1_000
 """How many records one call of log_select looks at, at most."""
+
+
+PARTITIONS_PER_WRITE: Final = 64
+"""Of how many partitions marks are asked at once."""
 
 
 class Head(NamedTuple):
@@ -119,6 +124,30 @@ def select_reply(reply: Any, address: str) -> Selected:
     """Return what log_select says."""
     _, last, more, flat, entries = raise_for_reply(reply, address)
     return Selected(last, more == 1, list(zip(flat[::2], flat[1::2], strict=True)), entries)
+
+
+def marks_of(
+    line: NodeConnection, prefix: str, wanted: Mapping[int, Sequence[tuple[int, int]]]
+) -> dict[int, tuple[str, list[int]]]:
+    """Return each partition's state, '' for none, and its marks of (source, LP)s, both of one moment.
+
+    One round trip for 64 partitions. Raises StoreUnavailable.
+    """
+    found: dict[int, tuple[str, list[int]]] = {}
+    partitions = list(wanted)
+    for at in range(0, len(partitions), PARTITIONS_PER_WRITE):
+        some = partitions[at : at + PARTITIONS_PER_WRITE]
+        commands: list[Command] = []
+        for partition in some:
+            keys, names = partition_keys(prefix, partition), [b"%d:%d" % name for name in wanted[partition]]
+            # A partition that is opened in between would have a state that its marks are not of.
+            commands += [("MULTI",), ("HGET", keys.meta, "state"), ("HMGET", keys.marks, *names), ("EXEC",)]
+        for partition, reply in zip(some, line.call(commands)[3::4], strict=True):
+            state, marks = (
+                raise_for_reply(part, line.node.address) for part in raise_for_reply(reply, line.node.address)
+            )
+            found[partition] = ((state or b"").decode(), [int(mark or 0) for mark in marks])
+    return found
 
 
 def _head(offset: int, m: bytes, key: bytes, noted: bytes) -> Head:

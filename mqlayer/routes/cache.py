@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime
 from typing import Final
 
 from mqlayer.domain.names import check_name
@@ -32,6 +33,7 @@ class RouteCache:
         self._database, self._max_age_s = database, max_age_s
         self._routes: dict[str, tuple[Route, float]] = {}
         self._nodes: dict[NodeId, Node] = {}
+        self._armed_at: dict[NodeId, datetime | None] = {}
         self._lock = threading.Lock()
         self._notices: Notices | None = None
 
@@ -68,9 +70,20 @@ class RouteCache:
 
     def refresh_nodes(self) -> dict[NodeId, Node]:
         """Read all nodes from Postgres: after one turned out not to be the armed run."""
-        nodes = {node.node_id: node for node in load_nodes(self._database)}
-        self._nodes = nodes
+        known = {node.node_id: (node, armed_at) for node, armed_at in _read_nodes(self._database)}
+        nodes = {node_id: node for node_id, (node, _) in known.items()}
+        self._nodes, self._armed_at = nodes, {node_id: armed_at for node_id, (_, armed_at) in known.items()}
         return nodes
+
+    @property
+    def nodes(self) -> dict[NodeId, Node]:
+        """All nodes as last read from Postgres."""
+        return self._nodes
+
+    @property
+    def armed_at(self) -> dict[NodeId, datetime | None]:
+        """When each node was armed for the last time, as last read from Postgres: another time at each arming."""
+        return self._armed_at
 
     def listen(self, heard: Callable[[], None] = lambda: None) -> None:
         """Forget a topic's route as soon as Postgres notifies of a new version, and say so; best effort."""
@@ -116,6 +129,10 @@ def load_route(database: Database, topic: str) -> Route:
 
 def load_nodes(database: Database) -> list[Node]:
     """Read all registered nodes."""
+    return [node for node, _ in _read_nodes(database)]
+
+
+def _read_nodes(database: Database) -> list[tuple[Node, datetime | None]]:
     with database.connection() as connection:
         rows = connection.execute(query("node_list")).fetchall()
-    return [Node(NodeId(node_id), name, url, run_id) for node_id, name, url, run_id in rows]
+    return [(Node(NodeId(node_id), name, url, run_id), armed_at) for node_id, name, url, run_id, armed_at in rows]

@@ -6,8 +6,8 @@ ON CONFLICT (name) DO NOTHING
 RETURNING node_id;
 
 -- name: node_list
--- All nodes, oldest first.
-SELECT node_id, name, url, armed_run_id FROM mqlayer.node ORDER BY node_id;
+-- All nodes, oldest first, and when each was armed for the last time.
+SELECT node_id, name, url, armed_run_id, armed_at FROM mqlayer.node ORDER BY node_id;
 
 -- name: node_lock
 -- Lock one node for re-arming.

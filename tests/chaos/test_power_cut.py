@@ -84,8 +84,9 @@ class DirectPublisher:
             identity = self._producer.send(DIRECT, key=key, body=b"direct", timeout_s=30).identity
         except AcknowledgedLoss as loss:
             # Told by LP and seqs, of the incarnation that was in force there.
-            known = self._in_force.pop(loss.lp, [])
-            self.told_lost.update(one for one in known if loss.first_lost <= one.seq <= loss.last_lost)
+            for one in loss.losses:
+                known = self._in_force.pop(one.lp, [])
+                self.told_lost.update(kept for kept in known if one.first <= kept.seq <= one.last)
             return
         except PublishError:
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from mqlayer.postgres.migrations import migrate
 from mqlayer.producing import Message, Producer
 from mqlayer.settings import Settings
 from mqlayer.stack import RedisProgram, RedisServer
+from tests.fixtures.backups import Backup
 from tests.fixtures.servers import StartPostgres, StartRedis, different_redis_programs
 from tests.fixtures.waiting import wait_until
 from tests.proof.producer_world import ProducerWorld
@@ -325,7 +325,7 @@ def test_messages_that_a_node_lost_after_it_acknowledged_them_are_an_error(
         bystander = other_partition_key(mortal, "k")
         old = producer.send_many("orders", [Message("k", b"kept %d" % number) for number in range(3)])[0]
         producer.send_many("orders", [Message(bystander, b"%d" % number) for number in range(3)])
-        fall_back_to_here = Backup(server, mortal, tmp_path / "backup")
+        fall_back_to_here = Backup(server, mortal.rearm, tmp_path / "backup")
         for number in range(2):
             producer.send("orders", key="k", body=b"lost %d" % number)
         fall_back_to_here.restore()
@@ -350,7 +350,7 @@ def test_what_waits_behind_a_message_that_notices_a_loss_is_not_sent(
 ) -> None:
     with mortal.producer() as producer:
         producer.send("orders", key="k", body=b"1")
-        fall_back_to_here = Backup(server, mortal, tmp_path / "backup")
+        fall_back_to_here = Backup(server, mortal.rearm, tmp_path / "backup")
         producer.send("orders", key="k", body=b"2")
         fall_back_to_here.stop()
         futures = [producer.send_async("orders", key="k", body=b"%d" % number) for number in range(3, 6)]
@@ -359,41 +359,6 @@ def test_what_waits_behind_a_message_that_notices_a_loss_is_not_sent(
         assert [type(error) for error in errors] == [AcknowledgedLoss, PublishAborted, PublishAborted]
         producer.send("orders", key="k", body=b"6", timeout_s=20)
     assert mortal.by_key() == {"k": ["1", "6"]}
-
-
-class Backup:
-    """A server's data as they are now, to which it falls back later."""
-
-    def __init__(self, server: RedisServer, world: ProducerWorld, directory: Path) -> None:
-        self._server, self._world, self._directory = server, world, directory
-        server.stop()
-        self._data = [path for path in server.directory.iterdir() if path.name.startswith("appendonly")]
-        directory.mkdir()
-        for path in self._data:
-            self._copy(path, directory / path.name)
-        server.start()
-        world.rearm()
-
-    def stop(self) -> None:
-        """Stop the server."""
-        self._server.stop()
-
-    def restore(self) -> None:
-        """Start the server with the old data, and arm it."""
-        self._server.stop()
-        for path in self._data:
-            if path.is_dir():
-                shutil.rmtree(path)
-            self._copy(self._directory / path.name, path)
-        self._server.start()
-        self._world.rearm()
-
-    @staticmethod
-    def _copy(source: Path, target: Path) -> None:
-        if source.is_dir():
-            shutil.copytree(source, target)
-        else:
-            shutil.copy(source, target)
 
 
 # Refusals

@@ -30,6 +30,7 @@ from mqlayer.errors import (
 from mqlayer.producing.lanes import Lane, Slot, TopicLanes
 from mqlayer.producing.ledger import Ledger, tell_all
 from mqlayer.producing.links import Link, LinkOptions
+from mqlayer.producing.losses import Claim
 from mqlayer.producing.messages import pieces_of
 from mqlayer.producing.parcels import Found, Parcel, Place
 from mqlayer.producing.upkeep import Search
@@ -86,6 +87,7 @@ class World(RuleBasedStateMachine):
         self.stranded: list[TopicLanes] = []
         self.renewals = 0
         self.searches: list[Search] = []
+        self.read: list[tuple[Claim, int]] = []
         self.topic = TopicLanes(self.route(), self.table(), 0.0)
         self.ledger.topics["orders"] = self.topic
         self.link.do_connect()
@@ -299,6 +301,22 @@ class World(RuleBasedStateMachine):
                 tell_all(self.ledger.found(search.parcel, self.answer(search)))
         self.stranded, self.renewals, self.searches = [], 0, []
 
+    @rule()
+    def read_marks(self) -> None:
+        """The clerk compares what the node has with what it acknowledged; what that says may come to pass later."""
+        self.read = [
+            (claim, self.node.partitions[claim.partition].marks.get((claim.source, claim.lane.lp), 0))
+            for claim in self.ledger.claims(self.link)
+            if claim.partition in self.node.partitions
+        ]
+
+    @rule()
+    def act_on_marks(self) -> None:
+        with self.ledger.lock:
+            told = [listener for claim, mark in self.read for listener in self.ledger.missed(claim, mark)]
+        tell_all(told)
+        self.read = []
+
     def answer(self, search: Search) -> Found:
         found = {}
         for number, partition in self.node.partitions.items():
@@ -312,6 +330,8 @@ class World(RuleBasedStateMachine):
         if not hasattr(self, "node"):
             return
         self.settle_all()
+        self.read_marks()
+        self.act_on_marks()
         self.judge()
 
     def settle_all(self) -> None:
@@ -360,6 +380,7 @@ class World(RuleBasedStateMachine):
                 assert isinstance(parcel.outcome, BacklogFull | NodeOutOfMemory | PublishAborted | AcknowledgedLoss)
                 assert self.fell_back or not isinstance(parcel.outcome, AcknowledgedLoss)
                 assert not set(self.bodies[parcel]) & set(bodies), "failed, yet stored"
+        assert self.ledger.counts["lost"] == lost, "not all that is lost was told"
         chains: dict[tuple[int, int], list[int]] = {}
         for source, lp, seq, _ in held:
             chains.setdefault((source, lp), []).append(seq)

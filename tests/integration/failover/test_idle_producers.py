@@ -1,0 +1,195 @@
+"""A node loses what a producer published, which publishes elsewhere or nothing: it hears of it all the same."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mqlayer
+from mqlayer import events
+from mqlayer.domain.routing import lp_of
+from mqlayer.errors import AcknowledgedLoss
+from mqlayer.postgres.database import Database
+from mqlayer.producing import Message, Producer
+from mqlayer.stack import RedisServer
+from mqlayer.topics import set_node_address
+from tests.fixtures.backups import Backup
+from tests.fixtures.replicas import Pair, pair_of
+from tests.fixtures.servers import StartRedis
+from tests.fixtures.waiting import wait_until
+from tests.proof.producer_world import ProducerWorld
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOOK_S", "IDLE_LOOK_S", "IDLE_ROUTE_AGE_S", "ROUTE_LOOK_AFTER_S"):
+        monkeypatch.setattr(f"mqlayer.producing.upkeep.{name}", 0.05)
+
+
+@pytest.fixture
+def heard() -> Iterator[list[mqlayer.Event]]:
+    """What the hooks of this process were told."""
+    told: list[mqlayer.Event] = []
+    mqlayer.on_event(told.append)
+    yield told
+    events.forget_hook(told.append)
+
+
+@pytest.fixture
+def server(start_redis: StartRedis) -> RedisServer:
+    """A Redis that the test may kill."""
+    return start_redis()
+
+
+@pytest.fixture
+def world(database_dsn: str, key_prefix: str, server: RedisServer) -> ProducerWorld:
+    """One node that the test may kill, with the topic orders of two partitions."""
+    world = ProducerWorld(database_dsn, key_prefix, [server.url])
+    world.add_topic(partitions=2)
+    return world
+
+
+def armed_run(world: ProducerWorld) -> str:
+    """Return the run that Postgres has armed."""
+    ((run,),) = world.rows("SELECT armed_run_id FROM mqlayer.node WHERE name = 'node-1'")
+    return str(run)
+
+
+def wait_for_loss(producer: Producer, count: int) -> None:
+    """Wait until the producer has counted so many lost messages."""
+    wait_until(lambda: producer.stats.lost == count, timeout_s=20, what=f"{count} lost messages, without publishing")
+
+
+def test_a_producer_that_publishes_nothing_is_told_what_its_node_lost(
+    world: ProducerWorld, server: RedisServer, tmp_path: Path, heard: list[mqlayer.Event]
+) -> None:
+    """Case 83: two LPs lost their end, a third did not. All of it is one error, told once."""
+    with world.producer() as producer:
+        kept = producer.send_many("orders", [Message("k", b"%d" % number) for number in range(3)])[0]
+        producer.send("orders", key="whole", body=b"0")
+        fall_back_to_here = Backup(server, world.rearm, tmp_path / "backup")
+        producer.send_many("orders", [Message("k", b"lost"), Message("k", b"lost"), Message("other", b"lost")])
+        before = armed_run(world)
+        fall_back_to_here.restore()
+
+        wait_for_loss(producer, 3)
+        with pytest.raises(AcknowledgedLoss) as raised:
+            producer.flush()
+        losses = {loss.lp: loss for loss in raised.value.losses}
+        assert {lp: (loss.first, loss.last) for lp, loss in losses.items()} == {
+            lp_of(b"k"): (4, 5),
+            lp_of(b"other"): (1, 1),
+        }
+        for loss in losses.values():
+            assert (loss.topic, loss.source, loss.node) == ("orders", kept.identity.source, "node-1")
+            assert (loss.run_before, loss.run_after) == (before, armed_run(world))
+        assert pickle.loads(pickle.dumps(raised.value)).losses == raised.value.losses
+        told = {event.lp: (event.kind, event.topic, event.seq, event.count, event.group) for event in heard}
+        assert told == {
+            lp_of(b"k"): ("acknowledged_lost", "orders", 4, 2, ""),
+            lp_of(b"other"): ("acknowledged_lost", "orders", 1, 1, ""),
+        }
+        assert all("node-1" in event.cause and before[:8] in event.cause for event in heard)
+
+        assert producer.flush() == 0
+        again = producer.send("orders", key="k", body=b"again")
+        assert (again.identity.seq, again.identity.source != kept.identity.source) == (1, True)
+        assert producer.send("orders", key="whole", body=b"1").identity.seq == 2
+        assert producer.stats.lost == 3
+    assert world.by_key() == {"k": ["0", "1", "2", "again"], "whole": ["0", "1"]}
+
+
+def test_a_producer_that_publishes_to_other_lps_is_told_by_its_next_call(
+    world: ProducerWorld, server: RedisServer, tmp_path: Path
+) -> None:
+    """What raises is not stored; futures and oneway messages that went before are."""
+    with world.producer() as producer:
+        producer.send("orders", key="elsewhere", body=b"0")
+        fall_back_to_here = Backup(server, world.rearm, tmp_path / "backup")
+        producer.send("orders", key="k", body=b"lost")
+        fall_back_to_here.restore()
+        producer.send_oneway("orders", key="elsewhere", body=b"1")
+        wait_for_loss(producer, 1)
+        producer.send_oneway("orders", key="elsewhere", body=b"2")
+        with pytest.raises(AcknowledgedLoss, match=r"acknowledged messages 1 to 1 of source") as raised:
+            producer.send_async("orders", key="elsewhere", body=b"refused")
+        assert raised.value.lp == lp_of(b"k")
+        assert producer.send("orders", key="elsewhere", body=b"3").identity.seq == 4
+    assert world.by_key() == {"elsewhere": ["0", "1", "2", "3"]}
+
+
+def test_a_node_that_was_emptied_goes_on_as_the_same_run_and_is_looked_at(world: ProducerWorld) -> None:
+    """Case 42. FLUSHALL: nothing restarted, nobody publishes; whoever closes the producer hears it then."""
+    producer = Producer(world.settings(), name="test")
+    producer.send_many("orders", [Message(f"k{number}", b"x") for number in range(50)])
+    before = armed_run(world)
+    with world.client() as client:
+        client.flushall()
+    world.rearm()
+    assert armed_run(world) == before
+    wait_for_loss(producer, 50)
+    with pytest.raises(AcknowledgedLoss) as raised:
+        producer.close()
+    assert sum(loss.messages for loss in raised.value.losses) == 50
+    assert {loss.run_before for loss in raised.value.losses} == {""}
+    producer.close()
+    assert not world.rows("SELECT 1 FROM mqlayer.source WHERE closed_at IS NULL")
+
+
+def test_what_goes_wrong_in_the_block_is_not_hidden_by_what_was_lost(world: ProducerWorld) -> None:
+    def lose_and_fail() -> None:
+        with Producer(world.settings(), name="test") as producer:
+            producer.send("orders", key="k", body=b"x")
+            with world.client() as client:
+                client.flushall()
+            world.rearm()
+            wait_for_loss(producer, 1)
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        lose_and_fail()
+
+
+def test_what_a_promoted_replica_lacks_is_told_to_a_producer_that_publishes_nothing(
+    start_redis: StartRedis, database_dsn: str, key_prefix: str
+) -> None:
+    """Case 83. The old primary lives on, and so does the producer's line to it."""
+    with pair_of(start_redis) as pair:
+        lose_the_end_of_a_replica(pair, ProducerWorld(database_dsn, key_prefix, [pair.primary.url]))
+
+
+def lose_the_end_of_a_replica(pair: Pair, world: ProducerWorld) -> None:
+    world.add_topic()
+    with world.producer() as producer:
+        producer.send_many("orders", [Message("k", b"%d" % number) for number in range(3)])
+        pair.wait_in_step()
+        pair.cut_line()
+        producer.send_many("orders", [Message("k", b"lost"), Message("other", b"lost")])
+        pair.promote()
+        with Database(world.dsn) as database:
+            set_node_address(
+                database, "node-1", pair.replica.url, prefix=world.prefix, application=database, actor="test"
+            )
+        wait_for_loss(producer, 2)
+        with pytest.raises(AcknowledgedLoss) as raised:
+            producer.flush()
+        assert {loss.lp: loss.first for loss in raised.value.losses} == {lp_of(b"k"): 4, lp_of(b"other"): 1}
+
+
+def test_a_restart_that_loses_nothing_is_no_loss(world: ProducerWorld, server: RedisServer) -> None:
+    """The producer goes on under its source, whatever it had looked at."""
+    with world.producer() as producer:
+        source = producer.send("orders", key="k", body=b"0").identity.source
+        for _ in range(2):
+            server.kill()
+            server.start()
+            world.rearm()
+            looks = producer._upkeep._looks
+            armed_at = world.rows("SELECT armed_at FROM mqlayer.node")[0][0]
+            wait_until(lambda: armed_at in looks._armed_at.values() and not looks._due, what="a look")  # noqa: B023
+        assert producer.flush() == 0
+        assert producer.send("orders", key="k", body=b"1").identity == (source, lp_of(b"k"), 2)
+        assert producer.stats.lost == 0
