@@ -22,6 +22,33 @@ def registered_nodes(asked: AskedDatabase) -> list[tuple[Node, datetime | None]]
     ]
 
 
+def check_replaced(asked: AskedDatabase, limits: Limits) -> list[Finding]:
+    """A promoted standby, or a recovered backup, may lack the last commits."""
+    rows = asked.rows("check_replaced")
+    known, now, another, noted_s = rows[0] if rows else (0, 0, False, None)
+    if another or (known and now not in (0, known)):
+        seen = f"it is on timeline {now}{' of another system' if another else ''}, the schema knows {known}"
+        fix = "nothing, while a worker, relay or member runs: the next connection sees to it; see docs/failover.md"
+        seen += ": it was replaced, and no process has connected since"
+        return [Finding("replaced", asked.subject, Verdict.BROKEN, seen, fix)]
+    if noted_s is not None and noted_s < limits.replaced_s:
+        seen = f"it was replaced {shown_s(noted_s)} ago, and may lack the last commits of before"
+        fix = "mqlayer verify names what differs; where effects must not be missing: mqlayer group seek"
+        return [Finding("replaced", asked.subject, Verdict.WARNING, seen, fix)]
+    return [Finding("replaced", asked.subject, Verdict.OK, f"timeline {now or 'not told'}, as the schema knows it")]
+
+
+def check_unarmed(asked: AskedDatabase, limits: Limits) -> list[Finding]:
+    """Nobody is served by a node of which no run is armed."""
+    found = []
+    for name, age_s in asked.rows("check_unarmed"):
+        verdict = Verdict.BROKEN if age_s is None or age_s > limits.waiting_s else Verdict.WARNING
+        seen = f"no run of node {name} is armed{'' if age_s is None else f' since {shown_s(age_s)}'}: it serves nothing"
+        fix = f"mqlayer node rearm {name}: it says what it waits for; a running worker tries it every 5 s"
+        found.append(Finding("unarmed", asked.subject, verdict, seen, fix))
+    return found or [Finding("unarmed", asked.subject, Verdict.OK, "a run of each node is armed")]
+
+
 def check_beat(asked: AskedDatabase, _: Limits) -> list[Finding]:
     """Periodic jobs make up for what died, trim, rotate and retire; members join and leave without them."""
     ((last_s,),) = asked.rows("check_last_job")
@@ -121,6 +148,8 @@ def check_archive(asked: AskedDatabase, limits: Limits) -> list[Finding]:
 
 
 CHECKS: Final[dict[str, Check[AskedDatabase]]] = {
+    "replaced": check_replaced,
+    "unarmed": check_unarmed,
     "beat": check_beat,
     "routes": check_changes,
     "groups": check_groups,

@@ -51,6 +51,8 @@ class Limits:
     """The same, for one that holds locks on our tables."""
     waiting_s: float = 30.0
     """How long outbox rows and route changes may wait, and a periodic job may be overdue."""
+    replaced_s: float = 86_400.0
+    """For how long it is told that a Postgres was replaced, which may have lost commits."""
     clock_s: float = 1.0
     """How far a server's clock may be from ours. Nothing is judged by clients' clocks, so it never is more than odd."""
     part: float = 0.8

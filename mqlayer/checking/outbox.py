@@ -6,6 +6,7 @@ from typing import Final
 
 from mqlayer.checking.findings import Check, Finding, Limits, Verdict, shown_s
 from mqlayer.checking.postgres import AskedDatabase
+from mqlayer.postgres.server import SUSPECT, UNTOLD
 
 
 def check_relays(asked: AskedDatabase, limits: Limits) -> list[Finding]:
@@ -27,6 +28,18 @@ def check_relays(asked: AskedDatabase, limits: Limits) -> list[Finding]:
         fix = "see the relay's log and the nodes: what is away, full, or sealed for a route change?"
         found.append(Finding("relay", asked.subject, Verdict.BROKEN, rows, fix))
     return found or [Finding("relay", asked.subject, Verdict.OK, f"{living} relays live; {rows}")]
+
+
+def check_recovery(asked: AskedDatabase, _: Limits) -> list[Finding]:
+    """Nothing is relayed of an outbox that may have lost commits before it is recovered."""
+    rows = asked.rows("outbox_server")
+    known, now = rows[0][1:3] if rows else (None, UNTOLD)
+    if known != SUSPECT and (known in (None, UNTOLD) or now in (UNTOLD, known)):
+        return [Finding("recovery", asked.subject, Verdict.OK, "its relays know its timeline")]
+    why = "Redis holds more than it ever numbered" if known == SUSPECT else f"it is on timeline {now}, was on {known}"
+    seen = f"the outbox waits to be recovered, and nothing is relayed: {why}, so commits may be missing"
+    fix = "start a relay, which does it, and bring back the nodes that its log names; without them: "
+    return [Finding("recovery", asked.subject, Verdict.BROKEN, seen, fix + "mqlayer outbox recover --unproven")]
 
 
 def check_aside(asked: AskedDatabase, _: Limits) -> list[Finding]:
@@ -68,6 +81,7 @@ def check_versions(asked: AskedDatabase, _: Limits) -> list[Finding]:
 
 CHECKS: Final[dict[str, Check[AskedDatabase]]] = {
     "relay": check_relays,
+    "recovery": check_recovery,
     "set aside": check_aside,
     "publishers": check_publishers,
     "versions": check_versions,

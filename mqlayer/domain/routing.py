@@ -58,11 +58,18 @@ class Route:
     backlog_limit: int
     best_effort: bool = False
     """Order is kept where it costs nothing: a message whose partition refuses may go to another one."""
+    timeline: int = 0
+    """Of the Postgres that says so: a later one may have lost the newest versions, and gives them out anew."""
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_tiling((r.lp_from, r.lp_to) for r in self.ranges)
         object.__setattr__(self, "_starts", tuple(r.lp_from for r in self.ranges))
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """What a later route of the topic has more of."""
+        return self.timeline, self.version
 
     def range_of(self, lp: int) -> Range:
         """Return the range that serves an LP."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Final
 
 import psycopg
 
 from mqlayer.postgres.queries import query
+
+UNTOLD: Final = 0
+SUSPECT: Final = -1
+"""In place of a timeline: of a Postgres that does not tell it, and where commits are known to be missing."""
 
 log = logging.getLogger(__name__)
 

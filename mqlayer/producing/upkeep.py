@@ -199,10 +199,10 @@ class Upkeep:
         route = self._routes.refresh(topic.name)
         links = self._links_of(route)
         with self._ledger.lock:
-            if route.version > topic.route.version:
+            if route.age > topic.route.age:
                 # A node that was given up may have taken with it what its successors can't have.
                 self._clerk.do(lambda: self._look_at(list(links)), after_s=ROUTE_LOOK_AFTER_S)
-            if route.version >= topic.route.version:
+            if route.age >= topic.route.age:
                 topic.adopt(route, self._table(route, links), time.monotonic())
             return any(topic.table[lane.lp] is not lane.slot for lane in topic.stranded)
 

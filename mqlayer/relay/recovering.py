@@ -31,6 +31,7 @@ from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
+from mqlayer.postgres.server import SUSPECT, UNTOLD
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection, raise_for_reply
 from mqlayer.routes.cache import load_nodes
@@ -45,9 +46,6 @@ PAGE_BYTES: Final = 4_000_000
 LOOK_LIMIT: Final = 200_000
 """So many of a partition's newest records are compared at the most; what lies before them counts as not proven."""
 SHOWN: Final = 100
-UNTOLD: Final = 0
-SUSPECT: Final = -1
-"""In place of a timeline: of a Postgres that does not tell it, and where commits are known to be missing."""
 
 Content = tuple[bytes, bytes, bytes]
 """Facts, key and the body's SHA-256."""

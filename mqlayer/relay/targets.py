@@ -30,7 +30,7 @@ class Targets:
         self._routes, self._links, self._ask_names = routes, links, ask_names
         self._names: dict[int, str] = {}
         self._by_lp: dict[int, list[Target]] = {}
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, tuple[int, int]] = {}
         self._unrouted: dict[int, Target] = {}
         self._chance = random.Random()
 
@@ -104,7 +104,7 @@ class Targets:
             target.backlog_limit, target.passes_over = route.backlog_limit, route.best_effort
             by_lp += [target] * (part.lp_to - part.lp_from)
             self._set_ready(target, time.monotonic())
-        self._by_lp[topic_id], self._versions[topic_id] = by_lp, route.version
+        self._by_lp[topic_id], self._versions[topic_id] = by_lp, route.age
         self._unrouted.pop(topic_id, None)
 
     def _set_ready(self, target: Target, now: float) -> None:

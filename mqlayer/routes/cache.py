@@ -59,7 +59,7 @@ class RouteCache:
         with self._lock:
             known = self._routes.get(topic)
             # A slower reader must not put an older version back.
-            if known is None or known[0].topic_id != route.topic_id or known[0].version <= route.version:
+            if known is None or known[0].topic_id != route.topic_id or known[0].age <= route.age:
                 self._routes[topic] = (route, time.monotonic())
             return self._routes[topic][0]
 
@@ -116,14 +116,21 @@ def load_route(database: Database, topic: str) -> Route:
         rows = connection.execute(query("route_in_force"), {"name": topic}).fetchall()
     if not rows:
         raise NotFound("topic", topic, f"create it: mqlayer topic create {topic}")
-    topic_id, version, body_limit, backlog_limit, strategy = rows[0][:5]
+    topic_id, version, body_limit, backlog_limit, strategy, timeline = rows[0][:6]
     if version is None:
         raise NotFound("topic", topic, f"its creation was cut off, finish it: mqlayer topic create {topic}")
     ranges = tuple(
         Range(lp_from, lp_to, PartitionId(partition), NodeId(node)) for *_, lp_from, lp_to, partition, node in rows
     )
     return Route(
-        topic_id, topic, RouteVersion(version), ranges, body_limit, backlog_limit, best_effort=strategy == "best_effort"
+        topic_id,
+        topic,
+        RouteVersion(version),
+        ranges,
+        body_limit,
+        backlog_limit,
+        best_effort=strategy == "best_effort",
+        timeline=timeline,
     )
 
 

@@ -60,6 +60,21 @@ ORDER BY r.rolname;
 -- All nodes, the given-up ones too.
 SELECT node_id, name, url, armed_run_id, lost_at FROM mqlayer.node ORDER BY node_id;
 
+-- name: check_replaced
+-- Whether the server is another one than the schema knows, and how long ago the last one was noted that was: another
+-- timeline begins with each promotion and recovery, and a commit or two may be missing on it.
+SELECT s.timeline AS known, mqlayer.timeline_v1() AS now,
+       s.system_id <> '' AND mqlayer.system_v1() NOT IN ('', s.system_id) AS another_system,
+       (SELECT extract(epoch FROM clock_timestamp() - max(a.at))::float8 FROM mqlayer.audit a
+        WHERE a.act = 'postgres replaced') AS noted_s
+FROM mqlayer.server s;
+
+-- name: check_unarmed
+-- Nodes of which no run is armed at all, and for how long: since a Postgres was replaced, as a rule.
+SELECT n.name, extract(epoch FROM clock_timestamp() - greatest(n.armed_at, s.since))::float8 AS age_s
+FROM mqlayer.node n LEFT JOIN mqlayer.server s ON true
+WHERE n.armed_run_id IS NULL AND n.lost_at IS NULL ORDER BY n.node_id;
+
 -- name: check_last_job
 -- How long ago any periodic job ran; null where none ever did.
 SELECT extract(epoch FROM now() - max(last_at))::float8 AS ago_s FROM mqlayer.job;

@@ -129,7 +129,8 @@ def test_of_a_well_installation_nothing_is_broken(
     assert {line["check"] for line in found if line["verdict"] != "ok"} <= {"version"}
     assert {line["check"] for line in found} == {
         "reachable", "version", "durability", "connections", "transactions", "prepared", "clock", "control schema",
-        "beat", "routes", "groups", "parked", "pauses", "archive", "application schema", "relay", "set aside",
+        "replaced", "unarmed", "beat", "routes", "groups", "parked", "pauses", "archive", "application schema",
+            "relay", "recovery", "set aside",
         "publishers", "versions", "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
     }  # fmt: skip
     assert all(set(line) == {"check", "subject", "verdict", "seen", "fix"} for line in found)
@@ -406,6 +407,36 @@ def test_messages_that_nobody_relays_are_told(ward: Ward) -> None:
         ward.world.wait_until_whole()
     relay_once(ward.world.settings(), limits=QUICK)
     assert ward.finding("relay", waiting_s=0.0).seen == "no relay lives; no outbox row waits"
+
+
+def test_an_outbox_that_waits_to_be_recovered_is_told(ward: Ward) -> None:
+    """Case 72."""
+    ward.world.publish(5)
+    relay_once(ward.world.settings(), limits=QUICK)
+    assert ward.findings("recovery") == []
+    for timeline, why in ((-1, "more than it ever numbered"), (77, "was on 77")):
+        ward.world.rows(f"UPDATE mqlayer_app.identity SET timeline = {timeline}")
+        finding = ward.finding("recovery")
+        assert (finding.verdict, why in finding.seen) == ("broken", True), finding
+        assert "mqlayer outbox recover --unproven" in finding.fix
+        relay_once(ward.world.settings(), limits=QUICK)
+        assert ward.findings("recovery") == []
+
+
+def test_a_postgres_that_was_replaced_is_told_before_and_after_somebody_saw_to_it(ward: Ward) -> None:
+    """Case 72. From then on no node is armed, until somebody arms it."""
+    assert ward.findings("replaced") == ward.findings("unarmed") == []
+    ward.world.rows("UPDATE mqlayer.server SET timeline = timeline + 1")
+    finding = ward.finding("replaced")
+    assert (finding.verdict, "no process has connected since" in finding.seen) == ("broken", True)
+    with Database(ward.world.dsn) as database, database.connection():
+        assert ward.finding("replaced").verdict == "warning"
+        assert ward.finding("unarmed").verdict == "warning"
+        unarmed = ward.finding("unarmed", waiting_s=0.0)
+        assert (unarmed.verdict, "mqlayer node rearm node-1" in unarmed.fix) == ("broken", True)
+        rearm_node(database, "node-1", prefix=ward.world.settings().key_prefix)
+    assert ward.findings("unarmed") == []
+    assert ward.findings("replaced", replaced_s=0.0) == []
 
 
 def test_lp_sets_without_an_owner_and_rows_that_wait_beside_a_relay_are_told(ward: Ward) -> None:
