@@ -11,6 +11,7 @@ from mqlayer.changes.changing import (
     planned_split,
     split,
 )
+from mqlayer.changes.forgotten import Reopened, reopen_forgotten
 from mqlayer.changes.load import measured_load
 from mqlayer.changes.losing import Loss, bring_back_nodes, give_up_node
 from mqlayer.changes.reports import (
@@ -31,6 +32,7 @@ __all__ = [
     "Loss",
     "PartitionSplit",
     "Plan",
+    "Reopened",
     "RouteLine",
     "SplitReport",
     "Successor",
@@ -53,6 +55,7 @@ __all__ = [
     "planned_split",
     "planned_splits",
     "read_split_report",
+    "reopen_forgotten",
     "retire_partitions",
     "route_history",
     "route_lines",

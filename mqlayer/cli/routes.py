@@ -24,6 +24,7 @@ from mqlayer.changes import (
     planned_split,
     planned_splits,
     read_split_report,
+    reopen_forgotten,
     route_history,
     route_lines,
 )
@@ -227,6 +228,27 @@ def repair(
         typer.echo("no change is open")
     if waiting:
         raise typer.Exit(1)
+
+
+@routes.command()
+def reopen(
+    topic: TopicArgument,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it: what only the lost successors hold is lost.")] = False,
+) -> None:
+    """Undo a change that the control database lost in a fail-over: its parents are sealed, and nobody opens others."""
+    settings = settings_here()
+    if not yes:
+        raise InvalidInput(f"what only successors hold that Postgres lost is lost: mqlayer verify {topic}, then --yes")
+    with Database(settings.control_dsn()) as database:
+        done = reopen_forgotten(
+            database, topic, prefix=settings.key_prefix, actor=actor(), unsafe=settings.allow_unsafe_redis
+        )
+    for partition, count in done.buried.items():
+        typer.echo(f"partition {partition}, which Postgres does not know, is buried; it had had {count} messages")
+    for partition in done.opened:
+        typer.echo(f"partition {partition} is open again")
+    if not done.opened:
+        typer.echo("nothing is sealed for a change that is not known")
 
 
 @routes.command()

@@ -58,8 +58,8 @@ class Route:
     backlog_limit: int
     best_effort: bool = False
     """Order is kept where it costs nothing: a message whose partition refuses may go to another one."""
-    timeline: int = 0
-    """Of the Postgres that says so: a later one may have lost the newest versions, and gives them out anew."""
+    since: float = 0.0
+    """When the Postgres that says so was first met: a later one may have lost versions, and gives them out anew."""
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -67,9 +67,9 @@ class Route:
         object.__setattr__(self, "_starts", tuple(r.lp_from for r in self.ranges))
 
     @property
-    def age(self) -> tuple[int, int]:
+    def age(self) -> tuple[float, int]:
         """What a later route of the topic has more of."""
-        return self.timeline, self.version
+        return self.since, self.version
 
     def range_of(self, lp: int) -> Range:
         """Return the range that serves an LP."""

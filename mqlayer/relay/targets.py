@@ -30,7 +30,7 @@ class Targets:
         self._routes, self._links, self._ask_names = routes, links, ask_names
         self._names: dict[int, str] = {}
         self._by_lp: dict[int, list[Target]] = {}
-        self._versions: dict[int, tuple[int, int]] = {}
+        self._versions: dict[int, tuple[float, int]] = {}
         self._unrouted: dict[int, Target] = {}
         self._chance = random.Random()
 

@@ -116,7 +116,7 @@ def load_route(database: Database, topic: str) -> Route:
         rows = connection.execute(query("route_in_force"), {"name": topic}).fetchall()
     if not rows:
         raise NotFound("topic", topic, f"create it: mqlayer topic create {topic}")
-    topic_id, version, body_limit, backlog_limit, strategy, timeline = rows[0][:6]
+    topic_id, version, body_limit, backlog_limit, strategy, since = rows[0][:6]
     if version is None:
         raise NotFound("topic", topic, f"its creation was cut off, finish it: mqlayer topic create {topic}")
     ranges = tuple(
@@ -130,7 +130,7 @@ def load_route(database: Database, topic: str) -> Route:
         body_limit,
         backlog_limit,
         best_effort=strategy == "best_effort",
-        timeline=timeline,
+        since=since,
     )
 
 

@@ -341,3 +341,30 @@ UPDATE mqlayer.group_start SET start_offset = 1 WHERE partition_id = %(partition
 -- No earlier owner of a partition is served any more.
 UPDATE mqlayer.assignment SET epoch = nextval('mqlayer.epoch'), changed_at = now()
 WHERE partition_id = %(partition_id)s;
+
+-- name: forgotten_limits
+-- The highest numbers that this database gave out of changes and partitions, or leaped over when it was replaced.
+SELECT coalesce(max(last_value) FILTER (WHERE sequencename = 'route_change_change_id_seq'), 0)::int AS change_id,
+       coalesce(max(last_value) FILTER (WHERE sequencename = 'partition_partition_id_seq'), 0)::int AS partition_id
+FROM pg_sequences WHERE schemaname = 'mqlayer';
+
+-- name: forgotten_known
+-- Which of these changes and partitions are known; a change that was dropped never sealed anything.
+SELECT (SELECT coalesce(array_agg(change_id), '{}') FROM mqlayer.route_change
+        WHERE change_id = ANY(%(changes)s::int[]) AND state <> 'dropped') AS changes,
+       (SELECT coalesce(array_agg(partition_id), '{}') FROM mqlayer.partition
+        WHERE partition_id = ANY(%(partitions)s::int[])) AS partitions;
+
+-- name: forgotten_homes
+-- Partitions of a topic that are open, with their nodes.
+SELECT p.partition_id, p.node_id FROM mqlayer.partition p
+WHERE p.topic_id = %(topic_id)s AND p.state = 'open' ORDER BY p.partition_id;
+
+-- name: forgotten_groups
+-- All groups of a topic that may have keys on nodes.
+SELECT group_id FROM mqlayer.consumer_group WHERE topic_id = %(topic_id)s ORDER BY group_id;
+
+-- name: forgotten_epochs
+-- Give the assignments of partitions that are opened again a new epoch: their owners have read the command.
+UPDATE mqlayer.assignment SET epoch = nextval('mqlayer.epoch'), changed_at = now()
+WHERE partition_id = ANY(%(partitions)s::int[]) RETURNING group_id, partition_id, epoch;

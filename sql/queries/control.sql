@@ -122,9 +122,9 @@ UPDATE mqlayer.topic SET version = coalesce(version, 0) + 1
 WHERE topic_id = %(topic_id)s AND version IS NOT DISTINCT FROM %(version)s;
 
 -- name: route_in_force
--- The route version in force of one topic, and on which timeline: a line per range.
+-- The route version in force of one topic, and since when this server is known: a line per range.
 SELECT t.topic_id, t.version, t.body_limit, t.backlog_limit, t.strategy,
-       (SELECT coalesce(max(timeline), 0) FROM mqlayer.server) AS timeline, r.lp_from, r.lp_to, r.partition_id, p.node_id
+       (SELECT coalesce(extract(epoch FROM max(since)), 0)::float8 FROM mqlayer.server) AS since, r.lp_from, r.lp_to, r.partition_id, p.node_id
 FROM mqlayer.topic t
 LEFT JOIN mqlayer.route r ON r.topic_id = t.topic_id AND r.version = t.version
 LEFT JOIN mqlayer.partition p ON p.partition_id = r.partition_id

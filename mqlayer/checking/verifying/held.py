@@ -64,6 +64,7 @@ class Held:
     records: int
     kept: int
     looks: dict[int, Look]
+    sealed_for: int = 0
     chains: Chains | None = None
 
 
@@ -118,6 +119,7 @@ def _held(seen: list[Any], looks: dict[int, Look]) -> Held | None:
         records=records,
         kept=int(first_id.split(b"-")[0]) if records else following,
         looks=looks,
+        sealed_for=int(meta.get("sealed_for", 0)),
     )
 
 

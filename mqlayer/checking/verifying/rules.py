@@ -50,6 +50,10 @@ def partition_rule(asked: Asked) -> Iterator[Finding]:
         elif (held.topic, held.lp_from, held.lp_to) != (asked.before.topic, wanted.lp_from, wanted.lp_to):
             seen = f"its node has topic {held.topic}, LPs [{held.lp_from}, {held.lp_to}) under its number"
             yield _wrong("partition", wanted, seen, "another system uses this key prefix: give each its own")
+        elif wanted.state == "open" and held.state == "sealed":
+            seen = f"open in Postgres, sealed on its node for change {held.sealed_for}, of which Postgres knows nothing"
+            fix = f"it lost that change: mqlayer route reopen {asked.before.topic} --yes, see docs/failover.md"
+            yield _wrong("partition", wanted, seen, fix)
         elif held.state != wanted.state:
             yield _wrong("partition", wanted, f"{wanted.state} in Postgres, {held.state} on its node", REARM)
 
