@@ -8,6 +8,7 @@ Runs inside of re-arming: under the node's row lock, before the run is armed, so
 | open, or about to be | importing | its marks are loaded, it is opened |
 | sealed | not sealed | resent from the outbox up to the recorded marks, sealed anew |
 | sealed | sealed by another seal | the same; opened again for it where the outbox has something to resend |
+| sealed | its tombstone | it counts as deleted: a Postgres that was replaced lost its retirement |
 | deleted | anything | only its tombstone is left, again: an old copy of it must not take what nobody would read |
 
 A new seal gets a new name, and Postgres records that one: whoever read the lost command record can't open the gate.
@@ -178,6 +179,8 @@ class Mender:
 
     def _mend_one(self, wanted: Wanted) -> None:
         state = self._found[wanted.partition].state
+        if state == "deleted" and wanted.seal_id and self._is_retired(wanted):
+            return
         if state is None:
             self._make(wanted)
             self.mended.remade.append(wanted.partition)
@@ -188,6 +191,13 @@ class Mender:
             self._seal_again(wanted)
             self.mended.sealed.append(wanted.partition)
         failpoint("mend.after_one")
+
+    def _is_retired(self, wanted: Wanted) -> bool:
+        facts = {"partition_id": wanted.partition}
+        if not self._connection.execute(query("partition_retired_before"), facts).rowcount:
+            return False
+        log.warning("retirement_was_lost", extra={"partition": wanted.partition})
+        return True
 
     def _make(self, wanted: Wanted) -> None:
         state, change = ("open", "") if wanted.born_in is None else ("importing", wanted.born_in)

@@ -38,6 +38,13 @@ LEFT JOIN mqlayer.route_change c ON c.change_id = p.born_in
 WHERE p.node_id = %(node_id)s AND (p.state IN ('open', 'sealed') OR (p.state = 'importing' AND c.state = 'sealed'))
 ORDER BY p.partition_id;
 
+-- name: partition_retired_before
+-- A sealed partition of which its node has the tombstone was retired, in a commit that this database lost: a tombstone is
+-- written behind that commit only. Not so the tombstone of a copy that was made anew elsewhere.
+UPDATE mqlayer.partition p SET state = 'deleted'
+WHERE p.partition_id = %(partition_id)s AND p.state = 'sealed' AND NOT EXISTS (
+    SELECT FROM mqlayer.abandoned a WHERE a.partition_id = p.partition_id AND a.node_id = p.node_id);
+
 -- name: node_tombstones
 -- The partitions of which a node must hold nothing but a tombstone, with the groups that may have keys there: deleted
 -- ones, and copies of those that were made anew elsewhere while the node was given up. And whether it may hold what became

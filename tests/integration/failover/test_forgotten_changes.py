@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 
@@ -11,12 +13,12 @@ import pytest
 from mqlayer.changes import reopen_forgotten, split
 from mqlayer.checking.verifying import verify
 from mqlayer.errors import AcknowledgedLoss, Conflict, PublishUnknown
-from mqlayer.failpoints import FailpointHit, arm, disarm_all
 from mqlayer.postgres.database import Database
 from mqlayer.producing import Message
 from mqlayer.routes.cache import RouteCache, load_route
 from mqlayer.stack import PostgresServer
 from mqlayer.topics import rearm_node
+from tests.fixtures.forking import start_python
 from tests.fixtures.waiting import wait_until
 from tests.proof.producer_world import ProducerWorld
 
@@ -54,7 +56,6 @@ def past(postgres_server: PostgresServer, world: ProducerWorld) -> Iterator[Call
         return world.dsn
 
     yield go
-    disarm_all()
     postgres_server.drop_database(copy)
 
 
@@ -78,6 +79,13 @@ def reopen(world: ProducerWorld) -> tuple[list[int], dict[int, int]]:
     with Database(world.dsn) as database:
         done = reopen_forgotten(database, "orders", prefix=world.prefix)
     return done.opened, done.buried
+
+
+def reopen_process(world: ProducerWorld, *options: str, failpoints: str = "") -> int:
+    """Say `mqlayer route reopen`; return the exit code."""
+    names = {"MQLAYER_DSN": world.dsn, "MQLAYER_APP_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.prefix}
+    environment = {**os.environ, **names, "MQLAYER_FAILPOINTS": failpoints}
+    return start_python("mqlayer", "route", "reopen", "orders", *options, env=environment).wait(60)
 
 
 def states(world: ProducerWorld, partitions: int) -> list[str]:
@@ -107,15 +115,13 @@ def test_a_change_that_was_lost_is_named_and_undone(
             told = verify(database, "orders", application=database, prefix=world.prefix)
             (named,) = (finding for finding in told if finding.check == "partition" and finding.verdict == "broken")
             assert "mqlayer route reopen orders" in named.fix
-            arm("forgotten.after_bury", "raise")
-            with pytest.raises(FailpointHit):
-                reopen_forgotten(database, "orders", prefix=world.prefix)
-            assert states(world, 3) == ["sealed", "deleted", "open"]
-            arm("forgotten.after_open", "raise")
-            with pytest.raises(FailpointHit):
-                reopen_forgotten(database, "orders", prefix=world.prefix)
-            assert states(world, 3) == ["open", "deleted", "deleted"]
-            assert reopen(world) == ([], {})
+        assert reopen_process(world) == 1, "it has to be said with --yes"
+        assert reopen_process(world, "--yes", failpoints="forgotten.after_bury=kill") == -signal.SIGKILL
+        assert states(world, 3) == ["sealed", "deleted", "open"]
+        assert reopen_process(world, "--yes", failpoints="forgotten.after_open=kill") == -signal.SIGKILL
+        assert states(world, 3) == ["open", "deleted", "deleted"]
+        assert reopen_process(world, "--yes") == 0
+        assert reopen(world) == ([], {})
         wait_until(lambda: goes_on(producer), timeout_s=20, what="the producer to go on")
         assert producer.stats.lost >= 2
         split_once(world)
@@ -180,3 +186,19 @@ def test_a_later_timelines_route_counts_whatever_its_version(world: ProducerWorl
         routes._routes["orders"] = (newer, 0.0)
         assert routes.refresh("orders").version == 1
         rearm_node(database, "node-1", prefix=world.prefix)
+
+
+def test_a_retirement_that_was_lost_does_not_keep_its_node_from_being_armed(world: ProducerWorld) -> None:
+    """Case 72. A tombstone is written only when all groups are known to have drained the partition: that stays true."""
+    with world.producer() as producer:
+        producer.send("orders", key="k", body=b"0")
+    split_once(world)
+    with world.client() as client:
+        client.delete(world.keys(1).log, world.keys(1).marks, world.keys(1).meta)
+        client.hset(world.keys(1).meta, "state", "deleted")
+    world.rows("UPDATE mqlayer.node SET armed_run_id = NULL")
+    world.rearm()
+    assert world.rows("SELECT state FROM mqlayer.partition WHERE partition_id = 1") == [("deleted",)]
+    assert states(world, 3) == ["deleted", "open", "open"]
+    with world.producer() as producer:
+        producer.send("orders", key="k", body=b"1")
