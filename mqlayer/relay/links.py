@@ -239,7 +239,9 @@ class Links:
         if not suspect:
             try:
                 return self._connected(node)
-            except NodeNotArmed:
+            except NodeNotArmed as error:
+                # Arming may wait for somebody else, and has its own reasons only when it is given up.
+                self._links[node_id].trouble = str(error)
                 log.info("relay_node_not_armed", extra={"node": node.name})
         settings = self._settings
         node, _ = rearm_node(

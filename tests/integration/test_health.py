@@ -186,6 +186,28 @@ def test_a_relay_that_stands_by_is_ready(database_dsn: str, redis_url: str, key_
     assert relay.health().waits == ("it is stopping",)
 
 
+def test_a_relay_whose_node_is_not_armed_names_it_until_it_is(
+    database_dsn: str, start_redis: StartRedis, key_prefix: str
+) -> None:
+    """Case 83. Whoever arms it waits for the node's row, which somebody else holds."""
+    node = start_redis()
+    world = OutboxWorld(database_dsn, key_prefix, [node.url])
+    world.add_topic("orders")
+    with world.relay(limits=QUICK, lease_s=5.0) as relay:
+        world.publish(5)
+        world.wait_until_whole()
+        wait_until(lambda: relay.health().ready, what="it serves")
+        with psycopg.connect(database_dsn) as connection:
+            connection.execute("SELECT FROM mqlayer.node FOR UPDATE")
+            node.restart()
+            world.publish(5)
+            waits = wait_until(lambda: [r for r in relay.health().waits if "not the armed one" in r], what="it says so")
+            assert "mqlayer node rearm node-1" in waits[0]
+            assert relay.health().live
+        wait_until(lambda: relay.health().ready, timeout_s=20, what="it serves again")
+        world.wait_until_whole()
+
+
 def test_a_celery_worker_that_hosts_consumers_answers_for_them(
     start: Start, orders: Appender, proxy: TcpProxy, start_redis: StartRedis
 ) -> None:

@@ -22,6 +22,7 @@ from mqlayer.topics import create_topic, find_node, rearm_node, register_node, s
 from tests.fixtures.consuming import Recorder, StartStage, member_of
 from tests.fixtures.replicas import Pair, Switch, client_of, pair_of
 from tests.fixtures.servers import StartRedis
+from tests.fixtures.sharing import share, shared_member
 from tests.fixtures.waiting import wait_until
 from tests.proof.outbox_world import OutboxWorld
 from tests.proof.producer_world import ProducerWorld
@@ -143,6 +144,29 @@ def test_members_and_receivers_leave_the_old_primary_behind_the_same_address(
         with contextlib.suppress(StaleToken, NodeNotArmed):
             receiver.ack(batch)
     assert all(epoch > before[partition][0] for partition, (epoch, _) in member_of(app).holdings().items())
+
+
+def test_members_of_a_shared_group_leave_the_old_primary_behind_the_same_address(
+    pair: Pair, switch: Switch, start_stage: StartStage
+) -> None:
+    """Case 83. Their lines to it stay open too."""
+    stage = start_stage(f"redis://{switch.host}:{switch.port}/0")
+    recorder = Recorder()
+    stage.send_numbers(keys=5, each=4)
+    app = share(stage, recorder)
+    stage.wait_settled()
+    pair.wait_in_step()
+    before = shared_member(app).holdings()
+    pair.cut_line()
+    pair.promote()
+    switch.lead_to(pair.replica)
+    assert bring_back_nodes(stage.database, prefix=stage.prefix) == {"node-1": "armed"}
+    stage.send_numbers(keys=5, each=4, first=5)
+    wait_until(lambda: len(set(recorder.ended)) == 40, timeout_s=20, what="what came to the new one handled")
+    wait_until(
+        lambda: all(epoch > before[partition][0] for partition, (epoch, _) in shared_member(app).holdings().items()),
+        what="higher epochs",
+    )
 
 
 def test_an_old_primary_is_never_armed_again_by_whoever_still_reaches_it(
