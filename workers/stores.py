@@ -40,10 +40,13 @@ class Stores:
     def close(self) -> None:
         """Send what is queued, then close everything."""
         with self._lock:
-            if self._producer is not None:
-                self._producer.close()
-            for database in self._databases.values():
-                database.close()
+            try:
+                if self._producer is not None:
+                    self._producer.close()
+            finally:
+                # Also where the producer has a loss to tell.
+                for database in self._databases.values():
+                    database.close()
 
 
 class _Process:
