@@ -97,6 +97,17 @@ def is_replaced(application: Connection) -> bool:
     return bool(known != now)
 
 
+def refuse_if_renumbered(application: Connection, outbox_uuid: UUID, address: str) -> None:
+    """Raise StoreUnavailable where an outbox is not the one that a session began with, or is on another timeline.
+
+    Another relay may have numbered it anew, and a pooler may keep connections over a fail-over. Asked behind a read, it
+    tells that the numbers that were read are those of the session's source.
+    """
+    row = application.execute(query("outbox_identity_now"), {"outbox_uuid": outbox_uuid}).fetchone()
+    if row is None:
+        raise StoreUnavailable(address, "its outbox goes on under other numbers since, or it is another server")
+
+
 def recover_outbox(
     application: Connection, control: Database, lines: Lines, *, prefix: str, unproven: bool = False, actor: str
 ) -> Recovered | None:
