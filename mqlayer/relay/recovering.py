@@ -33,6 +33,7 @@ from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection, raise_for_reply
+from mqlayer.relay.source import refuse_copy
 from mqlayer.routes.cache import load_nodes
 from mqlayer.settings import Settings
 from mqlayer.topics.nodes import rearm_node
@@ -109,23 +110,32 @@ def refuse_if_renumbered(application: Connection, outbox_uuid: UUID, address: st
 
 
 def recover_outbox(
-    application: Connection, control: Database, lines: Lines, *, prefix: str, unproven: bool = False, actor: str
+    application: Connection,
+    control: Database,
+    lines: Lines,
+    *,
+    prefix: str,
+    address: str,
+    unproven: bool = False,
+    actor: str,
 ) -> Recovered | None:
     """Let an outbox that lost commits go on; None where there is nothing to do, or somebody did it meanwhile.
 
     `lines` gives connections to nodes, armed where they have to be. Raises StoreUnavailable where a node that may prove
-    something is away, unless `unproven`: what was there is sent again then, and no fence knows it.
+    something is away, unless `unproven`: what was there is sent again then, and no fence knows it. Raises
+    ConfigurationRefused for a copy: its original's source is not its own to end.
     """
     if not is_replaced(application):
         return None
-    row = application.execute(query("outbox_server")).fetchone()
+    row = application.execute(query("outbox_identity")).fetchone()
     if row is None:
         return None
-    outbox_uuid: UUID = row[0]
+    outbox_uuid, _, cluster = row
     with control.connection() as connection:
         known = connection.execute(query("source_of_outbox"), {"outbox_uuid": outbox_uuid}).fetchone()
     found: dict[str, tuple[int, Proof]] = {}
     if known is not None:
+        refuse_copy(address, known[1], cluster, known[0])
         for topic_id, name, *_ in application.execute(query("outbox_topics")).fetchall():
             prover = _Prover(application, lines, prefix, known[0], topic_id, skip_away=unproven)
             found[name] = topic_id, prover.prove(control)
@@ -146,7 +156,15 @@ def recover_now(
 ) -> Recovered | None:
     """Do that by hand, see `recover_outbox`."""
     with application.connection() as connection, armed_lines(control, application, settings) as lines:
-        return recover_outbox(connection, control, lines, prefix=settings.key_prefix, unproven=unproven, actor=actor)
+        return recover_outbox(
+            connection,
+            control,
+            lines,
+            prefix=settings.key_prefix,
+            address=application.address,
+            unproven=unproven,
+            actor=actor,
+        )
 
 
 @contextmanager

@@ -132,7 +132,10 @@ class Session:
         settings = self._settings
         if is_replaced(self._connection):
             with armed_lines(self._control, self._application, settings) as lines:
-                recover_outbox(self._connection, self._control, lines, prefix=settings.key_prefix, actor="relay")
+                where = self._application.address
+                recover_outbox(
+                    self._connection, self._control, lines, prefix=settings.key_prefix, address=where, actor="relay"
+                )
 
     def _refuse_if_renumbered(self) -> None:
         """Behind each read whose rows are sent, and before progress is recorded: numbers are those of our source."""

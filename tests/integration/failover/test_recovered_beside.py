@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mqlayer.errors import ConfigurationRefused
 from mqlayer.postgres.database import Database
 from mqlayer.relay import recover_now, relay_once
 from mqlayer.stack import RedisServer
@@ -43,3 +44,20 @@ def test_a_relay_at_work_notices_that_another_one_numbered_the_outbox_anew(
         f"key-{key}": [f"{tag}-{number}" for tag, count in (("m", 40), ("new", 60)) for number in range(key, count, 10)]
         for key in range(10)
     }
+
+
+def test_a_copy_on_another_server_does_not_take_the_place_of_its_original(
+    database_dsn: str, node: RedisServer, key_prefix: str
+) -> None:
+    """It is on another timeline too, as a rule: that must not hide that it is a copy, nor end the original's source."""
+    world = OutboxWorld(database_dsn, key_prefix, [node.url])
+    world.add_topic("orders", partitions=1)
+    world.publish(5, keys=5)
+    relay_once(world.settings(), limits=QUICK)
+    world.rows("UPDATE mqlayer.source SET cluster = '1/elsewhere'")
+    world.rows("UPDATE mqlayer_app.identity SET timeline = 77")
+    with pytest.raises(ConfigurationRefused, match="outbox adopt"):
+        relay_once(world.settings(), limits=QUICK)
+    with Database(database_dsn) as database, pytest.raises(ConfigurationRefused, match="outbox adopt"):
+        recover_now(database, database, world.settings())
+    assert world.rows("SELECT count(*) FROM mqlayer.source WHERE closed_at IS NULL") == [(1,)]
