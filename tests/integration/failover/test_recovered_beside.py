@@ -1,4 +1,4 @@
-"""An outbox is recovered by one relay while another one is at work on it, or by whom it does not belong to (TRAPS 2h)."""
+"""An outbox is numbered anew while another relay is at work on it, or it is a copy (TRAPS 2h)."""
 
 from __future__ import annotations
 
