@@ -6,10 +6,11 @@ not know before it goes on under a new source:
 
 1. What of the outbox is in Redis is proven: the record of the source with the LP and seq of a row is that very message.
    What a promoted server has is a beginning of what its primary had, so all before it is there too.
-2. In one transaction what is proven is recorded as relayed, all behind it is numbered anew, the timeline noted.
-3. The old source ends; a relay's next session opens another one.
+2. Where no timeline but the marks told of it, the control database is taken for one that lost commits too.
+3. In one transaction what is proven is recorded as relayed, all behind it is numbered anew, the timeline noted.
+4. The old source ends; a relay's next session opens another one.
 
-A crash before 2 leaves all to the next session; after it, the next one does the rest. Messages in Redis whose commits
+A crash before 3 leaves all to the next session; after it, the next one does the rest. Messages in Redis whose commits
 are gone (phantoms) stay where they are: they may be handled already. They are counted in the log and the audit.
 What was trimmed from Redis before it was recorded as relayed can't be proven, and is sent again under the new source.
 """
@@ -23,6 +24,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 from uuid import UUID
+
+from psycopg.types.json import Jsonb
 
 from mqlayer.domain.message import NO_KEY
 from mqlayer.domain.routing import NodeId
@@ -127,10 +130,11 @@ def recover_outbox(
     """
     if not is_replaced(application):
         return None
-    row = application.execute(query("outbox_identity")).fetchone()
-    if row is None:
+    identity = application.execute(query("outbox_identity")).fetchone()
+    server = application.execute(query("outbox_server")).fetchone()
+    if identity is None or server is None:
         return None
-    outbox_uuid, _, cluster = row
+    (outbox_uuid, _, cluster), suspect = identity, server[1] == SUSPECT
     with control.connection() as connection:
         known = connection.execute(query("source_of_outbox"), {"outbox_uuid": outbox_uuid}).fetchone()
     found: dict[str, tuple[int, Proof]] = {}
@@ -139,6 +143,10 @@ def recover_outbox(
         for topic_id, name, *_ in application.execute(query("outbox_topics")).fetchall():
             prover = _Prover(application, lines, prefix, known[0], topic_id, skip_away=unproven)
             found[name] = topic_id, prover.prove(control)
+    if suspect:
+        # With these commits the control database lost what it gave out in them: sources that Redis knows, epochs.
+        why = {"facts": Jsonb({"outbox": str(outbox_uuid), "reason": "Redis holds more than it ever numbered"})}
+        control.transaction(lambda c: c.execute(query("server_replaced"), why))
     failpoint("recover.before_renumber")
     waiting = _renumber(application, outbox_uuid, found.values())
     if waiting is None:

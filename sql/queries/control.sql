@@ -235,3 +235,7 @@ SELECT EXISTS (
 -- name: server_seen
 -- Whether this server is another one than before; if so, that is seen to.
 SELECT mqlayer.server_seen_v1();
+
+-- name: server_replaced
+-- Commits of this server are known to be missing, though its timeline does not say so: that is seen to in the same way.
+SELECT mqlayer.server_replaced_v1(%(facts)s);
