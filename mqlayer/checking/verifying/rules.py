@@ -136,6 +136,13 @@ def archive_rule(asked: Asked) -> Iterator[Finding]:
         if upto > held.next:
             seen = f"archived up to offset {upto - 1}, the stream ends at {held.next - 1}: its node fell back"
             yield _wrong("archive", wanted, seen, REARM)
+        floor = asked.after.archive_floor.get(wanted.partition)
+        if floor is not None and floor < held.kept:
+            seen = (
+                f"archived up to offset {floor - 1}, the stream begins at {held.kept}: what lies between is in neither"
+            )
+            fix = "its database lost commits, or archiving was off: the next pass notes gaps, mqlayer archive gaps"
+            yield _wrong("archive", wanted, seen, fix)
     for name, seq in asked.before.archive_marks.items():
         at = asked.home_of(int(name.split(":")[1]))
         mark = at[1].marks.get(name) if at is not None else None
