@@ -138,9 +138,7 @@ def archive_rule(asked: Asked) -> Iterator[Finding]:
             yield _wrong("archive", wanted, seen, REARM)
         floor = asked.after.archive_floor.get(wanted.partition)
         if floor is not None and floor < held.kept:
-            seen = (
-                f"archived up to offset {floor - 1}, the stream begins at {held.kept}: what lies between is in neither"
-            )
+            seen = f"archived up to offset {floor - 1}, the stream begins at {held.kept}: neither has what is between"
             fix = "its database lost commits, or archiving was off: the next pass notes gaps, mqlayer archive gaps"
             yield _wrong("archive", wanted, seen, fix)
     for name, seq in asked.before.archive_marks.items():
