@@ -169,8 +169,9 @@ def test_no_number_of_what_a_copy_of_the_disk_forgot_is_given_out_again(
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["by the timeline", "by hand"])
 def test_a_seek_after_one_that_was_lost_is_no_repetition_of_it(
-    database_dsn: str, node: RedisServer, key_prefix: str
+    database_dsn: str, node: RedisServer, key_prefix: str, told: bool
 ) -> None:
     """Redis knows the number of the lost one: under the same, what was committed since would count."""
     world = OutboxWorld(database_dsn, key_prefix, [node.url])
@@ -183,10 +184,13 @@ def test_a_seek_after_one_that_was_lost_is_no_repetition_of_it(
         seek(hand)
         hand.consume_all()
         assert len(hand.handled) == 20
-        # As a standby has it that lacks this commit, with another timeline.
+        # As a standby has it that lacks this commit, with another timeline; or a copy of the disk, without.
         world.rows("UPDATE mqlayer.consumer_group SET seek = 0")
-        world.rows("UPDATE mqlayer.server SET timeline = timeline + 1")
-        world.rows("SELECT mqlayer.server_seen_v1()")
+        if told:
+            world.rows("UPDATE mqlayer.server SET timeline = timeline + 1")
+            world.rows("SELECT mqlayer.server_seen_v1()")
+        else:
+            world.rows("SELECT mqlayer.server_replaced_v1('{}')")
         rearm_node(database, "node-1", prefix=key_prefix)
         seek(hand)
         hand.consume_all()
