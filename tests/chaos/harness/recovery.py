@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tests.chaos.harness.nemesis import Struck
 from tests.proof.history import Deliver, Publish, Record
@@ -15,20 +15,33 @@ SETS: Final = 16
 SECOND_NS: Final = 1_000_000_000
 
 
-def recoveries(records: Iterable[Record], struck: Sequence[Struck], *, longest: int) -> dict[str, Any]:
-    """Return the p50, p99 and longest recovery in seconds, and which faults took longest.
+class Recovery(NamedTuple):
+    """How long it took after a fault."""
+
+    seconds: float
+    kind: str
+    target: str
+
+
+def recoveries(records: Iterable[Record], struck: Sequence[Struck]) -> list[Recovery]:
+    """Return how long each fault took.
 
     A recovery lasts from the end of a fault until in every set of LPs, of those to which anything was published within
     the time, a message that was committed after that end was handled by every group.
     """
     flows = _flows(records)
-    took = sorted((_recovery(flows, one.ended_ns), one.kind, one.target) for one in struck)
-    seconds = [one[0] for one in took] or [0.0]
+    return [Recovery(_recovery(flows, one.ended_ns), one.kind, one.target) for one in struck]
+
+
+def summary(took: Iterable[Recovery], *, longest: int) -> dict[str, Any]:
+    """Return the p50, p99 and longest recovery in seconds, and which faults took longest."""
+    falling = sorted(took, reverse=True)
+    seconds = [one.seconds for one in falling[::-1]] or [0.0]
     return {
         "p50_s": round(seconds[len(seconds) // 2], 2),
         "p99_s": round(seconds[int(0.99 * (len(seconds) - 1))], 2),
         "longest_s": round(seconds[-1], 2),
-        "longest": [f"{one[0]:.1f} s {one[1]} {one[2]}" for one in took[::-1][:longest]],
+        "longest": [f"{one.seconds:.1f} s {one.kind} {one.target}" for one in falling[:longest]],
     }
 
 
