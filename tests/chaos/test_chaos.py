@@ -35,8 +35,9 @@ LONG_S = 600.0
 
 def length_of(config: pytest.Config) -> Length:
     """Return the short form, the long one, or as many seconds as are asked for."""
-    seconds = float(os.environ.get("MQLAYER_CHAOS_SECONDS", LONG_S if config.getoption("--long", default=False) else 0))
-    return replace(SHORT, seconds=seconds, settling_s=300.0)
+    long = bool(config.getoption("--long", default=False))
+    seconds = float(os.environ.get("MQLAYER_CHAOS_SECONDS", LONG_S if long else 0))
+    return replace(SHORT, seconds=seconds, changes=20, messages=100_000) if long else replace(SHORT, seconds=seconds)
 
 
 @pytest.fixture
@@ -70,7 +71,8 @@ def test_whatever_breaks_every_key_is_handled_in_commit_order_and_once(
     """
     seed = int(os.environ.get("MQLAYER_CHAOS_SEED", "0")) or random.randrange(1, 10**6)
     print(f"MQLAYER_CHAOS_SEED={seed}")  # noqa: T201
-    report = shown(run(seed, length_of(request.config), audits=[order_audit, Scene.leftovers]))
+    length = length_of(request.config)
+    report = shown(run(seed, length, audits=[order_audit]))
     told = json.dumps(report)
     print(told)  # noqa: T201
     if path := os.environ.get("MQLAYER_CHAOS_REPORT"):
@@ -79,6 +81,6 @@ def test_whatever_breaks_every_key_is_handled_in_commit_order_and_once(
     # Without a compiler no power is cut: see tests/fixtures/power.py.
     possible = set(KINDS) if shutil.which(os.environ.get("CC", "cc")) else set(KINDS) - {"power_cut"}
     assert possible <= set(report["faults_by_kind"]), told
-    assert report["faults"] >= SHORT.faults
-    assert sum(report["route_changes"].values()) >= 5, "too few changes came into force to prove anything"
-    assert report["messages"] >= 5_000, "too little was published to prove anything"
+    assert report["faults"] >= length.faults, told
+    assert sum(report["route_changes"].values()) >= length.changes, "too few changes came into force to prove anything"
+    assert report["messages"] >= length.messages / 2, "too little was published to prove anything"

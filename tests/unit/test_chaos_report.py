@@ -34,8 +34,14 @@ def test_a_fault_is_over_when_every_group_handles_new_messages_of_every_set_of_l
         *message(1023, 1, committed=1.2, g=2.5, h=2.5),
     ]
     found = recoveries(records, [struck("kill", 1.0), struck("stop", 0.0), struck("node", 10.0)])
-    assert found == [Recovery(2.0, "kill", "it"), Recovery(2.5, "stop", "it"), Recovery(0.0, "node", "it")]
-    assert summary(found, longest=1) == {"p50_s": 2.0, "p99_s": 2.0, "longest_s": 2.5, "longest": ["2.5 s stop it"]}
+    assert found == [
+        Recovery(2.0, "kill", "it", "h from LP 0"),
+        Recovery(2.5, "stop", "it", "g from LP 960"),
+        Recovery(0.0, "node", "it"),
+    ]
+    assert summary(found, longest=1) == {
+        "p50_s": 2.0, "p99_s": 2.0, "longest_s": 2.5, "longest": ["2.5 s stop it, g from LP 960"],
+    }  # fmt: skip
 
 
 def test_several_runs_are_summed_up_over_all_of_their_faults() -> None:

@@ -16,11 +16,12 @@ SECOND_NS: Final = 1_000_000_000
 
 
 class Recovery(NamedTuple):
-    """How long it took after a fault."""
+    """How long it took after a fault, and who was last."""
 
     seconds: float
     kind: str
     target: str
+    last: str = ""
 
 
 def recoveries(records: Iterable[Record], struck: Sequence[Struck]) -> list[Recovery]:
@@ -30,7 +31,7 @@ def recoveries(records: Iterable[Record], struck: Sequence[Struck]) -> list[Reco
     the time, a message that was committed after that end was handled by every group.
     """
     flows = _flows(records)
-    return [Recovery(_recovery(flows, one.ended_ns), one.kind, one.target) for one in struck]
+    return [_recovery(flows, one) for one in struck]
 
 
 def summary(took: Iterable[Recovery], *, longest: int) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def summary(took: Iterable[Recovery], *, longest: int) -> dict[str, Any]:
         "p50_s": round(seconds[len(seconds) // 2], 2),
         "p99_s": round(seconds[int(0.99 * (len(seconds) - 1))], 2),
         "longest_s": round(seconds[-1], 2),
-        "longest": [f"{one.seconds:.1f} s {one.kind} {one.target}" for one in falling[:longest]],
+        "longest": [f"{one.seconds:.1f} s {one.kind} {one.target}, {one.last}" for one in falling[:longest]],
     }
 
 
@@ -49,7 +50,7 @@ Flow = tuple[list[int], list[int]]
 """Of one set and group: commits, rising, and the earliest time at which one of these or of a later one was handled."""
 
 
-def _flows(records: Iterable[Record]) -> list[Flow]:
+def _flows(records: Iterable[Record]) -> dict[tuple[str, int], Flow]:
     committed: dict[tuple[int, int, int], int] = {}
     handled: dict[tuple[str, int, int, int], int] = {}
     for record in records:
@@ -60,7 +61,7 @@ def _flows(records: Iterable[Record]) -> list[Flow]:
             committed.setdefault((event.source, event.lp, event.seq), record.at_ns)
         elif isinstance(event, Deliver):
             handled.setdefault((event.group, event.source, event.lp, event.seq), record.at_ns)
-    return list(_by_set(committed, handled).values())
+    return _by_set(committed, handled)
 
 
 def _by_set(
@@ -82,10 +83,11 @@ def _by_set(
     return flows
 
 
-def _recovery(flows: Iterable[Flow], ended_ns: int) -> float:
-    longest = 0
-    for commits, earliest in flows:
-        place = bisect_left(commits, ended_ns)
-        if place < len(commits):
-            longest = max(longest, earliest[place] - ended_ns)
-    return longest / SECOND_NS
+def _recovery(flows: Mapping[tuple[str, int], Flow], struck: Struck) -> Recovery:
+    longest, last = 0, ""
+    for (group, number), (commits, earliest) in flows.items():
+        place = bisect_left(commits, struck.ended_ns)
+        if place < len(commits) and earliest[place] - struck.ended_ns > longest:
+            longest = earliest[place] - struck.ended_ns
+            last = f"{group} from LP {number * 1024 // SETS}"
+    return Recovery(longest / SECOND_NS, struck.kind, struck.target, last)

@@ -33,6 +33,7 @@ from tests.chaos.harness.sites import DatabaseSite, NodeSite, PairSite, PowerSit
 from tests.fixtures.power import build_sync_noter
 from tests.fixtures.servers import best_place
 from tests.fixtures.waiting import wait_until
+from tests.proof.archiving import archive_all
 from tests.proof.checker import check
 from tests.proof.history import FallBack, History, read_histories
 
@@ -43,19 +44,21 @@ LEASE_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How long faults go on: at least so long, and until there were so many."""
+    """How long faults go on: at least so long, and until there were so many, so many changes of routes and messages."""
 
     seconds: float
     faults: int
     every_s: float
+    changes: int = 0
+    messages: int = 0
     settling_s: float = 300.0
     """How long all that was committed may take to be handled once the faults are over; else the run is stuck."""
 
 
-SHORT: Final = Length(seconds=0, faults=60, every_s=0.45, settling_s=120.0)
+SHORT: Final = Length(seconds=0, faults=60, every_s=0.45, changes=5, messages=5_000)
 """About a minute."""
 Audit = Callable[[Scene], Iterable[str]]
-"""One more judge of what a run leaves: says what is wrong."""
+"""One more judge of what a run leaves that is not stuck: says what is wrong."""
 
 
 def run(seed: int, length: Length, *, bug: str = "", audits: Iterable[Audit] = ()) -> dict[str, Any]:
@@ -152,10 +155,21 @@ class _Run:
 
     def _strike(self, length: Length) -> None:
         began = time.monotonic()
-        while time.monotonic() - began < length.seconds or len(self._nemesis.struck) < length.faults:
+        while not self._has_lasted(length, time.monotonic() - began):
             # The pace of faults is part of the experiment, not a wait for anything.
             time.sleep(self._rng.uniform(0.2, 1.8) * length.every_s)
             self._nemesis.strike()
+
+    def _has_lasted(self, length: Length, lasted_s: float) -> bool:
+        if lasted_s < length.seconds or len(self._nemesis.struck) < length.faults:
+            return False
+        # On a machine that others keep busy it takes longer, but not for ever.
+        if lasted_s > 4 * max(60.0, length.seconds):
+            return True
+        try:
+            return self._scene.changes().total() >= length.changes and self._scene.committed() >= length.messages
+        except MqlayerError:
+            return False
 
     def _let_go(self, settling_s: float) -> None:
         self._nemesis.rest()
@@ -189,19 +203,22 @@ class _Run:
             if node_id == number:
                 self._history.note(FallBack(topic=TOPIC, partition=partition))
 
-    def _differences(self) -> Iterator[str]:
+    def _differences(self, *, stuck: bool) -> Iterator[str]:
         """Say what is wrong with what is left, by those who know nothing of histories."""
         prefix = self._settings.key_prefix
         for one in verify(self._database, TOPIC, application=self._database, prefix=prefix, deep=True):
             if one.verdict != "ok":
                 yield f"{one.check} {one.subject}: {one.seen}"
-        for audit in self._audits:
+        if stuck:
+            return
+        archive_all(self._database, prefix=prefix)
+        for audit in (Scene.leftovers, *self._audits):
             yield from audit(self._scene)
 
     def _report(self, struck_s: float, settled_s: float, stuck: str, unsettled: list[str]) -> dict[str, Any]:
         records = read_histories(self._histories)
         verdict = check(records, flows=[(group, TOPIC) for group in self._scene.groups])
-        differences = list(self._differences())
+        differences = list(self._differences(stuck=bool(stuck)))
         struck = self._nemesis.struck
         return {
             "seed": self._seed,
