@@ -21,6 +21,7 @@ pytest_plugins = [
 
 TESTS = Path(__file__).parent
 SLOW = {
+    "test_chaos.py",
     "test_consumer_ownership.py",
     "test_demo.py",
     "test_failing_keys.py",
@@ -30,10 +31,8 @@ SLOW = {
     "test_producer_links.py",
     "test_receiver_kills.py",
     "test_relay_chaos.py",
-    "test_route_chaos.py",
     "test_route_machine.py",
     "test_models.py",
-    "test_whole_path.py",
 }
 """Files with tests of ten seconds and more."""
 MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}

@@ -1,5 +1,7 @@
 """`python -m tests.chaos --seed N --minutes M`: faults for so long; prints a report as JSON, exits 1 if not clean.
 
+With `--pieces` there is a line for each, and one that sums them up.
+
 With `--plant NAME` the system has that bug, and has to be caught: pieces of half a minute, until one is not clean.
 """
 
@@ -13,7 +15,7 @@ import time
 from typing import Any, Final
 
 from tests.chaos.harness.plants import HARMLESS, PLANTS
-from tests.chaos.harness.run import Length, run
+from tests.chaos.harness.run import SHORT, Length, run, shown, total
 
 HUNT: Final = Length(seconds=15, faults=8, every_s=1.0, settling_s=40.0)
 HUNT_PIECES: Final = 6
@@ -27,18 +29,21 @@ def main() -> int:
     arguments.add_argument("--pieces", type=int, default=1, help="runs, one after the other, of seeds that follow")
     arguments.add_argument("--faults", type=int, default=0, help="at least so many in each piece")
     arguments.add_argument("--every", type=float, default=2.5, help="seconds between two faults, on average")
+    arguments.add_argument("--short", action="store_true", help="each piece as short as in the test suite")
     arguments.add_argument("--plant", choices=sorted(PLANTS), help="a bug to be caught")
     wanted = arguments.parse_args()
     if wanted.plant:
         found = hunt(wanted.plant, wanted.seed)
         show(found)
         return 0 if bool(found["caught"]) != (wanted.plant in HARMLESS) else 1
-    clean = True
+    length = SHORT if wanted.short else Length(60 * wanted.minutes, wanted.faults, wanted.every)
+    reports = []
     for seed in range(wanted.seed, wanted.seed + wanted.pieces):
-        report = run(seed, Length(60 * wanted.minutes, wanted.faults, wanted.every))
-        show(report)
-        clean &= report["clean"]
-    return 0 if clean else 1
+        reports.append(run(seed, length))
+        show(shown(reports[-1]))
+    if len(reports) > 1:
+        show(total(reports))
+    return 0 if all(report["clean"] for report in reports) else 1
 
 
 def hunt(bug: str, seed: int) -> dict[str, Any]:
@@ -49,8 +54,8 @@ def hunt(bug: str, seed: int) -> dict[str, Any]:
         report = run(seed + pieces, HUNT, bug=bug)
         pieces += 1
     took = {"plant": bug, "seed": seed, "seconds": round(time.monotonic() - began, 1), "pieces": pieces}
-    shown = ("violations", "stuck", "examples", "differences")
-    return took | {"caught": not report["clean"]} | {name: report[name] for name in shown}
+    facts = ("violations", "stuck", "unsettled", "examples", "differences")
+    return took | {"caught": not report["clean"]} | {name: report[name] for name in facts}
 
 
 def show(report: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import random
 import signal
 import sys
@@ -146,8 +147,42 @@ def consume_twice(name: str, directory: Path, stopping: threading.Event) -> None
     _run(app, stopping)
 
 
+class Connections:
+    """The connections of a handler, as many as are used at a time.
+
+    Not psycopg's pool: after a failure it waits a second, then two, then four, which would count as our recovery.
+    """
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn, self._idle = dsn, queue.SimpleQueue[Connection]()
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[Connection]:
+        """Lend a connection; what was done is committed at the end, or rolled back."""
+        connection = self._take()
+        try:
+            yield connection
+            connection.commit()
+        except BaseException:
+            with contextlib.suppress(psycopg.Error):
+                connection.rollback()
+            raise
+        finally:
+            if connection.closed:
+                # Whatever ended it has ended the others, too.
+                self._idle = queue.SimpleQueue()
+            else:
+                self._idle.put(connection)
+
+    def _take(self) -> Connection:
+        try:
+            return self._idle.get_nowait()
+        except queue.Empty:
+            return psycopg.connect(self._dsn, connect_timeout=5)
+
+
 def _book_into_sink(app: mqlayer.App, history: History) -> None:
-    pool = ConnectionPool(os.environ["MQLAYER_DSN"], min_size=1, max_size=6, timeout=5, open=True)
+    pool = Connections(os.environ["MQLAYER_DSN"])
     if BATCH is not None:
 
         @app.consumer(TOPIC, group=GROUP, backoff_s=(0.1, 0.2), batch=mqlayer.BatchOf(BATCH, limit=10))
@@ -183,7 +218,7 @@ def sell(name: str, directory: Path, stopping: threading.Event) -> None:
     options = mqlayer.MemberOptions(concurrency=6, member_id=os.environ.get("MQLAYER_TEST_MEMBER", ""))
     batch = mqlayer.BatchOf(BATCH, limit=10) if BATCH is not None else None
     register = app.consumer(TOPIC, group=GROUP, start="earliest", batch=batch, options=options, **rules)
-    pool = ConnectionPool(os.environ["MQLAYER_DSN"], min_size=1, max_size=6, timeout=5, open=True)
+    pool = Connections(os.environ["MQLAYER_DSN"])
 
     def handle(body: bytes, ctx: mqlayer.Context) -> None:
         facts = _facts(body, ctx)
@@ -212,7 +247,7 @@ def sell(name: str, directory: Path, stopping: threading.Event) -> None:
 
 
 def _book_in_parts(
-    batch: mqlayer.Batch[bytes], pool: ConnectionPool, history: History, faults: Faults | None = None
+    batch: mqlayer.Batch[bytes], pool: Connections, history: History, faults: Faults | None = None
 ) -> None:
     """Write a batch into the sink, three messages in a transaction; those that fail are left out before."""
     for message in batch:

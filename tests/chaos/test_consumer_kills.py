@@ -23,7 +23,7 @@ from mqlayer.relay import relay_once
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
 from tests.chaos.actors import GROUP, SINK, TOPIC
-from tests.chaos.test_whole_path import drained, note_sink, note_streams
+from tests.chaos.harness.stores import drained, note_sink, note_streams
 from tests.fixtures.forking import Process, start_python
 from tests.fixtures.waiting import wait_until
 from tests.proof.checker import check

@@ -8,7 +8,6 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any, Final
 
 import psycopg
@@ -19,8 +18,8 @@ from mqlayer.membership.groups import find_group
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
 from tests.chaos.actors import GROUP, TOPIC
+from tests.chaos.harness.play import is_stopped
 from tests.chaos.test_consumer_kills import Scene, judge, scene
-from tests.fixtures.forking import Process
 from tests.fixtures.waiting import wait_until
 from tests.proof.history import Deliver, read_histories
 
@@ -72,11 +71,6 @@ class Witness:
     def shares(self) -> list[int]:
         """How many partitions each live member owns."""
         return sorted(Counter(row[0] for row in self.rows("SELECT member_id FROM mqlayer.assignment")).values())
-
-
-def is_stopped(process: Process) -> bool:
-    stat = Path(f"/proc/{process.pid}/stat").read_text()
-    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -30,6 +30,7 @@ from typing import Any, Final
 
 import psycopg
 import pytest
+import redis
 from pydantic import SecretStr
 
 from mqlayer.changes import finish_changes, merge, split
@@ -40,8 +41,9 @@ from mqlayer.routes.cache import load_route
 from mqlayer.settings import Settings
 from mqlayer.stack import RedisServer
 from tests.chaos.actors import GROUP, SINK, TOPIC, put_faults
-from tests.chaos.test_route_chaos import Scene
-from tests.chaos.test_whole_path import Nemesis, Play
+from tests.chaos.harness.nemesis import end_backends
+from tests.chaos.harness.play import LEASE_S, Play
+from tests.chaos.harness.scene import Scene
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.checker import Verdict
@@ -121,15 +123,12 @@ class FailingScene(Scene):
         return not self.rows("SELECT lp FROM mqlayer.parked_key")
 
 
-class SellerNemesis(Nemesis):
+class SellerNemesis:
     """Kills and stops consumers, half of the killed ones once more at a place, and cuts their connections."""
 
-    mortal = ("seller",)
-    stoppable = ("seller",)
-
     def __init__(self, play: Play, scene: FailingScene, seed: int) -> None:
-        super().__init__(play, scene.nodes, scene.settings.control_dsn(), seed)
-        self._scene = scene
+        self._play, self._scene, self._rng = play, scene, random.Random(seed)
+        self.faults: Counter[str] = Counter()
 
     def strike(self) -> None:
         """Break something, or release keys."""
@@ -143,9 +142,20 @@ class SellerNemesis(Nemesis):
     def kill(self) -> None:
         """Kill a consumer; perhaps the next one of its name ends at a place."""
         name = self._rng.choice(self._play.names("seller"))
-        self.killed["seller"] += 1
         armed = f"{self._rng.choice(PLACES)}=kill@{self._rng.randint(1, 4)}" if self._rng.random() < 0.5 else ""
         self._play.kill(name, armed)
+
+    def pause(self) -> None:
+        """Stop a consumer past its lease."""
+        self._play.pause(self._rng.choice(self._play.names("seller")), LEASE_S * self._rng.uniform(1.2, 2.0))
+
+    def cut_backends(self) -> None:
+        """End all connections to the database."""
+        end_backends(self._scene.settings.control_dsn())
+
+    def flush_scripts(self) -> None:
+        """Have a Redis forget its scripts."""
+        redis.Redis.from_url(self._rng.choice(self._scene.nodes).url).script_flush()
 
     def release(self) -> None:
         """Do what an operator does, at a bad moment."""
@@ -266,7 +276,7 @@ def scene_merge(scene: FailingScene) -> None:
     merge(scene.database, TOPIC, parents, prefix=scene.prefix)
 
 
-def strike_for(nemesis: Nemesis, seconds: float, rng: random.Random) -> None:
+def strike_for(nemesis: SellerNemesis, seconds: float, rng: random.Random) -> None:
     """Break one thing after the other for a while."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -275,8 +285,8 @@ def strike_for(nemesis: Nemesis, seconds: float, rng: random.Random) -> None:
         nemesis.strike()
 
 
-def report(nemesis: Nemesis, verdict: Verdict, **facts: Any) -> None:
+def report(nemesis: SellerNemesis, verdict: Verdict, **facts: Any) -> None:
     """Write down what was done and what was found, where that is asked for."""
     if path := os.environ.get("MQLAYER_CHAOS_REPORT"):
-        found = facts | {"faults": nemesis.faults, "killed": nemesis.killed, "verdict": json.loads(verdict.as_json())}
+        found = facts | {"faults": nemesis.faults, "verdict": json.loads(verdict.as_json())}
         Path(path).write_text(json.dumps(found), "utf-8")

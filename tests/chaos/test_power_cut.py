@@ -29,7 +29,8 @@ from mqlayer.postgres.database import Database
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
 from tests.chaos.actors import GROUP, SINK, TOPIC
-from tests.chaos.test_whole_path import Play, drained, note_sink, note_streams
+from tests.chaos.harness.play import Play
+from tests.chaos.harness.stores import drained, note_sink, note_streams
 from tests.fixtures.power import PoweredRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.checker import check

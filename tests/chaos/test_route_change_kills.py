@@ -28,8 +28,8 @@ from mqlayer.redis.keys import partition_keys
 from mqlayer.routes.cache import load_route
 from mqlayer.stack import RedisServer
 from tests.chaos.actors import SINK
+from tests.chaos.harness.stores import note_sink, note_streams
 from tests.chaos.test_consumer_kills import Scene
-from tests.chaos.test_whole_path import note_sink, note_streams
 from tests.fixtures.consuming import Recorder
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until

@@ -386,10 +386,12 @@ def test_records_that_somebody_removed_are_told_and_never_settled(
 def test_a_lock_that_the_node_forgot_is_taken_anew_and_what_is_not_settled_comes_again(
     every_stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Case 42, second half: the next epoch is higher than any before, since Postgres gives it out."""
     recorder = Recorder()
     every_stage.send_numbers(keys=4, each=5)
     every_stage.consume(recorder)
     every_stage.wait_settled()
+    used = max(epoch for _, _, epoch, _ in every_stage.assignments())
     for partition in every_stage.partitions:
         keys = every_stage.group_keys(partition)
         every_stage.redis.delete(keys.lock, keys.acks, keys.attempts)
@@ -398,6 +400,8 @@ def test_a_lock_that_the_node_forgot_is_taken_anew_and_what_is_not_settled_comes
     assert "lock_forgotten" in caplog.text
     recorder.assert_in_order()
     assert recorder.count() == 40
+    for partition in every_stage.partitions:
+        assert int(every_stage.redis.hget(every_stage.group_keys(partition).lock, "epoch") or 0) > used
 
 
 def test_taking_twice_under_one_epoch_answers_the_same(every_stage: Stage) -> None:
@@ -434,7 +438,7 @@ def test_an_owner_whose_epoch_the_node_refuses_gets_a_higher_one(
 def test_locks_offsets_and_attempts_survive_a_restart_of_their_node(
     start_stage: StartStage, start_redis: StartRedis
 ) -> None:
-    """Case 42, first half; the second is that epochs come from Postgres."""
+    """Case 42, first half."""
     server = start_redis()
     stage = start_stage(server.url, partitions=1)
     key_of_head, other = keys_of(stage, stage.partitions[0], 2)

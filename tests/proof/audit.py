@@ -5,11 +5,11 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from mqlayer.archiving import archive_pass, create_snapshot
+from mqlayer.archiving import create_snapshot
 from mqlayer.postgres.database import Database
 from mqlayer.spark.jobs.framework import Found, Wish
 from mqlayer.spark.jobs.running import JOBS, tables_of
-from tests.fixtures.waiting import wait_until
+from tests.proof.archiving import archive_all
 
 
 def archive_and_audit(spark: Any, dsn: str, *, prefix: str, topics: list[str] | None = None) -> Found:
@@ -19,11 +19,6 @@ def archive_and_audit(spark: Any, dsn: str, *, prefix: str, topics: list[str] | 
     lacked then is not noticed.
     """
     with Database(dsn) as database:
-
-        def through() -> bool:
-            report = archive_pass(database, prefix=prefix)
-            return report.ended and not (report.passed_by or report.held or report.failed or report.stopped)
-
-        wait_until(through, timeout_s=60, what="the archive to be up to date")
+        archive_all(database, prefix=prefix)
         snapshot = create_snapshot(database, f"audit-{uuid.uuid4().hex[:8]}", topics=topics)
     return JOBS["audit"](tables_of(spark, snapshot.name, dsn=dsn), Wish())

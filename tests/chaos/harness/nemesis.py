@@ -12,8 +12,8 @@ from typing import Final
 
 import psycopg
 
+from tests.chaos.harness.play import Play, is_stopped
 from tests.chaos.harness.sites import DatabaseSite, NodeSite, PairSite, PowerSite, Site
-from tests.chaos.test_whole_path import Play
 from tests.proof.failpoint_names import failpoint_names
 
 PLACES: Final = {
@@ -23,13 +23,13 @@ PLACES: Final = {
     "worker": ("archive.", "rearm.", "mend.", "retire.", "change."),
 }
 """Where processes of a role are broken between two writes."""
-MORTAL: Final = ("publisher", "relay", "pair", "pair", "driver", "worker", "beat")
+MORTAL: Final = ("publisher", "relay", "pair", "pair", "driver", "driver", "worker", "beat")
 STOPPABLE: Final = ("pair", "pair", "relay", "driver", "worker")
 KINDS: Final = {
     "kill": 45, "stop": 15, "network": 25, "node": 4, "postgres": 2, "backends": 3, "scripts": 2, "memory": 2,
-    "clock": 3, "fail_over": 2, "power_cut": 2,
+    "clock": 2, "far_clock": 1, "fail_over": 2, "power_cut": 2,
 }  # fmt: skip
-"""How often each kind of fault is chosen."""
+"""How often each kind of fault is chosen, once each of them has struck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +57,18 @@ class Nemesis:
         kinds: Mapping[str, int],
         fell_back: Callable[[NodeSite], None],
     ) -> None:
-        self._kinds = kinds
+        self._kinds, self._due = kinds, list(kinds)
         self._play, self._nodes, self._database, self._directory = play, nodes, database, directory
         self._rng, self._lease_s, self._fell_back = random.Random(seed), lease_s, fell_back
+        self._rng.shuffle(self._due)
         self._armed: dict[str, str] = {}
         self._stopped_since: dict[str, float] = {}
         self.struck: list[Struck] = []
 
     def strike(self) -> None:
-        """Break something; where that can't be now, something else."""
-        kinds, weights = list(self._kinds), list(self._kinds.values())
-        while True:
-            kind = self._rng.choices(kinds, weights)[0]
-            began = time.monotonic_ns()
-            target = getattr(self, f"_{kind}")()
-            if target:
-                self.struck.append(Struck(kind, target, began, time.monotonic_ns()))
-                break
+        """Break something, in each way once, then by weight; where that can't be now, in another way."""
+        while not any(self._does(kind) for kind in [*self._due, self._by_weight()]):
+            pass
         self.revive()
 
     def revive(self) -> None:
@@ -83,7 +78,7 @@ class Nemesis:
             if process.poll() is not None:
                 self._at_place(name, place)
                 self._play.start(name)
-            elif not is_stopped(process.pid):
+            elif not is_stopped(process):
                 self._stopped_since.pop(name, None)
             elif time.monotonic() - self._stopped_since.setdefault(name, time.monotonic()) > 1.5 * self._lease_s:
                 self._at_place(name, place)
@@ -97,6 +92,17 @@ class Nemesis:
         self._armed.clear()
         for site in (*self._nodes, self._database):
             site.proxy.heal()
+
+    def _by_weight(self) -> str:
+        return self._rng.choices(list(self._kinds), list(self._kinds.values()))[0]
+
+    def _does(self, kind: str) -> bool:
+        began = time.monotonic_ns()
+        target = getattr(self, f"_{kind}")()
+        if target:
+            self.struck.append(Struck(kind, target, began, time.monotonic_ns()))
+            self._due = [one for one in self._due if one != kind]
+        return bool(target)
 
     def _at_place(self, name: str, place: str) -> None:
         del self._armed[name]
@@ -199,11 +205,7 @@ class Nemesis:
         return self._database.name
 
     def _backends(self) -> str:
-        with psycopg.connect(self._database.direct_dsn, autocommit=True) as connection:
-            connection.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                "WHERE datname = current_database() AND pid <> pg_backend_pid()"
-            )
+        end_backends(self._database.direct_dsn)
         return self._database.name
 
     def _scripts(self) -> str:
@@ -219,19 +221,26 @@ class Nemesis:
         return site.name
 
     def _clock(self) -> str:
-        name = self._one_of(("pair", "relay", "publisher"))
-        # Read by the process itself: see `skew` in the actors.
-        (self._directory / f"{name}.skew").write_text(str(self._rng.choice([-3600, -60, 60, 3600])))
-        return name
+        return self._turn_clock(("pair",), 60)
+
+    def _far_clock(self) -> str:
+        return self._turn_clock(("pair", "relay", "publisher"), 3600)
+
+    def _turn_clock(self, roles: tuple[str, ...], seconds: int) -> str:
+        name, off = self._one_of(roles), self._rng.choice([-seconds, seconds])
+        # Read by the process itself: see `skew_clock` of the actors.
+        (self._directory / f"{name}.skew").write_text(str(off))
+        return f"{name} {off:+} s"
 
     def _one_of(self, roles: tuple[str, ...]) -> str:
         roles = tuple(role for role in roles if self._play.names(role))
         return self._rng.choice(self._play.names(self._rng.choice(roles)))
 
 
-def is_stopped(pid: int) -> bool:
-    """Say whether a process stands still."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except FileNotFoundError:
-        return False
+def end_backends(dsn: str) -> None:
+    """End all connections to a database."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )

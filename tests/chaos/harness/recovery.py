@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tests.chaos.harness.nemesis import Struck
 from tests.proof.history import Deliver, Publish, Record
@@ -15,20 +15,34 @@ SETS: Final = 16
 SECOND_NS: Final = 1_000_000_000
 
 
-def recoveries(records: Iterable[Record], struck: Sequence[Struck], *, longest: int) -> dict[str, Any]:
-    """Return the p50, p99 and longest recovery in seconds, and which faults took longest.
+class Recovery(NamedTuple):
+    """How long it took after a fault, and who was last."""
+
+    seconds: float
+    kind: str
+    target: str
+    last: str = ""
+
+
+def recoveries(records: Iterable[Record], struck: Sequence[Struck]) -> list[Recovery]:
+    """Return how long each fault took.
 
     A recovery lasts from the end of a fault until in every set of LPs, of those to which anything was published within
     the time, a message that was committed after that end was handled by every group.
     """
     flows = _flows(records)
-    took = sorted((_recovery(flows, one.ended_ns), one.kind, one.target) for one in struck)
-    seconds = [one[0] for one in took] or [0.0]
+    return [_recovery(flows, one) for one in struck]
+
+
+def summary(took: Iterable[Recovery], *, longest: int) -> dict[str, Any]:
+    """Return the p50, p99 and longest recovery in seconds, and which faults took longest."""
+    falling = sorted(took, reverse=True)
+    seconds = [one.seconds for one in falling[::-1]] or [0.0]
     return {
         "p50_s": round(seconds[len(seconds) // 2], 2),
         "p99_s": round(seconds[int(0.99 * (len(seconds) - 1))], 2),
         "longest_s": round(seconds[-1], 2),
-        "longest": [f"{one[0]:.1f} s {one[1]} {one[2]}" for one in took[::-1][:longest]],
+        "longest": [f"{one.seconds:.1f} s {one.kind} {one.target}, {one.last}" for one in falling[:longest]],
     }
 
 
@@ -36,7 +50,7 @@ Flow = tuple[list[int], list[int]]
 """Of one set and group: commits, rising, and the earliest time at which one of these or of a later one was handled."""
 
 
-def _flows(records: Iterable[Record]) -> list[Flow]:
+def _flows(records: Iterable[Record]) -> dict[tuple[str, int], Flow]:
     committed: dict[tuple[int, int, int], int] = {}
     handled: dict[tuple[str, int, int, int], int] = {}
     for record in records:
@@ -47,7 +61,7 @@ def _flows(records: Iterable[Record]) -> list[Flow]:
             committed.setdefault((event.source, event.lp, event.seq), record.at_ns)
         elif isinstance(event, Deliver):
             handled.setdefault((event.group, event.source, event.lp, event.seq), record.at_ns)
-    return list(_by_set(committed, handled).values())
+    return _by_set(committed, handled)
 
 
 def _by_set(
@@ -69,10 +83,11 @@ def _by_set(
     return flows
 
 
-def _recovery(flows: Iterable[Flow], ended_ns: int) -> float:
-    longest = 0
-    for commits, earliest in flows:
-        place = bisect_left(commits, ended_ns)
-        if place < len(commits):
-            longest = max(longest, earliest[place] - ended_ns)
-    return longest / SECOND_NS
+def _recovery(flows: Mapping[tuple[str, int], Flow], struck: Struck) -> Recovery:
+    longest, last = 0, ""
+    for (group, number), (commits, earliest) in flows.items():
+        place = bisect_left(commits, struck.ended_ns)
+        if place < len(commits) and earliest[place] - struck.ended_ns > longest:
+            longest = earliest[place] - struck.ended_ns
+            last = f"{group} from LP {number * 1024 // SETS}"
+    return Recovery(longest / SECOND_NS, struck.kind, struck.target, last)

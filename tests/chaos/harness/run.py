@@ -6,6 +6,7 @@ import random
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +26,14 @@ from mqlayer.stack import RedisServer
 from tests.chaos.actors import SINK, TOPIC
 from tests.chaos.harness.nemesis import KINDS, Nemesis
 from tests.chaos.harness.plants import PLANTS, plant
-from tests.chaos.harness.recovery import recoveries
+from tests.chaos.harness.play import Play
+from tests.chaos.harness.recovery import recoveries, summary
+from tests.chaos.harness.scene import Scene
 from tests.chaos.harness.sites import DatabaseSite, NodeSite, PairSite, PowerSite
-from tests.chaos.test_route_chaos import Scene
-from tests.chaos.test_whole_path import Play
 from tests.fixtures.power import build_sync_noter
 from tests.fixtures.servers import best_place
 from tests.fixtures.waiting import wait_until
+from tests.proof.archiving import archive_all
 from tests.proof.checker import check
 from tests.proof.history import FallBack, History, read_histories
 
@@ -42,27 +44,66 @@ LEASE_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How long faults go on: at least so long, and until there were so many."""
+    """How long faults go on: at least so long, and until there were so many, so many changes of routes and messages."""
 
     seconds: float
     faults: int
     every_s: float
+    changes: int = 0
+    messages: int = 0
     settling_s: float = 300.0
     """How long all that was committed may take to be handled once the faults are over; else the run is stuck."""
 
 
-def run(seed: int, length: Length, *, bug: str = "") -> dict[str, Any]:
-    """Do a run and return its report; `clean` says whether anything was broken. `bug`: one of PLANTS, for good."""
+SHORT: Final = Length(seconds=0, faults=60, every_s=0.45, changes=5, messages=5_000)
+"""About a minute."""
+Audit = Callable[[Scene], Iterable[str]]
+"""One more judge of what a run leaves that is not stuck: says what is wrong."""
+
+
+def run(seed: int, length: Length, *, bug: str = "", audits: Iterable[Audit] = ()) -> dict[str, Any]:
+    """Do a run and return its report; `clean` says whether anything was broken. `bug`: one of PLANTS, for good.
+
+    `recovery` is a list; `shown` makes it what people read.
+    """
     with ExitStack() as cleanup:
         directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="mqchaos-", dir=best_place())))
         directory.chmod(0o755)
-        return _Run(directory, seed, cleanup, bug).play(length)
+        return _Run(directory, seed, cleanup, bug, audits).play(length)
+
+
+def shown(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a report as it is printed."""
+    return {**report, "recovery": summary(report["recovery"], longest=5)}
+
+
+def total(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what several runs are together."""
+    kinds, changes = Counter[str](), Counter[str]()
+    for report in reports:
+        kinds.update(report["faults_by_kind"])
+        changes.update(report["route_changes"])
+    numbers = {
+        name: sum(report[name] for report in reports)
+        for name in ("seconds", "messages", "delivered", "redelivered", "faults")
+    }
+    return {
+        "pieces": len(reports),
+        "seeds": [report["seed"] for report in reports],
+        "clean": all(report["clean"] for report in reports),
+        **numbers,
+        "seconds": round(numbers["seconds"], 1),
+        "route_changes": dict(changes),
+        "faults_by_kind": dict(kinds),
+        "recovery": summary([one for report in reports for one in report["recovery"]], longest=5),
+    }
 
 
 class _Run:
-    def __init__(self, directory: Path, seed: int, cleanup: ExitStack, bug: str) -> None:
+    def __init__(self, directory: Path, seed: int, cleanup: ExitStack, bug: str, audits: Iterable[Audit]) -> None:
         if bug:
             plant(bug)
+        self._audits = audits
         self._seed, self._rng = seed, random.Random(f"{seed}/pace")
         self._histories = directory / "histories"
         self._histories.mkdir()
@@ -76,7 +117,7 @@ class _Run:
         with psycopg.connect(self._site.direct_dsn, autocommit=True) as connection:
             connection.execute(SINK)
         self._database = cleanup.enter_context(Database(self._site.direct_dsn))
-        self._scene = Scene(self._database, self._nodes, self._settings, self._histories)  # type: ignore[arg-type]
+        self._scene = Scene(self._database, self._nodes, self._settings, self._histories)
         self._history = cleanup.enter_context(History(self._histories, "nemesis"))
         environment = {
             "MQLAYER_TEST_KEYS": str(KEYS), "MQLAYER_CHAOS_SEED": str(seed), "MQLAYER_TEST_PAUSE_S": "0.025",
@@ -93,7 +134,7 @@ class _Run:
         )  # fmt: skip
 
     def play(self, length: Length) -> dict[str, Any]:
-        began, stuck = time.monotonic(), ""
+        began, stuck, unsettled = time.monotonic(), "", list[str]()
         for role, count in CAST.items():
             for number in range(count):
                 self._play.start(f"{role}-{number}")
@@ -107,19 +148,32 @@ class _Run:
                 self._play.end(role)
         except (AssertionError, pytest.fail.Exception) as error:
             stuck, settled_s = str(error), time.monotonic() - began - struck_s
+            unsettled = list(self._unsettled())
             self._play.kill_all()
         self._scene.witness()
-        return self._report(struck_s, settled_s, stuck)
+        return self._report(struck_s, settled_s, stuck, unsettled)
 
     def _strike(self, length: Length) -> None:
         began = time.monotonic()
-        while time.monotonic() - began < length.seconds or len(self._nemesis.struck) < length.faults:
+        while not self._has_lasted(length, time.monotonic() - began):
             # The pace of faults is part of the experiment, not a wait for anything.
             time.sleep(self._rng.uniform(0.2, 1.8) * length.every_s)
             self._nemesis.strike()
 
+    def _has_lasted(self, length: Length, lasted_s: float) -> bool:
+        if lasted_s < length.seconds or len(self._nemesis.struck) < length.faults:
+            return False
+        # On a machine that others keep busy it takes longer, but not for ever.
+        if lasted_s > 4 * max(60.0, length.seconds):
+            return True
+        try:
+            return self._scene.changes().total() >= length.changes and self._scene.committed() >= length.messages
+        except MqlayerError:
+            return False
+
     def _let_go(self, settling_s: float) -> None:
         self._nemesis.rest()
+        assert self._play.ended() == [], "nobody ended these"
         for role in ("publisher", "driver"):
             self._play.end(role)
         wait_until(self._is_settled, timeout_s=settling_s, what=f"all that was committed is settled, {self._seed=}")
@@ -129,8 +183,17 @@ class _Run:
             bring_back_nodes(self._database, prefix=self._settings.key_prefix, application=self._database)
             finish_changes(self._database, prefix=self._settings.key_prefix, topic=TOPIC, application=self._database)
             return self._scene.is_settled()
-        except MqlayerError:
-            return False
+        except MqlayerError as error:
+            raise AssertionError(f"{type(error).__name__}: {error}") from error
+
+    def _unsettled(self) -> Iterator[str]:
+        """Say where a run is stuck."""
+        try:
+            yield from self._scene.without_effect(limit=10)
+            yield from self._scene.unsettled()
+            yield from self._scene.unowned()
+        except MqlayerError as error:
+            yield f"{type(error).__name__}: {error}"
 
     def _fell_back(self, site: NodeSite) -> None:
         """Write down that what was settled on a node may come again."""
@@ -140,21 +203,28 @@ class _Run:
             if node_id == number:
                 self._history.note(FallBack(topic=TOPIC, partition=partition))
 
-    def _report(self, struck_s: float, settled_s: float, stuck: str) -> dict[str, Any]:
+    def _differences(self, *, stuck: bool) -> Iterator[str]:
+        """Say what is wrong with what is left, by those who know nothing of histories."""
+        prefix = self._settings.key_prefix
+        for one in verify(self._database, TOPIC, application=self._database, prefix=prefix, deep=True):
+            if one.verdict != "ok":
+                yield f"{one.check} {one.subject}: {one.seen}"
+        if stuck:
+            return
+        archive_all(self._database, prefix=prefix)
+        for audit in (Scene.leftovers, *self._audits):
+            yield from audit(self._scene)
+
+    def _report(self, struck_s: float, settled_s: float, stuck: str, unsettled: list[str]) -> dict[str, Any]:
         records = read_histories(self._histories)
         verdict = check(records, flows=[(group, TOPIC) for group in self._scene.groups])
-        differences = [
-            f"{one.check} {one.subject}: {one.seen}"
-            for one in verify(
-                self._database, TOPIC, application=self._database, prefix=self._settings.key_prefix, deep=True
-            )
-            if one.verdict != "ok"
-        ]
+        differences = list(self._differences(stuck=bool(stuck)))
         struck = self._nemesis.struck
         return {
             "seed": self._seed,
             "clean": verdict.clean and not differences and not stuck,
             "stuck": stuck,
+            "unsettled": unsettled,
             "seconds": round(struck_s, 1),
             "settled_s": round(settled_s, 1),
             "messages": verdict.messages,
@@ -163,7 +233,7 @@ class _Run:
             "route_changes": dict(self._scene.changes()),
             "faults": len(struck),
             "faults_by_kind": dict(Counter(one.kind for one in struck)),
-            "recovery": recoveries(records, struck, longest=5),
+            "recovery": recoveries(records, struck),
             "violations": {str(breach): count for breach, count in verdict.counts.items() if count},
             "examples": [str(violation) for violation in verdict.violations],
             "differences": differences,

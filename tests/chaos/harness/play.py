@@ -1,0 +1,90 @@
+"""The processes of a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Final
+
+from mqlayer.settings import Settings
+from tests.fixtures.forking import Process, start_python
+
+ROOT: Final = Path(__file__).parents[3]
+LEASE_S: Final = 1.5
+
+
+class Play:
+    """The processes of a run, by name; one that was killed is started again under its name."""
+
+    def __init__(self, settings: Settings, directory: Path, **environment: str) -> None:
+        self._directory = directory
+        self._environment = (
+            os.environ
+            | {
+                "MQLAYER_DSN": settings.control_dsn(),
+                "MQLAYER_KEY_PREFIX": settings.key_prefix,
+                "MQLAYER_LEASE_S": str(LEASE_S),
+            }
+            | environment
+        )
+        self.processes: dict[str, Process] = {}
+
+    def start(self, name: str, failpoints: str = "") -> None:
+        """Start a process, its output to a file, perhaps to be broken at a place."""
+        with (self._directory / f"{name}.log").open("ab") as log:
+            role = name.partition("-")[0]
+            self.processes[name] = start_python(
+                "tests.chaos.actors", role, name, str(self._directory),
+                cwd=ROOT, env=self._environment | {"MQLAYER_FAILPOINTS": failpoints}, stdout=log, stderr=log,
+            )  # fmt: skip
+
+    def kill(self, name: str, failpoints: str = "") -> None:
+        """End a process without warning, and start it again."""
+        self.processes[name].kill()
+        self.processes[name].wait()
+        self.start(name, failpoints)
+
+    def pause(self, name: str, seconds: float) -> None:
+        """Stop a process for a while, in the background."""
+        process = self.processes[name]
+        process.send_signal(signal.SIGSTOP)
+        threading.Timer(seconds, process.send_signal, (signal.SIGCONT,)).start()
+
+    def names(self, role: str) -> list[str]:
+        """Return the names of a role's processes."""
+        return [name for name in self.processes if name.startswith(role)]
+
+    def ended(self) -> list[str]:
+        """Return the names of those that do not run any more."""
+        return [name for name, process in self.processes.items() if process.poll() is not None]
+
+    def end(self, role: str, timeout_s: float = 30) -> None:
+        """End a role in order; a process that does not is killed, and the test fails."""
+        names = self.names(role)
+        for name in names:
+            self.processes[name].send_signal(signal.SIGCONT)
+            self.processes[name].terminate()
+        late = []
+        for name in names:
+            try:
+                self.processes.pop(name).wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                late.append(name)
+        assert not late, f"{late} did not end at SIGTERM"
+
+    def kill_all(self) -> None:
+        """Leave nothing behind."""
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+
+def is_stopped(process: Process) -> bool:
+    """Say whether a process stands still."""
+    try:
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except FileNotFoundError:
+        return False

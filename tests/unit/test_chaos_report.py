@@ -1,0 +1,89 @@
+"""What a chaos run reports: how long things took to flow again, and what several runs are together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.harness.nemesis import Nemesis, Struck
+from tests.chaos.harness.recovery import SECOND_NS, Recovery, recoveries, summary
+from tests.chaos.harness.run import total
+from tests.proof.history import Deliver, Event, Publish, Record
+
+
+def line(second: float, event: Event) -> Record:
+    return Record(process="p", pid=1, operation=1, phase="ok", at_ns=int(second * SECOND_NS), event=event)
+
+
+def message(lp: int, seq: int, *, committed: float, **handled: float) -> list[Record]:
+    """Return a message's commit, and when each group handled it."""
+    facts: dict[str, Any] = {"topic": "t", "source": 1, "lp": lp, "seq": seq}
+    delivered = [line(at, Deliver(group=group, partition=1, **facts)) for group, at in handled.items()]
+    return [line(committed, Publish(**facts)), *delivered]
+
+
+def struck(kind: str, ended: float) -> Struck:
+    return Struck(kind, "it", 0, int(ended * SECOND_NS))
+
+
+def test_a_fault_is_over_when_every_group_handles_new_messages_of_every_set_of_lps() -> None:
+    records = [
+        *message(0, 1, committed=0.5, g=0.6, h=0.6),
+        *message(0, 2, committed=1.5, g=9.0, h=9.0),  # held up by its key
+        *message(1, 1, committed=1.6, g=2.0, h=3.0),  # the same set
+        *message(1023, 1, committed=1.2, g=2.5, h=2.5),
+    ]
+    found = recoveries(records, [struck("kill", 1.0), struck("stop", 0.0), struck("node", 10.0)])
+    assert found == [
+        Recovery(2.0, "kill", "it", "h from LP 0"),
+        Recovery(2.5, "stop", "it", "g from LP 960"),
+        Recovery(0.0, "node", "it"),
+    ]
+    assert summary(found, longest=1) == {
+        "p50_s": 2.0, "p99_s": 2.0, "longest_s": 2.5, "longest": ["2.5 s stop it, g from LP 960"],
+    }  # fmt: skip
+
+
+def test_several_runs_are_summed_up_over_all_of_their_faults() -> None:
+    def report(seed: int, *, clean: bool, took: list[float]) -> dict[str, Any]:
+        return {
+            "seed": seed, "clean": clean, "seconds": 1.2, "messages": 10, "delivered": 20, "redelivered": 1,
+            "faults": len(took), "route_changes": {"move": 1}, "faults_by_kind": {"kill": len(took)},
+            "recovery": [Recovery(seconds, "kill", "it") for seconds in took],
+        }  # fmt: skip
+
+    found = total([report(7, clean=True, took=[1.0, 2.0]), report(8, clean=False, took=[3.0])])
+    assert (found["pieces"], found["seeds"], found["clean"]) == (2, [7, 8], False)
+    assert (found["seconds"], found["messages"], found["faults"]) == (2.4, 20, 3)
+    assert (found["faults_by_kind"], found["route_changes"]) == ({"kill": 3}, {"move": 2})
+    assert (found["recovery"]["p50_s"], found["recovery"]["longest_s"]) == (2.0, 3.0)
+
+
+class TriedNemesis(Nemesis):
+    """Breaks nothing; the rare kind can't be done at its first turns."""
+
+    patience = 3
+
+    def _often(self) -> str:
+        return "it"
+
+    def _rare(self) -> str:
+        self.patience -= 1
+        return "" if self.patience else "it"
+
+    def _never(self) -> str:
+        return ""
+
+
+def test_each_kind_of_fault_strikes_as_soon_as_it_can_be_done_then_all_go_by_weight() -> None:
+    nowhere: Any = None
+    nemesis = TriedNemesis(
+        nowhere, [], nowhere, Path(), seed=1, lease_s=1.0,
+        kinds={"often": 10_000, "rare": 1, "never": 1}, fell_back=nowhere,
+    )  # fmt: skip
+    for _ in range(10):
+        nemesis.strike()
+    kinds = [one.kind for one in nemesis.struck]
+    assert len(kinds) == 10
+    assert "rare" in kinds[:4]
+    assert set(kinds) == {"often", "rare"}
