@@ -15,7 +15,7 @@ from typing import Any, Final
 from tests.chaos.harness.plants import HARMLESS, PLANTS
 from tests.chaos.harness.run import Length, run
 
-HUNT: Final = Length(seconds=15, faults=8, every_s=1.0, settling_s=40.0)
+HUNT: Final = Length(seconds=15, faults=8, every_s=1.0, settling_s=40.0, stall_s=12.0, look_every_s=3.0)
 HUNT_PIECES: Final = 6
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 import time
@@ -23,6 +24,7 @@ from mqlayer.postgres.migrations import migrate
 from mqlayer.settings import Settings
 from mqlayer.stack import RedisServer
 from tests.chaos.actors import SINK, TOPIC
+from tests.chaos.harness.looking import Progress, judge_so_far
 from tests.chaos.harness.nemesis import KINDS, Nemesis
 from tests.chaos.harness.plants import PLANTS, plant
 from tests.chaos.harness.recovery import recoveries
@@ -32,7 +34,7 @@ from tests.chaos.test_whole_path import Play
 from tests.fixtures.power import build_sync_noter
 from tests.fixtures.servers import best_place
 from tests.fixtures.waiting import wait_until
-from tests.proof.checker import check
+from tests.proof.checker import Verdict, check
 from tests.proof.history import FallBack, History, read_histories
 
 CAST: Final = {"publisher": 3, "relay": 2, "pair": 4, "driver": 2, "worker": 2, "beat": 2}
@@ -49,6 +51,10 @@ class Length:
     every_s: float
     settling_s: float = 300.0
     """How long all that was committed may take to be handled once the faults are over; else the run is stuck."""
+    stall_s: float = math.inf
+    """How long nothing may change meanwhile; else the run is stuck."""
+    look_every_s: float = math.inf
+    """How often what there is so far is judged; the run ends when that finds something."""
 
 
 def run(seed: int, length: Length, *, bug: str = "") -> dict[str, Any]:
@@ -98,10 +104,11 @@ class _Run:
             for number in range(count):
                 self._play.start(f"{role}-{number}")
         wait_until(lambda: self._scene.committed() > 100, timeout_s=60, what="a first message of many")
-        self._strike(length)
+        if found := self._strike(length):
+            return self._caught(found, time.monotonic() - began)
         struck_s = time.monotonic() - began
         try:
-            self._let_go(length.settling_s)
+            self._let_go(length)
             settled_s = time.monotonic() - began - struck_s
             for role in ("pair", "relay", "worker", "beat"):
                 self._play.end(role)
@@ -111,18 +118,35 @@ class _Run:
         self._scene.witness()
         return self._report(struck_s, settled_s, stuck)
 
-    def _strike(self, length: Length) -> None:
-        began = time.monotonic()
+    def _strike(self, length: Length) -> Verdict | None:
+        """Break things; return what a look at it found, where one did."""
+        began = looked = time.monotonic()
         while time.monotonic() - began < length.seconds or len(self._nemesis.struck) < length.faults:
             # The pace of faults is part of the experiment, not a wait for anything.
             time.sleep(self._rng.uniform(0.2, 1.8) * length.every_s)
             self._nemesis.strike()
+            if time.monotonic() - looked > length.look_every_s:
+                verdict = judge_so_far(self._scene)
+                if not verdict.clean:
+                    return verdict
+                looked = time.monotonic()
+        return None
 
-    def _let_go(self, settling_s: float) -> None:
+    def _let_go(self, length: Length) -> None:
         self._nemesis.rest()
         for role in ("publisher", "driver"):
             self._play.end(role)
-        wait_until(self._is_settled, timeout_s=settling_s, what=f"all that was committed is settled, {self._seed=}")
+        what = f"all that was committed is settled, {self._seed=}"
+        progress = Progress(self._scene, length.stall_s)
+        wait_until(lambda: self._is_settled() or progress.has_ended(), timeout_s=length.settling_s, what=what)
+        assert not progress.has_ended(), f"nothing changed for {length.stall_s:g} s: {what}"
+
+    def _caught(self, verdict: Verdict, struck_s: float) -> dict[str, Any]:
+        """Report what was found while it ran: nobody waits for the rest."""
+        self._play.kill_all()
+        return self._facts(verdict, struck_s) | {
+            "clean": False, "stuck": "", "settled_s": 0.0, "differences": [],
+        }  # fmt: skip
 
     def _is_settled(self) -> bool:
         try:
@@ -150,21 +174,25 @@ class _Run:
             )
             if one.verdict != "ok"
         ]
+        return self._facts(verdict, struck_s) | {
+            "clean": verdict.clean and not differences and not stuck,
+            "stuck": stuck,
+            "settled_s": round(settled_s, 1),
+            "recovery": recoveries(records, self._nemesis.struck, longest=5),
+            "differences": differences,
+        }
+
+    def _facts(self, verdict: Verdict, struck_s: float) -> dict[str, Any]:
         struck = self._nemesis.struck
         return {
             "seed": self._seed,
-            "clean": verdict.clean and not differences and not stuck,
-            "stuck": stuck,
             "seconds": round(struck_s, 1),
-            "settled_s": round(settled_s, 1),
             "messages": verdict.messages,
             "delivered": verdict.delivered,
             "redelivered": verdict.redelivered,
             "route_changes": dict(self._scene.changes()),
             "faults": len(struck),
             "faults_by_kind": dict(Counter(one.kind for one in struck)),
-            "recovery": recoveries(records, struck, longest=5),
             "violations": {str(breach): count for breach, count in verdict.counts.items() if count},
             "examples": [str(violation) for violation in verdict.violations],
-            "differences": differences,
         }
