@@ -24,13 +24,16 @@ PLAIN: Final = {"kill": 6, "stop": 6, "network": 2}
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A bug: what is changed in which files, `lua/<name>` or `sql/<path>`, and the faults under which it shows."""
+    """A bug: what is changed in which files, `lua/<name>` or `sql/<path>`, and the faults and conditions that show it.
+
+    `environment`: what the processes of the run get besides, see the actors.
+    """
 
     says: str
     texts: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     code: Callable[[], None] = lambda: None
     kinds: Mapping[str, int] = field(default_factory=lambda: PLAIN)
-    trims: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def _early_gate() -> None:
@@ -99,7 +102,10 @@ PLANTS: Final[dict[str, Plant]] = {
     "fence_without_epoch": Plant(
         "the fence knows what was applied, not who owns the LP",
         {f"{APPLICATION}/0001_expand_application_schema.sql": (("IF epoch > p_epoch THEN", "IF false THEN"),)},
-        kinds={"stop": 8, "kill": 1},
+        kinds={"stop": 1},
+        # Several keys per LP, and messages that are in hand for longer than a lease: a woken process has one, while its
+        # successor is busy with the same one and has had effects of other keys of the LP.
+        environment={"MQLAYER_TEST_KEYS": "3000", "MQLAYER_TEST_SLOW": "100"},
     ),
     "lower_epoch_taken": Plant(
         "a pull lock goes to whoever asks for it, also under a lower epoch",
@@ -133,7 +139,7 @@ PLANTS: Final[dict[str, Plant]] = {
         "streams are trimmed by how much they hold, not by what groups have settled",
         {"lua/log_trim": (("local count = redis.call(", "floor = tonumber(meta[2]) - 50\nlocal count = redis.call("),)},
         kinds={"kill": 3, "stop": 8},
-        trims=True,
+        environment={"MQLAYER_TEST_TRIMS": "1"},
     ),
     "absent_is_new": Plant(
         "a partition that is not there is made on the spot, empty and open",
@@ -154,7 +160,11 @@ HARMLESS: Final = frozenset({"no_claims"})
 
 def plant(name: str) -> None:
     """Have a bug in this process from now on. Raises where what is to be changed is not there any more."""
-    chosen = PLANTS[name]
+    plant_this(PLANTS[name])
+
+
+def plant_this(chosen: Plant) -> None:
+    """Do the same for a bug without a name."""
     for module, reads in ((scripts, "lua_source"), (queries, "sql_source"), (migrations, "sql_source")):
         setattr(module, reads, _changed(getattr(resources, reads), reads.removesuffix("_source"), chosen.texts))
     chosen.code()

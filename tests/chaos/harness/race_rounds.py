@@ -1,0 +1,266 @@
+"""One round of each race: it returns by what a bug shows, or nothing."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import psycopg
+from pydantic import SecretStr
+
+from mqlayer import Context
+from mqlayer.domain.message import Identity
+from mqlayer.domain.routing import lp_of
+from mqlayer.errors import RetryLater, TransactionConflict
+from mqlayer.failures import release_all
+from mqlayer.outbox import publish, transaction
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.settings import Settings
+from mqlayer.stack.deadlines import comes_true
+from mqlayer.topics import create_topic, register_node
+from tests.chaos.harness.places import TOPIC, Place
+from tests.chaos.test_power_cut import DIRECT, DirectPublisher, stored_on
+from tests.fixtures.consuming import Stage
+from tests.fixtures.power import PoweredRedis, build_sync_noter
+from tests.integration.test_outbox_race import OurOutbox
+from tests.proof.checker import check
+from tests.proof.history import Deliver, Effect, History, Publish, read_histories
+from tests.proof.outbox_race import Race, run_race
+from tests.proof.planted import Outbox
+
+GROUP: Final = "g"
+WRITERS: Final = 4
+PATIENCE_S: Final = 20.0
+
+
+def outbox_as(recipe: Callable[[], Outbox]) -> Callable[[Place, bool], str]:
+    """Return the race of writers on few keys, on a published recipe or on our outbox."""
+
+    def race(there: Place, planted: bool) -> str:
+        return _outbox_race(there, recipe() if planted else OurOutbox())
+
+    return race
+
+
+def own_outbox(there: Place, planted: bool) -> str:
+    """Let writers race on our outbox, whatever its function is."""
+    del planted
+    return _outbox_race(there, OurOutbox())
+
+
+def _outbox_race(there: Place, outbox: Outbox) -> str:
+    directory, dsn = there.begin(), there.database()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        outbox.prepare(connection)
+    return _broken(run_race(Race(seed=there.seed), outbox, dsn, directory).counts)
+
+
+def deadlocks(there: Place, planted: bool) -> str:
+    """Have writers collect messages of several keys in each of their transactions."""
+    del planted
+    there.begin()
+    with there.stage() as stage, ThreadPoolExecutor(max_workers=WRITERS) as pool:
+        seeds = [random.Random(f"{there.seed}/{number}") for number in range(WRITERS)]
+        conflicts = sum(pool.map(lambda rng: _publish_several(stage.dsn, rng), seeds))
+    return f"{conflicts} deadlocks" if conflicts else ""
+
+
+def _publish_several(dsn: str, rng: random.Random) -> int:
+    conflicts = 0
+    with psycopg.connect(dsn) as connection:
+        for _ in range(100):
+            try:
+                with transaction(connection) as several:
+                    for key in rng.sample(range(12), 6):
+                        several.publish(TOPIC, key=f"key-{key}", body=b"")
+            except TransactionConflict:
+                conflicts += 1
+                if conflicts == 3:
+                    break
+    return conflicts
+
+
+def torn_transactions(there: Place, planted: bool) -> str:
+    """Have writers write a row and two messages at a time, of keys in any order: some of these end as deadlocks."""
+    del planted
+    there.begin()
+    with there.stage() as stage, ThreadPoolExecutor(max_workers=WRITERS) as pool:
+        with stage.database.connection() as connection:
+            connection.execute("CREATE TABLE business (name text PRIMARY KEY)")
+        list(pool.map(lambda number: _write_both(stage.database, number), range(WRITERS)))
+        with stage.database.connection() as connection:
+            torn = connection.execute(
+                "SELECT name FROM (SELECT convert_from(body, 'UTF8') AS name, 1 AS sent FROM mqlayer_app.outbox) AS o"
+                " FULL JOIN business b USING (name) GROUP BY name HAVING count(b.name) <> 2 OR count(o.sent) <> 2"
+            ).fetchall()
+    return f"{len(torn)} transactions of which a part is missing" if torn else ""
+
+
+def _write_both(database: Database, number: int) -> None:
+    rng = random.Random(number)
+    for turn in range(30):
+        name, keys = f"{number}/{turn}", rng.sample(range(4), 2)
+
+        def work(connection: Connection, name: str = name, keys: list[int] = keys) -> None:
+            connection.execute("INSERT INTO business (name) VALUES (%s)", (name,))
+            for key in keys:
+                publish(connection, TOPIC, key=f"key-{key}", body=name.encode())
+
+        database.transaction(work, timeout_s=PATIENCE_S)
+
+
+def power_cut(there: Place, planted: bool) -> str:
+    """Cut the power of a node that a direct producer publishes to, and count what it was told is stored and is not."""
+    directory = there.begin()
+    node = PoweredRedis(directory / "node", options={"appendfsync": "everysec" if planted else "always"})
+    noter = build_sync_noter(directory)
+    assert noter is not None, "no C compiler: install one (Debian: apt-get install gcc)"
+    node.library = noter
+    node.start()
+    try:
+        settings = Settings(dsn=SecretStr(there.database()), key_prefix="race")
+        with Database(settings.control_dsn()) as database:
+            register_node(database, name="n1", url=node.url)
+            route = create_topic(database, DIRECT, prefix="race", partitions=2)
+        with DirectPublisher(settings) as publisher:
+            publisher.wait_for_more()
+            node.cut_power()
+            node.start()
+            publisher.wait_for_more()
+        missing = publisher.stored - stored_on(node, "race", [part.partition for part in route.ranges])
+    finally:
+        node.erase()
+    return f"{len(missing)} messages that were called stored are lost" if missing else ""
+
+
+def full_memory(there: Place, planted: bool) -> str:
+    """Fill a node's memory while messages are in hand: they are settled all the same."""
+    del planted
+    there.begin()
+    going = threading.Event()
+
+    def handle(body: bytes, ctx: Context) -> None:
+        del body, ctx
+        going.wait(PATIENCE_S)
+
+    with there.stage() as stage:
+        stage.send_numbers(keys=10, each=10)
+        stage.consume(handle)
+        comes_true(lambda: None not in stage.owners().values(), within_s=PATIENCE_S)
+        stage.redis.config_set("maxmemory", 1)
+        try:
+            going.set()
+            settled = comes_true(stage.all_settled, within_s=8)
+        finally:
+            stage.redis.config_set("maxmemory", 0)
+    return "" if settled else "nothing is settled while memory is full"
+
+
+def parked_keys(there: Place, planted: bool) -> str:
+    """Have messages come to keys that are parked and released all the while."""
+    del planted
+    directory = there.begin()
+    with there.stage() as stage, History(directory, "race") as history:
+
+        def handle(body: bytes, ctx: Context) -> None:
+            facts = _facts(ctx.identity, ctx.key, body)
+            operation = history.begin(
+                Deliver(group=GROUP, partition=ctx.partition, epoch=ctx.epoch, attempt=ctx.attempt, **facts)
+            )
+            if ctx.attempt == 1 and ctx.identity.seq % 10 == 1:
+                operation.info()
+                raise RetryLater(3600.0)
+            operation.ok()
+
+        stage.consume(handle, policy="park")
+        keys = [f"key-{number}" for number in range(4)]
+        for turn in range(1, 121):
+            for key in keys:
+                identity = Identity(1, lp_of(key.encode()), turn)
+                history.note(Publish(**_facts(identity, key, b"%d" % turn)))
+            stage.send((key, b"%d" % turn) for key in keys)
+            release_all(stage.database, TOPIC, GROUP, actor="race")
+        comes_true(lambda: _nothing_is_parked(stage), within_s=8)
+    return _broken(check(read_histories(directory), flows=[(GROUP, TOPIC)]).counts)
+
+
+def _nothing_is_parked(stage: Stage) -> bool:
+    release_all(stage.database, TOPIC, GROUP, actor="race")
+    with stage.database.connection() as connection:
+        row = connection.execute("SELECT count(*) FROM mqlayer.parked_message").fetchone()
+    return stage.all_settled() and row == (0,)
+
+
+def two_owners(there: Place, planted: bool) -> str:
+    """Have two consumers take turns by an advisory lock; end the connection of the one that has it, again and again.
+
+    What they rely on is that lock; or, without the bug, an epoch that is drawn with it and our fence.
+    """
+    directory, dsn, done = there.begin(), there.database(), threading.Event()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("CREATE TABLE sink (place bigserial, seq bigint, epoch bigint)")
+        connection.execute("CREATE SEQUENCE epochs")
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            consumers = [pool.submit(_own_by_lock, dsn, done, planted) for _ in range(2)]
+            for _ in range(20):
+                before = _effects(connection)
+                comes_true(lambda before=before: _effects(connection) > before + 3, within_s=PATIENCE_S)  # type: ignore[misc]
+                connection.execute("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'")
+            done.set()
+            for consumer in consumers:
+                consumer.result()
+        rows = connection.execute("SELECT place, seq, epoch FROM sink ORDER BY place").fetchall()
+    _note_effects(directory, rows)
+    return _broken(check(read_histories(directory), drained=False).counts)
+
+
+def _effects(connection: Connection) -> int:
+    row = connection.execute("SELECT count(*) FROM sink").fetchone()
+    return int(row[0]) if row else 0
+
+
+def _own_by_lock(dsn: str, done: threading.Event, planted: bool) -> None:
+    with psycopg.connect(dsn, autocommit=True) as effects:
+        while not done.wait(0.01):
+            with psycopg.connect(dsn, autocommit=True) as lock:
+                [(taken, epoch)] = lock.execute("SELECT pg_try_advisory_lock(7), nextval('epochs')").fetchall()
+                while taken and not done.is_set():
+                    taken = _handle_next(effects, epoch, fenced=not planted)
+
+
+def _handle_next(effects: Connection, epoch: int, *, fenced: bool) -> bool:
+    [(seq,)] = effects.execute("SELECT coalesce(max(seq), 0) + 1 FROM sink").fetchall()
+    # What a handler does.
+    effects.execute("SELECT pg_sleep(0.002)")
+    with effects.transaction():
+        answer = _ask_fence(effects, seq, epoch) if fenced else "current"
+        if answer == "current":
+            effects.execute("INSERT INTO sink (seq, epoch) VALUES (%s, %s)", (seq, epoch))
+    return answer != "stale"
+
+
+def _ask_fence(effects: Connection, seq: int, epoch: int) -> str:
+    row = effects.execute(
+        "SELECT answer FROM mqlayer_app.fence_v1(1, 1::smallint, 1, 'key', %s, %s)", (seq, epoch)
+    ).fetchone()
+    return str(row[0]) if row else ""
+
+
+def _note_effects(directory: Path, rows: list[tuple[Any, ...]]) -> None:
+    with History(directory, "race") as history:
+        for place, seq, epoch in rows:
+            facts = _facts(Identity(1, 1, seq), "key", b"")
+            history.note(Effect(group=GROUP, partition=1, epoch=epoch, place=place, **facts))
+
+
+def _facts(identity: Identity, key: str | None, body: bytes) -> dict[str, Any]:
+    source, lp, seq = identity
+    return {"topic": TOPIC, "key": key, "source": source, "lp": lp, "seq": seq, "value": body.decode()}
+
+
+def _broken(counts: Any) -> str:
+    return ", ".join(f"{count} {breach}" for breach, count in counts.items() if count)
