@@ -13,6 +13,7 @@ import psycopg
 from pydantic import SecretStr
 
 from mqlayer import Context
+from mqlayer.changes import bring_back_nodes
 from mqlayer.domain.message import Identity
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import RetryLater, TransactionConflict
@@ -126,11 +127,12 @@ def power_cut(there: Place, planted: bool) -> str:
         with Database(settings.control_dsn()) as database:
             register_node(database, name="n1", url=node.url)
             route = create_topic(database, DIRECT, prefix="race", partitions=2)
-        with DirectPublisher(settings) as publisher:
-            publisher.wait_for_more()
-            node.cut_power()
-            node.start()
-            publisher.wait_for_more()
+            with DirectPublisher(settings) as publisher:
+                publisher.wait_for_more()
+                node.cut_power()
+                node.start()
+                bring_back_nodes(database, prefix="race", application=database)
+                publisher.wait_for_more()
         missing = publisher.stored - stored_on(node, "race", [part.partition for part in route.ranges])
     finally:
         node.erase()
@@ -163,7 +165,7 @@ def full_memory(there: Place, planted: bool) -> str:
 def parked_keys(there: Place, planted: bool) -> str:
     """Have messages come to keys that are parked and released all the while."""
     del planted
-    directory = there.begin()
+    directory, failed = there.begin(), set[Identity]()
     with there.stage() as stage, History(directory, "race") as history:
 
         def handle(body: bytes, ctx: Context) -> None:
@@ -171,7 +173,9 @@ def parked_keys(there: Place, planted: bool) -> str:
             operation = history.begin(
                 Deliver(group=GROUP, partition=ctx.partition, epoch=ctx.epoch, attempt=ctx.attempt, **facts)
             )
-            if ctx.attempt == 1 and ctx.identity.seq % 10 == 1:
+            if ctx.identity.seq % 10 == 1 and ctx.identity not in failed:
+                # Released by an operator, its attempts begin anew.
+                failed.add(ctx.identity)
                 operation.info()
                 raise RetryLater(3600.0)
             operation.ok()
