@@ -61,6 +61,7 @@ JUMPS: Final = (
     "redis.call('HSET', lock_key, 'committed', format('%d', committed), 'base', format('%d', committed))"
 )
 FALLS: Final = {"fail_over": 8, "kill": 3, "stop": 3}
+WOKEN: Final = {"stop": 4, "stop at take.before_send": 2, "stop at read.after_reply": 1, "stop at ack.before_send": 1}
 MOVES: Final = {"kill": 8, "stop": 3}
 
 PLANTS: Final[dict[str, Plant]] = {
@@ -110,7 +111,7 @@ PLANTS: Final[dict[str, Plant]] = {
     "lower_epoch_taken": Plant(
         "a pull lock goes to whoever asks for it, also under a lower epoch",
         {"lua/lock_take": (("elseif held >= epoch then", "elseif false then"),)},
-        kinds={"stop": 8},
+        kinds=WOKEN,
     ),
     "clock_takeover": Plant(
         "a pull lock that was not refreshed for a second is anybody's, by the node's clock",
@@ -119,7 +120,7 @@ PLANTS: Final[dict[str, Plant]] = {
                 ("elseif held >= epoch then", "elseif held >= epoch and now - tonumber(lock[3] or '0') < 1 then"),
             )
         },
-        kinds={"stop": 8},
+        kinds=WOKEN,
     ),
     "no_new_epochs": Plant(
         "a node that fell back is armed under the epochs of before",
