@@ -57,9 +57,6 @@ DRIVE_EVERY_S: Final = float(os.environ.get("MQLAYER_TEST_DRIVE_EVERY_S", "1.0")
 """How long a driver waits between two changes, on average."""
 FAILING: Final = int(os.environ.get("MQLAYER_TEST_FAILING", "0"))
 """Every so many messages fail at their first attempt; 0: none does."""
-SLOW: Final = int(os.environ.get("MQLAYER_TEST_SLOW", "0"))
-"""One of so many messages is in hand for longer than a lease before it has its effect; 0: none is."""
-SLOW_S: Final = 2.5
 TAG_FILTER: Final = os.environ.get("MQLAYER_TEST_TAG_FILTER")
 """Which messages consumers want; None: all."""
 BATCH: Final[Any] = os.environ.get("MQLAYER_TEST_BATCH")
@@ -167,9 +164,6 @@ def _book_into_sink(app: mqlayer.App, history: History) -> None:
         with _delivery(history, facts, ctx), pool.connection() as connection:
             if FAILING and ctx.attempt == 1 and facts["seq"] % FAILING == 0:
                 raise RuntimeError("planted")
-            if SLOW and (31 * facts["lp"] + facts["seq"]) % SLOW == 0:
-                # With whoever has it. Its time is what this is about, nothing is waited for.
-                time.sleep(SLOW_S)
             ctx.fence(connection)
             connection.execute(INTO_SINK, facts)
 

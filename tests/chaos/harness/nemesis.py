@@ -68,9 +68,9 @@ class Nemesis:
         """Break something; where that can't be now, something else."""
         kinds, weights = list(self._kinds), list(self._kinds.values())
         while True:
-            kind, _, place = self._rng.choices(kinds, weights)[0].partition(" at ")
+            kind = self._rng.choices(kinds, weights)[0]
             began = time.monotonic_ns()
-            target = self._stop_at(place) if place else getattr(self, f"_{kind}")()
+            target = getattr(self, f"_{kind}")()
             if target:
                 self.struck.append(Struck(kind, target, began, time.monotonic_ns()))
                 break
@@ -120,13 +120,6 @@ class Nemesis:
         process.send_signal(signal.SIGSTOP)
         time.sleep(self._lease_s * self._rng.uniform(1.2, 1.8))
         process.send_signal(signal.SIGCONT)
-        return name
-
-    def _stop_at(self, place: str) -> str:
-        """Have a consumer stand at a place for longer than its lease, some time soon; see `revive`."""
-        name = self._one_of(("pair",))
-        self._armed[name] = f"{place}=stop@{self._rng.randint(1, 20)}"
-        self._play.kill(name, self._armed[name])
         return name
 
     def _network(self) -> str:

@@ -61,7 +61,6 @@ JUMPS: Final = (
     "redis.call('HSET', lock_key, 'committed', format('%d', committed), 'base', format('%d', committed))"
 )
 FALLS: Final = {"fail_over": 8, "kill": 3, "stop": 3}
-WOKEN: Final = {"stop": 4, "stop at take.before_send": 2, "stop at read.after_reply": 1, "stop at ack.before_send": 1}
 MOVES: Final = {"kill": 8, "stop": 3}
 
 PLANTS: Final[dict[str, Plant]] = {
@@ -95,33 +94,6 @@ PLANTS: Final[dict[str, Plant]] = {
         {"lua/partition_open": (("for i = 3, #ARGV, 2 do", "for i = 3, 0, 2 do"),)},
         kinds=MOVES,
     ),
-    "ack_without_epoch": Plant(
-        "whoever settles is believed, whatever its epoch",
-        {"lua/offsets_settle": (("if lock[1] ~= member or held ~= epoch then", "if false then"),)},
-        kinds={"fail_over": 6, "stop": 6},
-    ),
-    "fence_without_epoch": Plant(
-        "the fence knows what was applied, not who owns the LP",
-        {f"{APPLICATION}/0001_expand_application_schema.sql": (("IF epoch > p_epoch THEN", "IF false THEN"),)},
-        kinds={"stop": 1},
-        # Several keys per LP, and messages that are in hand for longer than a lease: a woken process has one, while its
-        # successor is busy with the same one and has had effects of other keys of the LP.
-        environment={"MQLAYER_TEST_KEYS": "3000", "MQLAYER_TEST_SLOW": "100"},
-    ),
-    "lower_epoch_taken": Plant(
-        "a pull lock goes to whoever asks for it, also under a lower epoch",
-        {"lua/lock_take": (("elseif held >= epoch then", "elseif false then"),)},
-        kinds=WOKEN,
-    ),
-    "clock_takeover": Plant(
-        "a pull lock that was not refreshed for a second is anybody's, by the node's clock",
-        {
-            "lua/lock_take": (
-                ("elseif held >= epoch then", "elseif held >= epoch and now - tonumber(lock[3] or '0') < 1 then"),
-            )
-        },
-        kinds=WOKEN,
-    ),
     "no_new_epochs": Plant(
         "a node that fell back is armed under the epochs of before",
         {"sql/queries/control.sql": (("p.state <> 'deleted'\nRETURNING a.group_id", "false\nRETURNING a.group_id"),)},
@@ -152,7 +124,9 @@ PLANTS: Final[dict[str, Plant]] = {
         kinds={"wipe": 6, "kill": 2},
     ),
     "no_claims": Plant(
-        "every worker runs every periodic job, without claiming it", code=_no_claims, kinds={"kill": 6, "stop": 3}
+        "every worker runs every periodic job, without claiming it",
+        code=_no_claims,
+        kinds={"kill": 6, "stop": 3, "fail_over": 3},
     ),
 }  # fmt: skip
 HARMLESS: Final = frozenset({"no_claims"})
@@ -169,6 +143,13 @@ def plant_this(chosen: Plant) -> None:
     for module, reads in ((scripts, "lua_source"), (queries, "sql_source"), (migrations, "sql_source")):
         setattr(module, reads, _changed(getattr(resources, reads), reads.removesuffix("_source"), chosen.texts))
     chosen.code()
+
+
+def check_texts(chosen: Plant) -> None:
+    """Fail where a bug changes what is not there any more."""
+    for name in chosen.texts:
+        folder, _, rest = name.partition("/")
+        _changed(getattr(resources, f"{folder}_source"), folder, chosen.texts)(rest)
 
 
 def _changed(

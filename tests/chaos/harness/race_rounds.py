@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +23,17 @@ from mqlayer.errors import RetryLater, TransactionConflict
 from mqlayer.failures import release_all
 from mqlayer.outbox import publish, transaction
 from mqlayer.postgres.database import Connection, Database
+from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.partitions import (
+    Fenced,
+    Holder,
+    Kept,
+    Taken,
+    settle_command,
+    settle_reply,
+    take_command,
+    take_reply,
+)
 from mqlayer.settings import Settings
 from mqlayer.stack.deadlines import comes_true
 from mqlayer.topics import create_topic, register_node
@@ -29,7 +43,7 @@ from tests.fixtures.consuming import Stage
 from tests.fixtures.power import PoweredRedis, build_sync_noter
 from tests.integration.test_outbox_race import OurOutbox
 from tests.proof.checker import check
-from tests.proof.history import Deliver, Effect, History, Publish, read_histories
+from tests.proof.history import Ack, Assignment, Deliver, Effect, History, Publish, read_histories
 from tests.proof.outbox_race import Race, run_race
 from tests.proof.planted import Outbox
 
@@ -200,16 +214,24 @@ def _nothing_is_parked(stage: Stage) -> bool:
 
 
 def two_owners(there: Place, planted: bool) -> str:
-    """Have two consumers take turns by an advisory lock; end the connection of the one that has it, again and again.
+    """Have consumers rely on an advisory lock alone; or, without the bug, on an epoch drawn with it and our fence."""
+    return _own_in_turns(there, fenced=not planted)
 
-    What they rely on is that lock; or, without the bug, an epoch that is drawn with it and our fence.
-    """
+
+def fenced_owners(there: Place, planted: bool) -> str:
+    """Do the same with our fence, whatever it looks at."""
+    del planted
+    return _own_in_turns(there, fenced=True)
+
+
+def _own_in_turns(there: Place, *, fenced: bool) -> str:
+    """Have two consumers take turns by an advisory lock; end the connection of the one that has it, again and again."""
     directory, dsn, done = there.begin(), there.database(), threading.Event()
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE sink (place bigserial, seq bigint, epoch bigint)")
         connection.execute("CREATE SEQUENCE epochs")
         with ThreadPoolExecutor(max_workers=2) as pool:
-            consumers = [pool.submit(_own_by_lock, dsn, done, planted) for _ in range(2)]
+            consumers = [pool.submit(_own_by_lock, dsn, done, fenced) for _ in range(2)]
             for _ in range(20):
                 before = _effects(connection)
                 comes_true(lambda before=before: _effects(connection) > before + 3, within_s=PATIENCE_S)  # type: ignore[misc]
@@ -227,13 +249,14 @@ def _effects(connection: Connection) -> int:
     return int(row[0]) if row else 0
 
 
-def _own_by_lock(dsn: str, done: threading.Event, planted: bool) -> None:
+def _own_by_lock(dsn: str, done: threading.Event, fenced: bool) -> None:
     with psycopg.connect(dsn, autocommit=True) as effects:
         while not done.wait(0.01):
-            with psycopg.connect(dsn, autocommit=True) as lock:
+            # It may be ended while it asks for the lock, too.
+            with suppress(psycopg.OperationalError), psycopg.connect(dsn, autocommit=True) as lock:
                 [(taken, epoch)] = lock.execute("SELECT pg_try_advisory_lock(7), nextval('epochs')").fetchall()
                 while taken and not done.is_set():
-                    taken = _handle_next(effects, epoch, fenced=not planted)
+                    taken = _handle_next(effects, epoch, fenced=fenced)
 
 
 def _handle_next(effects: Connection, epoch: int, *, fenced: bool) -> bool:
@@ -268,3 +291,53 @@ def _facts(identity: Identity, key: str | None, body: bytes) -> dict[str, Any]:
 
 def _broken(counts: Any) -> str:
     return ", ".join(f"{count} {breach}" for breach, count in counts.items() if count)
+
+
+def woken_owners(there: Place, planted: bool) -> str:
+    """Have two owners of a partition take its lock and settle in it; each sleeps past the other's taking, and goes on.
+
+    What stops one that slept is the node, and nothing else.
+    """
+    del planted
+    directory, epochs = there.begin(), itertools.count(1)
+    with there.stage() as stage, History(directory, "race") as history, ThreadPoolExecutor(max_workers=2) as pool:
+        stage.send_numbers(keys=20, each=200)
+        until = time.monotonic() + 6
+        list(pool.map(lambda name: _own_and_sleep(stage, history, epochs, name, until), ["a", "b"]))
+    return _broken(check(read_histories(directory), drained=False).counts)
+
+
+def _own_and_sleep(stage: Stage, history: History, epochs: Iterator[int], member: str, until: float) -> None:
+    rng, partition = random.Random(member), int(stage.partitions[0])
+    with stage.line() as line:
+        while time.monotonic() < until:
+            holder = Holder(stage.prefix, partition, 1, member, next(epochs))
+            owned = _take(line, history, holder)
+            while owned and time.monotonic() < until:
+                # It sleeps, as a stopped process does, for up to some seconds of the node's clock.
+                time.sleep(rng.choice([0.01, 0.01, 0.1, 1.5]))
+                owned = _settle_next(line, history, holder)
+
+
+def _take(line: NodeConnection, history: History, holder: Holder) -> bool:
+    event = Assignment(
+        topic=TOPIC, group=GROUP, partition=holder.partition, member=holder.member, epoch=holder.epoch, change="taken"
+    )
+    operation = history.begin(event)
+    answer = take_reply(line.call([take_command(line, holder, start=1)])[0], line.node.address)
+    taken = not isinstance(answer, Fenced)
+    (operation.ok if taken else operation.fail)()
+    return taken
+
+
+def _settle_next(line: NodeConnection, history: History, holder: Holder) -> bool:
+    """Refresh the lock as a member does with each read, and settle the next offset; say whether both were taken."""
+    answer = take_reply(line.call([take_command(line, holder, start=1)])[0], line.node.address)
+    # Whatever the answer is: between it and the settling anything may happen.
+    offset = answer.committed if isinstance(answer, Kept | Taken) else 1
+    facts = _facts(Identity(1, 1, offset), "key", b"")
+    history.note(Effect(group=GROUP, partition=holder.partition, epoch=holder.epoch, fenced=False, **facts))
+    operation = history.begin(Ack(group=GROUP, partition=holder.partition, epoch=holder.epoch, **facts))
+    settled = settle_reply(line.call([settle_command(line, holder, [(offset, offset)])])[0], line.node.address)
+    (operation.ok if isinstance(settled, Kept) else operation.fail)()
+    return isinstance(settled, Kept)

@@ -75,6 +75,7 @@ def _unpark_unseen() -> None:
     setattr(Ledger, "_next", _next)  # noqa: B010
 
 
+OUTBOX_AND_FENCE: Final = f"{APPLICATION}/0001_expand_application_schema.sql"
 NUMBERED_FIRST: Final = """v_seq := nextval('mqlayer_app.outbox_number');
     -- Whatever else a publisher does between the two.
     PERFORM pg_sleep(random() * 0.002);
@@ -94,13 +95,13 @@ RACES: Final[dict[str, RacePlant]] = {
     "number_before_lock": RacePlant(
         "a publisher takes its number first and the lock of its LP then",
         rounds.own_outbox,
-        Plant("", {APPLICATION + "/0001_expand_application_schema.sql": ((LOCKED_FIRST, NUMBERED_FIRST),)}),
+        Plant("", {OUTBOX_AND_FENCE: ((LOCKED_FIRST, NUMBERED_FIRST),)}),
     ),
     "lps_unsorted": RacePlant(
         "a transaction takes its LPs in the order of its messages",
         rounds.deadlocks,
         Plant("", {
-            APPLICATION + "/0001_expand_application_schema.sql": (
+            OUTBOX_AND_FENCE: (
                 ('GROUP BY topic, lp ORDER BY topic COLLATE "C", lp\n', "GROUP BY topic, lp ORDER BY min(n)\n"),
             )
         }),
@@ -126,5 +127,29 @@ RACES: Final[dict[str, RacePlant]] = {
     "session_lock": RacePlant(
         "who has a session's advisory lock is the owner, and has it still after its connection was lost",
         rounds.two_owners,
+    ),
+    "fence_without_epoch": RacePlant(
+        "the fence knows what was applied, not who owns the LP",
+        rounds.fenced_owners,
+        Plant("", {OUTBOX_AND_FENCE: (("IF epoch > p_epoch THEN", "IF false THEN"),)}),
+    ),
+    "ack_without_epoch": RacePlant(
+        "whoever settles is believed, whatever its epoch",
+        rounds.woken_owners,
+        Plant("", {"lua/offsets_settle": (("if lock[1] ~= member or held ~= epoch then", "if false then"),)}),
+    ),
+    "lower_epoch_taken": RacePlant(
+        "a pull lock goes to whoever asks for it, also under a lower epoch",
+        rounds.woken_owners,
+        Plant("", {"lua/lock_take": (("elseif held >= epoch then", "elseif false then"),)}),
+    ),
+    "clock_takeover": RacePlant(
+        "a pull lock that was not refreshed for a second is anybody's, by the node's clock",
+        rounds.woken_owners,
+        Plant("", {
+            "lua/lock_take": (
+                ("elseif held >= epoch then", "elseif held >= epoch and now - tonumber(lock[3] or '0') < 1 then"),
+            )
+        }),
     ),
 }  # fmt: skip
