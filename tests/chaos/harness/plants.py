@@ -24,16 +24,12 @@ PLAIN: Final = {"kill": 6, "stop": 6, "network": 2}
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A bug: what is changed in which files, `lua/<name>` or `sql/<path>`, and the faults and conditions that show it.
-
-    `environment`: what the processes of the run get besides, see the actors.
-    """
+    """A bug: what is changed in which files, `lua/<name>` or `sql/<path>`, and the faults under which it shows."""
 
     says: str
     texts: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     code: Callable[[], None] = lambda: None
     kinds: Mapping[str, int] = field(default_factory=lambda: PLAIN)
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def _early_gate() -> None:
@@ -108,12 +104,6 @@ PLANTS: Final[dict[str, Plant]] = {
             )
         },
     ),
-    "trim_by_count": Plant(
-        "streams are trimmed by how much they hold, not by what groups have settled",
-        {"lua/log_trim": (("local count = redis.call(", "floor = tonumber(meta[2]) - 50\nlocal count = redis.call("),)},
-        kinds={"kill": 3, "stop": 8},
-        environment={"MQLAYER_TEST_TRIMS": "1"},
-    ),
     "absent_is_new": Plant(
         "a partition that is not there is made on the spot, empty and open",
         {
@@ -126,7 +116,7 @@ PLANTS: Final[dict[str, Plant]] = {
     "no_claims": Plant(
         "every worker runs every periodic job, without claiming it",
         code=_no_claims,
-        kinds={"kill": 6, "stop": 3, "fail_over": 3},
+        kinds={"kill": 6, "stop": 3, "fail_over": 2, "wipe": 2},
     ),
 }  # fmt: skip
 HARMLESS: Final = frozenset({"no_claims"})

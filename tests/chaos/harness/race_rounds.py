@@ -37,6 +37,7 @@ from mqlayer.redis.partitions import (
 from mqlayer.settings import Settings
 from mqlayer.stack.deadlines import comes_true
 from mqlayer.topics import create_topic, register_node
+from mqlayer.trimming import trim_pass
 from tests.chaos.harness.places import TOPIC, Place
 from tests.chaos.test_power_cut import DIRECT, DirectPublisher, stored_on
 from tests.fixtures.consuming import Stage
@@ -211,6 +212,28 @@ def _nothing_is_parked(stage: Stage) -> bool:
     with stage.database.connection() as connection:
         row = connection.execute("SELECT count(*) FROM mqlayer.parked_message").fetchone()
     return stage.all_settled() and row == (0,)
+
+
+def trimmed_streams(there: Place, planted: bool) -> str:
+    """Trim again and again while a group has much before it, and count what it never gets."""
+    del planted
+    there.begin()
+    handled: set[Identity] = set()
+
+    def handle(body: bytes, ctx: Context) -> None:
+        del body
+        time.sleep(0.002)
+        handled.add(ctx.identity)
+
+    with there.stage() as stage:
+        stage.consume(handle, prefetch_count=20)
+        comes_true(lambda: None not in stage.owners().values(), within_s=PATIENCE_S)
+        for turn in range(10):
+            stage.send_numbers(keys=20, each=10, first=10 * turn + 1)
+            trim_pass(stage.database, prefix=stage.prefix)
+        comes_true(stage.all_settled, within_s=8)
+        missing = 2000 - len(handled)
+    return f"{missing} lost" if missing else ""
 
 
 def two_owners(there: Place, planted: bool) -> str:

@@ -128,6 +128,15 @@ RACES: Final[dict[str, RacePlant]] = {
         "who has a session's advisory lock is the owner, and has it still after its connection was lost",
         rounds.two_owners,
     ),
+    "trim_by_count": RacePlant(
+        "streams are trimmed by how much they hold, not by what groups have settled",
+        rounds.trimmed_streams,
+        Plant("", {
+            "lua/log_trim": (
+                ("local count = redis.call(", "floor = tonumber(meta[2]) - 50\nlocal count = redis.call("),
+            )
+        }),
+    ),
     "fence_without_epoch": RacePlant(
         "the fence knows what was applied, not who owns the LP",
         rounds.fenced_owners,

@@ -89,7 +89,6 @@ class _Run:
             "MQLAYER_TEST_DRIVE_EVERY_S": "4", "MQLAYER_LEASE_S": str(LEASE_S), "MQLAYER_BROKER_URL": broker.url,
             "MQLAYER_TEST_FAILING": "199", "MQLAYER_TEST_PLANT": bug,
         }  # fmt: skip
-        environment |= PLANTS[bug].environment if bug else {}
         self._play = Play(self._settings, self._histories, **environment)
         cleanup.callback(self._play.kill_all)
         self._nemesis = Nemesis(
