@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
@@ -37,6 +38,9 @@ _KEEPALIVE: Final = {
     "keepalives_count": 3,
     "tcp_user_timeout": 10_000,
 }
+FIRST_TRY_S: Final = 0.1
+LONGEST_TRY_S: Final = 0.5
+"""For how long a try waits for a connection, the first one and at most; so soon a server that is back is found."""
 _NUMBER: Final = re.compile(r"\b\d+\b")
 _RETRYABLE: Final = (pg_errors.SerializationFailure, pg_errors.DeadlockDetected, pg_errors.LockNotAvailable)
 
@@ -76,12 +80,13 @@ class Database:
             max_size=max_size,
             max_idle=60,
             max_lifetime=1200,
-            timeout=timeout_s,
-            reconnect_timeout=timeout_s,
-            check=ConnectionPool.check_connection,
+            # The pool by itself waits a second, then two, then four, for a server that is back long since, and as
+            # long for each connection that the server's end broke: see `_take`.
+            reconnect_timeout=0,
             configure=_configure,
             open=False,
         )
+        self._timeout_s = timeout_s
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
@@ -94,7 +99,7 @@ class Database:
     @contextmanager
     def _lent(self) -> Iterator[Connection]:
         try:
-            connection = self._pool.getconn()
+            connection = self._take()
         except PoolTimeout:
             # The pool only says that the time is over; connecting once more tells why, or that all are lent.
             with connect(self.dsn) as connection:
@@ -105,6 +110,31 @@ class Database:
                 yield connection
         finally:
             self._pool.putconn(connection)
+
+    def _take(self) -> Connection:
+        """Take a connection that answers, as soon as there is one. Raises PoolTimeout after the time."""
+        deadline, wait_s = time.monotonic() + self._timeout_s, FIRST_TRY_S
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                connection = self._pool.getconn(timeout=min(wait_s, left_s))
+            except PoolTimeout:
+                # Each try has the pool connect once; who waits on is not told that it failed.
+                if left_s <= wait_s:
+                    raise
+                wait_s = min(2 * wait_s, LONGEST_TRY_S)
+                continue
+            if self._answers(connection):
+                return connection
+
+    def _answers(self, connection: Connection) -> bool:
+        """Say whether a connection is alive; give it back to be thrown away if it is not."""
+        try:
+            ConnectionPool.check_connection(connection)
+        except psycopg.Error:
+            self._pool.putconn(connection)
+            return False
+        return True
 
     def transaction(self, work: Callable[[Connection], Result], *, timeout_s: float = 10.0) -> Result:
         """Run `work` in a transaction; again as a whole after a conflict; raise the last error after the time."""

@@ -65,7 +65,9 @@ class Session:
         self._late = LateIds(limits)
         self._sweep: Sweep | None = None
         self._attaching: Future[int] | None = None
-        self._beat, self._compare = Every(limits.beat_s), Every(limits.compare_s)
+        # A short lease is looked at as often for its length: who died is followed within a quarter more.
+        self._beat = Every(min(limits.beat_s, settings.lease_s / 4))
+        self._compare = Every(limits.compare_s)
         self._progress, self._sweeping = Every(limits.progress_s), Every(limits.sweep_s)
         self._topics = Every(limits.topics_s)
         self._release_at = 0.0

@@ -210,7 +210,8 @@ WHERE id = %(id)s;
 DELETE FROM mqlayer_app.voided;
 
 -- name: relay_beat
--- Extend a relay's lease and say how many relays live, by the database's clock.
+-- Extend a relay's lease and say how many relays live, by the database's clock: who has not beaten for half of its
+-- lease is not counted, so that others don't leave LP sets to one that died.
 WITH beat AS (
     INSERT INTO mqlayer_app.relay (relay_id, lease_until)
     VALUES (%(relay_id)s, now() + make_interval(secs => %(lease_s)s))
@@ -218,7 +219,8 @@ WITH beat AS (
 ), gone AS (
     DELETE FROM mqlayer_app.relay WHERE lease_until < now() - interval '1 hour'
 )
-SELECT count(*) + 1 AS live FROM mqlayer_app.relay WHERE lease_until >= now() AND relay_id <> %(relay_id)s;
+SELECT count(*) + 1 AS live FROM mqlayer_app.relay
+WHERE lease_until >= now() + make_interval(secs => %(lease_s)s / 2) AND relay_id <> %(relay_id)s;
 
 -- name: lp_set_keep
 -- Extend the lease of the LP sets that a relay holds.

@@ -18,6 +18,7 @@ from mqlayer.outbox import adopt, list_aside, renew, retry_aside
 from mqlayer.postgres.database import Database
 from mqlayer.relay import RelayLimits, relay_once
 from mqlayer.relay.lanes import plan
+from mqlayer.relay.leases import LpSets
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.outbox_world import QUICK, OutboxWorld
@@ -87,6 +88,20 @@ def test_a_relay_takes_over_what_a_dead_one_held(world: OutboxWorld) -> None:
     world.publish(100)
     with world.relay():
         world.wait_until_whole()
+
+
+def test_a_relay_that_was_silent_for_half_of_its_lease_gets_no_share(world: OutboxWorld) -> None:
+    """One that dies again and again leaves such rows: nobody would relay the LP sets that were theirs by right."""
+    beat = "INSERT INTO mqlayer_app.relay (relay_id, lease_until) VALUES (%s, now() + make_interval(secs => %s))"
+    with psycopg.connect(world.dsn, autocommit=True) as connection:
+        connection.execute(beat, ("well", 60.0))
+        connection.execute(beat, ("dead", 29.0))
+        me = LpSets("me", lease_s=60.0)
+        me.beat(connection)
+        assert len(me.held) == 8
+        connection.execute("UPDATE mqlayer_app.relay SET lease_until = now() + interval '29 s' WHERE relay_id = 'well'")
+        me.beat(connection)
+        assert len(me.held) == 16
 
 
 def test_two_relays_on_the_same_lps_are_harmless(world: OutboxWorld) -> None:
