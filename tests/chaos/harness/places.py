@@ -39,14 +39,19 @@ class Place:
         migrate(dsn)
         return dsn
 
-    @contextmanager
-    def stage(self) -> Iterator[Stage]:
-        """Lend a topic of two partitions; all rounds share one Redis."""
+    @property
+    def node(self) -> RedisServer:
+        """The Redis of all rounds."""
         if self._redis is None:
             self._redis = RedisServer(self.directory / "node")
             self._redis.start()
             self._cleanup.callback(self._redis.erase)
-        stage = Stage(self.database(), self._redis.url, prefix=f"race{self.seed}", topic=TOPIC)
+        return self._redis
+
+    @contextmanager
+    def stage(self) -> Iterator[Stage]:
+        """Lend a topic of two partitions; all rounds share one Redis."""
+        stage = Stage(self.database(), self.node.url, prefix=f"race{self.seed}", topic=TOPIC)
         try:
             yield stage
         finally:

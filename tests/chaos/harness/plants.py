@@ -90,11 +90,6 @@ PLANTS: Final[dict[str, Plant]] = {
         {"lua/partition_open": (("for i = 3, #ARGV, 2 do", "for i = 3, 0, 2 do"),)},
         kinds=MOVES,
     ),
-    "no_new_epochs": Plant(
-        "a node that fell back is armed under the epochs of before",
-        {"sql/queries/control.sql": (("p.state <> 'deleted'\nRETURNING a.group_id", "false\nRETURNING a.group_id"),)},
-        kinds=FALLS,
-    ),
     "no_rewind": Plant("a relay goes on behind a gap in place of going back to the mark", code=_no_rewind, kinds=FALLS),
     "committed_jumps": Plant(
         "committed goes to the last offset that is settled",

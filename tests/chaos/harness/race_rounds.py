@@ -36,7 +36,7 @@ from mqlayer.redis.partitions import (
 )
 from mqlayer.settings import Settings
 from mqlayer.stack.deadlines import comes_true
-from mqlayer.topics import create_topic, register_node
+from mqlayer.topics import create_topic, rearm_node, register_node
 from mqlayer.trimming import trim_pass
 from tests.chaos.harness.places import TOPIC, Place
 from tests.chaos.test_power_cut import DIRECT, DirectPublisher, stored_on
@@ -44,6 +44,7 @@ from tests.fixtures.consuming import Stage
 from tests.fixtures.power import PoweredRedis, build_sync_noter
 from tests.integration.test_outbox_race import OurOutbox
 from tests.proof.checker import check
+from tests.proof.fall_back import FallBack
 from tests.proof.history import Ack, Assignment, Deliver, Effect, History, Publish, read_histories
 from tests.proof.outbox_race import Race, run_race
 from tests.proof.planted import Outbox
@@ -364,3 +365,34 @@ def _settle_next(line: NodeConnection, history: History, holder: Holder) -> bool
     settled = settle_reply(line.call([settle_command(line, holder, [(offset, offset)])])[0], line.node.address)
     (operation.ok if isinstance(settled, Kept) else operation.fail)()
     return isinstance(settled, Kept)
+
+
+def late_ack(there: Place, planted: bool) -> str:
+    """Have a node fall back and be armed, and an ack of before come: it is of messages that are others by now."""
+    del planted
+    directory, going = there.begin(), threading.Event()
+
+    def handle(body: bytes, ctx: Context) -> None:
+        del ctx
+        if body == b"new":
+            going.wait(PATIENCE_S)
+
+    with there.stage() as stage:
+        partition = int(stage.partitions[0])
+        key = stage.key_in(partition)
+        stage.consume(handle)
+        stage.send([(key, b"kept")] * 10)
+        comes_true(lambda: stage.position(partition).committed == 11, within_s=PATIENCE_S)
+        kept = FallBack(there.node, directory / "kept")
+        [(member, epoch)] = [(who, epoch) for where, who, epoch, _ in stage.assignments() if where == partition]
+        stage.send([(key, b"lost")] * 10)
+        comes_true(lambda: stage.position(partition).committed == 21, within_s=PATIENCE_S)
+        kept.happen()
+        rearm_node(stage.database, "node-1", prefix=stage.prefix, application=stage.database)
+        stage.forget_last(key, 10)
+        stage.send([(key, b"new")] * 10)
+        holder = Holder(stage.prefix, partition, stage.group_id(), member or "", epoch)
+        with stage.line() as line:
+            answer = settle_reply(line.call([settle_command(line, holder, [(11, 20)])])[0], line.node.address)
+        going.set()
+    return "an ack of before settles 10 new messages" if isinstance(answer, Kept) else ""

@@ -142,6 +142,13 @@ RACES: Final[dict[str, RacePlant]] = {
         rounds.fenced_owners,
         Plant("", {OUTBOX_AND_FENCE: (("IF epoch > p_epoch THEN", "IF false THEN"),)}),
     ),
+    "no_new_epochs": RacePlant(
+        "a node that fell back is armed under the epochs of before, as if tokens came from Redis alone",
+        rounds.late_ack,
+        Plant("", {
+            "sql/queries/control.sql": (("p.state <> 'deleted'\nRETURNING a.group_id", "false\nRETURNING a.group_id"),)
+        }),
+    ),
     "ack_without_epoch": RacePlant(
         "whoever settles is believed, whatever its epoch",
         rounds.woken_owners,
