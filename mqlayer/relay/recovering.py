@@ -6,10 +6,11 @@ not know before it goes on under a new source:
 
 1. What of the outbox is in Redis is proven: the record of the source with the LP and seq of a row is that very message.
    What a promoted server has is a beginning of what its primary had, so all before it is there too.
-2. In one transaction what is proven is recorded as relayed, all behind it is numbered anew, the timeline noted.
-3. The old source ends; a relay's next session opens another one.
+2. Where no timeline but the marks told of it, the control database is taken for one that lost commits too.
+3. In one transaction what is proven is recorded as relayed, all behind it is numbered anew, the timeline noted.
+4. The old source ends; a relay's next session opens another one.
 
-A crash before 2 leaves all to the next session; after it, the next one does the rest. Messages in Redis whose commits
+A crash before 3 leaves all to the next session; after it, the next one does the rest. Messages in Redis whose commits
 are gone (phantoms) stay where they are: they may be handled already. They are counted in the log and the audit.
 What was trimmed from Redis before it was recorded as relayed can't be proven, and is sent again under the new source.
 """
@@ -24,6 +25,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from uuid import UUID
 
+from psycopg.types.json import Jsonb
+
 from mqlayer.domain.message import NO_KEY
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import NodeNotArmed, NotFound, StoreUnavailable
@@ -33,6 +36,7 @@ from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection, raise_for_reply
+from mqlayer.relay.source import refuse_copy
 from mqlayer.routes.cache import load_nodes
 from mqlayer.settings import Settings
 from mqlayer.topics.nodes import rearm_node
@@ -97,27 +101,52 @@ def is_replaced(application: Connection) -> bool:
     return bool(known != now)
 
 
+def refuse_if_renumbered(application: Connection, outbox_uuid: UUID, address: str) -> None:
+    """Raise StoreUnavailable where an outbox is not the one that a session began with, or is on another timeline.
+
+    Another relay may have numbered it anew, and a pooler may keep connections over a fail-over. Asked behind a read, it
+    tells that the numbers that were read are those of the session's source.
+    """
+    row = application.execute(query("outbox_identity_now"), {"outbox_uuid": outbox_uuid}).fetchone()
+    if row is None:
+        raise StoreUnavailable(address, "its outbox goes on under other numbers since, or it is another server")
+
+
 def recover_outbox(
-    application: Connection, control: Database, lines: Lines, *, prefix: str, unproven: bool = False, actor: str
+    application: Connection,
+    control: Database,
+    lines: Lines,
+    *,
+    prefix: str,
+    address: str,
+    unproven: bool = False,
+    actor: str,
 ) -> Recovered | None:
     """Let an outbox that lost commits go on; None where there is nothing to do, or somebody did it meanwhile.
 
     `lines` gives connections to nodes, armed where they have to be. Raises StoreUnavailable where a node that may prove
-    something is away, unless `unproven`: what was there is sent again then, and no fence knows it.
+    something is away, unless `unproven`: what was there is sent again then, and no fence knows it. Raises
+    ConfigurationRefused for a copy: its original's source is not its own to end.
     """
     if not is_replaced(application):
         return None
-    row = application.execute(query("outbox_server")).fetchone()
-    if row is None:
+    identity = application.execute(query("outbox_identity")).fetchone()
+    server = application.execute(query("outbox_server")).fetchone()
+    if identity is None or server is None:
         return None
-    outbox_uuid: UUID = row[0]
+    (outbox_uuid, _, cluster), suspect = identity, server[1] == SUSPECT
     with control.connection() as connection:
         known = connection.execute(query("source_of_outbox"), {"outbox_uuid": outbox_uuid}).fetchone()
     found: dict[str, tuple[int, Proof]] = {}
     if known is not None:
+        refuse_copy(address, known[1], cluster, known[0])
         for topic_id, name, *_ in application.execute(query("outbox_topics")).fetchall():
             prover = _Prover(application, lines, prefix, known[0], topic_id, skip_away=unproven)
             found[name] = topic_id, prover.prove(control)
+    if suspect:
+        # With these commits the control database lost what it gave out in them: sources that Redis knows, epochs.
+        why = {"facts": Jsonb({"outbox": str(outbox_uuid), "reason": "Redis holds more than it ever numbered"})}
+        control.transaction(lambda c: c.execute(query("server_replaced"), why))
     failpoint("recover.before_renumber")
     waiting = _renumber(application, outbox_uuid, found.values())
     if waiting is None:
@@ -135,7 +164,15 @@ def recover_now(
 ) -> Recovered | None:
     """Do that by hand, see `recover_outbox`."""
     with application.connection() as connection, armed_lines(control, application, settings) as lines:
-        return recover_outbox(connection, control, lines, prefix=settings.key_prefix, unproven=unproven, actor=actor)
+        return recover_outbox(
+            connection,
+            control,
+            lines,
+            prefix=settings.key_prefix,
+            address=application.address,
+            unproven=unproven,
+            actor=actor,
+        )
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.links import Links
 from mqlayer.relay.pauses import Every
 from mqlayer.relay.reading import LateIds, OutboxReader, Sweep
-from mqlayer.relay.recovering import armed_lines, is_replaced, recover_outbox
+from mqlayer.relay.recovering import armed_lines, is_replaced, recover_outbox, refuse_if_renumbered
 from mqlayer.relay.sending import Sender
-from mqlayer.relay.source import open_source
+from mqlayer.relay.source import OutboxSource, open_source
 from mqlayer.relay.targets import Targets, retarget
 from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import Settings
@@ -64,6 +64,7 @@ class Session:
         )
         self._late = LateIds(limits)
         self._sweep: Sweep | None = None
+        self._source: OutboxSource | None = None
         self._attaching: Future[int] | None = None
         # A short lease is looked at as often for its length: who died is followed within a quarter more.
         self._beat = Every(min(limits.beat_s, settings.lease_s / 4))
@@ -111,7 +112,7 @@ class Session:
             check_schema(connection, "control", self._control.address)
         self._recover()
         source = open_source(self._connection, self._control, self._application.address)
-        self._sender.source_id = source.source_id
+        self._source, self._sender.source_id = source, source.source_id
         now = time.monotonic()
         self._topics.due(now)
         self._beat.due(now)
@@ -133,7 +134,15 @@ class Session:
         settings = self._settings
         if is_replaced(self._connection):
             with armed_lines(self._control, self._application, settings) as lines:
-                recover_outbox(self._connection, self._control, lines, prefix=settings.key_prefix, actor="relay")
+                where = self._application.address
+                recover_outbox(
+                    self._connection, self._control, lines, prefix=settings.key_prefix, address=where, actor="relay"
+                )
+
+    def _refuse_if_renumbered(self) -> None:
+        """Behind each read whose rows are sent, and before progress is recorded: numbers are those of our source."""
+        if self._source is not None:
+            refuse_if_renumbered(self._connection, self._source.outbox_uuid, self._application.address)
 
     def step(self) -> int:
         """Move what is there, up to a chunk or two; return how many rows were seen. Raises StoreUnavailable."""
@@ -209,6 +218,7 @@ class Session:
     def _send(self, rows: list[Row]) -> None:
         if not rows:
             return
+        self._refuse_if_renumbered()
         planned = plan(rows, self._lanes)
         self._keep_voided(planned.voided)
         self._sender.send(planned.batches)
@@ -332,6 +342,7 @@ class Session:
 
     def _hold_leases(self) -> None:
         began = time.monotonic()
+        self._refuse_if_renumbered()
         gained, lost = self._leases.beat(self._connection)
         self._leased_at = began
         self._lanes.forget(lost)
@@ -385,9 +396,11 @@ class Session:
         moved = [lane for lane in self._sender.moved.values() if lane.acked > lane.recorded]
         self._sender.moved = {}
         if moved:
+            self._refuse_if_renumbered()
             self._reader.put_relayed(moved)
 
     def _lower_fallen(self) -> None:
         fallen, self._sender.fallen = list(self._sender.fallen.values()), {}
         if fallen:
+            self._refuse_if_renumbered()
             self._reader.lower_relayed(fallen)

@@ -43,6 +43,12 @@ def open_source(application: Connection, control: Database, address: str) -> Out
     if known is None:
         raise MqlayerError(f"the source of outbox {outbox_uuid} was closed while the relay started")
     source_id, home = known
+    refuse_copy(address, home, cluster, source_id)
+    return OutboxSource(source_id, outbox_uuid, name)
+
+
+def refuse_copy(address: str, home: str, cluster: str, source_id: int) -> None:
+    """Raise ConfigurationRefused where an outbox is not in the cluster and database that its source belongs to."""
     if home != cluster:
         raise ConfigurationRefused(
             address,
@@ -52,4 +58,3 @@ def open_source(application: Connection, control: Database, address: str) -> Out
             "If it took the original's place, run `mqlayer outbox adopt`; if the original lives on, "
             "run `mqlayer outbox renew`, which gives the copy an identity of its own and empties its outbox",
         )
-    return OutboxSource(source_id, outbox_uuid, name)

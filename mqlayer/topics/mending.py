@@ -134,14 +134,25 @@ class Mender:
         refuse_other_prefix(self._line, self._prefix, self._wanted[0].partition)
         return True
 
-    def mend(self) -> None:
-        """Do what is needed. Raises StoreUnavailable or Conflict."""
-        # Offsets that are gone are given out again, to messages that a group which began behind them has not seen.
+    @property
+    def resends(self) -> bool:
+        """Whether sealed partitions have to be filled up again."""
+        return any(wanted.seal_id and not self._is_right(wanted) for wanted in self._wanted)
+
+    def lower(self) -> None:
+        """Note what goes by offsets that are gone: they are given out again, to messages that nobody has seen there.
+
+        To be committed before partitions are filled up again: whoever does that anew after a crash finds them longer.
+        """
         offsets = [found.next_offset for found in self._found.values()]
         facts = {"partitions": list(self._found), "offsets": offsets}
         self._connection.execute(query("group_starts_lower"), facts)
         self._connection.execute(query("archive_progress_lower"), facts)
         self._connection.execute(query("dead_adrift"), facts)
+
+    def mend(self) -> None:
+        """Do what is needed. Raises StoreUnavailable or Conflict."""
+        self.lower()
         for wanted in self._wanted:
             if not self._is_right(wanted):
                 self._mend_one(wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -78,9 +79,10 @@ def rearm_node(
     """Bring a node that restarted or lost data back into service; return it and how many assignments got a new epoch.
 
     In one transaction that holds the node's row: raise the epoch of every assignment on the node, put those epochs in
-    force in Redis, bring its partitions to what Postgres says (see `mending`), record the run as armed. No earlier ack
-    passes from then on, so none can settle a message that was given an old offset after a fall-back. A crash in between
-    leaves the node unarmed; anybody does it again. A node that is armed and as it has to be is left as it is.
+    force in Redis, bring its partitions to what Postgres says (see `mending`), record the run as armed; in one before
+    it, where sealed partitions are filled up again: lower what goes by the offsets that are gone. No earlier ack passes
+    from then on, so none can settle a message that was given an old offset after a fall-back. A crash in between leaves
+    the node unarmed; anybody does it again. A node that is armed and as it has to be is left as it is.
     `application` is the database of the outbox that may have to send something again. Raises ConfigurationRefused where
     the node holds its partitions under another key prefix, StoreUnavailable where another outbox's relay has to do its
     part, Conflict where an outbox does not hold any more what is lost, unless `accept_loss`, or the partition is one of
@@ -89,12 +91,12 @@ def rearm_node(
     options: dict[str, Any] = {"prefix": prefix, "application": application, "accept_loss": accept_loss}
     options["accept_loss_of"] = accept_loss_of
 
-    def work(connection: Connection) -> int:
+    def work(connection: Connection, lowered: bool) -> int | None:  # noqa: FBT001
         node, formers = _locked(connection, name)
-        arming = _Arming(connection, node, formers, unsafe=unsafe, former=former)
+        arming = _Arming(connection, node, formers, unsafe=unsafe, former=former, lowered=lowered)
         return arming.run(options, actor=actor, act="node rearm", facts={}, always=False)
 
-    epochs = database.transaction(work)
+    epochs = _arm(database, work)
     return find_node(database, name), epochs
 
 
@@ -121,18 +123,29 @@ def set_node_address(
     parse_address(url)
     options: dict[str, Any] = {"prefix": prefix, "application": application, "accept_loss": accept_loss}
 
-    def work(connection: Connection) -> int:
+    def work(connection: Connection, lowered: bool) -> int | None:  # noqa: FBT001
         node, formers = _locked(connection, name)
         if node.url == url:
-            arming = _Arming(connection, node, formers, unsafe=unsafe, former=former)
+            arming = _Arming(connection, node, formers, unsafe=unsafe, former=former, lowered=lowered)
             return arming.run(options, actor=actor, act="node rearm", facts={}, always=False)
         facts = {"from": redact(node.url), "to": redact(url)}
-        connection.execute(query("node_address_put"), {"node_id": node.node_id, "url": url})
-        arming = _Arming(connection, replace(node, url=url), formers, unsafe=unsafe, former=former, empty=empty)
-        return arming.run(options, actor=actor, act="node set", facts=facts, always=True)
+        there = replace(node, url=url)
+        arming = _Arming(connection, there, formers, unsafe=unsafe, former=former, empty=empty, lowered=lowered)
+        epochs = arming.run(options, actor=actor, act="node set", facts=facts, always=True)
+        if epochs is not None:
+            connection.execute(query("node_address_put"), {"node_id": node.node_id, "url": url})
+        return epochs
 
-    epochs = database.transaction(work)
+    epochs = _arm(database, work)
     return find_node(database, name), epochs
+
+
+def _arm(database: Database, work: Callable[[Connection, bool], int | None]) -> int:
+    """Do the work of an arming; once more where it only lowered what goes by offsets."""
+    epochs = database.transaction(lambda connection: work(connection, False))
+    if epochs is None:
+        epochs = database.transaction(lambda connection: work(connection, True))
+    return epochs or 0
 
 
 def _locked(connection: Connection, name: str) -> tuple[Node, list[str]]:
@@ -145,7 +158,8 @@ def _locked(connection: Connection, name: str) -> tuple[Node, list[str]]:
 
 
 class _Arming:
-    """Arms a node whose row this transaction holds. `empty`: whether it may hold nothing where it had to."""
+    """Arms a node whose row this transaction holds. `empty`: whether it may hold nothing where it had to; `lowered`:
+    whether what goes by offsets was lowered in a transaction of its own."""
 
     def __init__(
         self,
@@ -155,13 +169,17 @@ class _Arming:
         *,
         unsafe: bool,
         former: bool,
+        lowered: bool,
         empty: bool = True,
     ) -> None:
         self._connection, self._node, self._formers = connection, node, formers
-        self._unsafe, self._former, self._empty = unsafe, former, empty
+        self._unsafe, self._former, self._empty, self._lowered = unsafe, former, empty, lowered
 
-    def run(self, options: dict[str, Any], *, actor: str, act: str, facts: dict[str, Any], always: bool) -> int:
-        """Arm it where that is needed, or `always`; return how many epochs were raised."""
+    def run(self, options: dict[str, Any], *, actor: str, act: str, facts: dict[str, Any], always: bool) -> int | None:
+        """Arm it where that is needed, or `always`; return how many epochs were raised.
+
+        None where what goes by offsets had to be lowered first: this is to be committed, and the arming tried again.
+        """
         node, connection = self._node, self._connection
         with NodeConnection(node, any_run=True, unsafe=self._unsafe) as line:
             run_id = line.connect().run_id
@@ -174,6 +192,9 @@ class _Arming:
                 )
             if not always and not mender.needed and run_id == node.armed_run_id:
                 return 0
+            if mender.resends and not self._lowered:
+                mender.lower()
+                return None
             if run_id != node.armed_run_id:
                 self._renew_file(line)
             count = self._raise_epochs(line, options["prefix"])

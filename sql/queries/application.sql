@@ -45,6 +45,13 @@ FROM mqlayer_app.identity i;
 -- On which timeline this outbox was worked on, on which it is now, and in place of which outbox it goes on.
 SELECT i.outbox_uuid, i.timeline AS known, mqlayer_app.timeline_v1() AS now, i.replaces FROM mqlayer_app.identity i;
 
+-- name: outbox_identity_now
+-- Whether this is that outbox yet, on the timeline that its relays know.
+SELECT 1 FROM mqlayer_app.identity i
+WHERE i.outbox_uuid = %(outbox_uuid)s AND (i.timeline IS NULL OR i.timeline <> -1)
+  AND (coalesce(i.timeline, 0) = 0 OR mqlayer_app.timeline_v1() IN (i.timeline, 0));
+
+
 -- name: outbox_server_put
 -- Note the timeline where there was none, or none was told.
 UPDATE mqlayer_app.identity SET timeline = %(timeline)s WHERE timeline IS NULL OR timeline = 0;

@@ -1,7 +1,7 @@
 -- name: node_insert
 -- Register a node; nothing where the name is taken.
-INSERT INTO mqlayer.node (name, url, armed_run_id, armed_at)
-VALUES (%(name)s, %(url)s, %(run_id)s, now())
+INSERT INTO mqlayer.node (name, url, armed_run_id, last_run_id, armed_at)
+VALUES (%(name)s, %(url)s, %(run_id)s, %(run_id)s, now())
 ON CONFLICT (name) DO NOTHING
 RETURNING node_id;
 
@@ -14,11 +14,12 @@ SELECT node_id, name, url, armed_run_id FROM mqlayer.node ORDER BY node_id;
 SELECT node_id, name, url, armed_run_id, former_runs FROM mqlayer.node WHERE name = %(name)s FOR UPDATE;
 
 -- name: node_arm
--- Record the run that may be served, and the one before it as one that may not any more: the last 32 of these.
-UPDATE mqlayer.node n SET armed_run_id = %(run_id)s, armed_at = now(), lost_at = NULL, former_runs = (
+-- Record the run that may be served, and the one before it as one that may not any more, also where none was armed
+-- meanwhile: the last 32 of these.
+UPDATE mqlayer.node n SET armed_run_id = %(run_id)s, last_run_id = %(run_id)s, armed_at = now(), lost_at = NULL, former_runs = (
     SELECT coalesce(array_agg(run ORDER BY place) FILTER (WHERE place > last - 32), '{}')
     FROM (SELECT run, place, max(place) OVER () AS last
-          FROM unnest(n.former_runs || n.armed_run_id) WITH ORDINALITY AS former(run, place)
+          FROM unnest(n.former_runs || coalesce(n.armed_run_id, n.last_run_id)) WITH ORDINALITY AS former(run, place)
           WHERE split_part(run, '/', 1) <> split_part(%(run_id)s, '/', 1)) AS others)
 WHERE node_id = %(node_id)s;
 
@@ -234,3 +235,7 @@ SELECT EXISTS (
 -- name: server_seen
 -- Whether this server is another one than before; if so, that is seen to.
 SELECT mqlayer.server_seen_v1();
+
+-- name: server_replaced
+-- Commits of this server are known to be missing, though its timeline does not say so: that is seen to in the same way.
+SELECT mqlayer.server_replaced_v1(%(facts)s);

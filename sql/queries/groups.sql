@@ -51,9 +51,12 @@ UPDATE mqlayer.consumer_group SET state = 'live' WHERE group_id = %(group_id)s A
 
 -- name: group_seek
 -- Send a group elsewhere, unless it was since this was decided: what it had committed is void. An earlier replay is over:
--- it may have begun behind what this one gives.
+-- it may have begun behind what this one gives. No number of a seek that a replaced server forgot is given again.
+WITH leapt AS (SELECT coalesce(max(replaced), 0) * 1000 AS floor FROM mqlayer.server)
 UPDATE mqlayer.consumer_group
-SET seek = seek + 1, replay = CASE WHEN %(replay)s THEN seek + 1 ELSE 0 END, version = 1
+SET seek = greatest(seek + 1, leapt.floor), replay = CASE WHEN %(replay)s THEN greatest(seek + 1, leapt.floor) ELSE 0 END,
+    version = 1
+FROM leapt
 WHERE group_id = %(group_id)s AND seek = %(seek)s AND state = 'live' RETURNING seek;
 
 -- name: group_settings_put

@@ -20,13 +20,14 @@ ON CONFLICT (topic_id, name) DO NOTHING RETURNING group_id;
 
 -- name: instance_revive
 -- An instance whose position was dropped begins anew by the rules of its group: what it had committed is void. Not before
--- all that was parked for it is dropped.
+-- all that was parked for it is dropped. Seeks are numbered as in group_seek.
 WITH parent AS (
     SELECT group_id, paused_at, paused_by, {inherited} FROM mqlayer.consumer_group
     WHERE group_id = %(group_id)s AND mode = 'broadcast' AND state = 'live' FOR SHARE
 )
 UPDATE mqlayer.consumer_group c
-SET state = 'creating', seek = c.seek + 1, replay = 0, version = 1, retired_at = NULL, away_since = now(),
+SET state = 'creating', replay = 0, version = 1, retired_at = NULL, away_since = now(),
+    seek = greatest(c.seek + 1, (SELECT coalesce(max(replaced), 0) * 1000 FROM mqlayer.server)),
     paused_at = p.paused_at, paused_by = p.paused_by, ({inherited}) = (SELECT {inherited} FROM parent)
 FROM parent p
 WHERE c.broadcast_of = p.group_id AND c.instance = %(instance)s AND c.state = 'retired'

@@ -57,6 +57,11 @@ SELECT source || ':' || lp AS name, last_seq FROM mqlayer_archive.mark WHERE top
 -- The first offset of each partition that is not in the archive.
 SELECT partition_id, upto_offset FROM mqlayer_archive.progress WHERE topic_id = %(topic_id)s;
 
+-- name: verify_archive_floor
+-- The first offset that is not archived of each partition that waits for the archive with being trimmed.
+SELECT g.partition_id, g.upto_offset FROM mqlayer_archive.progress g JOIN mqlayer.topic t USING (topic_id)
+WHERE g.topic_id = %(topic_id)s AND t.archived AND NOT g.complete;
+
 -- name: verify_archive_chains
 -- Stretches of the archive that do not have as many records as seqs.
 SELECT m.source || ':' || m.lp AS name, m.first_seq, m.last_seq, count(r.seq) AS records

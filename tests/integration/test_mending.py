@@ -201,6 +201,27 @@ def test_another_outbox_fills_nothing_up_and_gives_nothing_up(scene: Scene, node
     assert scene.audited()["lost"].keys() == {"2"}
 
 
+@pytest.mark.parametrize("broken", ["mend.after_resend", "rearm.before_arm"])
+def test_where_groups_begin_goes_by_what_the_node_had_before_an_arming_that_broke_off(
+    scene: Scene, node: RedisServer, tmp_path: Path, broken: str
+) -> None:
+    """That lies LP by LP at the offsets of before: what the group is owed may be in front of its start."""
+    then = FallBack(node, tmp_path / "then")
+    scene.bring(50, "a")
+    hand = Hand(scene.control, scene.key_prefix, "orders", start="latest")
+    scene.bring(50, "b")
+    scene.split()
+    then.happen()
+    failpoints.arm(broken, "raise")
+    with pytest.raises(FailpointHit):
+        scene.rearm()
+    scene.rearm()
+    scene.bring(50, "c")
+    hand.consume_all()
+    handled = {body for bodies in hand.bodies().values() for body in bodies}
+    assert handled >= {f"{tag}-{number}" for tag in "bc" for number in range(50)}
+
+
 @pytest.mark.parametrize("broken", ["", "mend.after_seal", "mend.after_resend"])
 def test_direct_messages_that_are_lost_are_counted(
     scene: Scene, node: RedisServer, tmp_path: Path, broken: str

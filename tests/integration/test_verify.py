@@ -109,6 +109,13 @@ def test_a_system_that_is_whole_has_no_difference(whole: Whole) -> None:
 
 Break = Callable[[Whole], object]
 
+
+def behind(whole: Whole) -> None:
+    """Let the archive forget what was trimmed."""
+    whole.client.xtrim(whole.log(4), minid="4-0", approximate=False)
+    whole.sql("UPDATE mqlayer_archive.progress SET upto_offset = 2 WHERE partition_id = 4")
+
+
 BREAKS: dict[str, tuple[str, str, Break]] = {
     "seal moved": ("seal", "it ends at offset", lambda w: w.sql(
         "UPDATE mqlayer.seal SET next_offset = next_offset + 1")),
@@ -126,6 +133,7 @@ BREAKS: dict[str, tuple[str, str, Break]] = {
     "outbox row gone": ("outbox", "0 rows behind seq", lambda w: w.sql(
         f"UPDATE mqlayer_app.relayed SET seq = seq - 2 WHERE lp = {LP}; "
         f"DELETE FROM mqlayer_app.outbox WHERE lp = {LP}")),
+    "archive behind": ("archive", "neither has what is between", behind),
     "archived beyond": ("archive", "the stream ends at", lambda w: w.sql(
         "UPDATE mqlayer_archive.progress SET upto_offset = 9999 WHERE partition_id = 2")),
     "archive ahead": ("archive", "is archived up to 9999", lambda w: w.sql(

@@ -136,6 +136,11 @@ def archive_rule(asked: Asked) -> Iterator[Finding]:
         if upto > held.next:
             seen = f"archived up to offset {upto - 1}, the stream ends at {held.next - 1}: its node fell back"
             yield _wrong("archive", wanted, seen, REARM)
+        floor = asked.after.archive_floor.get(wanted.partition)
+        if floor is not None and floor < held.kept:
+            seen = f"archived up to offset {floor - 1}, the stream begins at {held.kept}: neither has what is between"
+            fix = "its database lost commits, or archiving was off: the next pass notes gaps, mqlayer archive gaps"
+            yield _wrong("archive", wanted, seen, fix)
     for name, seq in asked.before.archive_marks.items():
         at = asked.home_of(int(name.split(":")[1]))
         mark = at[1].marks.get(name) if at is not None else None
@@ -158,7 +163,7 @@ def group_rule(asked: Asked) -> Iterator[Finding]:
                 continue
             if look.epoch > asked.after.epoch:
                 seen = f"epoch {look.epoch} is in force, Postgres gave out {asked.after.epoch}: it lost commits"
-                yield _of_group(wanted, group, seen, "see docs/failover.md: epochs have to be raised above that")
+                yield _of_group(wanted, group, seen, _FORGOTTEN)
             if look.position > look.next_offset:
                 seen = f"it settled up to offset {look.position - 1}, the stream ends at {look.next_offset - 1}"
                 yield _of_group(wanted, group, seen, f"mqlayer group seek {asked.before.topic} {group.name}")
@@ -187,6 +192,7 @@ def chain_rule(asked: Asked) -> Iterator[Finding]:
                 yield _wrong("chain", wanted, f"{name} begins at {first}, its parents left off before {begin}", _CHAIN)
 
 
+_FORGOTTEN: Final = "SELECT mqlayer.server_replaced_v1('{}') in the control database, see docs/failover.md"
 _CHAIN: Final = "no script does this: somebody wrote to the node by hand, or it mixes two servers' data"
 
 

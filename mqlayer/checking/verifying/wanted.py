@@ -73,11 +73,13 @@ class Before:
 
 @dataclass(slots=True)
 class After:
-    """What is asked after the nodes. `partitions`: those that are what they were; `epoch`: the highest one ever."""
+    """What is asked after the nodes. `partitions`: those that are what they were; `epoch`: the highest one ever;
+    `archive_floor`: the first offset of partitions that is not archived, below which nothing is trimmed."""
 
     partitions: frozenset[int]
     epoch: int
     counters: Sequence[Counted]
+    archive_floor: Mapping[int, int] = field(default_factory=dict)
     archive_breaks: Sequence[tuple[str, int, int, int]] = field(default_factory=list)
 
 
@@ -119,7 +121,8 @@ def ask_after(database: Database, outbox: Database, before: Before, *, deep: boo
         same = frozenset(one.partition for one in before.partitions if now.get(one.partition) == one)
         (epoch,) = connection.execute(query("verify_epoch")).fetchall()[0]
         breaks = connection.execute(query("verify_archive_chains"), facts).fetchall() if deep else []
-    return After(same, epoch, counters, [(row[0], row[1], row[2], row[3]) for row in breaks])
+        floor = _pairs(connection, query("verify_archive_floor"), facts)
+    return After(same, epoch, counters, floor, [(row[0], row[1], row[2], row[3]) for row in breaks])
 
 
 def rows_kept(outbox: Database, topic_id: int, lp: int, after: int, upto: int) -> int:

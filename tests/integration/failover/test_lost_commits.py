@@ -14,15 +14,19 @@ import psycopg
 import pytest
 
 from mqlayer.errors import StoreUnavailable
+from mqlayer.membership import apply_seek, planned_seek
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
-from mqlayer.producing import Producer
+from mqlayer.producing import Message, Producer
 from mqlayer.relay import recover_now, relay_once
+from mqlayer.routes.cache import RouteCache
 from mqlayer.stack import RedisServer
+from mqlayer.topics import rearm_node
 from tests.fixtures.replicas import Switch
 from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.standbys import Couple, couple_of
 from tests.fixtures.waiting import wait_until
+from tests.proof.hand import Hand
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
 
@@ -137,6 +141,62 @@ def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(
     assert len(world.rows("SELECT 1 FROM mqlayer.source WHERE closed_at IS NULL")) == 1
 
 
+def test_no_number_of_what_a_copy_of_the_disk_forgot_is_given_out_again(
+    database_dsn: str, node: RedisServer, key_prefix: str
+) -> None:
+    """Else the outbox would go on under a producer's source that Redis knows, and its first messages be swallowed."""
+    world = OutboxWorld(database_dsn, key_prefix, [node.url])
+    world.add_topic("orders", partitions=1)
+    world.publish(10, keys=1)
+    relay_once(world.settings(), limits=QUICK)
+    then = EarlierState(world)
+    with closing(Producer(world.settings(), name="p")) as producer:
+        lost = producer.send_many("orders", [Message("key-0", b"direct")] * 3)[0].identity.source
+    world.publish(10, keys=1, tag="lost")
+    relay_once(world.settings(), limits=QUICK)
+    last_epoch = [epochs(world.dsn) for _ in range(5)][-1]
+    then.come_back()
+    world.rows("DELETE FROM mqlayer.source WHERE source_id = %s", lost)
+    world.rows("SELECT setval('mqlayer.source_source_id_seq', 1), setval('mqlayer.epoch', 1)")
+    world.publish(5, keys=1, tag="new")
+    with world.relay():
+        wait_until(lambda: recovered(world), what="the outbox to be recovered")
+        wait_until(lambda: len(list(world.records())) == 28, what="what is new")
+    assert epochs(world.dsn) > last_epoch
+    assert values(world) == {
+        "key-0": [f"m-{n}" for n in range(10)] + ["direct"] * 3 + [f"lost-{n}" for n in range(10)]
+        + [f"new-{n}" for n in range(5)]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["by the timeline", "by hand"])
+def test_a_seek_after_one_that_was_lost_is_no_repetition_of_it(
+    database_dsn: str, node: RedisServer, key_prefix: str, told: bool
+) -> None:
+    """Redis knows the number of the lost one: under the same, what was committed since would count."""
+    world = OutboxWorld(database_dsn, key_prefix, [node.url])
+    world.add_topic("orders", partitions=1)
+    world.publish(10, keys=2)
+    relay_once(world.settings(), limits=QUICK)
+    with Database(database_dsn) as database:
+        hand = Hand(database, key_prefix, "orders")
+        hand.consume_all()
+        seek(hand)
+        hand.consume_all()
+        assert len(hand.handled) == 20
+        # As a standby has it that lacks this commit, with another timeline; or a copy of the disk, without.
+        world.rows("UPDATE mqlayer.consumer_group SET seek = 0")
+        if told:
+            world.rows("UPDATE mqlayer.server SET timeline = timeline + 1")
+            world.rows("SELECT mqlayer.server_seen_v1()")
+        else:
+            world.rows("SELECT mqlayer.server_replaced_v1('{}')")
+        rearm_node(database, "node-1", prefix=key_prefix)
+        seek(hand)
+        hand.consume_all()
+        assert len(hand.handled) == 30
+
+
 def test_a_node_that_is_away_holds_the_recovery_up_until_an_operator_goes_on_without_it(
     database_dsn: str, node: RedisServer, key_prefix: str
 ) -> None:
@@ -157,6 +217,13 @@ def test_a_node_that_is_away_holds_the_recovery_up_until_an_operator_goes_on_wit
         node.start()
     assert relay_once(world.settings(), limits=QUICK) == 5
     assert values(world) == expected(5, ("m", 5), ("m", 5))
+
+
+def seek(hand: Hand) -> None:
+    """Send its group back to the beginning."""
+    with closing(RouteCache(hand.database)) as routes:
+        plan = planned_seek(hand.database, routes, topic="orders", name="ledger", to="earliest", prefix=hand.prefix)
+    apply_seek(hand.database, plan, prefix=hand.prefix, actor="test")
 
 
 def recovered(world: OutboxWorld) -> bool:

@@ -231,3 +231,28 @@ def test_a_line_that_another_thread_closes_is_not_opened_again_without_being_che
     with client_of(pair.replica) as client:
         assert client.get("a") is None
     line.close()
+
+
+def test_a_replaced_postgres_does_not_make_an_old_primary_eligible_again(
+    pair: Pair, switch: Switch, database_dsn: str, key_prefix: str
+) -> None:
+    """Both fail over at once: no run is armed then, and the replica's must not be the only one that was ever known."""
+    with Database(database_dsn) as database:
+        register_node(database, name="node-1", url=f"redis://{switch.host}:{switch.port}/0")
+        create_topic(database, "orders", prefix=key_prefix)
+        pair.wait_in_step()
+        # As `server_seen_v1` does, and a move away from the node.
+        with database.connection() as connection:
+            connection.execute("UPDATE mqlayer.node SET armed_run_id = NULL")
+        pair.promote()
+        switch.lead_to(pair.replica)
+        rearm_node(database, "node-1", prefix=key_prefix)
+        switch.lead_to(pair.primary)
+        with pytest.raises(NodeNotArmed, match="old primary"):
+            rearm_node(database, "node-1", prefix=key_prefix)
+        with database.connection() as connection:
+            connection.execute("UPDATE mqlayer.node SET armed_run_id = NULL")
+        with pytest.raises(NodeNotArmed, match="old primary"):
+            rearm_node(database, "node-1", prefix=key_prefix)
+        switch.lead_to(pair.replica)
+        rearm_node(database, "node-1", prefix=key_prefix)
