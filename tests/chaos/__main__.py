@@ -2,7 +2,8 @@
 
 With `--pieces` there is a line for each, and one that sums them up.
 
-With `--plant NAME` the system has that bug, and has to be caught: pieces of half a minute, until one is not clean.
+With `--plant NAME` the system has that bug, and has to be caught: pieces of a quarter of a minute, or a race of its
+own, until one is not clean. `--plant all` does that with every bug, and prints a table.
 """
 
 from __future__ import annotations
@@ -11,14 +12,10 @@ import argparse
 import json
 import random
 import sys
-import time
-from typing import Any, Final
+from typing import Any
 
-from tests.chaos.harness.plants import HARMLESS, PLANTS
+from tests.chaos.harness.hunting import NAMES, hunt, hunt_all, table
 from tests.chaos.harness.run import SHORT, Length, run, shown, total
-
-HUNT: Final = Length(seconds=15, faults=8, every_s=1.0, settling_s=40.0)
-HUNT_PIECES: Final = 6
 
 
 def main() -> int:
@@ -30,12 +27,10 @@ def main() -> int:
     arguments.add_argument("--faults", type=int, default=0, help="at least so many in each piece")
     arguments.add_argument("--every", type=float, default=2.5, help="seconds between two faults, on average")
     arguments.add_argument("--short", action="store_true", help="each piece as short as in the test suite")
-    arguments.add_argument("--plant", choices=sorted(PLANTS), help="a bug to be caught")
+    arguments.add_argument("--plant", choices=["all", *sorted(NAMES)], help="a bug to be caught")
     wanted = arguments.parse_args()
     if wanted.plant:
-        found = hunt(wanted.plant, wanted.seed)
-        show(found)
-        return 0 if bool(found["caught"]) != (wanted.plant in HARMLESS) else 1
+        return 0 if hunted(wanted.plant, wanted.seed) else 1
     length = SHORT if wanted.short else Length(60 * wanted.minutes, wanted.faults, wanted.every)
     reports = []
     for seed in range(wanted.seed, wanted.seed + wanted.pieces):
@@ -46,16 +41,18 @@ def main() -> int:
     return 0 if all(report["clean"] for report in reports) else 1
 
 
-def hunt(bug: str, seed: int) -> dict[str, Any]:
-    """Run with a bug until it is caught, or long enough; say by what, and after how many seconds."""
-    began, pieces = time.monotonic(), 1
-    report = run(seed, HUNT, bug=bug)
-    while report["clean"] and pieces < HUNT_PIECES:
-        report = run(seed + pieces, HUNT, bug=bug)
-        pieces += 1
-    took = {"plant": bug, "seed": seed, "seconds": round(time.monotonic() - began, 1), "pieces": pieces}
-    facts = ("violations", "stuck", "unsettled", "examples", "differences")
-    return took | {"caught": not report["clean"]} | {name: report[name] for name in facts}
+def hunted(name: str, seed: int) -> bool:
+    """Hunt one bug or all, and say whether what came of it is as it must be."""
+    if name != "all":
+        found = [hunt(name, seed)]
+        show(found[0])
+    else:
+        found = []
+        for one in hunt_all(NAMES, seed):
+            found.append(one)
+            show(one)
+        print(table(found), flush=True)  # noqa: T201
+    return all(one["as_expected"] for one in found)
 
 
 def show(report: dict[str, Any]) -> None:

@@ -541,8 +541,6 @@ def tick(name: str, directory: Path, stopping: threading.Event) -> None:
 def _celery() -> Any:
     from mqlayer.workers.app import app
 
-    if "MQLAYER_TEST_TRIMS" in os.environ:
-        return app
     schedule = app.conf.beat_schedule
     app.conf.beat_schedule = {job: facts for job, facts in schedule.items() if "trim" not in job}
     return app

@@ -153,7 +153,7 @@ def test_a_power_cut_loses_nothing_that_came_through_the_outbox_and_nothing_else
         note_sink(history, database_dsn)
     verdict = check(read_histories(tmp_path), flows=[(GROUP, TOPIC)])
     assert verdict.clean, f"{seed=} {cuts=} {lost_bytes=} {verdict}"
-    missing = publisher.stored - _stored_on(node, key_prefix, [part.partition for part in direct.ranges])
+    missing = publisher.stored - stored_on(node, key_prefix, [part.partition for part in direct.ranges])
     assert missing == publisher.told_lost, f"{seed=} {cuts=} {lost_bytes=}"
     assert publisher.counted_lost == len(missing)
     assert not (always and missing), f"{seed=} {cuts=}"
@@ -176,7 +176,8 @@ def _wait_for_rewrite(node: PoweredRedis) -> None:
     )
 
 
-def _stored_on(node: PoweredRedis, prefix: str, partitions: list[int]) -> set[Identity]:
+def stored_on(node: PoweredRedis, prefix: str, partitions: list[int]) -> set[Identity]:
+    """Return what is there of the direct producer's messages."""
     client = redis.Redis.from_url(node.url)
     return {
         Identity(record.source, record.lp, record.seq)

@@ -30,7 +30,6 @@ class Plant:
     texts: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     code: Callable[[], None] = lambda: None
     kinds: Mapping[str, int] = field(default_factory=lambda: PLAIN)
-    trims: bool = False
 
 
 def _early_gate() -> None:
@@ -91,35 +90,6 @@ PLANTS: Final[dict[str, Plant]] = {
         {"lua/partition_open": (("for i = 3, #ARGV, 2 do", "for i = 3, 0, 2 do"),)},
         kinds=MOVES,
     ),
-    "ack_without_epoch": Plant(
-        "whoever settles is believed, whatever its epoch",
-        {"lua/offsets_settle": (("if lock[1] ~= member or held ~= epoch then", "if false then"),)},
-        kinds={"fail_over": 6, "stop": 6},
-    ),
-    "fence_without_epoch": Plant(
-        "the fence knows what was applied, not who owns the LP",
-        {f"{APPLICATION}/0001_expand_application_schema.sql": (("IF epoch > p_epoch THEN", "IF false THEN"),)},
-        kinds={"stop": 8, "kill": 1},
-    ),
-    "lower_epoch_taken": Plant(
-        "a pull lock goes to whoever asks for it, also under a lower epoch",
-        {"lua/lock_take": (("elseif held >= epoch then", "elseif false then"),)},
-        kinds={"stop": 8},
-    ),
-    "clock_takeover": Plant(
-        "a pull lock that was not refreshed for a second is anybody's, by the node's clock",
-        {
-            "lua/lock_take": (
-                ("elseif held >= epoch then", "elseif held >= epoch and now - tonumber(lock[3] or '0') < 1 then"),
-            )
-        },
-        kinds={"stop": 8},
-    ),
-    "no_new_epochs": Plant(
-        "a node that fell back is armed under the epochs of before",
-        {"sql/queries/control.sql": (("p.state <> 'deleted'\nRETURNING a.group_id", "false\nRETURNING a.group_id"),)},
-        kinds=FALLS,
-    ),
     "no_rewind": Plant("a relay goes on behind a gap in place of going back to the mark", code=_no_rewind, kinds=FALLS),
     "committed_jumps": Plant(
         "committed goes to the last offset that is settled",
@@ -128,12 +98,6 @@ PLANTS: Final[dict[str, Plant]] = {
                 ("  'top', format('%d', top))", f"  'top', format('%d', top)){JUMPS}"),
             )
         },
-    ),
-    "trim_by_count": Plant(
-        "streams are trimmed by how much they hold, not by what groups have settled",
-        {"lua/log_trim": (("local count = redis.call(", "floor = tonumber(meta[2]) - 50\nlocal count = redis.call("),)},
-        kinds={"kill": 3, "stop": 8},
-        trims=True,
     ),
     "absent_is_new": Plant(
         "a partition that is not there is made on the spot, empty and open",
@@ -145,7 +109,9 @@ PLANTS: Final[dict[str, Plant]] = {
         kinds={"wipe": 6, "kill": 2},
     ),
     "no_claims": Plant(
-        "every worker runs every periodic job, without claiming it", code=_no_claims, kinds={"kill": 6, "stop": 3}
+        "every worker runs every periodic job, without claiming it",
+        code=_no_claims,
+        kinds={"kill": 6, "stop": 3, "fail_over": 2, "wipe": 2},
     ),
 }  # fmt: skip
 HARMLESS: Final = frozenset({"no_claims"})
@@ -154,10 +120,21 @@ HARMLESS: Final = frozenset({"no_claims"})
 
 def plant(name: str) -> None:
     """Have a bug in this process from now on. Raises where what is to be changed is not there any more."""
-    chosen = PLANTS[name]
+    plant_this(PLANTS[name])
+
+
+def plant_this(chosen: Plant) -> None:
+    """Do the same for a bug without a name."""
     for module, reads in ((scripts, "lua_source"), (queries, "sql_source"), (migrations, "sql_source")):
         setattr(module, reads, _changed(getattr(resources, reads), reads.removesuffix("_source"), chosen.texts))
     chosen.code()
+
+
+def check_texts(chosen: Plant) -> None:
+    """Fail where a bug changes what is not there any more."""
+    for name in chosen.texts:
+        folder, _, rest = name.partition("/")
+        _changed(getattr(resources, f"{folder}_source"), folder, chosen.texts)(rest)
 
 
 def _changed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 import time
@@ -24,6 +25,7 @@ from mqlayer.postgres.migrations import migrate
 from mqlayer.settings import Settings
 from mqlayer.stack import RedisServer
 from tests.chaos.actors import SINK, TOPIC
+from tests.chaos.harness.looking import Progress, judge_so_far
 from tests.chaos.harness.nemesis import KINDS, Nemesis
 from tests.chaos.harness.plants import PLANTS, plant
 from tests.chaos.harness.play import Play
@@ -34,7 +36,7 @@ from tests.fixtures.power import build_sync_noter
 from tests.fixtures.servers import best_place
 from tests.fixtures.waiting import wait_until
 from tests.proof.archiving import archive_all
-from tests.proof.checker import check
+from tests.proof.checker import Verdict, check
 from tests.proof.history import FallBack, History, read_histories
 
 CAST: Final = {"publisher": 3, "relay": 2, "pair": 4, "driver": 2, "worker": 2, "beat": 2}
@@ -53,6 +55,10 @@ class Length:
     messages: int = 0
     settling_s: float = 300.0
     """How long all that was committed may take to be handled once the faults are over; else the run is stuck."""
+    stall_s: float = math.inf
+    """How long nothing may change meanwhile; else the run is stuck."""
+    look_every_s: float = math.inf
+    """How often what there is so far is judged; the run ends when that finds something."""
 
 
 SHORT: Final = Length(seconds=0, faults=60, every_s=0.45, changes=5, messages=5_000)
@@ -124,8 +130,6 @@ class _Run:
             "MQLAYER_TEST_DRIVE_EVERY_S": "4", "MQLAYER_LEASE_S": str(LEASE_S), "MQLAYER_BROKER_URL": broker.url,
             "MQLAYER_TEST_FAILING": "199", "MQLAYER_TEST_PLANT": bug,
         }  # fmt: skip
-        if bug and PLANTS[bug].trims:
-            environment["MQLAYER_TEST_TRIMS"] = "1"
         self._play = Play(self._settings, self._histories, **environment)
         cleanup.callback(self._play.kill_all)
         self._nemesis = Nemesis(
@@ -139,10 +143,11 @@ class _Run:
             for number in range(count):
                 self._play.start(f"{role}-{number}")
         wait_until(lambda: self._scene.committed() > 100, timeout_s=60, what="a first message of many")
-        self._strike(length)
+        if found := self._strike(length):
+            return self._caught(found, time.monotonic() - began)
         struck_s = time.monotonic() - began
         try:
-            self._let_go(length.settling_s)
+            self._let_go(length)
             settled_s = time.monotonic() - began - struck_s
             for role in ("pair", "relay", "worker", "beat"):
                 self._play.end(role)
@@ -153,12 +158,19 @@ class _Run:
         self._scene.witness()
         return self._report(struck_s, settled_s, stuck, unsettled)
 
-    def _strike(self, length: Length) -> None:
-        began = time.monotonic()
+    def _strike(self, length: Length) -> Verdict | None:
+        """Break things; return what a look at it found, where one did."""
+        began = looked = time.monotonic()
         while not self._has_lasted(length, time.monotonic() - began):
             # The pace of faults is part of the experiment, not a wait for anything.
             time.sleep(self._rng.uniform(0.2, 1.8) * length.every_s)
             self._nemesis.strike()
+            if time.monotonic() - looked > length.look_every_s:
+                verdict = judge_so_far(self._scene)
+                if not verdict.clean:
+                    return verdict
+                looked = time.monotonic()
+        return None
 
     def _has_lasted(self, length: Length, lasted_s: float) -> bool:
         if lasted_s < length.seconds or len(self._nemesis.struck) < length.faults:
@@ -171,12 +183,22 @@ class _Run:
         except MqlayerError:
             return False
 
-    def _let_go(self, settling_s: float) -> None:
+    def _let_go(self, length: Length) -> None:
         self._nemesis.rest()
         assert self._play.ended() == [], "nobody ended these"
         for role in ("publisher", "driver"):
             self._play.end(role)
-        wait_until(self._is_settled, timeout_s=settling_s, what=f"all that was committed is settled, {self._seed=}")
+        what = f"all that was committed is settled, {self._seed=}"
+        progress = Progress(self._scene, length.stall_s)
+        wait_until(lambda: progress.has_ended() or self._is_settled(), timeout_s=length.settling_s, what=what)
+        assert not progress.has_ended(), f"nothing changed for {length.stall_s:g} s: {what}"
+
+    def _caught(self, verdict: Verdict, struck_s: float) -> dict[str, Any]:
+        """Report what was found while it ran: nobody waits for the rest."""
+        self._play.kill_all()
+        return self._facts(verdict, struck_s) | {
+            "clean": False, "stuck": "", "unsettled": [], "settled_s": 0.0, "differences": [],
+        }  # fmt: skip
 
     def _is_settled(self) -> bool:
         try:
@@ -219,22 +241,26 @@ class _Run:
         records = read_histories(self._histories)
         verdict = check(records, flows=[(group, TOPIC) for group in self._scene.groups])
         differences = list(self._differences(stuck=bool(stuck)))
-        struck = self._nemesis.struck
-        return {
-            "seed": self._seed,
+        return self._facts(verdict, struck_s) | {
             "clean": verdict.clean and not differences and not stuck,
             "stuck": stuck,
             "unsettled": unsettled,
-            "seconds": round(struck_s, 1),
             "settled_s": round(settled_s, 1),
+            "recovery": recoveries(records, self._nemesis.struck),
+            "differences": differences,
+        }
+
+    def _facts(self, verdict: Verdict, struck_s: float) -> dict[str, Any]:
+        struck = self._nemesis.struck
+        return {
+            "seed": self._seed,
+            "seconds": round(struck_s, 1),
             "messages": verdict.messages,
             "delivered": verdict.delivered,
             "redelivered": verdict.redelivered,
             "route_changes": dict(self._scene.changes()),
             "faults": len(struck),
             "faults_by_kind": dict(Counter(one.kind for one in struck)),
-            "recovery": recoveries(records, struck),
             "violations": {str(breach): count for breach, count in verdict.counts.items() if count},
             "examples": [str(violation) for violation in verdict.violations],
-            "differences": differences,
         }

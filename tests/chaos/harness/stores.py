@@ -33,13 +33,19 @@ def note_streams(history: History, dsn: str, prefix: str, partitions: list[int])
 def note_sink(history: History, dsn: str) -> None:
     """Write down the effects, in the order in which the sink got them."""
     with psycopg.connect(dsn) as connection:
-        rows = connection.execute(
-            "SELECT place, key, source, lp, seq, epoch, partition, value FROM sink ORDER BY place"
-        ).fetchall()
-    for place, key, source, lp, seq, epoch, partition, value in rows:
-        history.note(
-            Effect(
-                topic=TOPIC, key=key, source=source, lp=lp, seq=seq, value=value,
-                group=GROUP, partition=partition, epoch=epoch, place=place,
-            )
-        )  # fmt: skip
+        for effect in effects_in(connection):
+            history.note(effect)
+
+
+def effects_in(connection: Connection) -> list[Effect]:
+    """Return the effects, in the order in which the sink got them."""
+    rows = connection.execute(
+        "SELECT place, key, source, lp, seq, epoch, partition, value FROM sink ORDER BY place"
+    ).fetchall()
+    return [
+        Effect(
+            topic=TOPIC, key=key, source=source, lp=lp, seq=seq, value=value,
+            group=GROUP, partition=partition, epoch=epoch, place=place,
+        )
+        for place, key, source, lp, seq, epoch, partition, value in rows
+    ]  # fmt: skip

@@ -1,0 +1,398 @@
+"""One round of each race: it returns by what a bug shows, or nothing."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import psycopg
+from pydantic import SecretStr
+
+from mqlayer import Context
+from mqlayer.changes import bring_back_nodes
+from mqlayer.domain.message import Identity
+from mqlayer.domain.routing import lp_of
+from mqlayer.errors import RetryLater, TransactionConflict
+from mqlayer.failures import release_all
+from mqlayer.outbox import publish, transaction
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.partitions import (
+    Fenced,
+    Holder,
+    Kept,
+    Taken,
+    settle_command,
+    settle_reply,
+    take_command,
+    take_reply,
+)
+from mqlayer.settings import Settings
+from mqlayer.stack.deadlines import comes_true
+from mqlayer.topics import create_topic, rearm_node, register_node
+from mqlayer.trimming import trim_pass
+from tests.chaos.harness.places import TOPIC, Place
+from tests.chaos.test_power_cut import DIRECT, DirectPublisher, stored_on
+from tests.fixtures.consuming import Stage
+from tests.fixtures.power import PoweredRedis, build_sync_noter
+from tests.integration.test_outbox_race import OurOutbox
+from tests.proof.checker import check
+from tests.proof.fall_back import FallBack
+from tests.proof.history import Ack, Assignment, Deliver, Effect, History, Publish, read_histories
+from tests.proof.outbox_race import Race, run_race
+from tests.proof.planted import Outbox
+
+GROUP: Final = "g"
+WRITERS: Final = 4
+PATIENCE_S: Final = 20.0
+
+
+def outbox_as(recipe: Callable[[], Outbox]) -> Callable[[Place, bool], str]:
+    """Return the race of writers on few keys, on a published recipe or on our outbox."""
+
+    def race(there: Place, planted: bool) -> str:
+        return _outbox_race(there, recipe() if planted else OurOutbox())
+
+    return race
+
+
+def own_outbox(there: Place, planted: bool) -> str:
+    """Let writers race on our outbox, whatever its function is."""
+    del planted
+    return _outbox_race(there, OurOutbox())
+
+
+def _outbox_race(there: Place, outbox: Outbox) -> str:
+    directory, dsn = there.begin(), there.database()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        outbox.prepare(connection)
+    return _broken(run_race(Race(seed=there.seed), outbox, dsn, directory).counts)
+
+
+def deadlocks(there: Place, planted: bool) -> str:
+    """Have writers collect messages of several keys in each of their transactions."""
+    del planted
+    there.begin()
+    with there.stage() as stage, ThreadPoolExecutor(max_workers=WRITERS) as pool:
+        seeds = [random.Random(f"{there.seed}/{number}") for number in range(WRITERS)]
+        conflicts = sum(pool.map(lambda rng: _publish_several(stage.dsn, rng), seeds))
+    return f"{conflicts} deadlocks" if conflicts else ""
+
+
+def _publish_several(dsn: str, rng: random.Random) -> int:
+    conflicts = 0
+    with psycopg.connect(dsn) as connection:
+        for _ in range(100):
+            try:
+                with transaction(connection) as several:
+                    for key in rng.sample(range(12), 6):
+                        several.publish(TOPIC, key=f"key-{key}", body=b"")
+            except TransactionConflict:
+                conflicts += 1
+                if conflicts == 3:
+                    break
+    return conflicts
+
+
+def torn_transactions(there: Place, planted: bool) -> str:
+    """Have writers write a row and two messages at a time, of keys in any order: some of these end as deadlocks."""
+    del planted
+    there.begin()
+    with there.stage() as stage, ThreadPoolExecutor(max_workers=WRITERS) as pool:
+        with stage.database.connection() as connection:
+            connection.execute("CREATE TABLE business (name text PRIMARY KEY)")
+        list(pool.map(lambda number: _write_both(stage.database, number), range(WRITERS)))
+        with stage.database.connection() as connection:
+            torn = connection.execute(
+                "SELECT name FROM (SELECT convert_from(body, 'UTF8') AS name, 1 AS sent FROM mqlayer_app.outbox) AS o"
+                " FULL JOIN business b USING (name) GROUP BY name HAVING count(b.name) <> 2 OR count(o.sent) <> 2"
+            ).fetchall()
+    return f"{len(torn)} transactions of which a part is missing" if torn else ""
+
+
+def _write_both(database: Database, number: int) -> None:
+    rng = random.Random(number)
+    for turn in range(30):
+        name, keys = f"{number}/{turn}", rng.sample(range(4), 2)
+
+        def work(connection: Connection, name: str = name, keys: list[int] = keys) -> None:
+            connection.execute("INSERT INTO business (name) VALUES (%s)", (name,))
+            for key in keys:
+                publish(connection, TOPIC, key=f"key-{key}", body=name.encode())
+
+        database.transaction(work, timeout_s=PATIENCE_S)
+
+
+def power_cut(there: Place, planted: bool) -> str:
+    """Cut the power of a node that a direct producer publishes to, and count what it was told is stored and is not."""
+    directory = there.begin()
+    node = PoweredRedis(directory / "node", options={"appendfsync": "everysec" if planted else "always"})
+    noter = build_sync_noter(directory)
+    assert noter is not None, "no C compiler: install one (Debian: apt-get install gcc)"
+    node.library = noter
+    node.start()
+    try:
+        settings = Settings(dsn=SecretStr(there.database()), key_prefix="race")
+        with Database(settings.control_dsn()) as database:
+            register_node(database, name="n1", url=node.url)
+            route = create_topic(database, DIRECT, prefix="race", partitions=2)
+            with DirectPublisher(settings) as publisher:
+                publisher.wait_for_more()
+                node.cut_power()
+                node.start()
+                bring_back_nodes(database, prefix="race", application=database)
+                publisher.wait_for_more()
+        missing = publisher.stored - stored_on(node, "race", [part.partition for part in route.ranges])
+    finally:
+        node.erase()
+    return f"{len(missing)} messages that were called stored are lost" if missing else ""
+
+
+def full_memory(there: Place, planted: bool) -> str:
+    """Fill a node's memory while messages are in hand: they are settled all the same."""
+    del planted
+    there.begin()
+    going = threading.Event()
+
+    def handle(body: bytes, ctx: Context) -> None:
+        del body, ctx
+        going.wait(PATIENCE_S)
+
+    with there.stage() as stage:
+        stage.send_numbers(keys=10, each=10)
+        stage.consume(handle)
+        comes_true(lambda: None not in stage.owners().values(), within_s=PATIENCE_S)
+        stage.redis.config_set("maxmemory", 1)
+        try:
+            going.set()
+            settled = comes_true(stage.all_settled, within_s=8)
+        finally:
+            stage.redis.config_set("maxmemory", 0)
+    return "" if settled else "nothing is settled while memory is full"
+
+
+def parked_keys(there: Place, planted: bool) -> str:
+    """Have messages come to keys that are parked and released all the while."""
+    del planted
+    directory, failed = there.begin(), set[Identity]()
+    with there.stage() as stage, History(directory, "race") as history:
+
+        def handle(body: bytes, ctx: Context) -> None:
+            facts = _facts(ctx.identity, ctx.key, body)
+            operation = history.begin(
+                Deliver(group=GROUP, partition=ctx.partition, epoch=ctx.epoch, attempt=ctx.attempt, **facts)
+            )
+            if ctx.identity.seq % 10 == 1 and ctx.identity not in failed:
+                # Released by an operator, its attempts begin anew.
+                failed.add(ctx.identity)
+                operation.info()
+                raise RetryLater(3600.0)
+            operation.ok()
+
+        stage.consume(handle, policy="park")
+        keys = [f"key-{number}" for number in range(4)]
+        for turn in range(1, 121):
+            for key in keys:
+                identity = Identity(1, lp_of(key.encode()), turn)
+                history.note(Publish(**_facts(identity, key, b"%d" % turn)))
+            stage.send((key, b"%d" % turn) for key in keys)
+            release_all(stage.database, TOPIC, GROUP, actor="race")
+        comes_true(lambda: _nothing_is_parked(stage), within_s=8)
+    return _broken(check(read_histories(directory), flows=[(GROUP, TOPIC)]).counts)
+
+
+def _nothing_is_parked(stage: Stage) -> bool:
+    release_all(stage.database, TOPIC, GROUP, actor="race")
+    with stage.database.connection() as connection:
+        row = connection.execute("SELECT count(*) FROM mqlayer.parked_message").fetchone()
+    return stage.all_settled() and row == (0,)
+
+
+def trimmed_streams(there: Place, planted: bool) -> str:
+    """Trim again and again while a group has much before it, and count what it never gets."""
+    del planted
+    there.begin()
+    handled: set[Identity] = set()
+
+    def handle(body: bytes, ctx: Context) -> None:
+        del body
+        time.sleep(0.002)
+        handled.add(ctx.identity)
+
+    with there.stage() as stage:
+        stage.consume(handle, prefetch_count=20)
+        comes_true(lambda: None not in stage.owners().values(), within_s=PATIENCE_S)
+        for turn in range(10):
+            stage.send_numbers(keys=20, each=10, first=10 * turn + 1)
+            trim_pass(stage.database, prefix=stage.prefix)
+        comes_true(stage.all_settled, within_s=8)
+        missing = 2000 - len(handled)
+    return f"{missing} lost" if missing else ""
+
+
+def two_owners(there: Place, planted: bool) -> str:
+    """Have consumers rely on an advisory lock alone; or, without the bug, on an epoch drawn with it and our fence."""
+    return _own_in_turns(there, fenced=not planted)
+
+
+def fenced_owners(there: Place, planted: bool) -> str:
+    """Do the same with our fence, whatever it looks at."""
+    del planted
+    return _own_in_turns(there, fenced=True)
+
+
+def _own_in_turns(there: Place, *, fenced: bool) -> str:
+    """Have two consumers take turns by an advisory lock; end the connection of the one that has it, again and again."""
+    directory, dsn, done = there.begin(), there.database(), threading.Event()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("CREATE TABLE sink (place bigserial, seq bigint, epoch bigint)")
+        connection.execute("CREATE SEQUENCE epochs")
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            consumers = [pool.submit(_own_by_lock, dsn, done, fenced) for _ in range(2)]
+            for _ in range(20):
+                before = _effects(connection)
+                comes_true(lambda before=before: _effects(connection) > before + 3, within_s=PATIENCE_S)  # type: ignore[misc]
+                connection.execute("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'")
+            done.set()
+            for consumer in consumers:
+                consumer.result()
+        rows = connection.execute("SELECT place, seq, epoch FROM sink ORDER BY place").fetchall()
+    _note_effects(directory, rows)
+    return _broken(check(read_histories(directory), drained=False).counts)
+
+
+def _effects(connection: Connection) -> int:
+    row = connection.execute("SELECT count(*) FROM sink").fetchone()
+    return int(row[0]) if row else 0
+
+
+def _own_by_lock(dsn: str, done: threading.Event, fenced: bool) -> None:
+    with psycopg.connect(dsn, autocommit=True) as effects:
+        while not done.wait(0.01):
+            # It may be ended while it asks for the lock, too.
+            with suppress(psycopg.OperationalError), psycopg.connect(dsn, autocommit=True) as lock:
+                [(taken, epoch)] = lock.execute("SELECT pg_try_advisory_lock(7), nextval('epochs')").fetchall()
+                while taken and not done.is_set():
+                    taken = _handle_next(effects, epoch, fenced=fenced)
+
+
+def _handle_next(effects: Connection, epoch: int, *, fenced: bool) -> bool:
+    [(seq,)] = effects.execute("SELECT coalesce(max(seq), 0) + 1 FROM sink").fetchall()
+    # What a handler does.
+    effects.execute("SELECT pg_sleep(0.002)")
+    with effects.transaction():
+        answer = _ask_fence(effects, seq, epoch) if fenced else "current"
+        if answer == "current":
+            effects.execute("INSERT INTO sink (seq, epoch) VALUES (%s, %s)", (seq, epoch))
+    return answer != "stale"
+
+
+def _ask_fence(effects: Connection, seq: int, epoch: int) -> str:
+    row = effects.execute(
+        "SELECT answer FROM mqlayer_app.fence_v1(1, 1::smallint, 1, 'key', %s, %s)", (seq, epoch)
+    ).fetchone()
+    return str(row[0]) if row else ""
+
+
+def _note_effects(directory: Path, rows: list[tuple[Any, ...]]) -> None:
+    with History(directory, "race") as history:
+        for place, seq, epoch in rows:
+            facts = _facts(Identity(1, 1, seq), "key", b"")
+            history.note(Effect(group=GROUP, partition=1, epoch=epoch, place=place, **facts))
+
+
+def _facts(identity: Identity, key: str | None, body: bytes) -> dict[str, Any]:
+    source, lp, seq = identity
+    return {"topic": TOPIC, "key": key, "source": source, "lp": lp, "seq": seq, "value": body.decode()}
+
+
+def _broken(counts: Any) -> str:
+    return ", ".join(f"{count} {breach}" for breach, count in counts.items() if count)
+
+
+def woken_owners(there: Place, planted: bool) -> str:
+    """Have two owners of a partition take its lock and settle in it; each sleeps past the other's taking, and goes on.
+
+    What stops one that slept is the node, and nothing else.
+    """
+    del planted
+    directory, epochs = there.begin(), itertools.count(1)
+    with there.stage() as stage, History(directory, "race") as history, ThreadPoolExecutor(max_workers=2) as pool:
+        stage.send_numbers(keys=20, each=200)
+        until = time.monotonic() + 6
+        list(pool.map(lambda name: _own_and_sleep(stage, history, epochs, name, until), ["a", "b"]))
+    return _broken(check(read_histories(directory), drained=False).counts)
+
+
+def _own_and_sleep(stage: Stage, history: History, epochs: Iterator[int], member: str, until: float) -> None:
+    rng, partition = random.Random(member), int(stage.partitions[0])
+    with stage.line() as line:
+        while time.monotonic() < until:
+            holder = Holder(stage.prefix, partition, 1, member, next(epochs))
+            owned = _take(line, history, holder)
+            while owned and time.monotonic() < until:
+                # It sleeps, as a stopped process does, for up to some seconds of the node's clock.
+                time.sleep(rng.choice([0.01, 0.01, 0.1, 1.5]))
+                owned = _settle_next(line, history, holder)
+
+
+def _take(line: NodeConnection, history: History, holder: Holder) -> bool:
+    event = Assignment(
+        topic=TOPIC, group=GROUP, partition=holder.partition, member=holder.member, epoch=holder.epoch, change="taken"
+    )
+    operation = history.begin(event)
+    answer = take_reply(line.call([take_command(line, holder, start=1)])[0], line.node.address)
+    taken = not isinstance(answer, Fenced)
+    (operation.ok if taken else operation.fail)()
+    return taken
+
+
+def _settle_next(line: NodeConnection, history: History, holder: Holder) -> bool:
+    """Refresh the lock as a member does with each read, and settle the next offset; say whether both were taken."""
+    answer = take_reply(line.call([take_command(line, holder, start=1)])[0], line.node.address)
+    # Whatever the answer is: between it and the settling anything may happen.
+    offset = answer.committed if isinstance(answer, Kept | Taken) else 1
+    facts = _facts(Identity(1, 1, offset), "key", b"")
+    history.note(Effect(group=GROUP, partition=holder.partition, epoch=holder.epoch, fenced=False, **facts))
+    operation = history.begin(Ack(group=GROUP, partition=holder.partition, epoch=holder.epoch, **facts))
+    settled = settle_reply(line.call([settle_command(line, holder, [(offset, offset)])])[0], line.node.address)
+    (operation.ok if isinstance(settled, Kept) else operation.fail)()
+    return isinstance(settled, Kept)
+
+
+def late_ack(there: Place, planted: bool) -> str:
+    """Have a node fall back and be armed, and an ack of before come: it is of messages that are others by now."""
+    del planted
+    directory, going = there.begin(), threading.Event()
+
+    def handle(body: bytes, ctx: Context) -> None:
+        del ctx
+        if body == b"new":
+            going.wait(PATIENCE_S)
+
+    with there.stage() as stage:
+        partition = int(stage.partitions[0])
+        key = stage.key_in(partition)
+        stage.consume(handle)
+        stage.send([(key, b"kept")] * 10)
+        comes_true(lambda: stage.position(partition).committed == 11, within_s=PATIENCE_S)
+        kept = FallBack(there.node, directory / "kept")
+        [(member, epoch)] = [(who, epoch) for where, who, epoch, _ in stage.assignments() if where == partition]
+        stage.send([(key, b"lost")] * 10)
+        comes_true(lambda: stage.position(partition).committed == 21, within_s=PATIENCE_S)
+        kept.happen()
+        rearm_node(stage.database, "node-1", prefix=stage.prefix, application=stage.database)
+        stage.forget_last(key, 10)
+        stage.send([(key, b"new")] * 10)
+        holder = Holder(stage.prefix, partition, stage.group_id(), member or "", epoch)
+        with stage.line() as line:
+            answer = settle_reply(line.call([settle_command(line, holder, [(11, 20)])])[0], line.node.address)
+        going.set()
+    return "an ack of before settles 10 new messages" if isinstance(answer, Kept) else ""

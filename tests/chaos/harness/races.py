@@ -1,0 +1,171 @@
+"""Bugs that need nobody to be killed: small races of real code on real servers, round after round.
+
+Each round says by what the bug shows, or nothing. Without the bug, in the same race, nothing ever shows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import psycopg
+
+from mqlayer.parking import Ledger
+from mqlayer.postgres.queries import query
+from tests.chaos.harness import race_rounds as rounds
+from tests.chaos.harness.places import Place, place
+from tests.chaos.harness.plants import APPLICATION, Plant, plant_this
+from tests.proof.planted import OutboxById, OutboxByTransaction
+
+LIMIT_S: Final = 120.0
+"""How long a bug may go unnoticed."""
+
+Round = Callable[[Place, bool], str]
+
+
+@dataclass(frozen=True, slots=True)
+class RacePlant:
+    """A bug, and the race that shows it; a round is told whether the bug is there, for what stands beside our code."""
+
+    says: str
+    round: Round
+    bug: Plant = field(default_factory=lambda: Plant(""))
+
+
+def race(name: str, *, planted: bool = True, limit_s: float = LIMIT_S, most_rounds: int = 1000) -> dict[str, Any]:
+    """Race until the bug is caught, or long enough; it stays in this process. Servers are started before the time."""
+    chosen = RACES[name]
+    if planted:
+        plant_this(chosen.bug)
+    with place() as there:
+        began, seen = time.monotonic(), ""
+        while not seen and time.monotonic() - began < limit_s and there.seed < most_rounds:
+            seen = chosen.round(there, planted)
+        seconds = round(time.monotonic() - began, 1)
+        return {"plant": name, "seconds": seconds, "rounds": there.seed, "caught": bool(seen), "by": seen}
+
+
+def _retry_statements() -> None:
+    """Answer a conflict by saying the statement again, in a transaction of its own."""
+    plain = psycopg.Cursor.execute
+
+    def execute(cursor: Any, *arguments: Any, **options: Any) -> Any:
+        while True:
+            try:
+                return plain(cursor, *arguments, **options)
+            except psycopg.errors.DeadlockDetected:
+                plain(cursor, "ROLLBACK")
+                plain(cursor, "BEGIN")
+
+    setattr(psycopg.Cursor, "execute", execute)  # noqa: B010
+
+
+def _unpark_unseen() -> None:
+    """End a key's being parked once what was handed out of it is handled: nobody looks at what came meanwhile."""
+    plain = Ledger._next
+
+    def _next(ledger: Any, connection: Any, turn: Any, key: Any, written: Any) -> Any:
+        if turn.handled:
+            connection.execute(query("parked_key_end"), key)
+            return []
+        return plain(ledger, connection, turn, key, written)
+
+    setattr(Ledger, "_next", _next)  # noqa: B010
+
+
+OUTBOX_AND_FENCE: Final = f"{APPLICATION}/0001_expand_application_schema.sql"
+NUMBERED_FIRST: Final = """v_seq := nextval('mqlayer_app.outbox_number');
+    -- Whatever else a publisher does between the two.
+    PERFORM pg_sleep(random() * 0.002);
+    UPDATE mqlayer_app.counter c SET seq = greatest(c.seq, v_seq) WHERE c.topic = p_topic AND c.lp = v_lp
+        RETURNING c.topic_id, c.body_limit INTO v_topic_id, v_limit;"""
+LOCKED_FIRST: Final = """UPDATE mqlayer_app.counter c SET seq = c.seq + 1 WHERE c.topic = p_topic AND c.lp = v_lp
+        RETURNING c.seq, c.topic_id, c.body_limit INTO v_seq, v_topic_id, v_limit;"""
+STILL_WAITS: Final = """
+  AND NOT EXISTS (SELECT FROM mqlayer.parked_message m
+                  WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name)"""
+
+RACES: Final[dict[str, RacePlant]] = {
+    "by_transaction": RacePlant(
+        "an outbox read by (xid8, id) below the oldest open transaction", rounds.outbox_as(OutboxByTransaction)
+    ),
+    "by_id": RacePlant("an outbox read by id > cursor", rounds.outbox_as(OutboxById)),
+    "number_before_lock": RacePlant(
+        "a publisher takes its number first and the lock of its LP then",
+        rounds.own_outbox,
+        Plant("", {OUTBOX_AND_FENCE: ((LOCKED_FIRST, NUMBERED_FIRST),)}),
+    ),
+    "lps_unsorted": RacePlant(
+        "a transaction takes its LPs in the order of its messages",
+        rounds.deadlocks,
+        Plant("", {
+            OUTBOX_AND_FENCE: (
+                ('GROUP BY topic, lp ORDER BY topic COLLATE "C", lp\n', "GROUP BY topic, lp ORDER BY min(n)\n"),
+            )
+        }),
+    ),
+    "statement_retried": RacePlant(
+        "a conflict is answered by the statement again, not by the whole transaction",
+        rounds.torn_transactions,
+        Plant("", code=_retry_statements),
+    ),
+    "everysec_believed": RacePlant(
+        "a node syncs every second, and what it answered counts as stored", rounds.power_cut
+    ),
+    "settling_without_header": RacePlant(
+        "the script that settles has no header: it is refused while memory is full",
+        rounds.full_memory,
+        Plant("", {"lua/offsets_settle": (("#!lua flags=allow-oom\n", "-- no header\n"),)}),
+    ),
+    "unpark_unseen": RacePlant(
+        "a key is not parked any more once what was handed out of it is handled, whatever came to it meanwhile",
+        rounds.parked_keys,
+        Plant("", {"sql/queries/parking.sql": ((STILL_WAITS, ""),)}, code=_unpark_unseen),
+    ),
+    "session_lock": RacePlant(
+        "who has a session's advisory lock is the owner, and has it still after its connection was lost",
+        rounds.two_owners,
+    ),
+    "trim_by_count": RacePlant(
+        "streams are trimmed by how much they hold, not by what groups have settled",
+        rounds.trimmed_streams,
+        Plant("", {
+            "lua/log_trim": (
+                ("local count = redis.call(", "floor = tonumber(meta[2]) - 50\nlocal count = redis.call("),
+            )
+        }),
+    ),
+    "fence_without_epoch": RacePlant(
+        "the fence knows what was applied, not who owns the LP",
+        rounds.fenced_owners,
+        Plant("", {OUTBOX_AND_FENCE: (("IF epoch > p_epoch THEN", "IF false THEN"),)}),
+    ),
+    "no_new_epochs": RacePlant(
+        "a node that fell back is armed under the epochs of before, as if tokens came from Redis alone",
+        rounds.late_ack,
+        Plant("", {
+            "sql/queries/control.sql": (("p.state <> 'deleted'\nRETURNING a.group_id", "false\nRETURNING a.group_id"),)
+        }),
+    ),
+    "ack_without_epoch": RacePlant(
+        "whoever settles is believed, whatever its epoch",
+        rounds.woken_owners,
+        Plant("", {"lua/offsets_settle": (("if lock[1] ~= member or held ~= epoch then", "if false then"),)}),
+    ),
+    "lower_epoch_taken": RacePlant(
+        "a pull lock goes to whoever asks for it, also under a lower epoch",
+        rounds.woken_owners,
+        Plant("", {"lua/lock_take": (("elseif held >= epoch then", "elseif false then"),)}),
+    ),
+    "clock_takeover": RacePlant(
+        "a pull lock that was not refreshed for a second is anybody's, by the node's clock",
+        rounds.woken_owners,
+        Plant("", {
+            "lua/lock_take": (
+                ("elseif held >= epoch then", "elseif held >= epoch and now - tonumber(lock[3] or '0') < 1 then"),
+            )
+        }),
+    ),
+}  # fmt: skip
