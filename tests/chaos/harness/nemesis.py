@@ -24,10 +24,13 @@ PLACES: Final = {
 }
 """Where processes of a role are broken between two writes."""
 MORTAL: Final = ("publisher", "relay", "pair", "pair", "driver", "driver", "worker", "beat")
+DEPLOYED: Final = ("publisher", "relay", "pair", "pair", "driver", "worker")
+DEPLOYED_WITHIN_S: Final = 60.0
+"""How long a process that is told to end may go on with what it has in hand; who needs longer is to be looked at."""
 STOPPABLE: Final = ("pair", "pair", "relay", "driver", "worker")
 KINDS: Final = {
-    "kill": 45, "stop": 15, "network": 25, "node": 4, "postgres": 2, "backends": 3, "scripts": 2, "memory": 2,
-    "clock": 2, "far_clock": 1, "fail_over": 2, "power_cut": 2,
+    "kill": 45, "restart": 6, "stop": 15, "network": 25, "node": 4, "postgres": 2, "backends": 3, "scripts": 2,
+    "memory": 2, "clock": 2, "far_clock": 1, "fail_over": 2, "power_cut": 2,
 }  # fmt: skip
 """How often each kind of fault is chosen, once each of them has struck."""
 
@@ -64,6 +67,7 @@ class Nemesis:
         self._armed: dict[str, str] = {}
         self._stopped_since: dict[str, float] = {}
         self.struck: list[Struck] = []
+        self.late: list[str] = []
 
     def strike(self) -> None:
         """Break something, in each way once, then by weight; where that can't be now, in another way."""
@@ -118,6 +122,13 @@ class Nemesis:
             place = self._rng.choice(sorted(n for n in failpoint_names() if n.startswith(PLACES[role])))
             self._armed[name] = f"{place}={self._rng.choice(['kill', 'kill', 'stop'])}@{self._rng.randint(1, 2)}"
         self._play.kill(name, self._armed.get(name, ""))
+        return name
+
+    def _restart(self) -> str:
+        name = self._one_of(DEPLOYED)
+        self._armed.pop(name, None)
+        if not self._play.restart(name, DEPLOYED_WITHIN_S):
+            self.late.append(name)
         return name
 
     def _stop(self) -> str:

@@ -47,6 +47,19 @@ class Play:
         self.processes[name].wait()
         self.start(name, failpoints)
 
+    def restart(self, name: str, within_s: float) -> bool:
+        """End a process in order, as a deployment does, and start it again; say whether it ended within the time."""
+        process = self.processes[name]
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        try:
+            process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self.kill(name)
+            return False
+        self.start(name)
+        return True
+
     def pause(self, name: str, seconds: float) -> None:
         """Stop a process for a while, in the background."""
         process = self.processes[name]

@@ -42,6 +42,8 @@ from tests.proof.history import FallBack, History, read_histories
 CAST: Final = {"publisher": 3, "relay": 2, "pair": 4, "driver": 2, "worker": 2, "beat": 2}
 KEYS: Final = 500
 LEASE_S: Final = 2.0
+REVIVE_EVERY_S: Final = 0.25
+"""How soon somebody starts what died by itself at a place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +164,7 @@ class _Run:
         """Break things; return what a look at it found, where one did."""
         began = looked = time.monotonic()
         while not self._has_lasted(length, time.monotonic() - began):
-            # The pace of faults is part of the experiment, not a wait for anything.
-            time.sleep(self._rng.uniform(0.2, 1.8) * length.every_s)
+            self._rest(self._rng.uniform(0.2, 1.8) * length.every_s)
             self._nemesis.strike()
             if time.monotonic() - looked > length.look_every_s:
                 verdict = judge_so_far(self._scene)
@@ -171,6 +172,13 @@ class _Run:
                     return verdict
                 looked = time.monotonic()
         return None
+
+    def _rest(self, seconds: float) -> None:
+        """Break nothing for so long: the pace of faults is part of the experiment. Who died is started again."""
+        until = time.monotonic() + seconds
+        while (left_s := until - time.monotonic()) > 0:
+            time.sleep(min(left_s, REVIVE_EVERY_S))
+            self._nemesis.revive()
 
     def _has_lasted(self, length: Length, lasted_s: float) -> bool:
         if lasted_s < length.seconds or len(self._nemesis.struck) < length.faults:
@@ -186,6 +194,7 @@ class _Run:
     def _let_go(self, length: Length) -> None:
         self._nemesis.rest()
         assert self._play.ended() == [], "nobody ended these"
+        assert self._nemesis.late == [], "these did not end when told to"
         for role in ("publisher", "driver"):
             self._play.end(role)
         what = f"all that was committed is settled, {self._seed=}"
