@@ -117,6 +117,8 @@ def test_a_member_that_slept_through_the_retirement_of_its_group_ends_and_says_s
     wait_until(lambda: not app.running, what="it to end")
     assert "group 'g' of topic 'orders' is retired" in str(app.health())
     assert member.holdings() == {}
+    # A call that was under way comes to its end: that is what `rest_s` is for.
+    app.stop()
     forget_retired(stage.database, prefix=stage.prefix, rest_s=0)
     assert keys_of(stage, group_id) == []
 

@@ -173,7 +173,13 @@ class TcpProxy:
         self._started.set_result(None)
         await self._stopping.wait()
         self._door.shut()
-        await self._reset_all()
+        await self._end_all()
+
+    async def _end_all(self) -> None:
+        """End what is open, and what was accepted and is not served yet."""
+        while others := asyncio.all_tasks() - {_current_task()}:
+            await self._reset_all()
+            await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
 
     async def _change_welcome(self, welcome: Welcome) -> None:
         self._welcome = welcome
