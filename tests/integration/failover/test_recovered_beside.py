@@ -10,7 +10,7 @@ from mqlayer.relay import recover_now, relay_once
 from mqlayer.stack import RedisServer
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
-from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.outbox_world import QUICK, OutboxWorld, relayed_world
 
 
 @pytest.fixture
@@ -31,9 +31,11 @@ def test_a_relay_at_work_notices_that_another_one_numbered_the_outbox_anew(
         wait_until(
             lambda: world.rows("SELECT sum(seq) FROM mqlayer_app.relayed") == [(40,)], what="its progress recorded"
         )
-        # Another relay saw that commits are missing in an LP of its own.
+        before = world.rows("SELECT outbox_uuid FROM mqlayer_app.identity")
+        # Another relay saw that commits are missing in an LP of its own; as a rule that one is first to see to it.
         world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
-        assert recover_now(database, database, world.settings()) is not None
+        recover_now(database, database, world.settings())
+        assert world.rows("SELECT outbox_uuid FROM mqlayer_app.identity") != before
         world.publish(60, keys=10, tag="new")
         wait_until(lambda: len(list(world.records())) == 100, timeout_s=10, what="what is new to arrive")
         wait_until(lambda: relay.health().ready, what="the relay to be ready")
@@ -50,10 +52,7 @@ def test_a_copy_on_another_server_does_not_take_the_place_of_its_original(
     database_dsn: str, node: RedisServer, key_prefix: str
 ) -> None:
     """It is on another timeline too, as a rule: that must not hide that it is a copy, nor end the original's source."""
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=1)
-    world.publish(5, keys=5)
-    relay_once(world.settings(), limits=QUICK)
+    world = relayed_world(database_dsn, key_prefix, node.url, count=5, keys=5)
     world.rows("UPDATE mqlayer.source SET cluster = '1/elsewhere'")
     world.rows("UPDATE mqlayer_app.identity SET timeline = 77")
     with pytest.raises(ConfigurationRefused, match="outbox adopt"):
