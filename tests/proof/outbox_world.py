@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import PartitionKeys, partition_keys
-from mqlayer.relay import Relay, RelayLimits
+from mqlayer.relay import Relay, RelayLimits, relay_once
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
 from tests.fixtures.forking import Process, start_python
@@ -207,3 +207,12 @@ def counts_by_key(chains: Chains, keys: Iterable[str]) -> dict[str, int]:
             if key in counts:
                 counts[key] += 1
     return counts
+
+
+def relayed_world(dsn: str, key_prefix: str, url: str, *, count: int, keys: int) -> OutboxWorld:
+    """Return a world of one node and the topic orders of one partition, with so many messages that were relayed."""
+    world = OutboxWorld(dsn, key_prefix, [url])
+    world.add_topic("orders", partitions=1)
+    world.publish(count, keys=keys)
+    relay_once(world.settings(), limits=QUICK)
+    return world

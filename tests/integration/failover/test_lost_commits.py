@@ -27,7 +27,7 @@ from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.standbys import Couple, couple_of
 from tests.fixtures.waiting import wait_until
 from tests.proof.hand import Hand
-from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.outbox_world import QUICK, OutboxWorld, relayed_world
 
 
 @pytest.fixture
@@ -145,10 +145,7 @@ def test_no_number_of_what_a_copy_of_the_disk_forgot_is_given_out_again(
     database_dsn: str, node: RedisServer, key_prefix: str
 ) -> None:
     """Else the outbox would go on under a producer's source that Redis knows, and its first messages be swallowed."""
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=1)
-    world.publish(10, keys=1)
-    relay_once(world.settings(), limits=QUICK)
+    world = relayed_world(database_dsn, key_prefix, node.url, count=10, keys=1)
     then = EarlierState(world)
     with closing(Producer(world.settings(), name="p")) as producer:
         lost = producer.send_many("orders", [Message("key-0", b"direct")] * 3)[0].identity.source
@@ -174,10 +171,7 @@ def test_a_seek_after_one_that_was_lost_is_no_repetition_of_it(
     database_dsn: str, node: RedisServer, key_prefix: str, told: bool
 ) -> None:
     """Redis knows the number of the lost one: under the same, what was committed since would count."""
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=1)
-    world.publish(10, keys=2)
-    relay_once(world.settings(), limits=QUICK)
+    world = relayed_world(database_dsn, key_prefix, node.url, count=10, keys=2)
     with Database(database_dsn) as database:
         hand = Hand(database, key_prefix, "orders")
         hand.consume_all()
@@ -200,10 +194,7 @@ def test_a_seek_after_one_that_was_lost_is_no_repetition_of_it(
 def test_a_node_that_is_away_holds_the_recovery_up_until_an_operator_goes_on_without_it(
     database_dsn: str, node: RedisServer, key_prefix: str
 ) -> None:
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=1)
-    world.publish(5, keys=5)
-    relay_once(world.settings(), limits=QUICK)
+    world = relayed_world(database_dsn, key_prefix, node.url, count=5, keys=5)
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
     world.rows("DELETE FROM mqlayer_app.relayed")
     node.kill()
