@@ -13,7 +13,7 @@ from typing import Final, Self
 from mqlayer.stack import processes
 from mqlayer.stack.deadlines import comes_true
 from mqlayer.stack.errors import ServerFailed
-from mqlayer.stack.ports import free_port
+from mqlayer.stack.ports import free_port, is_free
 from mqlayer.stack.programs import RedisProgram, best_redis
 from mqlayer.stack.records import ProcessRecord
 
@@ -124,13 +124,17 @@ class RedisServer:
 
     def _start(self, within_s: float) -> None:
         """Start, again on another port when some process took ours between the look and the bind."""
+        wanted = self._record.port or self._wanted_port
         for _ in range(START_TRIES):
-            self._launch(free_port(self._record.port or self._wanted_port))
+            self._launch(free_port(wanted))
             comes_true(lambda: answers_ping(self.port) or not self.running, within_s=within_s)
             if self.running and answers_ping(self.port):
                 return
             if self.running or "Address already in use" not in processes.last_lines(self.log):
                 break
+            if is_free(self.port):
+                # In cluster mode a second port, 10,000 above, is what was taken: the same one would meet it again.
+                wanted = 0
         self._give_up(within_s)
 
     def _launch(self, port: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 
 import psycopg
@@ -67,6 +68,15 @@ def test_another_object_on_the_directory_finds_the_running_redis(start_redis: St
 def test_a_redis_that_cannot_start_says_why(start_redis: StartRedis) -> None:
     with pytest.raises(ServerFailed, match="no-such-option"):
         start_redis(options={"no-such-option": "1"})
+
+
+def test_a_cluster_node_whose_second_port_is_taken_starts_on_another(start_redis: StartRedis) -> None:
+    server = start_redis(options={"cluster-enabled": "yes"})
+    first = server.port
+    server.stop()
+    with socket.create_server(("127.0.0.1", first + 10_000)):
+        server.start()
+    assert server.port != first
 
 
 def test_options_with_quotes_and_blanks_arrive(start_redis: StartRedis) -> None:
