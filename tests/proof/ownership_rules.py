@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from tests.proof.evidence import NEVER, Evidence, Flow, Identity, Step, identity
 from tests.proof.history import Ack, Assignment, Deliver, Drain, Gate, SetAside
@@ -165,9 +165,10 @@ def lineage(evidence: Evidence) -> Iterator[Violation]:
         for parent in sorted(evidence.parents.get((topic, partition), ())):
             place = (topic, group, parent)
             drained = said_at.get(place, NEVER) if group in saying else 0
+            handled = handled_at.get(place, NOTHING)
             for step in delivers:
-                if step.began < max(drained, handled_at.get(place, 0)):
-                    word = "drained" if step.began < drained else "handled"
+                if step.began < max(drained, handled.at):
+                    word = "drained" if step.began < drained else f"handled up to {handled.last}"
                     yield Violation(
                         Breach.BEFORE_GATE,
                         f"group {group}, partition {partition}: {identity(step.event)} delivered (epoch "
@@ -175,7 +176,17 @@ def lineage(evidence: Evidence) -> Iterator[Violation]:
                     )
 
 
-def _handled_times(evidence: Evidence) -> Mapping[Place, int]:
+class Handled(NamedTuple):
+    """When a group had done with a partition, and with which message."""
+
+    at: int
+    last: Identity | None
+
+
+NOTHING: Final = Handled(0, None)
+
+
+def _handled_times(evidence: Evidence) -> Mapping[Place, Handled]:
     """Return when each group had handled, or left with a reason, the last message that a partition holds."""
     first: defaultdict[Flow, dict[Identity, int]] = defaultdict(dict)
     done: list[tuple[Step[Deliver] | Step[SetAside], int]] = [
@@ -187,7 +198,7 @@ def _handled_times(evidence: Evidence) -> Mapping[Place, int]:
         of_flow[identity(step.event)] = min(of_flow.get(identity(step.event), NEVER), at)
     held = _held(evidence)
     return {
-        (topic, group, partition): max(handled.get(message, NEVER) for message in messages)
+        (topic, group, partition): max(Handled(handled.get(message, NEVER), message) for message in messages)
         for (group, topic), handled in first.items()
         for partition, messages in held[topic].items()
     }
