@@ -16,7 +16,7 @@ SELECT node_id, name, url, armed_run_id, former_runs FROM mqlayer.node WHERE nam
 -- name: node_arm
 -- Record the run that may be served, and the one before it as one that may not any more, also where none was armed
 -- meanwhile: the last 32 of these.
-UPDATE mqlayer.node n SET armed_run_id = %(run_id)s, last_run_id = %(run_id)s, armed_at = now(), lost_at = NULL, former_runs = (
+UPDATE mqlayer.node n SET armed_run_id = %(run_id)s, last_run_id = %(run_id)s, armed_at = clock_timestamp(), lost_at = NULL, former_runs = (
     SELECT coalesce(array_agg(run ORDER BY place) FILTER (WHERE place > last - 32), '{}')
     FROM (SELECT run, place, max(place) OVER () AS last
           FROM unnest(n.former_runs || coalesce(n.armed_run_id, n.last_run_id)) WITH ORDINALITY AS former(run, place)

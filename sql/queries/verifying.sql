@@ -19,10 +19,13 @@ LEFT JOIN mqlayer.seal s ON s.partition_id = p.partition_id
 WHERE p.topic_id = %(topic_id)s AND p.state <> 'deleted' ORDER BY p.partition_id;
 
 -- name: verify_groups
--- Where groups begin in each partition, and whether they are through with it.
-SELECT p.partition_id, g.group_id, g.name, coalesce(gs.start_offset, 1) AS start_offset, g.seek, d.group_id IS NOT NULL AS drained
+-- Where groups begin in each partition, whether they are through with it, and whether its node was armed again since. A
+-- drain that commits beside an arming may be dated behind it, by less than a second.
+SELECT p.partition_id, g.group_id, g.name, coalesce(gs.start_offset, 1) AS start_offset, g.seek, d.group_id IS NOT NULL AS drained,
+       coalesce(d.drained_at < n.armed_at + interval '1 second', false) AS armed_since
 FROM mqlayer.consumer_group g
 JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state <> 'deleted'
+JOIN mqlayer.node n USING (node_id)
 LEFT JOIN mqlayer.group_start gs ON gs.group_id = g.group_id AND gs.partition_id = p.partition_id
 LEFT JOIN mqlayer.drained d ON d.group_id = g.group_id AND d.partition_id = p.partition_id
 WHERE g.topic_id = %(topic_id)s AND g.state = 'live' AND g.mode <> 'broadcast' ORDER BY p.partition_id, g.group_id;

@@ -116,6 +116,12 @@ def behind(whole: Whole) -> None:
     whole.sql("UPDATE mqlayer_archive.progress SET upto_offset = 2 WHERE partition_id = 4")
 
 
+def undrain(whole: Whole) -> None:
+    """Put a group back behind what it drained, on a node that was armed long before."""
+    whole.sql("UPDATE mqlayer.drained SET drained_at = clock_timestamp() + interval '5 seconds'")
+    whole.client.hset(whole.lock(1), "committed", 2)
+
+
 BREAKS: dict[str, tuple[str, str, Break]] = {
     "seal moved": ("seal", "it ends at offset", lambda w: w.sql(
         "UPDATE mqlayer.seal SET next_offset = next_offset + 1")),
@@ -141,7 +147,9 @@ BREAKS: dict[str, tuple[str, str, Break]] = {
     "archive's row gone": ("archive", "records for seqs", lambda w: w.sql(
         f"DELETE FROM mqlayer_archive.record WHERE lp = {LP} AND seq = 2")),
     "settled beyond": ("group", "it settled up to offset 998", lambda w: w.client.hset(w.lock(2), "committed", 999)),
-    "not drained": ("group", "Postgres says that it drained it", lambda w: w.client.hset(w.lock(1), "committed", 2)),
+    "not drained": ("group", "Postgres says that it drained it", undrain),
+    "acks lost": ("group", "its node fell back since", lambda w: w.sql(
+        "UPDATE mqlayer.node SET armed_at = clock_timestamp() + interval '5 seconds'")),
     "epoch ahead": ("group", "epoch 99999 is in force", lambda w: w.client.hset(w.lock(2), "epoch", 99999)),
     "unsettled gone": ("group", "it has not settled them", lambda w: (
         w.client.hset(w.lock(2), "committed", 2), w.client.xtrim(w.log(2), minid="4-0", approximate=False))),

@@ -175,8 +175,16 @@ def group_rule(asked: Asked) -> Iterator[Finding]:
                 seen = f"it is at offset {look.position}, records below {held.kept} are gone: it has not settled them"
                 yield _of_group(wanted, group, seen, f"mqlayer replay, where {asked.before.topic} is archived")
             if group.drained and look.position < min(wanted.seal_next, look.next_offset):
-                seen = f"Postgres says that it drained it, it is at offset {look.position} of {wanted.seal_next - 1}"
-                yield _of_group(wanted, group, seen, f"mqlayer group seek {asked.before.topic} {group.name}")
+                yield _drained_before(asked, wanted, group, look.position)
+
+
+def _drained_before(asked: Asked, wanted: WantedPartition, group: WantedGroup, position: int) -> Finding:
+    """Return what it means that a group stands before the end that it came to. A node that lost acks tells it again."""
+    seen = f"Postgres says that it drained it, it is at offset {position} of {wanted.seal_next - 1}"
+    if not group.armed_since:
+        return _of_group(wanted, group, seen, f"mqlayer group seek {asked.before.topic} {group.name}")
+    fix = "nothing: all of it was handled, and nobody consumes it any more"
+    return Finding("group", _subject(wanted, group), Verdict.WARNING, f"{seen}: its node fell back since", fix)
 
 
 def chain_rule(asked: Asked) -> Iterator[Finding]:
@@ -222,4 +230,8 @@ def _wrong(check: str, wanted: WantedPartition, seen: str, fix: str) -> Finding:
 
 
 def _of_group(wanted: WantedPartition, group: WantedGroup, seen: str, fix: str) -> Finding:
-    return Finding("group", f"{group.name}, partition {wanted.partition}", Verdict.BROKEN, seen, fix)
+    return Finding("group", _subject(wanted, group), Verdict.BROKEN, seen, fix)
+
+
+def _subject(wanted: WantedPartition, group: WantedGroup) -> str:
+    return f"{group.name}, partition {wanted.partition}"

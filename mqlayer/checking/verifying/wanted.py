@@ -39,13 +39,14 @@ class WantedPartition(NamedTuple):
 
 
 class WantedGroup(NamedTuple):
-    """Where a group begins in a partition, and whether it is through with it."""
+    """Where a group begins in a partition, whether it is through with it, and whether its node was armed since."""
 
     group_id: int
     name: str
     start: int
     seek: int
     drained: bool
+    armed_since: bool
 
 
 class Counted(NamedTuple):
