@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import TypeAlias
 
 from tests.proof.evidence import Evidence, Identity, identity
 from tests.proof.history import Append
 from tests.proof.violations import Breach, Violation
+
+Chain: TypeAlias = tuple[str, int, int]
+"""A topic, a source and an LP."""
 
 Segment: TypeAlias = tuple[int, str]
 """A partition and a run of its node: where offsets are given out once."""
@@ -63,10 +66,10 @@ def chains(evidence: Evidence) -> Iterator[Violation]:
     """For each source and LP the seqs in each partition, by offset, are consecutive, and together leave no hole.
 
     Where the lineage of partitions is known, what a partition holds of an LP comes after all that its ancestors hold.
+    What every group handled in a partition that lost it afterwards is no hole: such a one need not be filled up again.
     """
-    of_chain: defaultdict[tuple[str, int, int], defaultdict[Segment, dict[int, int]]] = defaultdict(
-        lambda: defaultdict(dict)
-    )
+    gone = _gone(evidence)
+    of_chain: defaultdict[Chain, defaultdict[Segment, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for append in _appended(evidence):
         chain = of_chain[append.topic, append.source, append.lp]
         chain[append.partition, append.run][append.offset] = append.seq
@@ -74,11 +77,11 @@ def chains(evidence: Evidence) -> Iterator[Violation]:
         ordered = {at: [by_offset[offset] for offset in sorted(by_offset)] for at, by_offset in segments.items()}
         for at, seqs in ordered.items():
             yield from _breaks_within(name, at, seqs)
-        yield from _holes_between(name, ordered)
+        yield from _holes_between(name, ordered, gone[name])
         yield from _against_lineage(name, ordered, evidence)
 
 
-def _breaks_within(chain: tuple[str, int, int], at: Segment, seqs: list[int]) -> Iterator[Violation]:
+def _breaks_within(chain: Chain, at: Segment, seqs: list[int]) -> Iterator[Violation]:
     seen = set(seqs[:1])
     for previous, seq in pairwise(seqs):
         # A repeated one is a duplicate in the stream, not a break of the chain.
@@ -87,9 +90,25 @@ def _breaks_within(chain: tuple[str, int, int], at: Segment, seqs: list[int]) ->
         seen.add(seq)
 
 
-def _holes_between(chain: tuple[str, int, int], segments: dict[Segment, list[int]]) -> Iterator[Violation]:
+def _gone(evidence: Evidence) -> Mapping[Chain, set[int]]:
+    """Return what every group of a topic handled in a partition that fell back afterwards."""
+    handled: defaultdict[Identity, set[str]] = defaultdict(set)
+    for step in evidence.delivers:
+        if step.outcome == "ok" and evidence.fell_back(step.event.topic, step.event.partition, step.began):
+            handled[identity(step.event)].add(step.event.group)
+    gone: defaultdict[Chain, set[int]] = defaultdict(set)
+    for message, groups in handled.items():
+        topic, source, lp, seq = message
+        if all(group in groups for group, of in evidence.flows if of == topic):
+            gone[topic, source, lp].add(seq)
+    return gone
+
+
+def _holes_between(chain: Chain, segments: dict[Segment, list[int]], gone: set[int]) -> Iterator[Violation]:
     covered = 0
     for at, seqs in sorted(segments.items(), key=lambda item: min(item[1])):
+        while covered + 1 in gone:
+            covered += 1
         if min(seqs) > covered + 1:
             yield Violation(
                 Breach.CHAIN_BREAK, f"{chain}: {covered + 1} to {min(seqs) - 1} missing before partition {at[0]}"
@@ -97,9 +116,7 @@ def _holes_between(chain: tuple[str, int, int], segments: dict[Segment, list[int
         covered = max(covered, *seqs)
 
 
-def _against_lineage(
-    chain: tuple[str, int, int], segments: dict[Segment, list[int]], evidence: Evidence
-) -> Iterator[Violation]:
+def _against_lineage(chain: Chain, segments: dict[Segment, list[int]], evidence: Evidence) -> Iterator[Violation]:
     last: dict[int, int] = {}
     for (partition, _), seqs in segments.items():
         last[partition] = max(last.get(partition, 0), *seqs)

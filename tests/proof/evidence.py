@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -204,6 +205,20 @@ class Evidence:
         for step in self.lineages:
             found[step.event.topic, step.event.partition] |= frozenset(step.event.parents)
         return found
+
+    @cached_property
+    def fall_back_times(self) -> Mapping[tuple[str, int], list[int]]:
+        """For each topic and partition when its node lost something, in order."""
+        times: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        for step in sorted(self.fall_backs, key=lambda step: step.began):
+            times[step.event.topic, step.event.partition].append(step.began)
+        return times
+
+    def fell_back(self, topic: str, partition: int, after: int, before: int = NEVER) -> bool:
+        """Return whether a partition fell back between two times."""
+        times = self.fall_back_times.get((topic, partition), [])
+        first = bisect_left(times, after)
+        return first < len(times) and times[first] <= before
 
     def ancestors(self, topic: str, partition: int) -> frozenset[int]:
         """Return all partitions that came before one in its lineage."""

@@ -8,7 +8,7 @@ The rule for deliveries, for each group and key (and source, as seqs of differen
     told once.
 2.  *Only what is not settled comes again.* The delivery of a message that was handled before is a replay. It is
     counted, and allowed as long as no ack of it had been accepted when the replay began; after that it is a
-    `replay_of_settled`, unless the partition fell back in between.
+    `replay_of_settled`, unless the partition that it was settled in fell back in between.
 3.  *A replay goes on in order.* An owner (one epoch) that delivers a message after another one of the key passes over
     nothing that is not settled: every message between the two, and at its first delivery every message before it, has
     an ack begun by then. So m1 m2 crash m1 m2 is right, and so is m1 m2 crash m1 m3 if m2 was acknowledged before the
@@ -52,14 +52,13 @@ def deliveries(evidence: Evidence, counts: DeliveryCounts) -> Iterator[Violation
     """The rule of this module's docstring; adds to the counts."""
     walks: dict[Line, _Walk] = {}
     handled = _handled_seqs(evidence)
-    fall_backs = _fall_back_times(evidence)
     for step in _of_keys(evidence, [*evidence.delivers, *evidence.set_asides, *evidence.acks]):
         line = _line(step.event)
         walk = walks.get(line)
         if walk is None:
-            group, topic, key, source = line
+            _, topic, key, source = line
             seqs = evidence.seqs_by_key[topic, key, source]
-            walk = walks[line] = _Walk(line, seqs, handled[line], group in evidence.acking_groups, fall_backs, counts)
+            walk = walks[line] = _Walk(line, seqs, handled[line], evidence, counts)
         walk.add(step)
     for walk in walks.values():
         yield from walk.judge()
@@ -88,13 +87,6 @@ def _handled_seqs(evidence: Evidence) -> Mapping[Line, set[int]]:
     return handled
 
 
-def _fall_back_times(evidence: Evidence) -> Mapping[tuple[str, int], list[int]]:
-    times: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-    for step in sorted(evidence.fall_backs, key=lambda step: step.began):
-        times[step.event.topic, step.event.partition].append(step.began)
-    return times
-
-
 @dataclass
 class _Walk:
     """The history of one line, walked through in order of time."""
@@ -102,14 +94,13 @@ class _Walk:
     line: Line
     seqs: list[int]
     ever_handled: Collection[int]
-    acks_known: bool
-    fall_backs: Mapping[tuple[str, int], list[int]]
+    evidence: Evidence
     counts: DeliveryCounts
     turns: list[Turn] = field(default_factory=list)
     handled: set[int] = field(default_factory=set)
     excused: set[int] = field(default_factory=set)
     ack_begun: set[int] = field(default_factory=set)
-    ack_accepted: dict[int, int] = field(default_factory=dict)
+    ack_accepted: dict[int, tuple[int, int]] = field(default_factory=dict)
     # Index of the first message that is not yet handled or excused; of the first that may not be passed over.
     handled_to: int = 0
     settled_to: int = 0
@@ -132,7 +123,7 @@ class _Walk:
         else:
             self._at(step.began, 0, lambda: self._note(self.ack_begun, event.seq))
             if step.outcome == "ok":
-                self._at(step.ended, 0, lambda: self._accept(event.seq, step.ended))
+                self._at(step.ended, 0, lambda: self._accept(event, step.ended))
 
     def judge(self) -> Iterator[Violation]:
         """Walk through; then tell what was passed over for good."""
@@ -150,8 +141,8 @@ class _Walk:
         seqs.add(seq)
         return ()
 
-    def _accept(self, seq: int, time: int) -> Iterable[Violation]:
-        self.ack_accepted[seq] = time
+    def _accept(self, ack: Ack, time: int) -> Iterable[Violation]:
+        self.ack_accepted[ack.seq] = (ack.partition, time)
         return ()
 
     def _begin(self, time: int, event: Deliver) -> Iterator[Violation]:
@@ -162,7 +153,7 @@ class _Walk:
         self.counts.redelivered += replay
         self.counts.stale_delivered += stale
         yield from self._inversions(index, event)
-        if self.acks_known and not stale:
+        if self.line[0] in self.evidence.acking_groups and not stale:
             if replay:
                 yield from self._settled_before(time, event)
             yield from self._passed_over(index, event)
@@ -185,14 +176,12 @@ class _Walk:
         return seq in self.handled or seq in self.excused or seq not in self.ever_handled
 
     def _settled_before(self, time: int, event: Deliver) -> Iterator[Violation]:
-        accepted = self.ack_accepted.get(event.seq)
-        if accepted is not None and not self._fell_back(event, accepted, time):
+        if event.seq not in self.ack_accepted:
+            return
+        # What a partition lost may come again in a successor.
+        partition, accepted = self.ack_accepted[event.seq]
+        if not self.evidence.fell_back(event.topic, partition, accepted, time):
             yield Violation(Breach.REPLAY_OF_SETTLED, f"{self.line}: {event.seq} delivered again after its ack")
-
-    def _fell_back(self, event: Deliver, after: int, before: int) -> bool:
-        times = self.fall_backs.get((event.topic, event.partition), [])
-        first = bisect_left(times, after)
-        return first < len(times) and times[first] <= before
 
     def _passed_over(self, index: int, event: Deliver) -> Iterator[Violation]:
         while self.settled_to < len(self.seqs) and self._settled(self.seqs[self.settled_to]):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from tests.proof.evidence import NEVER, Evidence, Flow, Identity, Step, identity
-from tests.proof.history import Ack, Assignment, Deliver, Drain, Gate, SetAside
+from tests.proof.history import Ack, Append, Assignment, Deliver, Drain, Gate, SetAside
 from tests.proof.order_rules import fenced_effects
 from tests.proof.violations import Breach, Violation
 
@@ -218,14 +218,25 @@ def _drained_times(evidence: Evidence) -> Mapping[Place, int]:
 
 
 def _held(evidence: Evidence) -> Mapping[str, Mapping[int, set[Identity]]]:
-    """Return which messages each partition of each topic holds."""
+    """Return which messages each partition of each topic holds.
+
+    What was seen in one only before it fell back may be its own no more: sealed without it, its successor gets it.
+    """
     held: defaultdict[str, defaultdict[int, set[Identity]]] = defaultdict(lambda: defaultdict(set))
-    for append in evidence.appends:
-        if append.outcome == "ok":
-            held[append.event.topic][append.event.partition].add(identity(append.event))
-    for deliver in evidence.delivers:
-        held[deliver.event.topic][deliver.event.partition].add(identity(deliver.event))
+    for (topic, partition, message), at in _last_seen(evidence).items():
+        if not evidence.fell_back(topic, partition, at):
+            held[topic][partition].add(message)
     return held
+
+
+def _last_seen(evidence: Evidence) -> Mapping[tuple[str, int, Identity], int]:
+    last: dict[tuple[str, int, Identity], int] = {}
+    steps: list[Step[Append] | Step[Deliver]] = [*evidence.delivers]
+    steps += (step for step in evidence.appends if step.outcome == "ok")
+    for step in steps:
+        at = (step.event.topic, step.event.partition, identity(step.event))
+        last[at] = max(last.get(at, 0), step.began)
+    return last
 
 
 def _first_settled(evidence: Evidence, flow: Flow) -> Mapping[Identity, int]:

@@ -333,6 +333,13 @@ class TestReplays:
         tale.handled(1, epoch=2)
         tale.shows()
 
+    def test_what_a_partition_lost_may_come_again_in_its_successor(self, tale: Tale) -> None:
+        tale.handled(1)
+        tale.acked(1)
+        tale.tell(FallBack(topic="t", partition=1))
+        tale.handled(1, epoch=2, partition=2)
+        tale.shows()
+
     def test_a_fall_back_of_another_partition_excuses_nothing(self, tale: Tale) -> None:
         tale.handled(1)
         tale.acked(1)
@@ -573,6 +580,33 @@ class TestLineage:
         tale.end(operation)
         tale.shows(Breach.BEFORE_GATE)
 
+    def test_what_a_parent_lost_and_a_successor_has_is_not_the_parents(self, tale: Tale) -> None:
+        """One group had it before its node fell back; sealed without it, the parent was through for the other one."""
+        self.lost_by_the_parent(tale, FallBack(topic="t", partition=1))
+        tale.shows()
+
+    @pytest.mark.parametrize("elsewhere", [None, FallBack(topic="t", partition=2)])
+    def test_without_a_fall_back_of_it_the_parent_has_it_still(self, tale: Tale, elsewhere: FallBack | None) -> None:
+        self.lost_by_the_parent(tale, elsewhere)
+        tale.shows(Breach.BEFORE_GATE)
+
+    def test_what_comes_again_in_a_parent_is_the_parents_whatever_it_lost(self, tale: Tale) -> None:
+        tale.tell(self.CHILD)
+        tale.tell(Deliver(**about(1, key="a"), group="other", partition=1, epoch=1))
+        tale.tell(FallBack(topic="t", partition=1))
+        tale.handled(2, key="b", partition=2, epoch=2)
+        tale.handled(1, key="a", partition=1)
+        tale.shows(Breach.BEFORE_GATE, flows=[("g", "t")])
+
+    def lost_by_the_parent(self, tale: Tale, fall_back: FallBack | None) -> None:
+        tale.tell(self.CHILD)
+        tale.tell(Deliver(**about(1, key="a"), group="other", partition=1, epoch=1))
+        if fall_back:
+            tale.tell(fall_back)
+        tale.handled(2, key="b", partition=2, epoch=2)
+        tale.handled(1, key="a", partition=2, epoch=2)
+        tale.tell(Deliver(**about(2, key="b"), group="other", partition=2, epoch=2))
+
     def test_an_earlier_owner_may_go_on_with_the_parent(self, tale: Tale) -> None:
         tale.tell(self.CHILD)
         tale.handled(1, partition=1, epoch=2)
@@ -586,6 +620,25 @@ class TestLineage:
         tale.appended(1, 2, partition=1)
         tale.appended(3, partition=2)
         tale.shows(drained=False)
+
+    def test_what_a_partition_lost_behind_all_groups_is_no_hole(self, tale: Tale) -> None:
+        tale.tell(self.CHILD)
+        tale.handled(1, 2)
+        tale.tell(FallBack(topic="t", partition=1))
+        tale.appended(3, partition=2)
+        tale.handled(3, partition=2)
+        tale.shows()
+
+    @pytest.mark.parametrize("fell_back", [1, 2])
+    def test_what_some_group_had_not_handled_or_nobody_lost_is_a_hole(self, tale: Tale, fell_back: int) -> None:
+        tale.tell(self.CHILD)
+        tale.handled(1, 2)
+        tale.tell(FallBack(topic="t", partition=fell_back))
+        tale.appended(3, partition=2)
+        tale.handled(3, partition=2)
+        if fell_back == 1:
+            tale.tell(Deliver(**about(3), group="other", partition=2, epoch=1))
+        assert Breach.CHAIN_BREAK in tale.verdict().broken
 
     def test_a_chain_that_goes_back_to_an_ancestor_is_broken(self, tale: Tale) -> None:
         tale.tell(self.CHILD)
