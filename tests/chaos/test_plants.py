@@ -6,12 +6,15 @@ own, since it stays there, and the same races without a bug.
 
 from __future__ import annotations
 
+import psycopg
 import pytest
 
+from mqlayer.postgres.migrations import migrate
 from tests.chaos.harness.hunting import NAMES, hunt_all, table
-from tests.chaos.harness.plants import HARMLESS, PLANTS, Plant, check_texts
+from tests.chaos.harness.plants import HARMLESS, PLANTS, Plant, check_texts, readers
 from tests.chaos.harness.races import RACES, race
 
+BUGS: dict[str, Plant] = {**PLANTS, **{name: one.bug for name, one in RACES.items()}}
 QUICK = ("by_id", "no_new_epochs")
 
 
@@ -30,8 +33,30 @@ def test_without_its_bug_a_race_is_clean(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_bug_changes_is_still_there(name: str) -> None:
     """A bug whose guard was written anew would be hunted in vain."""
-    bug: Plant = RACES[name].bug if name in RACES else PLANTS[name]
-    check_texts(bug)
+    check_texts(BUGS[name])
+
+
+MIGRATED = [name for name, bug in BUGS.items() if any(text.startswith("sql/migrations/") for text in bug.texts)]
+DEFINITIONS = """
+    SELECT pg_get_functiondef(p.oid) AS text FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+    WHERE n.nspname LIKE 'mqlayer%'
+    UNION ALL SELECT definition FROM pg_views WHERE schemaname LIKE 'mqlayer%' ORDER BY text
+"""
+
+
+@pytest.mark.parametrize("name", [*MIGRATED, ""])
+def test_no_later_migration_takes_a_bug_out_again(
+    name: str, database_dsn: str, empty_database_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, reader, reads in readers(BUGS[name]) if name else ():
+        monkeypatch.setattr(module, reader, reads)
+    migrate(empty_database_dsn)
+    assert (definitions(empty_database_dsn) != definitions(database_dsn)) == bool(name)
+
+
+def definitions(dsn: str) -> list[str]:
+    with psycopg.connect(dsn) as connection:
+        return [row[0] for row in connection.execute(DEFINITIONS)]
 
 
 def test_every_bug_has_one_name() -> None:

@@ -5,8 +5,9 @@ Most are a change of a script's or a statement's text, made where a process read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Final
 
 from mqlayer import resources
@@ -76,7 +77,7 @@ PLANTS: Final[dict[str, Plant]] = {
     ),
     "no_gate": Plant(
         "successors are given out whether their parents are drained or not",
-        {f"{CONTROL}/0003_expand_group_settings.sql": (("AND parent.state <> 'deleted'\n", "AND false\n"),)},
+        {f"{CONTROL}/0021_expand_flow_control.sql": (("AND parent.state <> 'deleted' AND", "AND false AND"),)},
         kinds=MOVES,
     ),
     "early_gate": Plant("a parent counts as drained once its end was read", code=_early_gate, kinds=MOVES),
@@ -113,9 +114,13 @@ PLANTS: Final[dict[str, Plant]] = {
         code=_no_claims,
         kinds={"kill": 6, "stop": 3, "fail_over": 2, "wipe": 2},
     ),
+    "no_bug": Plant(
+        "nothing is planted, under the faults of all of these",
+        kinds={**PLAIN, "fail_over": 4, "wipe": 3},
+    ),
 }  # fmt: skip
-HARMLESS: Final = frozenset({"no_claims"})
-"""What must not matter: each step of a job is guarded by what it changes. A run has to be clean."""
+HARMLESS: Final = frozenset({"no_claims", "no_bug"})
+"""What must not matter: each step of a job is guarded by what it changes. All pieces have to be clean."""
 
 
 def plant(name: str) -> None:
@@ -125,9 +130,15 @@ def plant(name: str) -> None:
 
 def plant_this(chosen: Plant) -> None:
     """Do the same for a bug without a name."""
-    for module, reads in ((scripts, "lua_source"), (queries, "sql_source"), (migrations, "sql_source")):
-        setattr(module, reads, _changed(getattr(resources, reads), reads.removesuffix("_source"), chosen.texts))
+    for module, name, reads in readers(chosen):
+        setattr(module, name, reads)
     chosen.code()
+
+
+def readers(chosen: Plant) -> Iterator[tuple[ModuleType, str, Callable[[str], str]]]:
+    """Yield what the library reads its texts with, by module and name, and what gives it the changed ones."""
+    for module, name in ((scripts, "lua_source"), (queries, "sql_source"), (migrations, "sql_source")):
+        yield module, name, _changed(getattr(resources, name), name.removesuffix("_source"), chosen.texts)
 
 
 def check_texts(chosen: Plant) -> None:
