@@ -30,7 +30,7 @@ DEPLOYED_WITHIN_S: Final = 60.0
 STOPPABLE: Final = ("pair", "pair", "relay", "driver", "worker")
 KINDS: Final = {
     "kill": 45, "restart": 6, "stop": 15, "network": 25, "node": 4, "postgres": 2, "backends": 3, "scripts": 2,
-    "memory": 2, "clock": 2, "far_clock": 1, "fail_over": 2, "power_cut": 2,
+    "memory": 2, "clock": 2, "far_clock": 1, "fail_over": 2, "power_cut": 2, "wipe": 2,
 }  # fmt: skip
 """How often each kind of fault is chosen, once each of them has struck."""
 
