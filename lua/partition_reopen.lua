@@ -2,9 +2,9 @@
 --[[
 partition_reopen: take a seal back that nobody recorded, where the partition lacks what its outbox can send again.
 
-For mending only, in one MULTI with the log_append that continues the chain of `field`: the next seal's entry id is then
-higher than that of the command which is taken back. Both ask for memory, so neither goes without the other. Whoever
-comes late finds another seal or another mark, and changes nothing.
+For mending only, in one MULTI with the log_append that continues the chain of `field` and the partition_seal behind it,
+whose entry id is then higher than that of the command which is taken back. The first two ask for memory, so neither
+goes without the other. Whoever comes late finds another seal or another mark, and changes nothing.
 
 KEYS
   1 log_key     stream  the partition's records
@@ -35,7 +35,8 @@ local there = tonumber(redis.call('HGET', marks_key, field) or 0)
 if state ~= 'sealed' or meta[2] ~= seal or there ~= mark then return {'conflict', state} end
 local last = redis.call('XREVRANGE', log_key, '+', '-', 'COUNT', 1)[1]
 if not last or last[2][2] ~= 'command' or last[2][6] ~= seal then return {'conflict', state} end
-redis.call('XDEL', log_key, last[1])
+-- What needs memory comes first: older servers refuse only a script's first write.
 redis.call('HSET', meta_key, 'state', 'open')
 redis.call('HDEL', meta_key, 'sealed_for', 'seal')
+redis.call('XDEL', log_key, last[1])
 return {'open'}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final
 
 from mqlayer.domain.routing import NodeId
@@ -26,7 +27,8 @@ Entry = list[Any]
 class Source:
     """A partition to archive. `version`: of the route that brought it into force; `piece`: records in one reply.
 
-    `marks`: those that it was sealed with; `cut`: its successors hold what is beyond them.
+    `marks`: those that it was sealed with; `cut`: its successors hold what is beyond them; `armed_at`: when its node
+    was armed, before anything is read of it.
     """
 
     topic_id: int
@@ -39,6 +41,7 @@ class Source:
     seal_id: str | None
     marks: Mapping[str, int] | None
     cut: bool
+    armed_at: datetime | None
 
 
 def piece_of(body_limit: int) -> int:

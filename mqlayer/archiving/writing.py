@@ -67,9 +67,10 @@ class Writer:
         with closing(pieces), self._copy:
             self._write_pieces(pieces)
         failpoint("archive.after_copy")
-        # What a run said that is not the armed one any more may have been taken back, and its offsets given to others.
+        # What a run said that is not the armed one any more may have been taken back, and its offsets given to others;
+        # so may that of a run which was armed again, since its server was emptied.
         armed = self._connection.execute(query("archive_run"), place).fetchone()
-        if armed is None or armed[0] != pieces.run_id:
+        if armed is None or armed != (pieces.run_id, self._source.armed_at):
             raise NodeNotArmed(f"partition {self._source.partition}", "its node is armed anew: the next pass goes on")
         self._put_progress()
         self._put_marks()

@@ -149,9 +149,10 @@ class Driver:
             if not self._is_away(work, place):
                 seals[place] = self._seal_one(work, place)
                 failpoint("change.after_seal")
+        # In this order: whoever arms a node waits from here on, so what is read back stays there, or its run changes.
+        self._still_armed(connection, list(seals))
         for place, sealed in seals.items():
             self._read_back(place, sealed)
-        self._still_armed(connection, list(seals))
         for place, sealed in seals.items():
             self._record(connection, work, place, sealed)
         for place in work.parents:
@@ -292,9 +293,8 @@ class Driver:
         line = self.line(place.node)
         word = open_partition(line, self._prefix, place.partition, work.change_id, marks)
         if word == "absent":
-            # Its node lost it since; what it has to hold is in Postgres.
-            self._make(work, place)
-            word = open_partition(line, self._prefix, place.partition, work.change_id, marks)
+            # Whoever arms the node makes it again, under epochs that nobody has: it may have been open before.
+            raise NodeNotArmed(line.node.address, f"partition {place.partition} is gone from it: it lost data")
         if word != "open":
             raise Conflict(f"partition {place.partition} on {line.node.address} can't be opened: {word}")
 

@@ -21,6 +21,7 @@ from mqlayer.producing.links import Link
 from mqlayer.producing.losses import Claim
 from mqlayer.redis.looking import marks_of
 from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.partitions import HELD_STATES
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,6 @@ FIRST_PAUSE_S: Final = 0.25
 LONGEST_PAUSE_S: Final = 60.0
 LATE_TRIES: Final = 6
 """After so many, some 16 s, nothing is under way any more that was sent before the first one."""
-HELD_STATES: Final = frozenset({"open", "sealed"})
-"""States in which a partition has all marks that its LPs came with."""
 
 
 class Looks:

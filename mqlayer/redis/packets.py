@@ -95,11 +95,16 @@ def message_packet(facts: bytes, key: bytes, body: bytes) -> bytes:
     return b"$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(facts), facts, len(key), key, len(body), body)
 
 
+MARKS_REPLIES: Final = 4
+"""The last of a marks packet's replies is the answer: a partition's state and its marks, of one moment."""
+
+
 def marks_packet(prefix: str, partition: int, source: int, lps: Sequence[int]) -> bytes:
-    """Return the request for a source's marks of some LPs in a partition; its reply has one or None for each."""
+    """Return the requests for a partition's state and a source's marks of some LPs, one or None for each."""
     keys = partition_keys(prefix, partition)
-    words = [b"HMGET", keys.marks, *(b"%d:%d" % (source, lp) for lp in lps)]
-    return b"*%d\r\n" % len(words) + b"".join(map(bulk, words))
+    names = [b"%d:%d" % (source, lp) for lp in lps]
+    requests = ((b"MULTI",), (b"HGET", keys.meta, b"state"), (b"HMGET", keys.marks, *names), (b"EXEC",))
+    return b"".join(b"*%d\r\n" % len(words) + b"".join(map(bulk, words)) for words in requests)
 
 
 def wait_packet(replicas: int, timeout_ms: int) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from mqlayer.domain.dedup import FirstPlace
 from mqlayer.domain.offsets import is_settled
@@ -61,6 +61,11 @@ def append_command(
     for run in runs:
         args += run.fields
     return line.script("log_append", (keys.log, keys.meta, keys.marks), *args)
+
+
+def word_of(reply: Any, address: str) -> str:
+    """Return the word that a script's answer begins with. Raises NodeOutOfMemory or StoreUnavailable."""
+    return str(raise_for_reply(reply, address)[0].decode())
 
 
 def append_reply(reply: Any, address: str) -> Appended | Refused:
@@ -130,6 +135,8 @@ class Sealed(NamedTuple):
 
 
 MARKS_PER_CALL = 1_000
+HELD_STATES: Final = frozenset({"open", "sealed"})
+"""States in which a partition has all marks that its LPs came with."""
 
 
 def seal_command(line: NodeConnection, prefix: str, partition: int, change: int, seal_id: str) -> Command:
@@ -149,15 +156,26 @@ def seal_reply(reply: Any, address: str) -> Sealed | Refused:
 
 def open_partition(line: NodeConnection, prefix: str, partition: int, change: int, marks: Mapping[str, int]) -> str:
     """Load marks into a successor and open it; return the script's last word."""
+    commands = [*load_commands(line, prefix, partition, change, marks), open_command(line, prefix, partition, change)]
+    return [word_of(reply, line.node.address) for reply in line.call(commands)][-1]
+
+
+def load_commands(
+    line: NodeConnection, prefix: str, partition: int, change: int | str, marks: Mapping[str, int]
+) -> list[Command]:
+    """Return the commands that load marks into a partition that is not open yet."""
     keys = partition_keys(prefix, partition)
     flat: list[str | int] = [part for pair in marks.items() for part in pair]
-    pieces = [flat[at : at + 2 * MARKS_PER_CALL] for at in range(0, len(flat), 2 * MARKS_PER_CALL)] or [[]]
-    commands = [
-        line.script("partition_open", (keys.meta, keys.marks), change, int(piece is pieces[-1]), *piece)
-        for piece in pieces
+    return [
+        line.script("partition_open", (keys.meta, keys.marks), change, 0, *flat[at : at + 2 * MARKS_PER_CALL])
+        for at in range(0, len(flat), 2 * MARKS_PER_CALL)
     ]
-    replies = [raise_for_reply(reply, line.node.address) for reply in line.call(commands)]
-    return str(replies[-1][0].decode())
+
+
+def open_command(line: NodeConnection, prefix: str, partition: int, change: int | str) -> Command:
+    """Return the command that opens a partition whose marks are loaded."""
+    keys = partition_keys(prefix, partition)
+    return line.script("partition_open", (keys.meta, keys.marks), change, 1)
 
 
 def reopen_command(line: NodeConnection, prefix: str, partition: int, seal_id: str, name: str, mark: int) -> Command:

@@ -11,7 +11,7 @@ from mqlayer.errors import MqlayerError, NodeOutOfMemory, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.nodes import NodeConnection, raise_for_reply
 from mqlayer.redis.packets import append_packet, bulk_number, marks_packet
-from mqlayer.redis.partitions import Refused, RunOutcome, append_reply
+from mqlayer.redis.partitions import HELD_STATES, Refused, RunOutcome, append_reply
 from mqlayer.relay.lanes import Batch, Lane, Lanes, Target, Unsendable
 from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.links import Append, Flight, Link, Links, MarksQuestion
@@ -159,8 +159,12 @@ class Sender:
         if refused.word == "toolarge":
             raise MqlayerError(f"partition {target.partition} refused a batch of {refused.fact} messages")
         self._send_again(append, flight_number)
-        changed = self._refresh(target, append.runs[0][0].topic_id, refused.word)
-        if refused.word == "absent" and not changed:
+        self._without(link, target, append.runs[0][0].topic_id, refused.word)
+
+    def _without(self, link: Link, target: Target, topic_id: int, word: str) -> None:
+        """Go by a newer route; where that names the same partition, and the node does not have it, have it armed."""
+        changed = self._refresh(target, topic_id, word)
+        if word == "absent" and not changed:
             link.suspect = True
             raise StoreUnavailable(link.address, f"partition {target.partition} is gone from it: the node lost data")
 
@@ -189,7 +193,12 @@ class Sender:
         shown(event, extra={"partition": target.partition, "reason": reason, "retry_s": round(wait_s, 3)})
 
     def _on_marks(self, link: Link, flight: Flight, question: MarksQuestion, reply: Any) -> None:
-        marks = raise_for_reply(reply, link.address)
+        state, marks = (raise_for_reply(part, link.address) for part in raise_for_reply(reply, link.address))
+        state = (state or b"absent").decode()
+        if state not in HELD_STATES:
+            # Marks that are not there say nothing: its node lost it, and whoever arms that brings them back.
+            self._without(link, question.target, question.lanes[0].topic_id, state)
+            return
         for lane, value in zip(question.lanes, marks, strict=True):
             # Between question and answer the lane may have got another partition.
             if lane.target is not question.target or flight.number <= lane.rewound_at:

@@ -6,12 +6,14 @@ Runs inside of re-arming: under the node's row lock, before the run is armed, so
 |---|---|---|
 | open | nothing | made again with the marks that its LPs came with; relays send the rest |
 | open, or about to be | importing | its marks are loaded, it is opened |
-| sealed | not sealed | resent from the outbox up to the recorded marks, sealed anew |
-| sealed | sealed by another seal | the same; opened again for it where the outbox has something to resend |
+| sealed | not sealed | sealed anew, and resent from the outbox up to the recorded marks |
+| sealed | sealed by another seal | resent in the same way |
 | sealed | its tombstone | it counts as deleted: a Postgres that was replaced lost its retirement |
 | deleted | anything | only its tombstone is left, again: an old copy of it must not take what nobody would read |
 
 A new seal gets a new name, and Postgres records that one: whoever read the lost command record can't open the gate.
+A sealed partition is never seen open meanwhile: a node that was emptied keeps its run, and lines to it. What is resent
+goes in with the seal before it taken back and the next one set, in one transaction of Redis.
 """
 
 from __future__ import annotations
@@ -34,18 +36,19 @@ from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import (
     Appended,
-    Refused,
     Run,
     Sealed,
     append_command,
     append_reply,
     create,
-    open_partition,
+    load_commands,
+    open_command,
     pass_command,
     reopen_command,
     retire_command,
     seal_command,
     seal_reply,
+    word_of,
 )
 from mqlayer.topics.outboxes import lent_outbox
 
@@ -70,6 +73,11 @@ class Wanted:
     change_id: int | None
     seal_id: str
     marks: Mapping[str, int]
+
+    @property
+    def change(self) -> int | str:
+        """The route change that it was made for, as its node keeps it."""
+        return "" if self.born_in is None else self.born_in
 
 
 class Found(NamedTuple):
@@ -195,12 +203,14 @@ class Mender:
         if state is None:
             self._make(wanted)
             self.mended.remade.append(wanted.partition)
-        if state in (None, "importing") and wanted.born_in is not None:
-            self._open(wanted)
-            self.mended.opened.append(wanted.partition)
+        if state in (None, "importing"):
+            self._load(wanted)
         if wanted.seal_id:
             self._seal_again(wanted)
             self.mended.sealed.append(wanted.partition)
+        elif state in (None, "importing"):
+            self._open(wanted)
+            self.mended.opened.append(wanted.partition)
         failpoint("mend.after_one")
 
     def _is_retired(self, wanted: Wanted) -> bool:
@@ -211,26 +221,46 @@ class Mender:
         return True
 
     def _make(self, wanted: Wanted) -> None:
-        state, change = ("open", "") if wanted.born_in is None else ("importing", wanted.born_in)
-        create(
-            self._line, self._prefix, wanted.partition, wanted.topic, wanted.lp_from, wanted.lp_to, state, change
+        word = create(
+            self._line, self._prefix, wanted.partition, wanted.topic, wanted.lp_from, wanted.lp_to, "importing",
+            wanted.change,
         )  # fmt: skip
+        if word == "conflict":
+            raise Conflict(f"partition {wanted.partition} is on {self._line.node.address} otherwise than it has to be")
+
+    def _load(self, wanted: Wanted) -> None:
+        """Give a partition that is not open yet the marks that its LPs came with."""
+        if wanted.born_in is not None:
+            rows = self._connection.execute(query("seal_marks_of"), {"change_id": wanted.born_in}).fetchall()
+            marks = marks_within((row[0] for row in rows), wanted.lp_from, wanted.lp_to)
+            self._open_by(wanted, load_commands(self._line, self._prefix, wanted.partition, wanted.change, marks))
 
     def _open(self, wanted: Wanted) -> None:
-        rows = self._connection.execute(query("seal_marks_of"), {"change_id": wanted.born_in}).fetchall()
-        marks = marks_within((row[0] for row in rows), wanted.lp_from, wanted.lp_to)
-        word = open_partition(self._line, self._prefix, wanted.partition, wanted.born_in or 0, marks)
-        if word not in ("open", "conflict"):
+        self._open_by(wanted, [self._open_command(wanted)])
+
+    def _open_by(self, wanted: Wanted, commands: list[Command]) -> None:
+        for reply in self._line.call(commands) if commands else ():
+            self._check_opening(wanted, reply)
+
+    def _open_command(self, wanted: Wanted) -> Command:
+        return open_command(self._line, self._prefix, wanted.partition, wanted.change)
+
+    def _check_opening(self, wanted: Wanted, reply: Any) -> None:
+        word = word_of(reply, self._line.node.address)
+        # A conflict: it was opened, and closed, by who is ahead of us.
+        if word not in ("loaded", "open", "conflict"):
             raise StoreUnavailable(self._line.node.address, f"partition {wanted.partition} can't be opened: {word}")
 
     def _seal_again(self, wanted: Wanted) -> None:
-        """Bring a sealed partition that fell back up to its recorded marks, and seal it under a new name."""
-        self._count_lost(wanted, self._resend(wanted) + self._given_up(wanted))
+        """Bring a sealed partition that fell back up to its recorded marks, sealed under a new name."""
+        state, seal_id, _ = self._found[wanted.partition]
+        if state in (None, "importing"):
+            # For others it goes from not being open to being closed.
+            opened, seal_id = self._at_once(wanted, [self._open_command(wanted)])
+            self._check_opening(wanted, opened)
+        self._count_lost(wanted, self._resend(wanted, seal_id) + self._given_up(wanted))
         failpoint("mend.after_resend")
-        command = seal_command(self._line, self._prefix, wanted.partition, wanted.change_id or 0, str(uuid.uuid4()))
-        answer = seal_reply(self._line.call([command])[0], self._line.node.address)
-        if not isinstance(answer, Sealed):
-            raise Conflict(f"partition {wanted.partition} can't be sealed again: {answer.word} {answer.fact}".rstrip())
+        answer = self._sealed(wanted, self._line.call([self._seal_command(wanted)])[0])
         failpoint("mend.after_seal")
         facts = {
             "partition_id": wanted.partition,
@@ -250,31 +280,42 @@ class Mender:
         flat = raise_for_reply(self._line.call([("HGETALL", keys.marks)])[0], self._line.node.address)
         return {name.decode(): int(seq) for name, seq in zip(flat[::2], flat[1::2], strict=True)}
 
-    def _resend(self, wanted: Wanted) -> int:
-        """Append again what the partition had to hold and does not; return how many direct messages are lost."""
+    def _resend(self, wanted: Wanted, seal_id: str) -> int:
+        """Append again what the partition had to hold and does not; return how many direct messages are lost.
+
+        `seal_id` is the seal that it has, empty where it is open.
+        """
         there = self._marks(wanted)
         short: dict[int, dict[int, tuple[int, int]]] = {}
         for name, seq in wanted.marks.items():
             source, lp = map(int, name.split(":"))
             if there.get(name, 0) < seq:
                 short.setdefault(source, {})[lp] = (there.get(name, 0), seq)
-        return sum(self._resend_source(wanted, source, lps) for source, lps in short.items())
+        lost = 0
+        for source, lps in short.items():
+            seal_id, of_source = self._resend_source(wanted, seal_id, source, lps)
+            lost += of_source
+        return lost
 
-    def _resend_source(self, wanted: Wanted, source: int, lps: Mapping[int, tuple[int, int]]) -> int:
-        """Append what a source's outbox holds; return how many messages are lost for want of one."""
+    def _resend_source(
+        self, wanted: Wanted, seal_id: str, source: int, lps: Mapping[int, tuple[int, int]]
+    ) -> tuple[str, int]:
+        """Append what a source's outbox holds; return the seal then, and how many are lost for want of an outbox."""
         row = self._connection.execute(query("source_outbox"), {"source_id": source}).fetchone()
         if row is None or row[0] is None:
             # Directly published: what Redis lost of it is lost.
-            return _count(lps)
+            return seal_id, _count(lps)
         with lent_outbox(self._application, row[0]) as outbox:
             if outbox is None:
                 whose = f"partition {wanted.partition} waits for the relay of outbox {row[0]}"
                 raise StoreUnavailable(self._line.node.address, f"{whose}, which can send again what it lost")
             for lp, (after, to) in lps.items():
-                self._resend_lp(outbox, wanted, source, lp, after, to)
-        return 0
+                seal_id = self._resend_lp(outbox, wanted, seal_id, source, lp, after, to)
+        return seal_id, 0
 
-    def _resend_lp(self, outbox: Connection, wanted: Wanted, source: int, lp: int, after: int, to: int) -> None:
+    def _resend_lp(
+        self, outbox: Connection, wanted: Wanted, seal_id: str, source: int, lp: int, after: int, to: int
+    ) -> str:
         while after < to:
             facts = {
                 "topic_ids": [wanted.topic_id], "lps": [lp], "afters": [after], "each": ROWS_PER_READ,
@@ -287,8 +328,9 @@ class Mender:
             if first > after + 1:
                 self._give_up(wanted, source, lp, after, first - 1)
             if rows:
-                self._append(wanted, source, lp, rows)
+                seal_id = self._append(wanted, seal_id, source, lp, rows)
             after = rows[-1][2] if rows else to
+        return seal_id
 
     def _let_go_on(self, wanted: Wanted) -> None:
         """Have LPs go on whose next rows the outbox does not hold any more, and let go what was held for them."""
@@ -308,30 +350,43 @@ class Mender:
                     outbox.execute(query("set_aside_remove"), {"topic_id": wanted.topic_id, "lp": lp})
         self._count_lost(wanted, self._given_up(wanted))
 
-    def _append(self, wanted: Wanted, source: int, lp: int, rows: Sequence[tuple[Any, ...]]) -> None:
+    def _append(self, wanted: Wanted, seal_id: str, source: int, lp: int, rows: Sequence[tuple[Any, ...]]) -> str:
+        """Append to a sealed partition; return the seal that it has then."""
         fields: list[bytes] = []
         for _, _, _, facts, key, body in rows:
             fields += (facts.encode(), NO_KEY if key is None else key.encode(), bytes(body))
         run = Run(lp, rows[0][2], len(rows), fields)
-        command = append_command(self._line, self._prefix, wanted.partition, source, [run])
-        answer = append_reply(self._line.call([command])[0], self._line.node.address)
-        if isinstance(answer, Refused) and answer.word == "sealed":
-            answer = self._append_behind_seal(wanted, f"{source}:{lp}", run, command)
+        append = append_command(self._line, self._prefix, wanted.partition, source, [run])
+        commands = [append]
+        if seal_id:
+            short = (f"{source}:{lp}", run.first - 1)
+            commands.insert(0, reopen_command(self._line, self._prefix, wanted.partition, seal_id, *short))
+        reply, sealed = self._at_once(wanted, commands)
+        answer = append_reply(reply, self._line.node.address)
         if not isinstance(answer, Appended):
             raise StoreUnavailable(self._line.node.address, f"resending was refused: {answer.word} {answer.fact}")
         if answer.outcomes and answer.outcomes[0].word != "dup":
             raise StoreUnavailable(self._line.node.address, f"resending was refused: {answer.outcomes[0].word}")
+        return sealed
 
-    def _append_behind_seal(self, wanted: Wanted, name: str, run: Run, append: Command) -> Appended | Refused:
-        """Append to a partition whose seal nobody recorded: its node fell back, and went away behind its driver.
+    def _at_once(self, wanted: Wanted, commands: list[Command]) -> tuple[Any, str]:
+        """Do what needs a partition to be open, and seal it before anybody else comes.
 
-        Meanwhile Postgres recorded what the outbox proves, which is more than that seal's marks.
+        Return the reply to the last of the commands, and the name of the seal that it has then.
         """
-        seal_id = self._found[wanted.partition].seal_id
-        reopen = reopen_command(self._line, self._prefix, wanted.partition, seal_id, name, run.first - 1)
-        done = raise_for_reply(self._line.call([("MULTI",), reopen, append, ("EXEC",)])[-1], self._line.node.address)
-        raise_for_reply(done[0], self._line.node.address)
-        return append_reply(done[1], self._line.node.address)
+        replies = self._line.call([("MULTI",), *commands, self._seal_command(wanted), ("EXEC",)])
+        *_, last, sealed = raise_for_reply(replies[-1], self._line.node.address)
+        return last, self._sealed(wanted, sealed).seal_id
+
+    def _seal_command(self, wanted: Wanted) -> Command:
+        seal_id = str(uuid.uuid4())
+        return seal_command(self._line, self._prefix, wanted.partition, wanted.change_id or 0, seal_id)
+
+    def _sealed(self, wanted: Wanted, reply: Any) -> Sealed:
+        answer = seal_reply(reply, self._line.node.address)
+        if not isinstance(answer, Sealed):
+            raise Conflict(f"partition {wanted.partition} can't be sealed again: {answer.word} {answer.fact}".rstrip())
+        return answer
 
     def _give_up(self, wanted: Wanted, source: int, lp: int, after: int, to: int) -> None:
         """Go on behind seqs that the outbox does not hold any more, where an operator said so.

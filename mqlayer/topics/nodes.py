@@ -79,10 +79,11 @@ def rearm_node(
     """Bring a node that restarted or lost data back into service; return it and how many assignments got a new epoch.
 
     In one transaction that holds the node's row: raise the epoch of every assignment on the node, put those epochs in
-    force in Redis, bring its partitions to what Postgres says (see `mending`), record the run as armed; in one before
-    it, where sealed partitions are filled up again: lower what goes by the offsets that are gone. No earlier ack passes
-    from then on, so none can settle a message that was given an old offset after a fall-back. A crash in between leaves
-    the node unarmed; anybody does it again. A node that is armed and as it has to be is left as it is.
+    force in Redis, bring its partitions to what Postgres says (see `mending`), record the run as armed. In one before
+    it, where sealed partitions are filled up again, or the run is armed that lost something (FLUSHALL keeps it): lower
+    what goes by the offsets that are gone, and arm no run. No earlier ack passes from then on, so none can settle a
+    message that was given an old offset after a fall-back. A crash in between leaves the node unarmed; anybody does it
+    again. A node that is armed and as it has to be is left as it is.
     `application` is the database of the outbox that may have to send something again. Raises ConfigurationRefused where
     the node holds its partitions under another key prefix, StoreUnavailable where another outbox's relay has to do its
     part, Conflict where an outbox does not hold any more what is lost, unless `accept_loss`, or the partition is one of
@@ -178,7 +179,8 @@ class _Arming:
     def run(self, options: dict[str, Any], *, actor: str, act: str, facts: dict[str, Any], always: bool) -> int | None:
         """Arm it where that is needed, or `always`; return how many epochs were raised.
 
-        None where what goes by offsets had to be lowered first: this is to be committed, and the arming tried again.
+        None where what goes by offsets had to be lowered first, and the node to be disarmed: this is to be committed,
+        and the arming tried again.
         """
         node, connection = self._node, self._connection
         with NodeConnection(node, any_run=True, unsafe=self._unsafe) as line:
@@ -192,8 +194,10 @@ class _Arming:
                 )
             if not always and not mender.needed and run_id == node.armed_run_id:
                 return 0
-            if mender.resends and not self._lowered:
+            if not self._lowered and (mender.resends or (mender.needed and run_id == node.armed_run_id)):
                 mender.lower()
+                # Who dies from here on must not leave a run that is served, and lacks nothing that anybody looks for.
+                connection.execute(query("node_disarm"), {"node_id": node.node_id})
                 return None
             if run_id != node.armed_run_id:
                 self._renew_file(line)

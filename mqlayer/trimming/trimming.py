@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import MqlayerError
+from mqlayer.errors import MqlayerError, NodeNotArmed
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
@@ -67,8 +67,10 @@ def _pass(database: Database, connection: Connection, prefix: str, topic: str | 
     connection.execute(query("transaction_patience"), PATIENCE)
     connection.execute(query("trim_enter"))
     names = [topic] if topic is not None else [summary.name for summary in list_topics(database)]
-    # Runs first, then what bounds them: a node that falls back and is armed in between refuses what was asked before.
+    # Runs first, then what bounds them: a node that falls back and is armed in between must not be cut by what was asked
+    # before.
     nodes = {node.node_id: node for node in load_nodes(database)}
+    armed = _armings(connection)
     work = _work_by_node(connection, names)
     failpoint("trim.after_work")
     report = TrimReport()
@@ -76,7 +78,13 @@ def _pass(database: Database, connection: Connection, prefix: str, topic: str | 
         if node_id not in nodes:
             continue
         try:
-            _trim_node(nodes[node_id], partitions, report, prefix=prefix, unsafe=unsafe)
+            node = nodes[node_id]
+
+            def check(node: Node = node) -> None:
+                if _armings(connection)[node.node_id] != armed[node.node_id]:
+                    raise NodeNotArmed(node.address, "it was armed anew while it was trimmed: the next pass goes on")
+
+            _trim_node(node, partitions, report, check, prefix=prefix, unsafe=unsafe)
         except MqlayerError as error:
             report.passed_by[nodes[node_id].name] = str(error)
             log.warning("trim_node_passed_by", extra={"node": nodes[node_id].name, "reason": str(error)})
@@ -95,14 +103,23 @@ def _work_by_node(connection: Connection, names: Iterable[str]) -> dict[NodeId, 
     return found
 
 
-def _trim_node(node: Node, work: list[Work], report: TrimReport, *, prefix: str, unsafe: bool) -> None:
-    """Trim a node's partitions in rounds, until a round finds nothing more in any."""
+def _armings(connection: Connection) -> dict[NodeId, tuple[Any, ...]]:
+    """Return which run of each node is armed, and since when: FLUSHALL keeps the run."""
+    rows = connection.execute(query("node_list")).fetchall()
+    return {NodeId(node_id): (run_id, armed_at) for node_id, _, _, run_id, armed_at in rows}
+
+
+def _trim_node(
+    node: Node, work: list[Work], report: TrimReport, check: Callable[[], None], *, prefix: str, unsafe: bool
+) -> None:
+    """Trim a node's partitions in rounds, until a round finds nothing more in any. `check` raises before each."""
     with NodeConnection(node, unsafe=unsafe) as line:
         for _ in range(ROUNDS):
             commands = [
                 trim_command(line, prefix, one.partition, one.starts, floor=one.floor, limit=ENTRY_LIMIT)
                 for one in work
             ]
+            check()
             replies = line.call(commands)
             failpoint("trim.after_round")
             counts = [_dropped(reply, node.address) for reply in replies]

@@ -8,8 +8,9 @@ WHERE t.archived AND t.version IS NOT NULL AND (%(topic)s::text IS NULL OR t.nam
 -- force, the first offset to archive, and how they were sealed. A successor comes when all its parents are complete, or
 -- deleted: until then what is missing at its beginning is in them.
 SELECT p.partition_id, p.node_id, coalesce(c.version, 1), p.lp_from, p.lp_to, coalesce(g.upto_offset, 1), s.seal_id::text,
-       s.marks, coalesce(s.cut, false) AS cut
+       s.marks, coalesce(s.cut, false) AS cut, n.armed_at
 FROM mqlayer.partition p
+JOIN mqlayer.node n USING (node_id)
 LEFT JOIN mqlayer.route_change c ON c.change_id = p.born_in
 LEFT JOIN mqlayer_archive.progress g ON g.partition_id = p.partition_id
 LEFT JOIN mqlayer.seal s ON s.partition_id = p.partition_id
@@ -53,9 +54,9 @@ SET last_batch = excluded.last_batch, records = d.records + excluded.records, ou
 SELECT upto_offset, complete FROM mqlayer_archive.progress WHERE partition_id = %(partition_id)s;
 
 -- name: archive_run
--- The run that a partition's node is armed for, wherever the partition is now; nobody arms another one before this
--- transaction ends. Nothing while somebody does.
-SELECT n.armed_run_id FROM mqlayer.partition p JOIN mqlayer.node n USING (node_id)
+-- The run that a partition's node is armed for, wherever the partition is now, and since when; nobody arms it anew before
+-- this transaction ends. Nothing while somebody does.
+SELECT n.armed_run_id, n.armed_at FROM mqlayer.partition p JOIN mqlayer.node n USING (node_id)
 WHERE p.partition_id = %(partition_id)s FOR SHARE OF n SKIP LOCKED;
 
 -- name: archive_progress_put
