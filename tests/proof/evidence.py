@@ -230,6 +230,17 @@ class Evidence:
     def _ancestors(self) -> dict[tuple[str, int], frozenset[int]]:
         return {}
 
+    def descendants(self, topic: str, partition: int) -> frozenset[int]:
+        """Return all partitions that came after one in its lineage."""
+        if (topic, partition) not in self._descendants:
+            later = (p for of, p in self.parents if of == topic and partition in self.ancestors(topic, p))
+            self._descendants[topic, partition] = frozenset(later)
+        return self._descendants[topic, partition]
+
+    @cached_property
+    def _descendants(self) -> dict[tuple[str, int], frozenset[int]]:
+        return {}
+
     def _find_ancestors(self, topic: str, partition: int) -> frozenset[int]:
         found: set[int] = set()
         waiting = {partition}

@@ -198,7 +198,9 @@ def _handled_times(evidence: Evidence) -> Mapping[Place, Handled]:
         of_flow[identity(step.event)] = min(of_flow.get(identity(step.event), NEVER), at)
     held = _held(evidence)
     return {
-        (topic, group, partition): max(Handled(handled.get(message, NEVER), message) for message in messages)
+        (topic, group, partition): max(
+            (Handled(handled.get(m, NEVER), m) for m, sure in messages.items() if sure or m in handled), default=NOTHING
+        )
         for (group, topic), handled in first.items()
         for partition, messages in held[topic].items()
     }
@@ -213,30 +215,57 @@ def _drained_times(evidence: Evidence) -> Mapping[Place, int]:
         if group in evidence.acking_groups:
             settled = _first_settled(evidence, flow)
             for partition, messages in held[topic].items():
-                drained[topic, group, partition] = max(settled.get(message, NEVER) for message in messages)
+                times = (settled.get(m, NEVER) for m, sure in messages.items() if sure or m in settled)
+                drained[topic, group, partition] = max(times, default=0)
     return drained
 
 
-def _held(evidence: Evidence) -> Mapping[str, Mapping[int, set[Identity]]]:
-    """Return which messages each partition of each topic holds.
+def _held(evidence: Evidence) -> Mapping[str, Mapping[int, Mapping[Identity, bool]]]:
+    """Return which messages each partition of each topic holds, and whether that is sure.
 
-    What was seen in one only before it fell back may be its own no more: sealed without it, its successor gets it.
+    What a partition lost when it fell back is its own no more where a successor has it: it was sealed without it. Where
+    none has it yet, nobody knows; a group that never gets it tells of a loss. Only its stream shows what a partition
+    has: who read a message before may deliver it long after it was lost.
     """
-    held: defaultdict[str, defaultdict[int, set[Identity]]] = defaultdict(lambda: defaultdict(set))
-    for (topic, partition, message), at in _last_seen(evidence).items():
-        if not evidence.fell_back(topic, partition, at):
-            held[topic][partition].add(message)
+    appended, seen = _last_appended(evidence), _first_seen(evidence)
+    held: defaultdict[str, defaultdict[int, dict[Identity, bool]]] = defaultdict(lambda: defaultdict(dict))
+    for place in seen:
+        topic, partition, message = place
+        there_at = appended.get(place, 0)
+        sure = not evidence.fell_back(topic, partition, there_at)
+        if sure or not evidence.fell_back(topic, partition, there_at, _seen_below(evidence, seen, place)):
+            held[topic][partition][message] = sure
     return held
 
 
-def _last_seen(evidence: Evidence) -> Mapping[tuple[str, int, Identity], int]:
-    last: dict[tuple[str, int, Identity], int] = {}
+Placed: TypeAlias = tuple[str, int, Identity]
+"""A topic, a partition, and a message there."""
+
+
+def _seen_below(evidence: Evidence, seen: Mapping[Placed, int], place: Placed) -> int:
+    """Return when a message was first seen in the last successor of a partition that had it; 0: in none."""
+    topic, partition, message = place
+    below = ((topic, successor, message) for successor in evidence.descendants(topic, partition))
+    return max((seen[one] for one in below if one in seen), default=0)
+
+
+def _last_appended(evidence: Evidence) -> Mapping[Placed, int]:
+    last: dict[Placed, int] = {}
+    for step in evidence.appends:
+        if step.outcome == "ok":
+            place = (step.event.topic, step.event.partition, identity(step.event))
+            last[place] = max(last.get(place, 0), step.began)
+    return last
+
+
+def _first_seen(evidence: Evidence) -> Mapping[Placed, int]:
+    first: dict[Placed, int] = {}
     steps: list[Step[Append] | Step[Deliver]] = [*evidence.delivers]
     steps += (step for step in evidence.appends if step.outcome == "ok")
     for step in steps:
-        at = (step.event.topic, step.event.partition, identity(step.event))
-        last[at] = max(last.get(at, 0), step.began)
-    return last
+        place = (step.event.topic, step.event.partition, identity(step.event))
+        first[place] = min(first.get(place, NEVER), step.began)
+    return first
 
 
 def _first_settled(evidence: Evidence, flow: Flow) -> Mapping[Identity, int]:

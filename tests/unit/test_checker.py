@@ -598,6 +598,30 @@ class TestLineage:
         tale.handled(1, key="a", partition=1)
         tale.shows(Breach.BEFORE_GATE, flows=[("g", "t")])
 
+    def test_who_read_it_before_may_deliver_what_a_parent_lost(self, tale: Tale) -> None:
+        tale.tell(self.CHILD)
+        tale.tell(FallBack(topic="t", partition=1))
+        tale.tell(Deliver(**about(1, key="a"), group="other", partition=1, epoch=1))
+        tale.handled(2, key="b", partition=2, epoch=2)
+        tale.handled(1, key="a", partition=2, epoch=2)
+        tale.tell(Deliver(**about(2, key="b"), group="other", partition=2, epoch=2))
+        tale.shows()
+
+    def test_a_later_fall_back_excuses_no_early_gate(self, tale: Tale) -> None:
+        tale.tell(self.CHILD)
+        tale.handled(2, key="b", partition=2, epoch=2)
+        tale.handled(1, key="a", partition=1)
+        tale.tell(FallBack(topic="t", partition=1))
+        tale.shows(Breach.BEFORE_GATE)
+
+    def test_what_may_come_in_a_successor_yet_is_not_judged_before_the_end(self, tale: Tale) -> None:
+        tale.tell(self.CHILD)
+        tale.tell(Deliver(**about(1, key="a"), group="other", partition=1, epoch=1))
+        tale.tell(FallBack(topic="t", partition=1))
+        tale.handled(2, key="b", partition=2, epoch=2)
+        tale.shows(drained=False)
+        tale.shows(Breach.LOST, flows=[("g", "t")])
+
     def lost_by_the_parent(self, tale: Tale, fall_back: FallBack | None) -> None:
         tale.tell(self.CHILD)
         tale.tell(Deliver(**about(1, key="a"), group="other", partition=1, epoch=1))

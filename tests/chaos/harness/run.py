@@ -38,6 +38,7 @@ from tests.fixtures.waiting import wait_until
 from tests.proof.archiving import archive_all
 from tests.proof.checker import Verdict, check
 from tests.proof.history import FallBack, History, read_histories
+from tests.proof.observing import observe_retiring
 
 CAST: Final = {"publisher": 3, "relay": 2, "pair": 4, "driver": 2, "worker": 2, "beat": 2}
 KEYS: Final = 500
@@ -127,6 +128,8 @@ class _Run:
         self._database = cleanup.enter_context(Database(self._site.direct_dsn))
         self._scene = Scene(self._database, self._nodes, self._settings, self._histories)
         self._history = cleanup.enter_context(History(self._histories, "nemesis"))
+        # This process arms nodes and buries partitions too, at the end.
+        observe_retiring(self._history, TOPIC)
         environment = {
             "MQLAYER_TEST_KEYS": str(KEYS), "MQLAYER_CHAOS_SEED": str(seed), "MQLAYER_TEST_PAUSE_S": "0.025",
             "MQLAYER_TEST_DRIVE_EVERY_S": "4", "MQLAYER_LEASE_S": str(LEASE_S), "MQLAYER_BROKER_URL": broker.url,
@@ -228,7 +231,8 @@ class _Run:
 
     def _fell_back(self, site: NodeSite) -> None:
         """Write down that what was settled on a node may come again."""
-        rows = self._scene.rows("SELECT partition_id, node_id FROM mqlayer.partition")
+        # Of those that are buried all is known.
+        rows = self._scene.rows("SELECT partition_id, node_id FROM mqlayer.partition WHERE retired_at IS NULL")
         number = self._nodes.index(site) + 1
         for partition, node_id in rows:
             if node_id == number:
