@@ -47,6 +47,7 @@ from mqlayer.redis.partitions import (
     seal_reply,
 )
 from mqlayer.routes.cache import load_nodes
+from mqlayer.topics.nodes import rearm_node
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Driver:
         self._database, self._application = database, application
         self._prefix, self._unsafe = prefix, unsafe
         self._lines: dict[NodeId, NodeConnection] = {}
+        self._emptied = ""
 
     def finish(self, change_id: int) -> str:
         """Take every step that is left; return the state it ended in: done or dropped.
@@ -119,11 +121,21 @@ class Driver:
         except NodeNotArmed:
             self.close()
             self._lines.clear()
+            self._arm_emptied()
             raise
         except TransactionConflict as error:
             raise Conflict(
                 f"change {change_id} is held by another process", "it finishes it, or dies: mqlayer route repair"
             ) from error
+
+    def _arm_emptied(self) -> None:
+        """Arm the node that lacks a partition: its run is the armed one, so nobody else may notice."""
+        name, self._emptied = self._emptied, ""
+        if name:
+            rearm_node(
+                self._database, name, prefix=self._prefix, application=self._application, actor="driver",
+                unsafe=self._unsafe,
+            )  # fmt: skip
 
     def _begin(self, connection: Connection, work: Work) -> str:
         """Make the successors, and say that the change goes forward from here on."""
@@ -204,6 +216,8 @@ class Driver:
         answer = seal_reply(_once_more(line, command), line.node.address)
         if isinstance(answer, Sealed):
             return answer
+        if answer.word == "absent":
+            self._emptied = line.node.name
         raise _not_sealed(work, place, answer, line.node.address)
 
     def _is_away(self, work: Work, place: Place) -> bool:
@@ -293,7 +307,8 @@ class Driver:
         line = self.line(place.node)
         word = open_partition(line, self._prefix, place.partition, work.change_id, marks)
         if word == "absent":
-            # Whoever arms the node makes it again, under epochs that nobody has: it may have been open before.
+            # Made again by arming its node, under epochs that nobody has: it may have been open, and consumed.
+            self._emptied = line.node.name
             raise NodeNotArmed(line.node.address, f"partition {place.partition} is gone from it: it lost data")
         if word != "open":
             raise Conflict(f"partition {place.partition} on {line.node.address} can't be opened: {word}")

@@ -90,7 +90,8 @@ class Found(NamedTuple):
 
 @dataclass(slots=True)
 class Mended:
-    """What was done: partitions made again, opened again, sealed again; messages that nobody can bring back."""
+    """What was done: partitions made again, opened again with their parents' marks, sealed again; messages that nobody
+    can bring back."""
 
     remade: list[int] = field(default_factory=list)
     opened: list[int] = field(default_factory=list)
@@ -210,7 +211,6 @@ class Mender:
             self.mended.sealed.append(wanted.partition)
         elif state in (None, "importing"):
             self._open(wanted)
-            self.mended.opened.append(wanted.partition)
         failpoint("mend.after_one")
 
     def _is_retired(self, wanted: Wanted) -> bool:
@@ -234,6 +234,7 @@ class Mender:
             rows = self._connection.execute(query("seal_marks_of"), {"change_id": wanted.born_in}).fetchall()
             marks = marks_within((row[0] for row in rows), wanted.lp_from, wanted.lp_to)
             self._open_by(wanted, load_commands(self._line, self._prefix, wanted.partition, wanted.change, marks))
+            self.mended.opened.append(wanted.partition)
 
     def _open(self, wanted: Wanted) -> None:
         self._open_by(wanted, [self._open_command(wanted)])

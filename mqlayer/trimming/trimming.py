@@ -67,8 +67,7 @@ def _pass(database: Database, connection: Connection, prefix: str, topic: str | 
     connection.execute(query("transaction_patience"), PATIENCE)
     connection.execute(query("trim_enter"))
     names = [topic] if topic is not None else [summary.name for summary in list_topics(database)]
-    # Runs first, then what bounds them: a node that falls back and is armed in between must not be cut by what was asked
-    # before.
+    # Runs first, then what bounds them: a node that falls back and is armed in between is not cut by what was asked.
     nodes = {node.node_id: node for node in load_nodes(database)}
     armed = _armings(connection)
     work = _work_by_node(connection, names)

@@ -539,10 +539,14 @@ def test_a_sealed_partition_is_retired_once_the_archive_has_it(scene: Scene) -> 
     assert retire_partitions(scene.database, prefix=scene.prefix) == [1]
 
 
-def test_a_pass_that_asked_before_a_node_fell_back_trims_nothing_on_its_new_run(
-    database_dsn: str, start_redis: StartRedis, key_prefix: str, tmp_path: Path
+@pytest.mark.parametrize("emptied", [False, True], ids=["fell-back", "emptied"])
+def test_a_pass_that_asked_before_a_node_fell_back_trims_nothing_of_what_comes_then(
+    database_dsn: str, start_redis: StartRedis, key_prefix: str, tmp_path: Path, emptied: bool
 ) -> None:
-    """Offsets that were archived are given out again, to what is not: by the old bound it would be dropped."""
+    """Offsets that were archived are given out again, to what is not: by the old bound it would be dropped.
+
+    A node that is emptied keeps its run.
+    """
     node = start_redis()
     scene = Scene(database_dsn, key_prefix, node.url, partitions=1)
     group = scene.group()
@@ -555,7 +559,10 @@ def test_a_pass_that_asked_before_a_node_fell_back_trims_nothing_on_its_new_run(
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(trim_pass, scene.database, prefix=scene.prefix)
         wait_until((tmp_path / "reached").exists, what="the pass knows its bounds")
-        before.happen()
+        if emptied:
+            scene.client(1).flushall()
+        else:
+            before.happen()
         rearm_node(scene.database, "n1", prefix=scene.prefix)
         for _ in range(2):
             scene.send(7, LOW, *[b"new"] * 500)
@@ -564,6 +571,28 @@ def test_a_pass_that_asked_before_a_node_fell_back_trims_nothing_on_its_new_run(
         report = running.result()
     assert (report.dropped, list(report.passed_by)) == ({}, ["n1"])
     assert scene.archive().total == 1_000
+    scene.close()
+
+
+def test_what_was_read_before_a_node_was_emptied_moves_nobody_on(
+    database_dsn: str, start_redis: StartRedis, key_prefix: str, tmp_path: Path
+) -> None:
+    """A first batch: nothing is noted yet that the arming could lower, and the run is the same."""
+    scene = Scene(database_dsn, key_prefix, start_redis().url, partitions=1)
+    scene.send(1, LOW, *[b"old"] * 50)
+    failpoints.arm("archive.before_copy", f"mark:{tmp_path / 'reached'}")
+    failpoints.arm("archive.before_copy", f"wait:{tmp_path / 'go'}")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(archive_pass, scene.database, prefix=scene.prefix)
+        wait_until((tmp_path / "reached").exists, what="the pass has read")
+        scene.client(1).flushall()
+        rearm_node(scene.database, "n1", prefix=scene.prefix)
+        scene.send(7, LOW, *[b"new"] * 20)
+        (tmp_path / "go").touch()
+        running.result()
+    scene.archive()
+    assert scene.rows("SELECT count(*) FROM mqlayer_archive.record WHERE source = 7") == [(20,)]
+    assert scene.rows("SELECT upto_offset FROM mqlayer_archive.progress") == [(21,)]
     scene.close()
 
 

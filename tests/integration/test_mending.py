@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from mqlayer import failpoints
-from mqlayer.changes import finish_changes, merge, split
+from mqlayer.changes import finish_changes, merge, split, steps
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import Conflict, StoreUnavailable
 from mqlayer.failpoints import FailpointHit
@@ -19,6 +19,7 @@ from mqlayer.membership import drained
 from mqlayer.postgres.database import Database
 from mqlayer.producing import Producer
 from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.nodes import NodeConnection
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
 from mqlayer.topics.outboxes import lent_outbox
@@ -157,6 +158,78 @@ def test_a_node_that_lost_everything_gets_parents_and_successors_again(scene: Sc
     hand.consume_all()
     assert hand.version == 3
     scene.judge(hand)
+
+
+def test_a_sealed_partition_is_not_seen_open_while_an_emptied_node_gets_it_again(
+    scene: Scene, node: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is the same, and lines to it are open: what they append would be in it, and in its successor."""
+    hand = scene.hand()
+    scene.bring(200, "a")
+    scene.split()
+    scene.bring(50, "b")
+    states: list[str] = []
+    plain = NodeConnection.call
+
+    def call(line: NodeConnection, commands: Any) -> list[Any]:
+        replies = plain(line, commands)
+        states.append(scene.meta(1).get("state", ""))
+        return replies
+
+    with redis.Redis.from_url(node.url) as client:
+        client.flushall()
+    monkeypatch.setattr(NodeConnection, "call", call)
+    scene.rearm()
+    monkeypatch.undo()
+    assert set(states) <= {"", "importing", "sealed"}
+    assert states.count("sealed") > 1
+    with scene.relay():
+        scene.wait_until_whole()
+    hand.consume_all()
+    scene.judge(hand)
+
+
+def test_a_seal_that_an_emptied_node_lost_is_not_recorded(
+    scene: Scene, node: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node is emptied and made again between the seal and the look at its run, which is the same."""
+    scene.bring(100, "a")
+    plain = steps.Driver._still_armed
+
+    def emptied_before(driver: Any, *facts: Any) -> None:
+        monkeypatch.undo()
+        with redis.Redis.from_url(node.url) as client:
+            client.flushall()
+        scene.rearm()
+        plain(driver, *facts)
+
+    monkeypatch.setattr(steps.Driver, "_still_armed", emptied_before)
+    with pytest.raises(StoreUnavailable, match="not there any more"):
+        scene.split()
+    assert scene.meta(1)["state"] == "open"
+    finish_changes(scene.control, prefix=scene.key_prefix, topic="orders", application=scene.control)
+    assert scene.meta(1)["seal"] == scene.seal_id()
+    scene.bring(50, "b")
+
+
+def test_a_successor_that_an_emptied_node_lost_is_made_again_by_arming_it(
+    scene: Scene, node: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been open, and consumed: under the epochs of before an old ack would pass."""
+    scene.bring(100, "a")
+    plain = steps.Driver._hand_over_ids
+
+    def emptied_before(driver: Any, *facts: Any) -> None:
+        monkeypatch.undo()
+        with redis.Redis.from_url(node.url) as client:
+            client.flushall()
+        plain(driver, *facts)
+
+    monkeypatch.setattr(steps.Driver, "_hand_over_ids", emptied_before)
+    split(scene.control, "orders", 1, at=[100], prefix=scene.key_prefix, application=scene.control)
+    assert scene.audited()["partitions_remade"] == [1, 2, 3, 4]
+    assert {partition: scene.meta(partition)["state"] for partition in (3, 4)} == {3: "open", 4: "open"}
+    scene.bring(50, "b")
 
 
 def test_a_relay_mends_a_node_that_lost_everything(scene: Scene, node: RedisServer) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import redis
 
 from mqlayer import failpoints
-from mqlayer.errors import ConfigurationRefused
+from mqlayer.errors import ConfigurationRefused, NodeNotArmed, StoreUnavailable
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
+from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.partitions import Run, append_command
 from mqlayer.stack import RedisServer
-from mqlayer.topics import create_topic, rearm_node, register_node
+from mqlayer.topics import create_topic, list_nodes, rearm_node, register_node
 from tests.fixtures.servers import StartRedis
 
 
@@ -73,22 +76,45 @@ def test_a_partition_that_is_there_is_left_as_it_is(database: Database, client: 
     assert meta(client, key_prefix, 2)[b"next"] == b"1"
 
 
+@pytest.mark.parametrize("restarted", [True, False], ids=["restarted", "emptied"])
 @pytest.mark.parametrize("place", ["rearm.before_raise", "rearm.before_remake", "rearm.before_arm"])
 def test_what_broke_half_way_is_finished_by_the_next(
-    database: Database, client: redis.Redis, server: RedisServer, key_prefix: str, place: str
+    database: Database, client: redis.Redis, server: RedisServer, key_prefix: str, place: str, restarted: bool
 ) -> None:
+    """Also where its run is the one that was armed: nobody is served until all that goes by offsets is lower."""
+    append = append_as_before(database, key_prefix)
+    with database.connection() as connection:
+        connection.execute("INSERT INTO mqlayer.group_start (group_id, partition_id, start_offset) VALUES (1, 1, 300)")
     client.flushall()
-    server.restart()
+    if restarted:
+        server.restart()
     failpoints.arm(place, "raise")
     try:
         with pytest.raises(failpoints.FailpointHit):
             rearm_node(database, "n1", prefix=key_prefix)
     finally:
         failpoints.disarm_all()
+    with pytest.raises(NodeNotArmed), NodeConnection(list_nodes(database)[0]) as line:
+        line.connect()
+    append()
     node, epochs = rearm_node(database, "n1", prefix=key_prefix)
     assert epochs == 1
+    with database.connection() as connection:
+        assert connection.execute("SELECT start_offset FROM mqlayer.group_start").fetchall() == [(1,)]
     assert {meta(client, key_prefix, partition)[b"state"] for partition in (1, 2)} == {b"open"}
     assert rearm_node(database, "n1", prefix=key_prefix) == (node, 0)
+
+
+def append_as_before(database: Database, prefix: str) -> Callable[[], None]:
+    """Return what appends, where it still can, by a line from before: nobody told it that its node is disarmed."""
+    line = NodeConnection(list_nodes(database)[0])
+    line.connect()
+
+    def append() -> None:
+        with contextlib.suppress(StoreUnavailable):
+            line.call([append_command(line, prefix, 1, 7, [Run(0, 1, 1, [b"0", b"k", b"x"])])])
+
+    return append
 
 
 def test_partitions_under_another_prefix_are_not_taken_for_lost(

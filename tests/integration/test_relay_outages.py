@@ -13,6 +13,7 @@ import redis
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from mqlayer import failpoints
+from mqlayer.outbox import list_aside
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.relay import relay_once
@@ -44,6 +45,16 @@ def line(database_dsn: str) -> Iterator[TcpProxy]:
     parts = conninfo_to_dict(database_dsn)
     with TcpProxy(str(parts["host"]), int(str(parts["port"]))) as proxy:
         yield proxy
+
+
+def says(caplog: pytest.LogCaptureFixture, event: str) -> bool:
+    """Say whether an event was logged."""
+    return event in [record.message for record in caplog.records]
+
+
+def bodies(world: OutboxWorld, tag: str) -> list[str]:
+    """Return what the partitions hold of a tag."""
+    return [body for chain in world.relayed().values() for _, _, body in chain if body.startswith(tag)]
 
 
 def through(dsn: str, proxy: TcpProxy) -> str:
@@ -89,6 +100,27 @@ def test_a_node_that_fell_back_gets_the_rest_again_without_traffic(world: Outbox
             pipeline.execute()
         world.wait_until_whole()
     assert world.rows("SELECT sum(seq)::int FROM mqlayer_app.relayed") == [(80,)]
+
+
+def test_marks_of_a_partition_that_is_not_there_are_not_taken_for_rows_that_are_gone(
+    world: OutboxWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node is emptied, the outbox rotated, and arming takes a while: marks come back, and nothing is missing."""
+    with Database(world.dsn) as database, world.relay():
+        world.publish(50)
+        world.wait_until_whole()
+        before = world.snapshot()
+        world.rows("DELETE FROM mqlayer_app.outbox")
+        with database.connection() as arming, arming.transaction():
+            # Nobody arms the node meanwhile.
+            arming.execute("SELECT 1 FROM mqlayer.node FOR UPDATE")
+            world.remove()
+            wait_until(lambda: says(caplog, "relay_node_away") or list_aside(database), what="the relay misses it")
+            world.fall_back(before)
+        world.publish(20, tag="later")
+        later = [f"later-{number}" for number in range(20)]
+        wait_until(lambda: sorted(later) == sorted(bodies(world, "later")), what="all that came later")
+        assert list_aside(database) == []
 
 
 def test_what_fails_while_a_node_is_armed_does_not_end_the_relay(

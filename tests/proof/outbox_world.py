@@ -117,6 +117,12 @@ class OutboxWorld:
                 pipeline.hset(keys.meta, "state", state)
                 pipeline.execute()
 
+    def remove(self) -> None:
+        """Remove the partitions from their nodes, whose runs go on."""
+        for url, keys in self._partition_keys():
+            with redis.Redis.from_url(url) as client:
+                client.delete(keys.log, keys.meta, keys.marks)
+
     def set_state(self, state: str) -> None:
         """Let every partition say that it is `open` or `sealed`, whatever Postgres says."""
         for url, keys in self._partition_keys():
