@@ -134,6 +134,9 @@ class Database:
         except psycopg.Error:
             self._pool.putconn(connection)
             return False
+        except BaseException:
+            self._pool.putconn(connection)
+            raise
         return True
 
     def transaction(self, work: Callable[[Connection], Result], *, timeout_s: float = 10.0) -> Result:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+import pytest
+from psycopg_pool import ConnectionPool
+
 from mqlayer.postgres.database import Database
 from tests.fixtures.servers import StartPostgres
 
@@ -23,3 +26,18 @@ def test_connections_that_a_restart_broke_cost_no_waiting(start_postgres: StartP
         for _ in range(5):
             with database.connection() as connection:
                 assert connection.execute("SELECT 1").fetchone() == (1,)
+
+
+def test_who_is_interrupted_while_a_connection_is_looked_at_gives_it_back(
+    database_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Database(database_dsn, max_size=1, timeout_s=2.0) as database:
+        with monkeypatch.context() as patch:
+            patch.setattr(ConnectionPool, "check_connection", staticmethod(interrupt))
+            with pytest.raises(KeyboardInterrupt):
+                database.connection().__enter__()
+        with database.connection() as connection:
+            assert connection.execute("SELECT 1").fetchone() == (1,)
