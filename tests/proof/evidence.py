@@ -27,6 +27,7 @@ from tests.proof.history import (
     Record,
     Seal,
     SetAside,
+    Settled,
 )
 
 NEVER: Final = sys.maxsize
@@ -87,6 +88,7 @@ class Evidence:
     delivers: list[Step[Deliver]] = field(default_factory=list)
     effects: list[Step[Effect]] = field(default_factory=list)
     acks: list[Step[Ack]] = field(default_factory=list)
+    settled: list[Step[Settled]] = field(default_factory=list)
     set_asides: list[Step[SetAside]] = field(default_factory=list)
     gates: list[Step[Gate]] = field(default_factory=list)
     drains: list[Step[Drain]] = field(default_factory=list)
@@ -113,6 +115,7 @@ class Evidence:
             Deliver: self.delivers,
             Effect: self.effects,
             Ack: self.acks,
+            Settled: self.settled,
             SetAside: self.set_asides,
             Gate: self.gates,
             Drain: self.drains,

@@ -116,6 +116,14 @@ class Ack(MessageEvent, frozen=True, kw_only=True, omit_defaults=True, tag="ack"
     epoch: int = 0
 
 
+class Settled(MessageEvent, frozen=True, kw_only=True, omit_defaults=True, tag="settled"):
+    """A message whose handling a member reported, written when it knows that the node took that."""
+
+    group: str
+    partition: int
+    epoch: int = 0
+
+
 class SetAside(MessageEvent, frozen=True, kw_only=True, omit_defaults=True, tag="set_aside"):
     """The written reason for which a message leaves (skip, dead) or waits elsewhere (park)."""
 
@@ -193,6 +201,7 @@ Event: TypeAlias = (
     | Deliver
     | Effect
     | Ack
+    | Settled
     | SetAside
     | Gate
     | Drain

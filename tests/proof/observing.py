@@ -13,6 +13,9 @@ import redis
 
 from mqlayer.changes import retiring
 from mqlayer.consuming import heart
+from mqlayer.consuming.holdings import Held
+from mqlayer.consuming.member import Member
+from mqlayer.consuming.settling import Settler
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import StoreUnavailable
@@ -23,7 +26,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.redis.nodes import Command, NodeConnection
 from mqlayer.redis.partitions import retire_command
 from mqlayer.topics import mending
-from tests.proof.history import Assignment, Drain, History, SetAside
+from tests.proof.history import Assignment, Drain, History, SetAside, Settled
 from tests.proof.streams import read_records
 
 
@@ -38,6 +41,33 @@ class MemberWitness:
     def observe(self) -> None:
         """From now on, for all members of this process."""
         _replace(heart, beat=self.beat, release=self.release, leave=self.leave, drained=self.drained)
+        self._observe_settling()
+
+    def _observe_settling(self) -> None:
+        """Note what was handled and settled, once the node took it; what is parked is settled too, and not noted."""
+        send, acknowledged = Settler._send, Member.acknowledged
+        sending: dict[Held, tuple[int, set[int]]] = {}
+
+        def send_noted(settler: Settler, held: Held) -> None:
+            sending[held] = time.monotonic_ns(), {record.offset for record in held.settled.copy()}
+            send(settler, held)
+
+        def acknowledged_noted(member: Member, held: Held, records: list[Record], committed: int) -> None:
+            acknowledged(member, held, records, committed)
+            began_ns, handled = sending.pop(held)
+            for record in records:
+                if record.offset in handled:
+                    self._history.note(self._settled(held, record), since_ns=began_ns)
+
+        _replace(Settler, _send=send_noted)
+        _replace(Member, acknowledged=acknowledged_noted)
+
+    def _settled(self, held: Held, record: Record) -> Settled:
+        source, lp, seq = record.identity
+        return Settled(
+            topic=self._topic, group=self._names[held.holder.group_id], key=record.key.decode(), source=source, lp=lp,
+            seq=seq, partition=held.partition, epoch=held.holder.epoch,
+        )  # fmt: skip
 
     def beat(self, database: Database, session: Session, *, lease_s: float, **own: Any) -> Beat:
         """Note what the answer gives: each epoch is taken once, and kept from then on."""

@@ -15,7 +15,8 @@ The rule for deliveries, for each group and key (and source, as seqs of differen
     crash; m1 m2 m3 crash m1 m3 with nothing acknowledged is a `replay_out_of_order`. Going back is a replay too,
     judged by 2.
 
-Rules 2 and 3 need the acks of the group in the histories, and are silent without them.
+Rule 2 needs the acks of the group in the histories, or what members know to be settled; rule 3 needs the acks. They are
+silent without them.
 A delivery by a stale owner, with an epoch lower than one that the key has seen, is counted and judged by rule 1 alone:
 no fence stops a stopped process from running its handler when it wakes up.
 """
@@ -29,11 +30,13 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tests.proof.evidence import NEVER, Evidence, Message, Step, identity
-from tests.proof.history import Ack, Deliver, Effect, SetAside
+from tests.proof.history import Ack, Deliver, Effect, SetAside, Settled
 from tests.proof.violations import Breach, Violation
 
 Line: TypeAlias = tuple[str, str, str, int]
 """What order is kept in: group, topic, key, source."""
+
+Occasion: TypeAlias = Step[Deliver] | Step[SetAside] | Step[Ack] | Step[Settled]
 
 Turn: TypeAlias = tuple[int, int, int, Callable[[], Iterable[Violation]]]
 """When, which goes first at the same time, in which order read; and what to do then."""
@@ -52,7 +55,7 @@ def deliveries(evidence: Evidence, counts: DeliveryCounts) -> Iterator[Violation
     """The rule of this module's docstring; adds to the counts."""
     walks: dict[Line, _Walk] = {}
     handled = _handled_seqs(evidence)
-    for step in _of_keys(evidence, [*evidence.delivers, *evidence.set_asides, *evidence.acks]):
+    for step in _of_keys(evidence, [*evidence.delivers, *evidence.set_asides, *evidence.acks, *evidence.settled]):
         line = _line(step.event)
         walk = walks.get(line)
         if walk is None:
@@ -64,13 +67,11 @@ def deliveries(evidence: Evidence, counts: DeliveryCounts) -> Iterator[Violation
         yield from walk.judge()
 
 
-def _of_keys(
-    evidence: Evidence, steps: Iterable[Step[Deliver] | Step[SetAside] | Step[Ack]]
-) -> Iterator[Step[Deliver] | Step[SetAside] | Step[Ack]]:
+def _of_keys(evidence: Evidence, steps: Iterable[Occasion]) -> Iterator[Occasion]:
     return (step for step in steps if step.event.key is not None and identity(step.event) in evidence.messages)
 
 
-def _line(event: Deliver | SetAside | Ack | Effect) -> Line:
+def _line(event: Deliver | SetAside | Ack | Settled | Effect) -> Line:
     assert event.key is not None
     return (event.group, event.topic, event.key, event.source)
 
@@ -108,7 +109,7 @@ class _Walk:
     furthest: int = -1
     last_of_owner: dict[int, int] = field(default_factory=dict)
 
-    def add(self, step: Step[Deliver] | Step[SetAside] | Step[Ack]) -> None:
+    def add(self, step: Occasion) -> None:
         """Note what a step changes, and when. At the same time, what settles comes first."""
         event = step.event
         if isinstance(event, Deliver):
@@ -117,6 +118,10 @@ class _Walk:
                 self._at(step.ended, 0, lambda: self._note(self.handled, event.seq))
         elif not step.possible:
             return
+        elif isinstance(event, Settled):
+            if step.outcome == "ok":
+                # The node took it at some time from its beginning on, and may have lost it since.
+                self._at(step.ended, 0, lambda: self._accept(event, step.began))
         elif isinstance(event, SetAside):
             if event.how != "park":
                 self._at(step.began, 0, lambda: self._note(self.excused, event.seq))
@@ -141,7 +146,7 @@ class _Walk:
         seqs.add(seq)
         return ()
 
-    def _accept(self, ack: Ack, time: int) -> Iterable[Violation]:
+    def _accept(self, ack: Ack | Settled, time: int) -> Iterable[Violation]:
         self.ack_accepted[ack.seq] = (ack.partition, time)
         return ()
 
@@ -153,9 +158,9 @@ class _Walk:
         self.counts.redelivered += replay
         self.counts.stale_delivered += stale
         yield from self._inversions(index, event)
+        if replay and not stale:
+            yield from self._settled_before(time, event)
         if self.line[0] in self.evidence.acking_groups and not stale:
-            if replay:
-                yield from self._settled_before(time, event)
             yield from self._passed_over(index, event)
         if not stale:
             self.highest_epoch = event.epoch

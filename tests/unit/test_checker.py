@@ -23,6 +23,7 @@ from tests.proof.history import (
     Publish,
     Seal,
     SetAside,
+    Settled,
 )
 from tests.proof.stories import TICK_NS, Story
 
@@ -310,6 +311,20 @@ class TestReplays:
         tale.acked(1)
         tale.handled(1, epoch=2)
         tale.shows(Breach.REPLAY_OF_SETTLED)
+
+    def test_what_a_member_knows_to_be_settled_does_not_come_again(self, tale: Tale) -> None:
+        tale.handled(1)
+        tale.tell(Settled(**about(1), group="g", partition=1, epoch=1))
+        tale.handled(1, epoch=2)
+        tale.shows(Breach.REPLAY_OF_SETTLED)
+
+    def test_what_its_node_lost_while_a_member_was_told_comes_again(self, tale: Tale) -> None:
+        tale.handled(1)
+        operation = tale.begin(Settled(**about(1), group="g", partition=1, epoch=1))
+        tale.tell(FallBack(topic="t", partition=1))
+        tale.end(operation)
+        tale.handled(1, epoch=2)
+        tale.shows()
 
     def test_a_refused_ack_settles_nothing(self, tale: Tale) -> None:
         tale.handled(1)

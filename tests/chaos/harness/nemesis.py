@@ -180,6 +180,9 @@ class Nemesis:
 
     def _node(self) -> str:
         site = self._rng.choice(self._nodes)
+        if isinstance(site, PowerSite):
+            # It syncs every second: what it has answered may not even be written.
+            self._fell_back(site)
         site.kill()
         return site.name
 
