@@ -9,7 +9,7 @@ from mqlayer.domain.offsets import Range
 from mqlayer.domain.tags import TagFilter
 from mqlayer.redis.keys import group_keys, partition_keys
 from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
-from mqlayer.redis.partitions import Failures, failures_of
+from mqlayer.redis.partitions import Failures, failures_of, marks_command, marks_reply
 
 FIND_LIMIT: Final = 1_000
 """How many offsets one call of key_find looks at, at most."""
@@ -137,16 +137,12 @@ def marks_of(
     partitions = list(wanted)
     for at in range(0, len(partitions), PARTITIONS_PER_WRITE):
         some = partitions[at : at + PARTITIONS_PER_WRITE]
-        commands: list[Command] = []
-        for partition in some:
-            keys, names = partition_keys(prefix, partition), [b"%d:%d" % name for name in wanted[partition]]
-            # A partition that is opened in between would have a state that its marks are not of.
-            commands += [("MULTI",), ("HGET", keys.meta, "state"), ("HMGET", keys.marks, *names), ("EXEC",)]
-        for partition, reply in zip(some, line.call(commands)[3::4], strict=True):
-            state, marks = (
-                raise_for_reply(part, line.node.address) for part in raise_for_reply(reply, line.node.address)
-            )
-            found[partition] = ((state or b"").decode(), [int(mark or 0) for mark in marks])
+        commands = [
+            marks_command(line, prefix, partition, [b"%d:%d" % name for name in wanted[partition]])
+            for partition in some
+        ]
+        for partition, reply in zip(some, line.call(commands), strict=True):
+            found[partition] = marks_reply(reply, line.node.address)
     return found
 
 

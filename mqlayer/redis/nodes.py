@@ -211,6 +211,10 @@ class NodeConnection:
         self.connect()
         return (b"EVALSHA", self._digests[name], len(keys), *keys, *args)
 
+    def whole_script(self, name: str, keys: Sequence[bytes], *args: Any) -> Command:
+        """Return the command that calls a script by its text: the server may have forgotten it."""
+        return (b"EVAL", script_texts(self.connect().version)[name], len(keys), *keys, *args)
+
     def close(self) -> None:
         """Close the line; the next use connects anew."""
         self.facts = None

@@ -15,6 +15,7 @@ from typing import Final
 from mqlayer.domain.dedup import IDS_PER_PARTITION
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.partitions import marks_command
 
 LINE_END: Final = b"\r\n"
 
@@ -95,16 +96,10 @@ def message_packet(facts: bytes, key: bytes, body: bytes) -> bytes:
     return b"$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(facts), facts, len(key), key, len(body), body)
 
 
-MARKS_REPLIES: Final = 4
-"""The last of a marks packet's replies is the answer: a partition's state and its marks, of one moment."""
-
-
-def marks_packet(prefix: str, partition: int, source: int, lps: Sequence[int]) -> bytes:
-    """Return the requests for a partition's state and a source's marks of some LPs, one or None for each."""
-    keys = partition_keys(prefix, partition)
-    names = [b"%d:%d" % (source, lp) for lp in lps]
-    requests = ((b"MULTI",), (b"HGET", keys.meta, b"state"), (b"HMGET", keys.marks, *names), (b"EXEC",))
-    return b"".join(b"*%d\r\n" % len(words) + b"".join(map(bulk, words)) for words in requests)
+def marks_packet(line: NodeConnection, prefix: str, partition: int, source: int, lps: Sequence[int]) -> bytes:
+    """Return the request for a partition's state and a source's marks of some LPs; see marks_look."""
+    words = marks_command(line, prefix, partition, [b"%d:%d" % (source, lp) for lp in lps])
+    return b"*%d\r\n" % len(words) + b"".join(map(bulk, words))
 
 
 def wait_packet(replicas: int, timeout_ms: int) -> bytes:

@@ -139,10 +139,13 @@ HELD_STATES: Final = frozenset({"open", "sealed"})
 """States in which a partition has all marks that its LPs came with."""
 
 
-def seal_command(line: NodeConnection, prefix: str, partition: int, change: int, seal_id: str) -> Command:
-    """Return the command that closes a partition for a route change."""
+def seal_command(
+    line: NodeConnection, prefix: str, partition: int, change: int, seal_id: str, *, whole: bool = False
+) -> Command:
+    """Return the command that closes a partition for a route change, on request with the script's whole text."""
     keys = partition_keys(prefix, partition)
-    return line.script("partition_seal", (keys.log, keys.meta, keys.marks), change, seal_id)
+    form = line.whole_script if whole else line.script
+    return form("partition_seal", (keys.log, keys.meta, keys.marks), change, seal_id)
 
 
 def seal_reply(reply: Any, address: str) -> Sealed | Refused:
@@ -156,8 +159,23 @@ def seal_reply(reply: Any, address: str) -> Sealed | Refused:
 
 def open_partition(line: NodeConnection, prefix: str, partition: int, change: int, marks: Mapping[str, int]) -> str:
     """Load marks into a successor and open it; return the script's last word."""
-    commands = [*load_commands(line, prefix, partition, change, marks), open_command(line, prefix, partition, change)]
-    return [word_of(reply, line.node.address) for reply in line.call(commands)][-1]
+    address = line.node.address
+    for reply in line.call(load_commands(line, prefix, partition, change, marks)):
+        # Without all of them it must not open.
+        word_of(reply, address)
+    return word_of(line.call([open_command(line, prefix, partition, change)])[0], address)
+
+
+def marks_command(line: NodeConnection, prefix: str, partition: int, names: Sequence[bytes]) -> Sequence[bytes]:
+    """Return the command that asks for a partition's state and the marks of `<source>:<lp>`s."""
+    keys = partition_keys(prefix, partition)
+    return (b"EVALSHA", line.digest("marks_look"), b"2", keys.meta, keys.marks, *names)
+
+
+def marks_reply(reply: Any, address: str) -> tuple[str, list[int]]:
+    """Return a partition's state, '' for none, and its marks, 0 for none. Raises StoreUnavailable."""
+    state, marks = raise_for_reply(reply, address)
+    return state.decode(), [int(mark or 0) for mark in marks]
 
 
 def load_commands(

@@ -13,15 +13,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NodeNotArmed, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
 from mqlayer.redis.nodes import Node, NodeConnection
-from mqlayer.redis.packets import MARKS_REPLIES
 from mqlayer.relay.lanes import Lane, Target
 from mqlayer.relay.pauses import pause_s
 from mqlayer.routes.cache import RouteCache
@@ -43,7 +41,6 @@ class Append:
 
     target: Target
     runs: list[SentRun]
-    reply_count: ClassVar = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,6 @@ class MarksQuestion:
 
     target: Target
     lanes: list[Lane]
-    reply_count: ClassVar = MARKS_REPLIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +175,7 @@ class Links:
         return True
 
     def answered(self, link: Link, *, wait_s: float) -> tuple[Flight, list[Any]] | None:
-        """Return the oldest flight with the last reply to each question; None when they did not come within the time.
+        """Return the oldest flight with its replies, or None when they did not come within the time.
 
         Raises StoreUnavailable when the line broke or the node is silent for longer than the socket timeout.
         """
@@ -190,11 +186,10 @@ class Links:
             if time.monotonic() - oldest.sent_at > self._settings.socket_timeout_s:
                 raise StoreUnavailable(link.address, f"no answer within {self._settings.socket_timeout_s:g} s")
             return None
-        lasts = list(accumulate(asked.reply_count for asked in oldest.asked))
-        replies = link.line.receive(lasts[-1])
+        replies = link.line.receive(len(oldest.asked))
         link.flights.popleft()
         link.stalled = False
-        return oldest, [replies[last - 1] for last in lasts]
+        return oldest, replies
 
     def drop(self, link: Link, error: MqlayerError) -> None:
         """Give up a line and try again after a pause; its flights stay for the caller to rewind."""

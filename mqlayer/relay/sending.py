@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from mqlayer.errors import MqlayerError, NodeOutOfMemory, StoreUnavailable
 from mqlayer.failpoints import failpoint
-from mqlayer.redis.nodes import NodeConnection, raise_for_reply
+from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.packets import append_packet, bulk_number, marks_packet
-from mqlayer.redis.partitions import HELD_STATES, Refused, RunOutcome, append_reply
+from mqlayer.redis.partitions import HELD_STATES, Refused, RunOutcome, append_reply, marks_reply
 from mqlayer.relay.lanes import Batch, Lane, Lanes, Target, Unsendable
 from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.links import Append, Flight, Link, Links, MarksQuestion
@@ -71,7 +71,7 @@ class Sender:
             asked = [MarksQuestion(target, lanes) for target, lanes in by_target.items()]
             if not asked:
                 link.synced, link.failures = True, 0
-            elif not self._links.send(link, [self._marks(question) for question in asked], asked):
+            elif not self._links.send(link, [self._marks(link.line, question) for question in asked], asked):
                 self._rewind_flights(link)
 
     def give_up(self, link: Link, error: MqlayerError) -> None:
@@ -193,17 +193,15 @@ class Sender:
         shown(event, extra={"partition": target.partition, "reason": reason, "retry_s": round(wait_s, 3)})
 
     def _on_marks(self, link: Link, flight: Flight, question: MarksQuestion, reply: Any) -> None:
-        state, marks = (raise_for_reply(part, link.address) for part in raise_for_reply(reply, link.address))
-        state = (state or b"absent").decode()
+        state, marks = marks_reply(reply, link.address)
         if state not in HELD_STATES:
             # Marks that are not there say nothing: its node lost it, and whoever arms that brings them back.
-            self._without(link, question.target, question.lanes[0].topic_id, state)
+            self._without(link, question.target, question.lanes[0].topic_id, state or "absent")
             return
-        for lane, value in zip(question.lanes, marks, strict=True):
+        for lane, mark in zip(question.lanes, marks, strict=True):
             # Between question and answer the lane may have got another partition.
             if lane.target is not question.target or flight.number <= lane.rewound_at:
                 continue
-            mark = int(value or 0)
             if mark < lane.acked:
                 self._back_to(lane, mark)
             elif mark > lane.acked:
@@ -277,9 +275,9 @@ class Sender:
             backlog=target.backlog_limit,
         )
 
-    def _marks(self, question: MarksQuestion) -> bytes:
+    def _marks(self, line: NodeConnection, question: MarksQuestion) -> bytes:
         lps = [lane.lp for lane in question.lanes]
-        return marks_packet(self._prefix, question.target.partition, self.source_id, lps)
+        return marks_packet(line, self._prefix, question.target.partition, self.source_id, lps)
 
     def _lanes_of(self, links: Iterable[Link]) -> dict[Link, dict[Target, list[Lane]]]:
         found: dict[Link, dict[Target, list[Lane]]] = {link: {} for link in links}

@@ -145,9 +145,23 @@ class Mender:
         return True
 
     @property
-    def resends(self) -> bool:
-        """Whether sealed partitions have to be filled up again."""
-        return any(wanted.seal_id and not self._is_right(wanted) for wanted in self._wanted)
+    def refills(self) -> bool:
+        """Whether partitions have to be made or filled up again: who dies meanwhile leaves them longer than before."""
+        return any(
+            self._found[wanted.partition].state is None or (wanted.seal_id and not self._is_right(wanted))
+            for wanted in self._wanted
+        )
+
+    @property
+    def is_emptied(self) -> bool:
+        """Whether an open partition is gone."""
+        return any(not wanted.seal_id and self._found[wanted.partition].state is None for wanted in self._wanted)
+
+    def look_again(self) -> None:
+        """Raise StoreUnavailable where a partition is gone that was mended."""
+        gone = [partition for partition, found in self._look().items() if found.state is None]
+        if gone:
+            raise StoreUnavailable(self._line.node.address, f"it lost partition {gone[0]} again while it was armed")
 
     def lower(self) -> None:
         """Note what goes by offsets that are gone: they are given out again, to messages that nobody has seen there.
@@ -375,13 +389,17 @@ class Mender:
 
         Return the reply to the last of the commands, and the name of the seal that it has then.
         """
-        replies = self._line.call([("MULTI",), *commands, self._seal_command(wanted), ("EXEC",)])
-        *_, last, sealed = raise_for_reply(replies[-1], self._line.node.address)
+        # By its text: a server that forgot all scripts may know the others again, and not this one.
+        seal = self._seal_command(wanted, whole=True)
+        _, *queued, done = self._line.call([("MULTI",), *commands, seal, ("EXEC",)])
+        for reply in queued:
+            raise_for_reply(reply, self._line.node.address)
+        *_, last, sealed = raise_for_reply(done, self._line.node.address)
         return last, self._sealed(wanted, sealed).seal_id
 
-    def _seal_command(self, wanted: Wanted) -> Command:
+    def _seal_command(self, wanted: Wanted, *, whole: bool = False) -> Command:
         seal_id = str(uuid.uuid4())
-        return seal_command(self._line, self._prefix, wanted.partition, wanted.change_id or 0, seal_id)
+        return seal_command(self._line, self._prefix, wanted.partition, wanted.change_id or 0, seal_id, whole=whole)
 
     def _sealed(self, wanted: Wanted, reply: Any) -> Sealed:
         answer = seal_reply(reply, self._line.node.address)

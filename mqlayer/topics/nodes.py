@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId
 from mqlayer.domain.runs import is_former
-from mqlayer.errors import Conflict, NodeNotArmed, NotFound, redact
+from mqlayer.errors import Conflict, NodeNotArmed, NotFound, StoreUnavailable, redact
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
@@ -23,6 +23,8 @@ from mqlayer.topics.mending import Mender
 
 log = logging.getLogger(__name__)
 
+TRIES: Final = 5
+"""How often a node may be emptied while it is armed."""
 PATIENCE: Final = {"lock_wait": "10s", "idle": "30s"}
 """A process that is stopped while it arms a node must not keep all others from arming it."""
 
@@ -80,9 +82,9 @@ def rearm_node(
 
     In one transaction that holds the node's row: raise the epoch of every assignment on the node, put those epochs in
     force in Redis, bring its partitions to what Postgres says (see `mending`), record the run as armed. In one before
-    it, where sealed partitions are filled up again, or the run is armed that lost something (FLUSHALL keeps it): lower
-    what goes by the offsets that are gone, and arm no run. No earlier ack passes from then on, so none can settle a
-    message that was given an old offset after a fall-back. A crash in between leaves the node unarmed; anybody does it
+    it, where partitions are made or filled up again: lower what goes by the offsets that are gone, and disarm a run
+    that lost them (FLUSHALL keeps it). No earlier ack passes from then on, so none can settle a message that was given
+    an old offset after a fall-back. A crash in between leaves the node unarmed; anybody does it
     again. A node that is armed and as it has to be is left as it is.
     `application` is the database of the outbox that may have to send something again. Raises ConfigurationRefused where
     the node holds its partitions under another key prefix, StoreUnavailable where another outbox's relay has to do its
@@ -142,11 +144,14 @@ def set_node_address(
 
 
 def _arm(database: Database, work: Callable[[Connection, bool], int | None]) -> int:
-    """Do the work of an arming; once more where it only lowered what goes by offsets."""
-    epochs = database.transaction(lambda connection: work(connection, False))
-    if epochs is None:
-        epochs = database.transaction(lambda connection: work(connection, True))
-    return epochs or 0
+    """Do the work of an arming; once more where it only lowered what goes by offsets, or disarmed the node."""
+    lowered = False
+    for _ in range(TRIES):
+        epochs = database.transaction(lambda connection: work(connection, lowered))  # noqa: B023
+        if epochs is not None:
+            return epochs
+        lowered = True
+    raise StoreUnavailable("a node", "it loses its partitions again and again while it is armed")
 
 
 def _locked(connection: Connection, name: str) -> tuple[Node, list[str]]:
@@ -194,22 +199,29 @@ class _Arming:
                 )
             if not always and not mender.needed and run_id == node.armed_run_id:
                 return 0
-            if not self._lowered and (mender.resends or (mender.needed and run_id == node.armed_run_id)):
+            emptied = mender.is_emptied and run_id == node.armed_run_id
+            if emptied or (mender.refills and not self._lowered):
                 mender.lower()
-                # Who dies from here on must not leave a run that is served, and lacks nothing that anybody looks for.
-                connection.execute(query("node_disarm"), {"node_id": node.node_id})
+                if emptied:
+                    # Who dies from here on must not leave a run that is served, and nothing that anybody misses.
+                    connection.execute(query("node_disarm"), {"node_id": node.node_id})
                 return None
             if run_id != node.armed_run_id:
                 self._renew_file(line)
-            count = self._raise_epochs(line, options["prefix"])
+            raised = connection.execute(query("node_epochs_raise"), {"node_id": node.node_id}).fetchall()
+            failpoint("rearm.before_raise")
+            self._put_epochs(line, options["prefix"], raised)
             failpoint("rearm.before_remake")
             mender.mend()
+            # A server that is emptied meanwhile has lost them, and lets in whoever has an epoch of before.
+            self._put_epochs(line, options["prefix"], raised)
+            mender.look_again()
             failpoint("rearm.before_arm")
         connection.execute(query("node_arm"), {"node_id": node.node_id, "run_id": run_id})
-        facts = facts | {"run_id": run_id, "epochs": count} | mender.mended.facts()
+        facts = facts | {"run_id": run_id, "epochs": len(raised)} | mender.mended.facts()
         note(connection, actor, act, node.name, facts)
         log.warning("node_rearmed", extra={"node": node.name} | facts)
-        return count
+        return len(raised)
 
     def _refuse(self, run_id: str) -> None:
         """Refuse an old primary."""
@@ -232,14 +244,11 @@ class _Arming:
         if isinstance(reply, Exception):
             log.warning("node_file_not_renewed", extra={"node": self._node.name, "reason": str(reply)})
 
-    def _raise_epochs(self, line: NodeConnection, prefix: str) -> int:
-        raised = self._connection.execute(query("node_epochs_raise"), {"node_id": self._node.node_id}).fetchall()
-        failpoint("rearm.before_raise")
+    def _put_epochs(self, line: NodeConnection, prefix: str, raised: Sequence[tuple[int, int, int]]) -> None:
+        """Put epochs in force: of group, partition, epoch."""
         commands = [raise_command(line, prefix, partition, group, epoch) for group, partition, epoch in raised]
-        replies = line.call(commands)
-        for reply in replies:
+        for reply in line.call(commands):
             raise_for_reply(reply, self._node.address)
-        return len(raised)
 
 
 def _candidate(name: str, url: str) -> Node:

@@ -268,8 +268,8 @@ SELECT source_id, outbox_uuid FROM mqlayer.source WHERE kind = 'outbox' AND clos
 SELECT EXISTS (SELECT FROM mqlayer.source WHERE kind = 'direct' AND dropped_at IS NULL);
 
 -- name: node_disarm
--- No connection is served any more until the node is armed again.
-UPDATE mqlayer.node SET armed_run_id = NULL WHERE node_id = %(node_id)s;
+-- No connection is served any more until the node is armed again; who goes by when it was armed hears of it too.
+UPDATE mqlayer.node SET armed_run_id = NULL, armed_at = clock_timestamp() WHERE node_id = %(node_id)s;
 
 -- name: changes_without_nodes
 -- These changes go on where a parent's node is away.

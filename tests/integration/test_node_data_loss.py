@@ -17,6 +17,7 @@ from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.partitions import Run, append_command
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, list_nodes, rearm_node, register_node
+from mqlayer.topics.mending import Mender
 from tests.fixtures.servers import StartRedis
 
 
@@ -103,6 +104,29 @@ def test_what_broke_half_way_is_finished_by_the_next(
         assert connection.execute("SELECT start_offset FROM mqlayer.group_start").fetchall() == [(1,)]
     assert {meta(client, key_prefix, partition)[b"state"] for partition in (1, 2)} == {b"open"}
     assert rearm_node(database, "n1", prefix=key_prefix) == (node, 0)
+
+
+def test_a_node_that_is_emptied_while_it_is_armed_stays_unarmed(
+    database: Database, client: redis.Redis, key_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the epochs and the partitions: these would be there, and the locks of before could be taken."""
+    client.flushall()
+    plain, times = Mender.mend, [3]
+
+    def mend(mender: Mender) -> None:
+        plain(mender)
+        if times[0]:
+            times[0] -= 1
+            client.flushall()
+
+    monkeypatch.setattr(Mender, "mend", mend)
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable, match="again while it was armed"):
+            rearm_node(database, "n1", prefix=key_prefix)
+        assert list_nodes(database)[0].armed_run_id is None
+    rearm_node(database, "n1", prefix=key_prefix)
+    assert {meta(client, key_prefix, partition)[b"state"] for partition in (1, 2)} == {b"open"}
+    assert client.hget(group_keys(key_prefix, 1, 1).lock, "owner") == b""
 
 
 def append_as_before(database: Database, prefix: str) -> Callable[[], None]:

@@ -123,6 +123,24 @@ def test_marks_of_a_partition_that_is_not_there_are_not_taken_for_rows_that_are_
         assert list_aside(database) == []
 
 
+def test_a_relay_that_meets_a_full_memory_keeps_its_line(
+    world: OutboxWorld, node: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What only reads is answered: it says what is wrong, and goes on by itself."""
+    with redis.Redis.from_url(node.url) as client:
+        client.config_set("maxmemory", 1)
+        try:
+            with world.relay():
+                world.publish(20)
+                wait_until(lambda: says(caplog, "relay_node_out_of_memory"), what="the relay says so")
+                assert not says(caplog, "relay_node_away")
+                client.config_set("maxmemory", 0)
+                world.wait_until_whole()
+                assert not says(caplog, "relay_node_away")
+        finally:
+            client.config_set("maxmemory", 0)
+
+
 def test_what_fails_while_a_node_is_armed_does_not_end_the_relay(
     world: OutboxWorld, node: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -147,7 +147,8 @@ class _Walk:
         return ()
 
     def _accept(self, ack: Ack | Settled, time: int) -> Iterable[Violation]:
-        self.ack_accepted[ack.seq] = (ack.partition, time)
+        if ack.seq not in self.ack_accepted or self.ack_accepted[ack.seq][1] < time:
+            self.ack_accepted[ack.seq] = (ack.partition, time)
         return ()
 
     def _begin(self, time: int, event: Deliver) -> Iterator[Violation]:

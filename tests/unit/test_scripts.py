@@ -15,7 +15,7 @@ SETTLING = {
     "pop_receive", "pop_settle", "rate_take", "shared_take", "shared_settle", "shared_again", "shared_back",
     "shared_begin", "shared_keep", "shared_reclaim",
 }  # fmt: skip
-READING = {"group_look", "key_find", "log_chain", "log_select", "partition_look"}
+READING = {"group_look", "key_find", "log_chain", "log_select", "marks_look", "partition_look"}
 KEY_SECOND = {"TIME", "XGROUP", "XINFO"}
 FLAGS = dict.fromkeys(SETTLING, " flags=allow-oom") | dict.fromkeys(READING, " flags=no-writes")
 

@@ -184,6 +184,8 @@ class Nemesis:
             # It syncs every second: what it has answered may not even be written.
             self._fell_back(site)
         site.kill()
+        if isinstance(site, PowerSite):
+            self._fell_back(site)
         return site.name
 
     def _fail_over(self) -> str:
