@@ -98,10 +98,7 @@ class Play:
 def is_stopped(process: Process) -> bool:
     """Say whether a process stands still."""
     try:
-        try:
         return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (FileNotFoundError, ProcessLookupError):
-        # It ended since it was looked at.
-        return False
-    except FileNotFoundError:
+        # It is gone, or ends while it is looked at.
         return False
