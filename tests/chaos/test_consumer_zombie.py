@@ -82,10 +82,14 @@ def test_a_consumer_stopped_past_its_lease_wakes_up_and_changes_nothing(
     wake_a_zombie(scene, redis_url, place)
 
 
-def wake_a_zombie(scene: Scene, redis_url: str, place: str, *, in_hand: int = 0) -> None:
+OTHER_WORKERS = 5
+"""Of a stopped consumer: each may stand between the look at its lease and the line that it begins."""
+
+
+def wake_a_zombie(scene: Scene, redis_url: str, place: str, *, in_hand: int = OTHER_WORKERS) -> None:
     """Stop a consumer at a place, have another one go on, and see that the first one changes nothing when it wakes.
 
-    `in_hand`: how many batches its workers may have begun: each goes on to the next statement, which is refused.
+    `in_hand`: how many messages or batches its workers may have begun: what these do is refused.
     """
     name, _, occurrence = place.partition("@")
     # An effect's transaction that its process has left alone ends after this, in place of a minute.

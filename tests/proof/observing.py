@@ -126,10 +126,10 @@ class MemberWitness:
         return self._names[group_id]
 
 
-def observe_retiring(history: History, topic: str) -> None:
+def observe_retiring(history: History, topic: str) -> Callable[[], None]:
     """From now on, note what a partition holds before this process leaves nothing of it but a tombstone.
 
-    Whoever retires it does so, and whoever arms its node again.
+    Whoever retires it does so, and whoever arms its node again. Return what ends that.
     """
 
     def bury(
@@ -143,8 +143,12 @@ def observe_retiring(history: History, topic: str) -> None:
             raise StoreUnavailable(line.node.address, str(error)) from error
         return retire_command(line, prefix, partition, groups, archived=archived)
 
-    for module in (retiring, mending):
-        _replace(module, retire_command=bury)
+    def observe(command: Callable[..., Command]) -> None:
+        for module in (retiring, mending):
+            _replace(module, retire_command=command)
+
+    observe(bury)
+    return lambda: observe(retire_command)
 
 
 def observe_parking(history: History, topic: str, group: str) -> None:

@@ -129,7 +129,7 @@ class _Run:
         self._scene = Scene(self._database, self._nodes, self._settings, self._histories)
         self._history = cleanup.enter_context(History(self._histories, "nemesis"))
         # This process arms nodes and buries partitions too, at the end.
-        observe_retiring(self._history, TOPIC)
+        cleanup.callback(observe_retiring(self._history, TOPIC))
         environment = {
             "MQLAYER_TEST_KEYS": str(KEYS), "MQLAYER_CHAOS_SEED": str(seed), "MQLAYER_TEST_PAUSE_S": "0.025",
             "MQLAYER_TEST_DRIVE_EVERY_S": "4", "MQLAYER_LEASE_S": str(LEASE_S), "MQLAYER_BROKER_URL": broker.url,
