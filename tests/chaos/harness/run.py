@@ -248,6 +248,7 @@ class _Run:
         if stuck:
             return
         archive_all(self._database, prefix=prefix)
+        self._scene.emptied = any(one.kind == "wipe" for one in self._nemesis.struck)
         for audit in (Scene.leftovers, *self._audits):
             yield from audit(self._scene)
 
