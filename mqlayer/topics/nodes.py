@@ -84,8 +84,8 @@ def rearm_node(
     force in Redis, bring its partitions to what Postgres says (see `mending`), record the run as armed. In one before
     it, where partitions are made or filled up again: lower what goes by the offsets that are gone, and disarm a run
     that lost them (FLUSHALL keeps it). No earlier ack passes from then on, so none can settle a message that was given
-    an old offset after a fall-back. A crash in between leaves the node unarmed; anybody does it
-    again. A node that is armed and as it has to be is left as it is.
+    an old offset after a fall-back. A crash in between leaves the node unarmed; anybody does it again. A node that is
+    armed and as it has to be is left as it is.
     `application` is the database of the outbox that may have to send something again. Raises ConfigurationRefused where
     the node holds its partitions under another key prefix, StoreUnavailable where another outbox's relay has to do its
     part, Conflict where an outbox does not hold any more what is lost, unless `accept_loss`, or the partition is one of
@@ -99,7 +99,7 @@ def rearm_node(
         arming = _Arming(connection, node, formers, unsafe=unsafe, former=former, lowered=lowered)
         return arming.run(options, actor=actor, act="node rearm", facts={}, always=False)
 
-    epochs = _arm(database, work)
+    epochs = _arm(database, name, work)
     return find_node(database, name), epochs
 
 
@@ -139,11 +139,11 @@ def set_node_address(
             connection.execute(query("node_address_put"), {"node_id": node.node_id, "url": url})
         return epochs
 
-    epochs = _arm(database, work)
+    epochs = _arm(database, name, work)
     return find_node(database, name), epochs
 
 
-def _arm(database: Database, work: Callable[[Connection, bool], int | None]) -> int:
+def _arm(database: Database, name: str, work: Callable[[Connection, bool], int | None]) -> int:
     """Do the work of an arming; once more where it only lowered what goes by offsets, or disarmed the node."""
     lowered = False
     for _ in range(TRIES):
@@ -151,7 +151,7 @@ def _arm(database: Database, work: Callable[[Connection, bool], int | None]) -> 
         if epochs is not None:
             return epochs
         lowered = True
-    raise StoreUnavailable("a node", "it loses its partitions again and again while it is armed")
+    raise StoreUnavailable(f"node {name}", "it loses its partitions again and again while it is armed")
 
 
 def _locked(connection: Connection, name: str) -> tuple[Node, list[str]]:

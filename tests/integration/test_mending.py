@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -189,21 +189,28 @@ def test_a_sealed_partition_is_not_seen_open_while_an_emptied_node_gets_it_again
     scene.judge(hand)
 
 
+def empty_before(
+    monkeypatch: pytest.MonkeyPatch, node: RedisServer, step: str, then: Callable[[], object] = lambda: None
+) -> None:
+    """Empty the node once, before a driver does a part of a step, and do something more."""
+    plain = getattr(steps.Driver, step)
+
+    def emptied(driver: Any, *facts: Any) -> None:
+        monkeypatch.undo()
+        with redis.Redis.from_url(node.url) as client:
+            client.flushall()
+        then()
+        plain(driver, *facts)
+
+    monkeypatch.setattr(steps.Driver, step, emptied)
+
+
 def test_a_seal_that_an_emptied_node_lost_is_not_recorded(
     scene: Scene, node: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node is emptied and made again between the seal and the look at its run, which is the same."""
     scene.bring(100, "a")
-    plain = steps.Driver._still_armed
-
-    def emptied_before(driver: Any, *facts: Any) -> None:
-        monkeypatch.undo()
-        with redis.Redis.from_url(node.url) as client:
-            client.flushall()
-        scene.rearm()
-        plain(driver, *facts)
-
-    monkeypatch.setattr(steps.Driver, "_still_armed", emptied_before)
+    empty_before(monkeypatch, node, "_still_armed", scene.rearm)
     with pytest.raises(StoreUnavailable, match="not there any more"):
         scene.split()
     assert scene.meta(1)["state"] == "open"
@@ -217,15 +224,7 @@ def test_a_successor_that_an_emptied_node_lost_is_made_again_by_arming_it(
 ) -> None:
     """It may have been open, and consumed: under the epochs of before an old ack would pass."""
     scene.bring(100, "a")
-    plain = steps.Driver._hand_over_ids
-
-    def emptied_before(driver: Any, *facts: Any) -> None:
-        monkeypatch.undo()
-        with redis.Redis.from_url(node.url) as client:
-            client.flushall()
-        plain(driver, *facts)
-
-    monkeypatch.setattr(steps.Driver, "_hand_over_ids", emptied_before)
+    empty_before(monkeypatch, node, "_hand_over_ids")
     split(scene.control, "orders", 1, at=[100], prefix=scene.key_prefix, application=scene.control)
     assert scene.audited()["partitions_remade"] == [1, 2, 3, 4]
     assert {partition: scene.meta(partition)["state"] for partition in (3, 4)} == {3: "open", 4: "open"}
