@@ -15,7 +15,7 @@ from tests.chaos.harness.plants import HARMLESS, PLANTS, Plant, check_texts, rea
 from tests.chaos.harness.races import RACES, race
 
 BUGS: dict[str, Plant] = {**PLANTS, **{name: one.bug for name, one in RACES.items()}}
-QUICK = ("by_id", "no_new_epochs")
+QUICK = ("by_id", "no_new_epochs", "any_seal")
 
 
 def test_planted_bugs_are_caught_and_told_in_a_table() -> None:
@@ -24,7 +24,7 @@ def test_planted_bugs_are_caught_and_told_in_a_table() -> None:
     assert all(f"| `{name}` |" in table(found) for name in QUICK)
 
 
-@pytest.mark.parametrize("name", ["number_before_lock", "fence_without_epoch", "no_new_epochs"])
+@pytest.mark.parametrize("name", ["number_before_lock", "fence_without_epoch", "no_new_epochs", "any_seal"])
 def test_without_its_bug_a_race_is_clean(name: str) -> None:
     found = race(name, planted=False, most_rounds=1)
     assert not found["caught"], found

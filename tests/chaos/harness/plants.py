@@ -57,7 +57,6 @@ JUMPS: Final = (
     "\ncommitted = math.max(committed, top) "
     "redis.call('HSET', lock_key, 'committed', format('%d', committed), 'base', format('%d', committed))"
 )
-FALLS: Final = {"fail_over": 8, "kill": 3, "stop": 3}
 MOVES: Final = {"kill": 8, "stop": 3}
 
 PLANTS: Final[dict[str, Plant]] = {
@@ -81,17 +80,16 @@ PLANTS: Final[dict[str, Plant]] = {
         kinds=MOVES,
     ),
     "early_gate": Plant("a parent counts as drained once its end was read", code=_early_gate, kinds=MOVES),
-    "any_seal": Plant(
-        "the gate opens by any command record, also one that its node lost",
-        {"sql/queries/changes.sql": (("AND s.seal_id = %(seal_id)s", "AND %(seal_id)s::text IS NOT NULL"),)},
-        kinds=FALLS,
-    ),
     "marks_left_behind": Plant(
         "a successor does not get its parents' marks",
         {"lua/partition_open": (("for i = 3, #ARGV, 2 do", "for i = 3, 0, 2 do"),)},
         kinds=MOVES,
     ),
-    "no_rewind": Plant("a relay goes on behind a gap in place of going back to the mark", code=_no_rewind, kinds=FALLS),
+    "no_rewind": Plant(
+        "a relay goes on behind a gap in place of going back to the mark",
+        code=_no_rewind,
+        kinds={"fail_over": 8, "kill": 3, "stop": 3},
+    ),
     "committed_jumps": Plant(
         "committed goes to the last offset that is settled",
         {

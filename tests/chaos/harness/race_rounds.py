@@ -15,12 +15,14 @@ from typing import Any, Final
 import psycopg
 from pydantic import SecretStr
 
-from mqlayer import Context
-from mqlayer.changes import bring_back_nodes
+from mqlayer import Context, failpoints
+from mqlayer.changes import bring_back_nodes, finish_changes, split
 from mqlayer.domain.message import Identity
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import RetryLater, TransactionConflict
+from mqlayer.failpoints import FailpointHit
 from mqlayer.failures import release_all
+from mqlayer.membership import drained
 from mqlayer.outbox import publish, transaction
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.redis.nodes import NodeConnection
@@ -45,6 +47,7 @@ from tests.fixtures.power import PoweredRedis, build_sync_noter
 from tests.integration.test_outbox_race import OurOutbox
 from tests.proof.checker import check
 from tests.proof.fall_back import FallBack
+from tests.proof.hand import Hand
 from tests.proof.history import Ack, Assignment, Deliver, Effect, History, Publish, read_histories
 from tests.proof.outbox_race import Race, run_race
 from tests.proof.planted import Outbox
@@ -396,3 +399,39 @@ def late_ack(there: Place, planted: bool) -> str:
             answer = settle_reply(line.call([settle_command(line, holder, [(11, 20)])])[0], line.node.address)
         going.set()
     return "an ack of before settles 10 new messages" if isinstance(answer, Kept) else ""
+
+
+def lost_seal(there: Place, planted: bool) -> str:
+    """Have a node lose a seal that nobody had recorded yet, and one that read it say so, under the epoch of now.
+
+    The partition went on meanwhile, and is sealed again behind more messages.
+    """
+    del planted
+    directory = there.begin()
+    with there.stage() as stage:
+        partition = int(stage.partitions[0])
+        hand = Hand(stage.database, stage.prefix, TOPIC, group=GROUP)
+        stage.send_numbers(keys=20, each=10)
+        hand.consume_all()
+        kept = FallBack(there.node, directory / "kept")
+        _seal_unrecorded(stage, partition)
+        lost = hand.look(partition)[1]
+        kept.happen()
+        rearm_node(stage.database, "node-1", prefix=stage.prefix, application=stage.database)
+        stage.send_numbers(keys=20, each=10, first=11)
+        finish_changes(stage.database, prefix=stage.prefix, application=stage.database)
+        left, command = hand.look(partition)
+        assert lost is not None, "the first seal was not read"
+        assert command is not None, "there is no second seal"
+        passed = drained(stage.database, hand.session, hand.assigned()[partition], lost.seal_id)
+        return f"{len(left)} messages are passed by" if passed and hand.version == 2 else ""
+
+
+def _seal_unrecorded(stage: Stage, partition: int) -> None:
+    """Split a partition by a driver that dies between the seal and its record."""
+    failpoints.arm("change.after_seal", "raise")
+    try:
+        with suppress(FailpointHit):
+            split(stage.database, TOPIC, partition, prefix=stage.prefix, application=stage.database)
+    finally:
+        failpoints.disarm_all()

@@ -149,6 +149,13 @@ RACES: Final[dict[str, RacePlant]] = {
             "sql/queries/control.sql": (("p.state <> 'deleted'\nRETURNING a.group_id", "false\nRETURNING a.group_id"),)
         }),
     ),
+    "any_seal": RacePlant(
+        "the gate opens by any command record, also one that its node lost",
+        rounds.lost_seal,
+        Plant("", {
+            "sql/queries/changes.sql": (("AND s.seal_id = %(seal_id)s", "AND %(seal_id)s::text IS NOT NULL"),)
+        }),
+    ),
     "ack_without_epoch": RacePlant(
         "whoever settles is believed, whatever its epoch",
         rounds.woken_owners,
