@@ -13,6 +13,7 @@ KEYS
 ARGV
   1 change      int     the route change
   2 seal        string  a name for this seal that nobody used before
+  3 brief       string  "1": say nothing of the marks
 
 RETURNS
   {"sealed", seal, next, {field, seq, ...}}   closed now, or before by this change: then with the seal it got
@@ -24,14 +25,15 @@ local meta_key = KEYS[2]
 local marks_key = KEYS[3]
 local change = ARGV[1]
 local seal = ARGV[2]
+local brief = ARGV[3] == '1'
 
 local meta = redis.call('HMGET', meta_key, 'state', 'next', 'sealed_for', 'seal')
 local state, next_offset = meta[1], meta[2]
 if not state then return {'absent'} end
 if state == 'sealed' and meta[3] == change then
-  return {'sealed', meta[4], tonumber(next_offset), redis.call('HGETALL', marks_key)}
+  return {'sealed', meta[4], tonumber(next_offset), brief and {} or redis.call('HGETALL', marks_key)}
 end
 if state ~= 'open' then return {'conflict', state, meta[3] or ''} end
 redis.call('XADD', log_key, string.format('%d-1', tonumber(next_offset) - 1), 'm', 'command', 'k', change, 'b', seal)
 redis.call('HSET', meta_key, 'state', 'sealed', 'sealed_for', change, 'seal', seal)
-return {'sealed', seal, tonumber(next_offset), redis.call('HGETALL', marks_key)}
+return {'sealed', seal, tonumber(next_offset), brief and {} or redis.call('HGETALL', marks_key)}

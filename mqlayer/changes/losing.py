@@ -208,12 +208,15 @@ def bring_back_nodes(
 
 
 def _needs_arming(node: Node, prefix: str, partitions: list[int], *, unsafe: bool) -> bool:
-    """Say whether a node answers, but not as the run that is armed, or without a partition: FLUSHALL keeps the run."""
+    """Say whether a node answers, but not as the run that is armed, or without a partition: FLUSHALL keeps the run.
+
+    One that still waits for its marks, though it is in force, was opened on a run that another one took the place of.
+    """
     try:
         with NodeConnection(node, connect_timeout_s=ANSWER_WITHIN_S, timeout_s=ANSWER_WITHIN_S, unsafe=unsafe) as line:
             line.connect()
-            there = line.call([("EXISTS", partition_keys(prefix, partition).meta) for partition in partitions])
-            return any(raise_for_reply(reply, node.address) == 0 for reply in there)
+            states = line.call([("HGET", partition_keys(prefix, partition).meta, "state") for partition in partitions])
+            return any(raise_for_reply(state, node.address) in (None, b"importing") for state in states)
     except NodeNotArmed:
         return True
     except MqlayerError:

@@ -178,13 +178,15 @@ class Driver:
         """Load the marks into the successors, open them, put the next route version in force."""
         if work.state != "sealed":
             return work.state
+        # What is opened on a run that is not armed any more is not on the one that is. Arming waits from here on.
+        self._still_armed(connection, work.successors)
         change = {"change_id": work.change_id}
         marks = [row[0] for row in connection.execute(query("seal_marks_of"), change)]
         for place in work.successors:
             self._hand_over_ids(work, place)
             self._open_one(work, place, marks_within(marks, place.lp_from, place.lp_to))
             failpoint("change.after_open")
-        opened_at = connection.execute(query("change_clock")).fetchone()
+        opened_at = connection.execute(query("clock")).fetchone()
         version = {"topic_id": work.topic_id, "version": work.version}
         connection.execute(query("topic_lock"), {"name": work.topic})
         connection.execute(query("route_insert_next"), version | change)
@@ -264,14 +266,14 @@ class Driver:
         if seal != sealed.seal_id.encode() or not last or last[0][1][5] != seal:
             raise StoreUnavailable(line.node.address, f"the seal of partition {place.partition} is not there any more")
 
-    def _still_armed(self, connection: Connection, parents: Sequence[Place]) -> None:
+    def _still_armed(self, connection: Connection, places: Sequence[Place]) -> None:
         """Refuse to record what a run said that may not be the armed one any more: re-arming waits for us now."""
-        wanted = {place.node: self.line(place.node) for place in parents}
+        wanted = {place.node: self.line(place.node) for place in places}
         rows = connection.execute(query("node_armed_runs"), {"node_ids": list(wanted)}).fetchall()
         for node_id, armed in rows:
             line = wanted[NodeId(node_id)]
             if line.connect().run_id != armed:
-                raise NodeNotArmed(line.node.address, "it was armed anew while a partition on it was sealed")
+                raise NodeNotArmed(line.node.address, "it was armed anew while a partition on it was changed")
 
     def _record(self, connection: Connection, work: Work, place: Place, sealed: Sealed) -> None:
         facts = {

@@ -49,6 +49,7 @@ def list_(as_json: JsonOption = False) -> None:
 @nodes.command()
 def rearm(
     name: Annotated[str, typer.Argument(help="The node's name.")],
+    empty: Annotated[bool, typer.Option(help="Its data are gone: what is there is another system's.")] = False,
     accept_loss: AcceptLossOption = False,
     former: FormerOption = False,
 ) -> None:
@@ -60,6 +61,7 @@ def rearm(
             name,
             prefix=settings.key_prefix,
             application=application,
+            empty=empty,
             accept_loss=accept_loss,
             former=former,
             actor=actor(),

@@ -119,11 +119,14 @@ def ids_load_command(
     return line.script("ids_load", (keys.meta, keys.ids, keys.ages), change, window_ms, *flat)
 
 
+def create_command(line: NodeConnection, prefix: str, partition: int, *args: Any) -> Command:
+    """Return the command that makes a partition's meta, once. `args`: topic, lp_from, lp_to, state, change."""
+    return line.script("partition_create", (partition_keys(prefix, partition).meta,), *args)
+
+
 def create(line: NodeConnection, prefix: str, partition: int, *args: Any) -> str:
-    """Run partition_create and return its word. `args`: topic, lp_from, lp_to, state, change."""
-    keys = partition_keys(prefix, partition)
-    reply = line.call([line.script("partition_create", (keys.meta,), *args)])[0]
-    return str(raise_for_reply(reply, line.node.address)[0].decode())
+    """Make a partition's meta as `create_command` does, and return the script's word."""
+    return word_of(line.call([create_command(line, prefix, partition, *args)])[0], line.node.address)
 
 
 class Sealed(NamedTuple):
@@ -139,13 +142,16 @@ HELD_STATES: Final = frozenset({"open", "sealed"})
 """States in which a partition has all marks that its LPs came with."""
 
 
-def seal_command(
-    line: NodeConnection, prefix: str, partition: int, change: int, seal_id: str, *, whole: bool = False
-) -> Command:
-    """Return the command that closes a partition for a route change, on request with the script's whole text."""
+def seal_command(line: NodeConnection, prefix: str, partition: int, change: int, seal_id: str) -> Command:
+    """Return the command that closes a partition for a route change."""
     keys = partition_keys(prefix, partition)
-    form = line.whole_script if whole else line.script
-    return form("partition_seal", (keys.log, keys.meta, keys.marks), change, seal_id)
+    return line.script("partition_seal", (keys.log, keys.meta, keys.marks), change, seal_id)
+
+
+def close_command(line: NodeConnection, prefix: str, partition: int, change: int, seal_id: str) -> Command:
+    """Return the command that does the same by the script's text, and says nothing of the marks."""
+    keys = partition_keys(prefix, partition)
+    return line.whole_script("partition_seal", (keys.log, keys.meta, keys.marks), change, seal_id, 1)
 
 
 def seal_reply(reply: Any, address: str) -> Sealed | Refused:
@@ -389,10 +395,13 @@ def release_command(line: NodeConnection, holder: Holder) -> Command:
     return line.script("lock_release", (_group(holder).lock,), holder.member, holder.epoch)
 
 
-def raise_command(line: NodeConnection, prefix: str, partition: int, group_id: int, epoch: int) -> Command:
-    """Return the command that puts a higher epoch in force without an owner."""
+def raise_command(
+    line: NodeConnection, prefix: str, partition: int, group_id: int, epoch: int, *, whole: bool = False
+) -> Command:
+    """Return the command that puts a higher epoch in force without an owner, on request with the script's text."""
     keys = (partition_keys(prefix, partition).meta, group_keys(prefix, partition, group_id).lock)
-    return line.script("lock_raise", keys, epoch)
+    form = line.whole_script if whole else line.script
+    return form("lock_raise", keys, epoch)
 
 
 class GroupStart(NamedTuple):

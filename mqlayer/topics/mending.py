@@ -19,6 +19,7 @@ goes in with the seal before it taken back and the next one set, in one transact
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,10 +41,12 @@ from mqlayer.redis.partitions import (
     Sealed,
     append_command,
     append_reply,
-    create,
+    close_command,
+    create_command,
     load_commands,
     open_command,
     pass_command,
+    raise_command,
     reopen_command,
     retire_command,
     seal_command,
@@ -58,6 +61,7 @@ SCAN_ROUNDS: Final = 1_000
 ROWS_PER_READ: Final = 500
 BYTES_PER_READ: Final = 900_000
 TOMBSTONES_PER_WRITE: Final = 500
+SEEN_EVERY_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,8 @@ class Mended:
 
 
 class Mender:
-    """Mends one node. `application` is the database whose outbox this process can read."""
+    """Mends one node. `application` is the database whose outbox this process can read; `empty` says that the node's
+    data are gone, whatever is there under another prefix."""
 
     def __init__(
         self,
@@ -116,24 +121,24 @@ class Mender:
         application: Database | None,
         accept_loss: bool,
         accept_loss_of: frozenset[int] = frozenset(),
+        empty: bool = False,
     ) -> None:
         self._connection, self._line, self._prefix = connection, line, prefix
-        self._application = application
+        self._application, self._empty = application, empty
         self._accept_loss, self._accept_loss_of = accept_loss, accept_loss_of
         self._wanted = [
             Wanted(*row)
             for row in connection.execute(query("node_partitions"), {"node_id": line.node.node_id}).fetchall()
         ]
         self._found = self._look()
+        self._raised: Sequence[tuple[int, int, int]] = ()
+        self._seen = time.monotonic()
         self.mended = Mended()
 
     @property
     def needed(self) -> bool:
         """Whether any partition is not what it has to be. Raises ConfigurationRefused for a wrong key prefix."""
-        gone = [wanted for wanted in self._wanted if self._found[wanted.partition].state is None]
-        if gone and len(gone) == len(self._wanted):
-            refuse_other_prefix(self._line, self._prefix, gone[0].partition)
-        return self._accept_loss or any(not self._is_right(wanted) for wanted in self._wanted)
+        return self.is_empty or self._accept_loss or any(not self._is_right(wanted) for wanted in self._wanted)
 
     @property
     def is_empty(self) -> bool:
@@ -141,8 +146,25 @@ class Mender:
         states = [self._found[wanted.partition].state for wanted in self._wanted]
         if not states or any(states):
             return False
-        refuse_other_prefix(self._line, self._prefix, self._wanted[0].partition)
+        if not self._empty:
+            self._refuse_other_prefix()
         return True
+
+    def _refuse_other_prefix(self) -> None:
+        """Refuse to begin anew where all partitions are there under another prefix: then it is we who look wrong.
+
+        Another system's may be there too: their numbers are the same, and seldom all their topics and ranges.
+        """
+        for other in _prefixes(self._line, self._wanted[0].partition):
+            keys = [partition_keys(other, wanted.partition).meta for wanted in self._wanted]
+            replies = self._line.call([("HMGET", key, "topic", "lp_from", "lp_to") for key in keys])
+            there = [tuple(raise_for_reply(reply, self._line.node.address)) for reply in replies]
+            if there == [(w.topic.encode(), b"%d" % w.lp_from, b"%d" % w.lp_to) for w in self._wanted]:
+                raise ConfigurationRefused(
+                    self._line.node.address, "MQLAYER_KEY_PREFIX", self._prefix,
+                    f"{other!r}, as when it was filled; where that is another system's, and this one's data are gone: "
+                    f"mqlayer node rearm {self._line.node.name} --empty",
+                )  # fmt: skip
 
     @property
     def refills(self) -> bool:
@@ -163,19 +185,24 @@ class Mender:
         if gone:
             raise StoreUnavailable(self._line.node.address, f"it lost partition {gone[0]} again while it was armed")
 
+    @property
+    def offsets(self) -> dict[int, int]:
+        """Which offset each partition gives out next; 1 where it is gone."""
+        return {partition: found.next_offset for partition, found in self._found.items()}
+
     def lower(self) -> None:
         """Note what goes by offsets that are gone: they are given out again, to messages that nobody has seen there.
 
         To be committed before partitions are filled up again: whoever does that anew after a crash finds them longer.
         """
-        offsets = [found.next_offset for found in self._found.values()]
-        facts = {"partitions": list(self._found), "offsets": offsets}
+        facts = {"partitions": list(self.offsets), "offsets": list(self.offsets.values())}
         self._connection.execute(query("group_starts_lower"), facts)
         self._connection.execute(query("archive_progress_lower"), facts)
         self._connection.execute(query("dead_adrift"), facts)
 
-    def mend(self) -> None:
-        """Do what is needed. Raises StoreUnavailable or Conflict."""
+    def mend(self, raised: Sequence[tuple[int, int, int]]) -> None:
+        """Do what is needed, under the epochs (group, partition, epoch). Raises StoreUnavailable or Conflict."""
+        self._raised = raised
         self.lower()
         for wanted in self._wanted:
             if not self._is_right(wanted):
@@ -235,10 +262,17 @@ class Mender:
         return True
 
     def _make(self, wanted: Wanted) -> None:
-        word = create(
+        # At once: one that was emptied a moment ago has forgotten them, and lets in whoever has an epoch of before.
+        epochs = [
+            raise_command(self._line, self._prefix, partition, group, epoch, whole=True)
+            for group, partition, epoch in self._raised
+            if partition == wanted.partition
+        ]
+        made = create_command(
             self._line, self._prefix, wanted.partition, wanted.topic, wanted.lp_from, wanted.lp_to, "importing",
             wanted.change,
         )  # fmt: skip
+        word = word_of(self._in_one([*epochs, made])[-1], self._line.node.address)
         if word == "conflict":
             raise Conflict(f"partition {wanted.partition} is on {self._line.node.address} otherwise than it has to be")
 
@@ -275,7 +309,8 @@ class Mender:
             self._check_opening(wanted, opened)
         self._count_lost(wanted, self._resend(wanted, seal_id) + self._given_up(wanted))
         failpoint("mend.after_resend")
-        answer = self._sealed(wanted, self._line.call([self._seal_command(wanted)])[0])
+        seal = seal_command(self._line, self._prefix, wanted.partition, wanted.change_id or 0, str(uuid.uuid4()))
+        answer = self._sealed(wanted, self._line.call([seal])[0])
         failpoint("mend.after_seal")
         facts = {
             "partition_id": wanted.partition,
@@ -344,8 +379,15 @@ class Mender:
                 self._give_up(wanted, source, lp, after, first - 1)
             if rows:
                 seal_id = self._append(wanted, seal_id, source, lp, rows)
+            self._stay()
             after = rows[-1][2] if rows else to
         return seal_id
+
+    def _stay(self) -> None:
+        """Have Postgres see that this transaction goes on: one that stands still does not keep its locks."""
+        if time.monotonic() - self._seen > SEEN_EVERY_S:
+            self._connection.execute(query("clock"))
+            self._seen = time.monotonic()
 
     def _let_go_on(self, wanted: Wanted) -> None:
         """Have LPs go on whose next rows the outbox does not hold any more, and let go what was held for them."""
@@ -390,16 +432,16 @@ class Mender:
         Return the reply to the last of the commands, and the name of the seal that it has then.
         """
         # By its text: a server that forgot all scripts may know the others again, and not this one.
-        seal = self._seal_command(wanted, whole=True)
-        _, *queued, done = self._line.call([("MULTI",), *commands, seal, ("EXEC",)])
-        for reply in queued:
-            raise_for_reply(reply, self._line.node.address)
-        *_, last, sealed = raise_for_reply(done, self._line.node.address)
+        seal = close_command(self._line, self._prefix, wanted.partition, wanted.change_id or 0, str(uuid.uuid4()))
+        *_, last, sealed = self._in_one([*commands, seal])
         return last, self._sealed(wanted, sealed).seal_id
 
-    def _seal_command(self, wanted: Wanted, *, whole: bool = False) -> Command:
-        seal_id = str(uuid.uuid4())
-        return seal_command(self._line, self._prefix, wanted.partition, wanted.change_id or 0, seal_id, whole=whole)
+    def _in_one(self, commands: list[Command]) -> list[Any]:
+        """Do commands with nobody else's in between; return the replies."""
+        _, *queued, done = self._line.call([("MULTI",), *commands, ("EXEC",)])
+        for reply in queued:
+            raise_for_reply(reply, self._line.node.address)
+        return list(raise_for_reply(done, self._line.node.address))
 
     def _sealed(self, wanted: Wanted, reply: Any) -> Sealed:
         answer = seal_reply(reply, self._line.node.address)
@@ -439,19 +481,16 @@ class Mender:
             log.error("messages_lost", extra={"partition": wanted.partition, "count": lost})
 
 
-def refuse_other_prefix(line: NodeConnection, prefix: str, partition: int) -> None:
-    """Raise ConfigurationRefused where a partition is there under another prefix: then it is we who look wrong."""
-    cursor = b"0"
+def _prefixes(line: NodeConnection, partition: int) -> set[str]:
+    """Return the prefixes under which a node has a partition of that number, as far as it is looked at."""
+    cursor, prefixes, end = b"0", set[str](), b":{%d}:meta" % partition
     for _ in range(SCAN_ROUNDS):
-        (reply,) = line.call([(b"SCAN", cursor, b"MATCH", b"*:{%d}:meta" % partition, b"COUNT", 1000)])
+        (reply,) = line.call([(b"SCAN", cursor, b"MATCH", b"*" + end, b"COUNT", 1000)])
         cursor, found = raise_for_reply(reply, line.node.address)
-        if found:
-            other = found[0].decode().split(":", 1)[0]
-            raise ConfigurationRefused(
-                line.node.address, "MQLAYER_KEY_PREFIX", prefix, f"{other!r}, as when it was filled"
-            )
+        prefixes.update(key.removesuffix(end).decode() for key in found)
         if cursor == b"0":
-            return
+            break
+    return prefixes
 
 
 def _count(lps: Mapping[int, tuple[int, int]]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 TRIES: Final = 5
 """How often a node may be emptied while it is armed."""
+Lowered = Mapping[int, int]
 PATIENCE: Final = {"lock_wait": "10s", "idle": "30s"}
 """A process that is stopped while it arms a node must not keep all others from arming it."""
 
@@ -74,6 +75,7 @@ def rearm_node(
     application: Database | None = None,
     accept_loss: bool = False,
     accept_loss_of: frozenset[int] = frozenset(),
+    empty: bool = False,
     former: bool = False,
     actor: str = "api",
     unsafe: bool = False,
@@ -87,14 +89,15 @@ def rearm_node(
     an old offset after a fall-back. A crash in between leaves the node unarmed; anybody does it again. A node that is
     armed and as it has to be is left as it is.
     `application` is the database of the outbox that may have to send something again. Raises ConfigurationRefused where
-    the node holds its partitions under another key prefix, StoreUnavailable where another outbox's relay has to do its
+    the node holds its partitions under another key prefix, unless `empty` says that those are another system's and this
+    one's data are gone; StoreUnavailable where another outbox's relay has to do its
     part, Conflict where an outbox does not hold any more what is lost, unless `accept_loss`, or the partition is one of
     `accept_loss_of`; NodeNotArmed where an old primary answers that another one took the place of, unless `former`.
     """
     options: dict[str, Any] = {"prefix": prefix, "application": application, "accept_loss": accept_loss}
-    options["accept_loss_of"] = accept_loss_of
+    options |= {"accept_loss_of": accept_loss_of, "empty": empty}
 
-    def work(connection: Connection, lowered: bool) -> int | None:  # noqa: FBT001
+    def work(connection: Connection, lowered: Lowered) -> int | Lowered:
         node, formers = _locked(connection, name)
         arming = _Arming(connection, node, formers, unsafe=unsafe, former=former, lowered=lowered)
         return arming.run(options, actor=actor, act="node rearm", facts={}, always=False)
@@ -125,8 +128,9 @@ def set_node_address(
     """
     parse_address(url)
     options: dict[str, Any] = {"prefix": prefix, "application": application, "accept_loss": accept_loss}
+    options["empty"] = empty
 
-    def work(connection: Connection, lowered: bool) -> int | None:  # noqa: FBT001
+    def work(connection: Connection, lowered: Lowered) -> int | Lowered:
         node, formers = _locked(connection, name)
         if node.url == url:
             arming = _Arming(connection, node, formers, unsafe=unsafe, former=former, lowered=lowered)
@@ -135,7 +139,7 @@ def set_node_address(
         there = replace(node, url=url)
         arming = _Arming(connection, there, formers, unsafe=unsafe, former=former, empty=empty, lowered=lowered)
         epochs = arming.run(options, actor=actor, act="node set", facts=facts, always=True)
-        if epochs is not None:
+        if isinstance(epochs, int):
             connection.execute(query("node_address_put"), {"node_id": node.node_id, "url": url})
         return epochs
 
@@ -143,14 +147,14 @@ def set_node_address(
     return find_node(database, name), epochs
 
 
-def _arm(database: Database, name: str, work: Callable[[Connection, bool], int | None]) -> int:
+def _arm(database: Database, name: str, work: Callable[[Connection, Lowered], int | Lowered]) -> int:
     """Do the work of an arming; once more where it only lowered what goes by offsets, or disarmed the node."""
-    lowered = False
+    lowered: Lowered = {}
     for _ in range(TRIES):
-        epochs = database.transaction(lambda connection: work(connection, lowered))  # noqa: B023
-        if epochs is not None:
-            return epochs
-        lowered = True
+        came_to = database.transaction(lambda connection: work(connection, lowered))  # noqa: B023
+        if isinstance(came_to, int):
+            return came_to
+        lowered = came_to
     raise StoreUnavailable(f"node {name}", "it loses its partitions again and again while it is armed")
 
 
@@ -164,8 +168,8 @@ def _locked(connection: Connection, name: str) -> tuple[Node, list[str]]:
 
 
 class _Arming:
-    """Arms a node whose row this transaction holds. `empty`: whether it may hold nothing where it had to; `lowered`:
-    whether what goes by offsets was lowered in a transaction of its own."""
+    """Arms a node whose row this transaction holds. `empty`: whether it may hold nothing where it had to; `lowered`: to
+    which offsets, by partition, what goes by them was lowered in a transaction of its own."""
 
     def __init__(
         self,
@@ -175,17 +179,19 @@ class _Arming:
         *,
         unsafe: bool,
         former: bool,
-        lowered: bool,
+        lowered: Lowered,
         empty: bool = True,
     ) -> None:
         self._connection, self._node, self._formers = connection, node, formers
         self._unsafe, self._former, self._empty, self._lowered = unsafe, former, empty, lowered
 
-    def run(self, options: dict[str, Any], *, actor: str, act: str, facts: dict[str, Any], always: bool) -> int | None:
+    def run(
+        self, options: dict[str, Any], *, actor: str, act: str, facts: dict[str, Any], always: bool
+    ) -> int | Lowered:
         """Arm it where that is needed, or `always`; return how many epochs were raised.
 
-        None where what goes by offsets had to be lowered first, and the node to be disarmed: this is to be committed,
-        and the arming tried again.
+        Offsets where what goes by them had to be lowered to these first, and the node to be disarmed: this is to be
+        committed, and the arming tried again.
         """
         node, connection = self._node, self._connection
         with NodeConnection(node, any_run=True, unsafe=self._unsafe) as line:
@@ -200,19 +206,19 @@ class _Arming:
             if not always and not mender.needed and run_id == node.armed_run_id:
                 return 0
             emptied = mender.is_emptied and run_id == node.armed_run_id
-            if emptied or (mender.refills and not self._lowered):
+            if emptied or (mender.refills and self._is_shorter(mender.offsets)):
                 mender.lower()
                 if emptied:
                     # Who dies from here on must not leave a run that is served, and nothing that anybody misses.
                     connection.execute(query("node_disarm"), {"node_id": node.node_id})
-                return None
+                return mender.offsets
             if run_id != node.armed_run_id:
                 self._renew_file(line)
             raised = connection.execute(query("node_epochs_raise"), {"node_id": node.node_id}).fetchall()
             failpoint("rearm.before_raise")
             self._put_epochs(line, options["prefix"], raised)
             failpoint("rearm.before_remake")
-            mender.mend()
+            mender.mend(raised)
             # A server that is emptied meanwhile has lost them, and lets in whoever has an epoch of before.
             self._put_epochs(line, options["prefix"], raised)
             mender.look_again()
@@ -222,6 +228,10 @@ class _Arming:
         note(connection, actor, act, node.name, facts)
         log.warning("node_rearmed", extra={"node": node.name} | facts)
         return len(raised)
+
+    def _is_shorter(self, offsets: Lowered) -> bool:
+        """Say whether a partition gives out lower offsets than what goes by them was lowered to."""
+        return any(offset < self._lowered.get(partition, offset + 1) for partition, offset in offsets.items())
 
     def _refuse(self, run_id: str) -> None:
         """Refuse an old primary."""

@@ -83,7 +83,7 @@ WHERE change_id = %(change_id)s AND state = 'sealed';
 SELECT pg_notify('mqlayer_group', group_id::text) FROM mqlayer.consumer_group
 WHERE topic_id = %(topic_id)s AND state = 'live';
 
--- name: change_clock
+-- name: clock
 -- The database's clock, now.
 SELECT clock_timestamp();
 
@@ -245,9 +245,9 @@ DELETE FROM mqlayer.group_start s USING buried b WHERE s.partition_id = b.partit
 SELECT marks FROM mqlayer.seal WHERE partition_id = %(partition_id)s;
 
 -- name: lost_audited
--- How many messages of a partition are written down as lost by its nodes' armings so far.
+-- How many messages of a partition are written down as lost by its nodes' armings so far, at whatever address.
 SELECT coalesce(sum((facts -> 'lost' ->> %(partition)s::text)::bigint), 0)::bigint AS lost
-FROM mqlayer.audit WHERE act = 'node rearm';
+FROM mqlayer.audit WHERE act IN ('node rearm', 'node set');
 
 -- name: seals_away
 -- Nodes that have to seal a partition when they are back.

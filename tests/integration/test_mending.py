@@ -21,7 +21,7 @@ from mqlayer.producing import Producer
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.stack import RedisServer
-from mqlayer.topics import rearm_node
+from mqlayer.topics import rearm_node, set_node_address
 from mqlayer.topics.outboxes import lent_outbox
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
@@ -401,8 +401,9 @@ def test_what_was_given_up_and_written_down_is_not_counted_by_a_later_mending(
     assert scene.audited()["lost"] == {}, "the same one"
 
 
+@pytest.mark.parametrize("address", ["the same", "another"])
 def test_direct_messages_that_were_counted_as_lost_are_not_counted_by_a_later_mending(
-    scene: Scene, node: RedisServer, tmp_path: Path
+    scene: Scene, node: RedisServer, tmp_path: Path, address: str
 ) -> None:
     first = FallBack(node, tmp_path / "first")
     with Producer(scene.settings(), name="direct") as producer:
@@ -412,6 +413,9 @@ def test_direct_messages_that_were_counted_as_lost_are_not_counted_by_a_later_me
             producer.send("orders", key=NEAR, body=body)
         scene.split()
     second.happen()
+    if address == "another":
+        url = node.url.replace("127.0.0.1", "localhost")
+        set_node_address(scene.control, "node-1", url, prefix=scene.key_prefix, application=scene.control)
     scene.rearm()
     assert scene.audited()["lost"] == {"1": 3}
     first.happen()

@@ -10,13 +10,14 @@ import pytest
 import redis
 
 from mqlayer import failpoints
+from mqlayer.changes import bring_back_nodes
 from mqlayer.errors import ConfigurationRefused, NodeNotArmed, StoreUnavailable
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.partitions import Run, append_command
 from mqlayer.stack import RedisServer
-from mqlayer.topics import create_topic, list_nodes, rearm_node, register_node
+from mqlayer.topics import create_topic, list_nodes, nodes, rearm_node, register_node
 from mqlayer.topics.mending import Mender
 from tests.fixtures.servers import StartRedis
 
@@ -113,8 +114,8 @@ def test_a_node_that_is_emptied_while_it_is_armed_stays_unarmed(
     client.flushall()
     plain, times = Mender.mend, [3]
 
-    def mend(mender: Mender) -> None:
-        plain(mender)
+    def mend(mender: Mender, raised: Any) -> None:
+        plain(mender, raised)
         if times[0]:
             times[0] -= 1
             client.flushall()
@@ -127,6 +128,61 @@ def test_a_node_that_is_emptied_while_it_is_armed_stays_unarmed(
     rearm_node(database, "n1", prefix=key_prefix)
     assert {meta(client, key_prefix, partition)[b"state"] for partition in (1, 2)} == {b"open"}
     assert client.hget(group_keys(key_prefix, 1, 1).lock, "owner") == b""
+
+
+def test_epochs_are_in_force_in_a_partition_from_the_moment_that_it_is_there(
+    database: Database, client: redis.Redis, key_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the node is emptied between the two: else a woken owner takes the lock under its epoch of before."""
+    client.flushall()
+    plain, epochs = Mender.mend, []
+
+    def mend(mender: Mender, raised: Any) -> None:
+        client.flushall()
+        plain(mender, raised)
+        epochs.append(client.hget(group_keys(key_prefix, 1, 1).lock, "epoch"))
+
+    monkeypatch.setattr(Mender, "mend", mend)
+    rearm_node(database, "n1", prefix=key_prefix)
+    assert epochs == [b"1"]
+
+
+def test_a_node_that_lost_more_while_it_is_armed_has_what_goes_by_offsets_lowered_again(
+    database: Database, client: redis.Redis, server: RedisServer, key_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a commit of its own: who dies behind it leaves partitions that are longer than what went before."""
+    with database.connection() as connection:
+        connection.execute("INSERT INTO mqlayer.group_start (group_id, partition_id, start_offset) VALUES (1, 2, 70)")
+    client.hset(partition_keys(key_prefix, 2).meta, "next", "77")
+    server.restart()
+    client.delete(partition_keys(key_prefix, 1).meta)
+    plain, tries = nodes._Arming.run, []
+
+    def run(arming: Any, *args: Any, **options: Any) -> Any:
+        tries.append(1)
+        if len(tries) == 2:
+            client.delete(partition_keys(key_prefix, 2).meta)
+        return plain(arming, *args, **options)
+
+    monkeypatch.setattr(nodes._Arming, "run", run)
+    failpoints.arm("rearm.before_arm", "raise")
+    try:
+        with pytest.raises(failpoints.FailpointHit):
+            rearm_node(database, "n1", prefix=key_prefix)
+    finally:
+        failpoints.disarm_all()
+    with database.connection() as connection:
+        assert connection.execute("SELECT start_offset FROM mqlayer.group_start").fetchall() == [(1,)]
+
+
+def test_a_partition_in_force_that_waits_for_its_marks_is_opened_by_a_worker(
+    database: Database, client: redis.Redis, key_prefix: str
+) -> None:
+    """It was opened on a run that another one took the place of."""
+    client.hset(partition_keys(key_prefix, 2).meta, "state", "importing")
+    assert bring_back_nodes(database, prefix=key_prefix) == {"n1": "armed"}
+    assert meta(client, key_prefix, 2)[b"state"] == b"open"
+    assert bring_back_nodes(database, prefix=key_prefix) == {}
 
 
 def append_as_before(database: Database, prefix: str) -> Callable[[], None]:
@@ -148,3 +204,22 @@ def test_partitions_under_another_prefix_are_not_taken_for_lost(
         rearm_node(database, "n1", prefix="elsewhere")
     assert key_prefix in str(refused.value)
     assert list(client.scan_iter("elsewhere:*")) == []
+    rearm_node(database, "n1", prefix="elsewhere", empty=True)
+    assert {meta(client, "elsewhere", partition)[b"state"] for partition in (1, 2)} == {b"open"}
+
+
+@pytest.mark.parametrize("differs", ["topic", "lp_to", "number"])
+def test_another_systems_partitions_do_not_keep_an_emptied_node_unarmed(
+    database: Database, client: redis.Redis, key_prefix: str, differs: str
+) -> None:
+    """Two prefixes on one Redis: their partitions' numbers are the same."""
+    others = {number: meta(client, key_prefix, number) for number in (1, 2)}
+    client.flushall()
+    if differs == "number":
+        others = {1: others[1]}
+    else:
+        others[2][differs.encode()] = b"another"
+    for number, facts in others.items():
+        client.hset(partition_keys("another", number).meta, mapping=facts)  # type: ignore[arg-type]
+    rearm_node(database, "n1", prefix=key_prefix)
+    assert {meta(client, key_prefix, partition)[b"state"] for partition in (1, 2)} == {b"open"}

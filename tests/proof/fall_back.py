@@ -5,7 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import redis
+
 from mqlayer.stack import RedisServer
+from mqlayer.stack.deadlines import comes_true
+
+REWRITTEN_WITHIN_S = 20.0
 
 
 class FallBack:
@@ -14,6 +19,9 @@ class FallBack:
     def __init__(self, server: RedisServer, place: Path) -> None:
         self._server, self._place = server, place
         place.mkdir()
+        # Arming has a node write its file anew, in the background: files come and go meanwhile.
+        with redis.Redis.from_url(server.url) as client:
+            assert comes_true(lambda: not _is_rewriting(client), within_s=REWRITTEN_WITHIN_S), "its file is never done"
         for path in _data(server.directory):
             _copy(path, place / path.name)
 
@@ -35,6 +43,11 @@ def lose_all(server: RedisServer, *, start: bool = True) -> None:
             path.unlink()
     if start:
         server.start()
+
+
+def _is_rewriting(client: redis.Redis) -> bool:
+    facts = client.info("persistence")
+    return bool(facts["aof_rewrite_in_progress"] or facts["aof_rewrite_scheduled"])
 
 
 def _data(directory: Path) -> list[Path]:

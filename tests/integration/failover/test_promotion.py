@@ -6,11 +6,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import redis
 
-from mqlayer.changes import bring_back_nodes
+from mqlayer import failpoints
+from mqlayer.changes import bring_back_nodes, split
 from mqlayer.errors import AcknowledgedLoss, Conflict, NodeNotArmed, StaleToken
 from mqlayer.popping import Receiver
 from mqlayer.postgres.database import Database
@@ -167,6 +170,34 @@ def test_members_of_a_shared_group_leave_the_old_primary_behind_the_same_address
         lambda: all(epoch > before[partition][0] for partition, (epoch, _) in shared_member(app).holdings().items()),
         what="higher epochs",
     )
+
+
+def test_successors_are_opened_on_the_run_that_is_armed(
+    pair: Pair, switch: Switch, start_stage: StartStage, redis_url: str, tmp_path: Path
+) -> None:
+    """Their node changes under a driver that made them there before, and still has a line to its old primary."""
+    stage = start_stage(redis_url)
+    register_node(stage.database, name="n2", url=f"redis://{switch.host}:{switch.port}/0")
+    reached, go_on = tmp_path / "reached", tmp_path / "go-on"
+    failpoints.arm("change.after_seal", f"mark:{reached}")
+    failpoints.arm("change.after_seal", f"wait:{go_on}")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            parent, to = int(stage.partitions[0]), ["n2", "n2"]
+            driving = pool.submit(split, stage.database, stage.topic, parent, prefix=stage.prefix, to=to)
+            wait_until(reached.exists, what="the parent to be sealed")
+            pair.wait_in_step()
+            pair.cut_line()
+            pair.promote()
+            switch.lead_to(pair.replica)
+            assert bring_back_nodes(stage.database, prefix=stage.prefix) == {"n2": "armed"}
+            go_on.touch()
+            driving.result(20)
+    finally:
+        failpoints.disarm_all()
+    with client_of(pair.replica) as new:
+        metas = [partition_keys(stage.prefix, number).meta.decode() for number in (3, 4)]
+        assert [new.hget(meta, "state") for meta in metas] == [b"open", b"open"]
 
 
 def test_an_old_primary_is_never_armed_again_by_whoever_still_reaches_it(
