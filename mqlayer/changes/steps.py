@@ -178,12 +178,13 @@ class Driver:
         """Load the marks into the successors, open them, put the next route version in force."""
         if work.state != "sealed":
             return work.state
-        # What is opened on a run that is not armed any more is not on the one that is. Arming waits from here on.
-        self._still_armed(connection, work.successors)
         change = {"change_id": work.change_id}
         marks = [row[0] for row in connection.execute(query("seal_marks_of"), change)]
         for place in work.successors:
             self._hand_over_ids(work, place)
+        # What is opened on a run that is not armed any more is not on the one that is. Arming waits from here on.
+        self._still_armed(connection, work.successors)
+        for place in work.successors:
             self._open_one(work, place, marks_within(marks, place.lp_from, place.lp_to))
             failpoint("change.after_open")
         opened_at = connection.execute(query("clock")).fetchone()
@@ -270,10 +271,15 @@ class Driver:
         """Refuse to record what a run said that may not be the armed one any more: re-arming waits for us now."""
         wanted = {place.node: self.line(place.node) for place in places}
         rows = connection.execute(query("node_armed_runs"), {"node_ids": list(wanted)}).fetchall()
-        for node_id, armed in rows:
+        for node_id, armed, given_up in rows:
             line = wanted[NodeId(node_id)]
+            if armed is None and not given_up:
+                # Emptied, and whoever found that died before it was armed.
+                self._emptied = line.node.name
             if line.connect().run_id != armed:
-                raise NodeNotArmed(line.node.address, "it was armed anew while a partition on it was changed")
+                raise NodeNotArmed(
+                    line.node.address, "it was not armed all the time while a partition on it was changed"
+                )
 
     def _record(self, connection: Connection, work: Work, place: Place, sealed: Sealed) -> None:
         facts = {

@@ -151,20 +151,24 @@ class Mender:
         return True
 
     def _refuse_other_prefix(self) -> None:
-        """Refuse to begin anew where all partitions are there under another prefix: then it is we who look wrong.
+        """Refuse to begin anew where partitions are there under another prefix: then it is we who look wrong.
 
-        Another system's may be there too: their numbers are the same, and seldom all their topics and ranges.
+        Unless one of them is another system's: numbers are the same in all, topics and ranges seldom.
         """
         for other in _prefixes(self._line, self._wanted[0].partition):
             keys = [partition_keys(other, wanted.partition).meta for wanted in self._wanted]
             replies = self._line.call([("HMGET", key, "topic", "lp_from", "lp_to") for key in keys])
             there = [tuple(raise_for_reply(reply, self._line.node.address)) for reply in replies]
-            if there == [(w.topic.encode(), b"%d" % w.lp_from, b"%d" % w.lp_to) for w in self._wanted]:
+            ours = [(w.topic.encode(), b"%d" % w.lp_from, b"%d" % w.lp_to) for w in self._wanted]
+            # One that is not there, or a tombstone, says nothing.
+            if all(facts[0] is None or facts == own for facts, own in zip(there, ours, strict=True)):
                 raise ConfigurationRefused(
-                    self._line.node.address, "MQLAYER_KEY_PREFIX", self._prefix,
-                    f"{other!r}, as when it was filled; where that is another system's, and this one's data are gone: "
-                    f"mqlayer node rearm {self._line.node.name} --empty",
-                )  # fmt: skip
+                    self._line.node.address,
+                    "MQLAYER_KEY_PREFIX",
+                    self._prefix,
+                    f"{other!r}, as when it was filled; say --empty where that is another system's, and this one's "
+                    "data are gone",
+                )
 
     @property
     def refills(self) -> bool:
@@ -295,10 +299,16 @@ class Mender:
         return open_command(self._line, self._prefix, wanted.partition, wanted.change)
 
     def _check_opening(self, wanted: Wanted, reply: Any) -> None:
-        word = word_of(reply, self._line.node.address)
-        # A conflict: it was opened, and closed, by who is ahead of us.
-        if word not in ("loaded", "open", "conflict"):
-            raise StoreUnavailable(self._line.node.address, f"partition {wanted.partition} can't be opened: {word}")
+        word, *state = raise_for_reply(reply, self._line.node.address)
+        if state == [b"importing"]:
+            raise Conflict(
+                f"partition {wanted.partition} on {self._line.node.address} waits for the marks of another route change"
+            )
+        # A conflict otherwise: it was opened, and closed, by who is ahead of us.
+        if word not in (b"loaded", b"open", b"conflict"):
+            raise StoreUnavailable(
+                self._line.node.address, f"partition {wanted.partition} can't be opened: {word.decode()}"
+            )
 
     def _seal_again(self, wanted: Wanted) -> None:
         """Bring a sealed partition that fell back up to its recorded marks, sealed under a new name."""
@@ -441,7 +451,9 @@ class Mender:
         _, *queued, done = self._line.call([("MULTI",), *commands, ("EXEC",)])
         for reply in queued:
             raise_for_reply(reply, self._line.node.address)
-        return list(raise_for_reply(done, self._line.node.address))
+        return [
+            raise_for_reply(reply, self._line.node.address) for reply in raise_for_reply(done, self._line.node.address)
+        ]
 
     def _sealed(self, wanted: Wanted, reply: Any) -> Sealed:
         answer = seal_reply(reply, self._line.node.address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,7 @@ from mqlayer.producing import Producer
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.stack import RedisServer
-from mqlayer.topics import rearm_node, set_node_address
+from mqlayer.topics import mending, nodes, rearm_node, set_node_address
 from mqlayer.topics.outboxes import lent_outbox
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
@@ -242,6 +243,27 @@ def test_a_relay_mends_a_node_that_lost_everything(scene: Scene, node: RedisServ
         scene.wait_until_whole()
     hand.consume_all()
     scene.judge(hand)
+
+
+def test_filling_up_takes_its_time_and_keeps_its_locks(
+    scene: Scene, node: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transaction that seems to stand still is ended: who is stopped while arming must not keep others from it."""
+    scene.bring(20, "a")
+    scene.split()
+    lose_all(node)
+    plain = mending.Mender._append
+
+    def append(mender: mending.Mender, *args: Any) -> str:
+        threading.Event().wait(0.1)
+        return plain(mender, *args)
+
+    monkeypatch.setattr(mending.Mender, "_append", append)
+    monkeypatch.setattr(mending, "SEEN_EVERY_S", 0.0)
+    monkeypatch.setattr(mending, "ROWS_PER_READ", 1)
+    monkeypatch.setitem(nodes.PATIENCE, "idle", "500ms")
+    scene.rearm()
+    assert scene.meta(1)["seal"] == scene.seal_id()
 
 
 def test_without_the_outbox_a_sealed_partition_waits_for_who_can_read_it(scene: Scene, node: RedisServer) -> None:

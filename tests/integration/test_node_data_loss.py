@@ -11,7 +11,7 @@ import redis
 
 from mqlayer import failpoints
 from mqlayer.changes import bring_back_nodes
-from mqlayer.errors import ConfigurationRefused, NodeNotArmed, StoreUnavailable
+from mqlayer.errors import ConfigurationRefused, Conflict, NodeNotArmed, StoreUnavailable
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
 from mqlayer.redis.nodes import NodeConnection
@@ -175,6 +175,14 @@ def test_a_node_that_lost_more_while_it_is_armed_has_what_goes_by_offsets_lowere
         assert connection.execute("SELECT start_offset FROM mqlayer.group_start").fetchall() == [(1,)]
 
 
+def test_a_partition_that_waits_for_another_change_is_an_error_and_not_armed_again_and_again(
+    database: Database, client: redis.Redis, key_prefix: str
+) -> None:
+    client.hset(partition_keys(key_prefix, 2).meta, mapping={"state": "importing", "change": "77"})
+    with pytest.raises(Conflict, match="waits for the marks of another route change"):
+        rearm_node(database, "n1", prefix=key_prefix)
+
+
 def test_a_partition_in_force_that_waits_for_its_marks_is_opened_by_a_worker(
     database: Database, client: redis.Redis, key_prefix: str
 ) -> None:
@@ -204,21 +212,22 @@ def test_partitions_under_another_prefix_are_not_taken_for_lost(
         rearm_node(database, "n1", prefix="elsewhere")
     assert key_prefix in str(refused.value)
     assert list(client.scan_iter("elsewhere:*")) == []
+    # One that is gone, or retired, says nothing of whose the others are.
+    client.delete(partition_keys(key_prefix, 2).meta)
+    with pytest.raises(ConfigurationRefused, match="say --empty"):
+        rearm_node(database, "n1", prefix="elsewhere")
     rearm_node(database, "n1", prefix="elsewhere", empty=True)
     assert {meta(client, "elsewhere", partition)[b"state"] for partition in (1, 2)} == {b"open"}
 
 
-@pytest.mark.parametrize("differs", ["topic", "lp_to", "number"])
+@pytest.mark.parametrize("differs", ["topic", "lp_to"])
 def test_another_systems_partitions_do_not_keep_an_emptied_node_unarmed(
     database: Database, client: redis.Redis, key_prefix: str, differs: str
 ) -> None:
     """Two prefixes on one Redis: their partitions' numbers are the same."""
     others = {number: meta(client, key_prefix, number) for number in (1, 2)}
     client.flushall()
-    if differs == "number":
-        others = {1: others[1]}
-    else:
-        others[2][differs.encode()] = b"another"
+    others[2][differs.encode()] = b"another"
     for number, facts in others.items():
         client.hset(partition_keys("another", number).meta, mapping=facts)  # type: ignore[arg-type]
     rearm_node(database, "n1", prefix=key_prefix)

@@ -23,6 +23,7 @@ from mqlayer.redis.partitions import (
     Sealed,
     append_command,
     append_reply,
+    close_command,
     create,
     pass_command,
     seal_command,
@@ -121,6 +122,18 @@ def test_without_a_meta_nothing_is_made(partition: Partition) -> None:
     """Invariant 4: absent means refuse, never new."""
     assert partition.append(run(10, 1)) == Refused("absent", "")
     assert partition.line.call([("EXISTS", *vars_of(partition))]) == [0]
+
+
+def test_on_request_a_seal_says_nothing_of_the_marks(partition: Partition) -> None:
+    partition.create()
+    partition.append(run(10, 1))
+    where = (partition.line, partition.prefix, partition.number, 12)
+    for name in ("first", "second"):
+        brief = seal_reply(partition.line.call([close_command(*where, name)])[0], "the node")
+        assert brief == Sealed("first", 2, {})
+    assert seal_reply(partition.line.call([seal_command(*where, "third")])[0], "the node") == Sealed(
+        "first", 2, {f"{SOURCE}:10": 1}
+    )
 
 
 @pytest.mark.parametrize("state", ["sealed", "importing"])
