@@ -44,6 +44,17 @@ def large_outbox(postgres_server: Any, migrated_template: str) -> Iterator[psyco
     postgres_server.drop_database(name)
 
 
+def test_what_a_relay_has_to_sort_is_not_compiled_for_each_run(large_outbox: psycopg.Connection[Any]) -> None:
+    """It does not sort by choice, which the planner takes for a price at which compiling pays."""
+    row = large_outbox.execute(
+        "EXPLAIN (ANALYZE, FORMAT JSON) SELECT d.lp, min(d.due_at) FROM mqlayer_app.delayed d GROUP BY d.lp ORDER BY 2"
+    ).fetchone()
+    large_outbox.rollback()
+    assert row is not None
+    assert row[0][0]["Plan"]["Node Type"] == "Sort"
+    assert "JIT" not in row[0][0]
+
+
 @pytest.mark.parametrize("analyzed", [False, True])
 @pytest.mark.parametrize("plans", ["force_custom_plan", "force_generic_plan"])
 @pytest.mark.parametrize("name", sorted(HOT))
