@@ -56,6 +56,8 @@ PAUSE_S: Final = float(os.environ.get("MQLAYER_TEST_PAUSE_S", "0.02"))
 """How long a publisher waits between two transactions, on average."""
 DRIVE_EVERY_S: Final = float(os.environ.get("MQLAYER_TEST_DRIVE_EVERY_S", "1.0"))
 """How long a driver waits between two changes, on average."""
+BOOKING: Final = 16
+"""How many messages a process books at a time: enough for all that is published on one partition, on a slow line."""
 FAILING: Final = int(os.environ.get("MQLAYER_TEST_FAILING", "0"))
 """Every so many messages fail at their first attempt; 0: none does."""
 TAG_FILTER: Final = os.environ.get("MQLAYER_TEST_TAG_FILTER")
@@ -192,7 +194,11 @@ def _book_into_sink(app: mqlayer.App, history: History) -> None:
         return
 
     @app.consumer(
-        TOPIC, group=GROUP, backoff_s=(0.1, 0.2), tag_filter=TAG_FILTER, options=mqlayer.MemberOptions(concurrency=6)
+        TOPIC,
+        group=GROUP,
+        backoff_s=(0.1, 0.2),
+        tag_filter=TAG_FILTER,
+        options=mqlayer.MemberOptions(concurrency=BOOKING),
     )
     def book(body: bytes, ctx: mqlayer.Context) -> None:
         facts = _facts(body, ctx)
