@@ -39,9 +39,17 @@ def test_a_fault_is_over_when_every_group_handles_new_messages_of_every_set_of_l
         Recovery(2.5, "stop", "it", "g from LP 960"),
         Recovery(0.0, "node", "it"),
     ]
-    assert summary(found, longest=1) == {
-        "p50_s": 2.0, "p99_s": 2.0, "longest_s": 2.5, "longest": ["2.5 s stop it, g from LP 960"],
-    }  # fmt: skip
+    times = {"p50_s": 2.0, "p99_s": 2.0, "longest_s": 2.5, "longest": ["2.5 s stop it, g from LP 960"]}
+    assert summary(found, longest=1) == {**times, "while_refilling": 0, "otherwise": times}
+
+
+def test_what_strikes_while_an_emptied_node_is_filled_up_again_is_told_apart() -> None:
+    records = [*message(0, 1, committed=2.0, g=8.0), *message(0, 2, committed=9.0, g=9.5)]
+    wipe = Struck("wipe", "n1", int(1.0 * SECOND_NS), int(1.5 * SECOND_NS))
+    found = recoveries(records, [struck("kill", 0.5), wipe, struck("stop", 1.8), struck("node", 8.6)])
+    assert [one.refilling for one in found] == [True, True, True, False]
+    told = summary(found, longest=0)
+    assert (told["longest_s"], told["while_refilling"], told["otherwise"]["longest_s"]) == (7.5, 3, 0.9)
 
 
 def test_several_runs_are_summed_up_over_all_of_their_faults() -> None:

@@ -13,15 +13,19 @@ from tests.proof.history import Deliver, Publish, Record
 SETS: Final = 16
 """LPs are looked at in so many sets: a fault is over when something that was committed after it is handled in each."""
 SECOND_NS: Final = 1_000_000_000
+EMPTIED: Final = "wipe"
+"""The kind of fault that empties a node."""
 
 
 class Recovery(NamedTuple):
-    """How long it took after a fault, and who was last."""
+    """How long it took after a fault, and who was last; and whether all that an emptied node had held was being handled
+    again then, which takes the longer the more that was."""
 
     seconds: float
     kind: str
     target: str
     last: str = ""
+    refilling: bool = False
 
 
 def recoveries(records: Iterable[Record], struck: Sequence[Struck]) -> list[Recovery]:
@@ -31,11 +35,28 @@ def recoveries(records: Iterable[Record], struck: Sequence[Struck]) -> list[Reco
     the time, a message that was committed after that end was handled by every group.
     """
     flows = _flows(records)
-    return [_recovery(flows, one) for one in struck]
+    took = [_recovery(flows, one) for one in struck]
+    spans = [(one.ended_ns, one.ended_ns + int(how.seconds * SECOND_NS)) for one, how in zip(struck, took, strict=True)]
+    refills = [(one.began_ns, until) for one, (_, until) in zip(struck, spans, strict=True) if one.kind == EMPTIED]
+    return [
+        how._replace(refilling=any(begun <= until and since <= ended for begun, ended in refills))
+        for how, (since, until) in zip(took, spans, strict=True)
+    ]
 
 
 def summary(took: Iterable[Recovery], *, longest: int) -> dict[str, Any]:
-    """Return the p50, p99 and longest recovery in seconds, and which faults took longest."""
+    """Return the p50, p99 and longest recovery in seconds, and which faults took longest: of all, and of those that did
+    not overlap an emptied node's refilling."""
+    all_of_them = list(took)
+    otherwise = [one for one in all_of_them if not one.refilling]
+    return (
+        _times(all_of_them, longest)
+        | {"while_refilling": len(all_of_them) - len(otherwise)}
+        | {"otherwise": _times(otherwise, longest)}
+    )
+
+
+def _times(took: Iterable[Recovery], longest: int) -> dict[str, Any]:
     falling = sorted(took, reverse=True)
     seconds = [one.seconds for one in falling[::-1]] or [0.0]
     return {
