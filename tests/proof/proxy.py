@@ -318,21 +318,6 @@ class _Chunk:
 
 
 @dataclass
-class _UnderWay:
-    """What was read and is not written yet, and how much that is."""
-
-    chunks: asyncio.Queue[_Chunk]
-    count: int = 0
-
-    async def put(self, chunk: _Chunk) -> None:
-        self.count += 1
-        await self.chunks.put(chunk)
-
-    async def get(self) -> _Chunk:
-        return await self.chunks.get()
-
-
-@dataclass
 class _Lane:
     """One direction of all connections, and how it treats what it carries."""
 
@@ -355,35 +340,23 @@ class _Lane:
 
     async def carry(self, connection: _Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Bring everything from the reader to the writer; _CutReached or OSError when that ends early."""
-        under_way = _UnderWay(asyncio.Queue(CHUNKS_UNDER_WAY))
+        under_way: asyncio.Queue[_Chunk] = asyncio.Queue(CHUNKS_UNDER_WAY)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._collect(connection, reader, under_way, writer))
+            group.create_task(self._collect(reader, under_way))
             group.create_task(self._deliver(connection, under_way, writer))
 
-    async def _collect(
-        self,
-        connection: _Connection,
-        reader: asyncio.StreamReader,
-        under_way: "_UnderWay",
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    async def _collect(self, reader: asyncio.StreamReader, under_way: asyncio.Queue[_Chunk]) -> None:
         content: bytes | OSError = b"."
         while content and isinstance(content, bytes):
             content = await _read(reader)
-            if content and isinstance(content, bytes) and self._is_plain and not under_way.count:
-                # Most of the time: a task switch less for what whole runs of the system wait for.
-                await self._write(connection, content, writer)
-            else:
-                await under_way.put(_Chunk(self._release_at(), content))
-
-    @property
-    def _is_plain(self) -> bool:
-        return self.passable.is_set() and not self.delay_s and not self.jitter_s
+            await under_way.put(_Chunk(self._release_at(), content))
 
     def _release_at(self) -> float:
         return asyncio.get_running_loop().time() + self.delay_s + self.rng.uniform(0, self.jitter_s)
 
-    async def _deliver(self, connection: _Connection, under_way: "_UnderWay", writer: asyncio.StreamWriter) -> None:
+    async def _deliver(
+        self, connection: _Connection, under_way: asyncio.Queue[_Chunk], writer: asyncio.StreamWriter
+    ) -> None:
         while True:
             chunk = await under_way.get()
             await asyncio.sleep(chunk.release_at - asyncio.get_running_loop().time())
@@ -394,7 +367,6 @@ class _Lane:
                 writer.write_eof()
                 return
             await self._write(connection, chunk.content, writer)
-            under_way.count -= 1
 
     async def _write(self, connection: _Connection, data: bytes, writer: asyncio.StreamWriter) -> None:
         cut = self.cut
