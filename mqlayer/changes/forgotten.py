@@ -108,7 +108,7 @@ class _Mender:
         # Nobody arms another run before this ends.
         rows = connection.execute(query("node_armed_runs"), {"node_ids": [node.node_id for node in nodes]}).fetchall()
         armed: dict[int, str | None] = {node_id: run for node_id, run, _ in rows}
-        given_up = {row[0] for row in connection.execute(query("check_nodes")).fetchall() if row[4] is not None}
+        given_up = {node_id for node_id, _, lost in rows if lost}
         self._lines: dict[NodeId, NodeConnection] = {}
         for node in nodes:
             if node.node_id in given_up:

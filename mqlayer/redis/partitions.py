@@ -148,7 +148,7 @@ def seal_command(line: NodeConnection, prefix: str, partition: int, change: int,
     return line.script("partition_seal", (keys.log, keys.meta, keys.marks), change, seal_id)
 
 
-def close_command(line: NodeConnection, prefix: str, partition: int, change: int, seal_id: str) -> Command:
+def brief_seal_command(line: NodeConnection, prefix: str, partition: int, change: int, seal_id: str) -> Command:
     """Return the command that does the same by the script's text, and says nothing of the marks."""
     keys = partition_keys(prefix, partition)
     return line.whole_script("partition_seal", (keys.log, keys.meta, keys.marks), change, seal_id, 1)

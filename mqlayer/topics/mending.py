@@ -41,7 +41,7 @@ from mqlayer.redis.partitions import (
     Sealed,
     append_command,
     append_reply,
-    close_command,
+    brief_seal_command,
     create_command,
     load_commands,
     open_command,
@@ -442,7 +442,7 @@ class Mender:
         Return the reply to the last of the commands, and the name of the seal that it has then.
         """
         # By its text: a server that forgot all scripts may know the others again, and not this one.
-        seal = close_command(self._line, self._prefix, wanted.partition, wanted.change_id or 0, str(uuid.uuid4()))
+        seal = brief_seal_command(self._line, self._prefix, wanted.partition, wanted.change_id or 0, str(uuid.uuid4()))
         *_, last, sealed = self._in_one([*commands, seal])
         return last, self._sealed(wanted, sealed).seal_id
 

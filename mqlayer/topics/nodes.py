@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 TRIES: Final = 5
 """How often a node may be emptied while it is armed."""
 Lowered = Mapping[int, int]
+"""To which offset what goes by them was lowered, by partition."""
 PATIENCE: Final = {"lock_wait": "10s", "idle": "30s"}
 """A process that is stopped while it arms a node must not keep all others from arming it."""
 
@@ -90,9 +91,9 @@ def rearm_node(
     armed and as it has to be is left as it is.
     `application` is the database of the outbox that may have to send something again. Raises ConfigurationRefused where
     the node holds its partitions under another key prefix, unless `empty` says that those are another system's and this
-    one's data are gone; StoreUnavailable where another outbox's relay has to do its
-    part, Conflict where an outbox does not hold any more what is lost, unless `accept_loss`, or the partition is one of
-    `accept_loss_of`; NodeNotArmed where an old primary answers that another one took the place of, unless `former`.
+    one's data are gone; StoreUnavailable where another outbox's relay has to do its part; Conflict where an outbox does
+    not hold any more what is lost, unless `accept_loss`, or the partition is one of `accept_loss_of`;
+    NodeNotArmed where an old primary answers that another one took the place of, unless `former`.
     """
     options: dict[str, Any] = {"prefix": prefix, "application": application, "accept_loss": accept_loss}
     options |= {"accept_loss_of": accept_loss_of, "empty": empty}

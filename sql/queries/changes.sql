@@ -30,8 +30,10 @@ SELECT partition_id, node_id, lp_from, lp_to, ended_in IS NOT DISTINCT FROM %(ch
 FROM mqlayer.partition WHERE %(change_id)s IN (born_in, ended_in) ORDER BY lp_from, partition_id;
 
 -- name: node_armed_runs
--- The runs that some nodes are armed for, and whether operators gave them up; nobody arms another one before this transaction ends.
-SELECT node_id, armed_run_id, lost_at IS NOT NULL AS given_up FROM mqlayer.node WHERE node_id = ANY(%(node_ids)s::int[]) ORDER BY node_id FOR SHARE;
+-- The runs that some nodes are armed for, and whether operators gave them up; nobody arms another one before this
+-- transaction ends.
+SELECT node_id, armed_run_id, lost_at IS NOT NULL AS given_up
+FROM mqlayer.node WHERE node_id = ANY(%(node_ids)s::int[]) ORDER BY node_id FOR SHARE;
 
 -- name: seal_put
 -- Record how a partition was sealed; again, where its node fell back and it was sealed anew.

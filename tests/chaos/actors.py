@@ -454,7 +454,7 @@ def publish_batches(name: str, directory: Path, stopping: threading.Event) -> No
 def _publish_batch(connection: Connection, history: History, rng: random.Random, name: str) -> None:
     # In the order of their LPs: whoever takes them in another one may deadlock with us.
     keys = sorted(
-        (f"key-{rng.randrange(KEYS)}" for _ in range(rng.randint(1, 14))), key=lambda key: lp_of(key.encode())
+        (f"key-{rng.randrange(KEYS)}" for _ in range(rng.randint(1, 10))), key=lambda key: lp_of(key.encode())
     )
     begun: list[tuple[Operation, dict[str, int]]] = []
     try:

@@ -23,7 +23,7 @@ from mqlayer.redis.partitions import (
     Sealed,
     append_command,
     append_reply,
-    close_command,
+    brief_seal_command,
     create,
     pass_command,
     seal_command,
@@ -129,7 +129,7 @@ def test_on_request_a_seal_says_nothing_of_the_marks(partition: Partition) -> No
     partition.append(run(10, 1))
     where = (partition.line, partition.prefix, partition.number, 12)
     for name in ("first", "second"):
-        brief = seal_reply(partition.line.call([close_command(*where, name)])[0], "the node")
+        brief = seal_reply(partition.line.call([brief_seal_command(*where, name)])[0], "the node")
         assert brief == Sealed("first", 2, {})
     assert seal_reply(partition.line.call([seal_command(*where, "third")])[0], "the node") == Sealed(
         "first", 2, {f"{SOURCE}:10": 1}
