@@ -61,7 +61,9 @@ FAILING: Final = int(os.environ.get("MQLAYER_TEST_FAILING", "0"))
 TAG_FILTER: Final = os.environ.get("MQLAYER_TEST_TAG_FILTER")
 """Which messages consumers want; None: all."""
 BATCH: Final[Any] = os.environ.get("MQLAYER_TEST_BATCH")
-"""Of what a seller's handler takes batches; None: single messages."""
+"""Of what a handler takes batches; None: single messages."""
+BATCHES: Final[Mapping[str, Any]] = json.loads(os.environ.get("MQLAYER_TEST_BATCHES", "{}"))
+"""The same by process, where they differ within a group."""
 SINK: Final = """
 CREATE TABLE sink (
     place bigserial PRIMARY KEY, key text, source int, lp int, seq bigint, epoch bigint, partition int, value text
@@ -135,7 +137,7 @@ def consume_twice(name: str, directory: Path, stopping: threading.Event) -> None
     history = History(directory, f"{name}-{os.getpid()}")
     MemberWitness(history, TOPIC).observe()
     observe_retiring(history, TOPIC)
-    _book_into_sink(app, history)
+    _book_into_sink(app, history, BATCHES.get(name, BATCH))
 
     @app.consumer(TOPIC, group=MIRROR, backoff_s=(0.1, 0.2), options=mqlayer.MemberOptions(concurrency=2))
     def mirror(body: bytes, ctx: mqlayer.Context) -> None:
@@ -181,11 +183,11 @@ class Connections:
             return psycopg.connect(self._dsn, connect_timeout=5)
 
 
-def _book_into_sink(app: mqlayer.App, history: History) -> None:
+def _book_into_sink(app: mqlayer.App, history: History, kind: Any = BATCH) -> None:
     pool = Connections(os.environ["MQLAYER_DSN"])
-    if BATCH is not None:
+    if kind is not None:
 
-        @app.consumer(TOPIC, group=GROUP, backoff_s=(0.1, 0.2), batch=mqlayer.BatchOf(BATCH, limit=10))
+        @app.consumer(TOPIC, group=GROUP, backoff_s=(0.1, 0.2), batch=mqlayer.BatchOf(kind, limit=10))
         def book_batch(batch: mqlayer.Batch[bytes]) -> None:
             _book_in_parts(batch, pool, history)
 
@@ -260,10 +262,15 @@ def _book_in_parts(
         batch.unmarked if batch.kind == "distinct" else batch[: min((m.index for m in batch if m.error), default=500)]
     )
     for at in range(0, len(todo), 3):
+        part = todo[at : at + 3]
         with pool.connection() as connection:
-            for message in batch.fence(connection, todo[at : at + 3]):
+            to_apply = batch.fence(connection, part)
+            for message in part:
                 facts = _facts(message.body, message)
+                # What was applied before is handled by that, too: who applied it may have died before it said so.
                 with _delivery(history, facts, message):
+                    if message not in to_apply:
+                        continue
                     if faults is not None:
                         faults.strike(facts)
                     connection.execute(INTO_SINK, facts)
@@ -456,25 +463,23 @@ def _publish_batch(connection: Connection, history: History, rng: random.Random,
     keys = sorted(
         (f"key-{rng.randrange(KEYS)}" for _ in range(rng.randint(1, 10))), key=lambda key: lp_of(key.encode())
     )
-    begun: list[tuple[Operation, dict[str, int]]] = []
+    sent = [(key, f"{name}/{number}") for number, key in enumerate(keys)]
+    begun = [history.begin(Publish(topic=TOPIC, key=key, value=value, transaction=name)) for key, value in sent]
+    goes_back = rng.random() < 0.1
     try:
-        for number, key in enumerate(keys):
-            value = f"{name}/{number}"
-            operation = history.begin(Publish(topic=TOPIC, key=key, value=value, transaction=name))
-            begun.append((operation, {}))
-            row = connection.execute(
-                "SELECT mqlayer_app.publish_v1(%s, %s, %s)", (TOPIC, key, value.encode())
-            ).fetchone()
-            begun[-1] = (operation, {"source": 1, "lp": lp_of(key.encode()), "seq": row[0] if row else 0})
-        goes_back = rng.random() < 0.1
+        # One round trip for all, as `publish_many` has; that one does not say which seqs they got.
+        with connection.pipeline():
+            publish = "SELECT mqlayer_app.publish_v1(%s, %s, %s)"
+            answers = [connection.execute(publish, (TOPIC, key, value.encode())) for key, value in sent]
+        rows = [answer.fetchone() for answer in answers]
         (connection.rollback if goes_back else connection.commit)()
     except psycopg.Error:
         # A lost connection at COMMIT: nobody can tell.
-        for operation, _ in begun:
+        for operation in begun:
             operation.info()
         raise
-    for operation, identity in begun:
-        (operation.fail if goes_back else operation.ok)(**identity)
+    for operation, (key, _), row in zip(begun, sent, rows, strict=True):
+        (operation.fail if goes_back else operation.ok)(source=1, lp=lp_of(key.encode()), seq=row[0] if row else 0)
 
 
 def drive(name: str, directory: Path, stopping: threading.Event) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import tempfile
@@ -41,6 +42,8 @@ from tests.proof.history import FallBack, History, read_histories
 from tests.proof.observing import observe_retiring
 
 CAST: Final = {"publisher": 3, "relay": 2, "pair": 4, "driver": 2, "worker": 2, "beat": 2}
+BATCHES: Final = {"pair-1": "distinct", "pair-3": "key"}
+"""Whose handlers take batches: a group may have both kinds, as in a deployment that goes over to them."""
 KEYS: Final = 500
 LEASE_S: Final = 2.0
 REVIVE_EVERY_S: Final = 0.25
@@ -131,9 +134,9 @@ class _Run:
         # This process arms nodes and buries partitions too, at the end.
         cleanup.callback(observe_retiring(self._history, TOPIC))
         environment = {
-            "MQLAYER_TEST_KEYS": str(KEYS), "MQLAYER_CHAOS_SEED": str(seed), "MQLAYER_TEST_PAUSE_S": "0.025",
+            "MQLAYER_TEST_KEYS": str(KEYS), "MQLAYER_CHAOS_SEED": str(seed), "MQLAYER_TEST_PAUSE_S": "0.02",
             "MQLAYER_TEST_DRIVE_EVERY_S": "4", "MQLAYER_LEASE_S": str(LEASE_S), "MQLAYER_BROKER_URL": broker.url,
-            "MQLAYER_TEST_FAILING": "199", "MQLAYER_TEST_PLANT": bug,
+            "MQLAYER_TEST_FAILING": "199", "MQLAYER_TEST_PLANT": bug, "MQLAYER_TEST_BATCHES": json.dumps(BATCHES),
         }  # fmt: skip
         self._play = Play(self._settings, self._histories, **environment)
         cleanup.callback(self._play.kill_all)
