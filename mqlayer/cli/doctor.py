@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -13,6 +13,9 @@ from mqlayer.checking.verifying import verify as verify_stores
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.showing import JsonOption, show_rows
 from mqlayer.postgres.database import Database
+
+UNTOLD: Final = 3
+"""Exit code of `verify` where nothing differs, and not everything could be compared."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -38,7 +41,8 @@ def verify(
 ) -> None:
     """Compare what Postgres, the nodes and the archive say of a topic; exit code 1 where they differ.
 
-    Marks, chains, counters, seals, positions. Changes nothing, and may run while everything else does.
+    Marks, counters, seals, positions, and with --deep chains. Changes nothing, and may run while everything else does.
+    Exit code 3 where nothing differs, and something could not be told, such as of a node that is away.
     """
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
@@ -51,6 +55,8 @@ def verify(
             unsafe=settings.allow_unsafe_redis,
         )
     _show(found, as_json=as_json, nothing="no topic to verify")
+    if any(finding.verdict is Verdict.UNKNOWN for finding in found):
+        raise typer.Exit(UNTOLD)
 
 
 def _show(findings: Iterable[Finding], *, as_json: bool, nothing: str) -> None:

@@ -1,6 +1,7 @@
 """`python -m tests.chaos --seed N --minutes M`: faults for so long; prints a report as JSON, exits 1 if not clean.
 
-With `--pieces` there is a line for each, and one that sums them up.
+With `--pieces` there is a line for each, and one that sums them up. A piece that the harness itself broke off has its
+line too, with what it was, and is not clean; the others go on.
 
 With `--plant NAME` the system has that bug, and has to be caught: pieces of a quarter of a minute, or a race of its
 own, until one is not clean. `--plant all` does that with every bug, and prints a table.
@@ -12,6 +13,7 @@ import argparse
 import json
 import random
 import sys
+import traceback
 from typing import Any
 
 from tests.chaos.harness.hunting import NAMES, hunt, hunt_all, table
@@ -32,13 +34,19 @@ def main() -> int:
     if wanted.plant:
         return 0 if hunted(wanted.plant, wanted.seed) else 1
     length = SHORT if wanted.short else Length(60 * wanted.minutes, wanted.faults, wanted.every)
-    reports = []
+    reports, broken_off = [], 0
     for seed in range(wanted.seed, wanted.seed + wanted.pieces):
-        reports.append(run(seed, length))
-        show(shown(reports[-1]))
-    if len(reports) > 1:
-        show(total(reports))
-    return 0 if all(report["clean"] for report in reports) else 1
+        try:
+            reports.append(run(seed, length))
+        except Exception as error:  # noqa: BLE001 - whatever it is: what was measured before must not be lost by it
+            traceback.print_exc()
+            show({"seed": seed, "clean": False, "broken_off": type(error).__name__})
+            broken_off += 1
+        else:
+            show(shown(reports[-1]))
+    if wanted.pieces > 1 and reports:
+        show(total(reports) | {"broken_off": broken_off})
+    return 0 if all(report["clean"] for report in reports) and not broken_off else 1
 
 
 def hunted(name: str, seed: int) -> bool:

@@ -64,6 +64,11 @@ BATCH: Final[Any] = os.environ.get("MQLAYER_TEST_BATCH")
 """Of what a handler takes batches; None: single messages."""
 BATCHES: Final[Mapping[str, Any]] = json.loads(os.environ.get("MQLAYER_TEST_BATCHES", "{}"))
 """The same by process, where they differ within a group."""
+BATCH_LIMIT: Final = int(os.environ.get("MQLAYER_TEST_BATCH_LIMIT", "10"))
+HANDLERS: Final = int(os.environ.get("MQLAYER_TEST_HANDLERS", "6"))
+"""How many single messages are written at a time."""
+PART: Final = int(os.environ.get("MQLAYER_TEST_PART", "3"))
+"""How many messages of a batch are written in one transaction."""
 SINK: Final = """
 CREATE TABLE sink (
     place bigserial PRIMARY KEY, key text, source int, lp int, seq bigint, epoch bigint, partition int, value text
@@ -187,15 +192,15 @@ def _book_into_sink(app: mqlayer.App, history: History, kind: Any = BATCH) -> No
     pool = Connections(os.environ["MQLAYER_DSN"])
     if kind is not None:
 
-        @app.consumer(TOPIC, group=GROUP, backoff_s=(0.1, 0.2), batch=mqlayer.BatchOf(kind, limit=10))
+        @app.consumer(TOPIC, group=GROUP, backoff_s=(0.1, 0.2), batch=mqlayer.BatchOf(kind, limit=BATCH_LIMIT))
         def book_batch(batch: mqlayer.Batch[bytes]) -> None:
             _book_in_parts(batch, pool, history)
 
         return
 
-    @app.consumer(
-        TOPIC, group=GROUP, backoff_s=(0.1, 0.2), tag_filter=TAG_FILTER, options=mqlayer.MemberOptions(concurrency=6)
-    )
+    options = mqlayer.MemberOptions(concurrency=HANDLERS)
+
+    @app.consumer(TOPIC, group=GROUP, backoff_s=(0.1, 0.2), tag_filter=TAG_FILTER, options=options)
     def book(body: bytes, ctx: mqlayer.Context) -> None:
         facts = _facts(body, ctx)
         with _delivery(history, facts, ctx), pool.connection() as connection:
@@ -218,7 +223,7 @@ def sell(name: str, directory: Path, stopping: threading.Event) -> None:
     observe_parking(history, TOPIC, GROUP)
     rules: dict[str, Any] = json.loads(os.environ.get("MQLAYER_TEST_RULES", "{}"))
     options = mqlayer.MemberOptions(concurrency=6, member_id=os.environ.get("MQLAYER_TEST_MEMBER", ""))
-    batch = mqlayer.BatchOf(BATCH, limit=10) if BATCH is not None else None
+    batch = mqlayer.BatchOf(BATCH, limit=BATCH_LIMIT) if BATCH is not None else None
     register = app.consumer(TOPIC, group=GROUP, start="earliest", batch=batch, options=options, **rules)
     pool = Connections(os.environ["MQLAYER_DSN"])
 
@@ -251,7 +256,7 @@ def sell(name: str, directory: Path, stopping: threading.Event) -> None:
 def _book_in_parts(
     batch: mqlayer.Batch[bytes], pool: Connections, history: History, faults: Faults | None = None
 ) -> None:
-    """Write a batch into the sink, three messages in a transaction; those that fail are left out before."""
+    """Write a batch into the sink, some messages in a transaction; those that fail are left out before."""
     for message in batch:
         facts = _facts(message.body, message)
         if FAILING and message.attempt == 1 and facts["seq"] % FAILING == 0:
@@ -261,8 +266,8 @@ def _book_in_parts(
     todo = (
         batch.unmarked if batch.kind == "distinct" else batch[: min((m.index for m in batch if m.error), default=500)]
     )
-    for at in range(0, len(todo), 3):
-        part = todo[at : at + 3]
+    for at in range(0, len(todo), PART):
+        part = todo[at : at + PART]
         with pool.connection() as connection:
             to_apply = batch.fence(connection, part)
             for message in part:

@@ -83,4 +83,6 @@ def test_whatever_breaks_every_key_is_handled_in_commit_order_and_once(
     assert possible <= set(report["faults_by_kind"]), told
     assert report["faults"] >= length.faults, told
     assert sum(report["route_changes"].values()) >= length.changes, "too few changes came into force to prove anything"
-    assert report["messages"] >= length.messages / 2, "too little was published to prove anything"
+    # The short form ends by its time on a machine that others keep busy.
+    enough = length.messages if length.seconds else length.messages / 2
+    assert report["messages"] >= enough, "too little was published to prove anything"

@@ -6,9 +6,12 @@ from typing import Any
 
 import psycopg
 import pytest
+import redis
 from psycopg.conninfo import make_conninfo
 
+from mqlayer.redis.keys import partition_keys
 from tests.fixtures.commands import Commands
+from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.outbox_world import OutboxWorld
 
@@ -53,6 +56,57 @@ def test_nodes_are_registered_listed_and_armed(world: OutboxWorld, run: Commands
     assert "node-1" in run.text("node", "list")
     assert "is armed" in run.text("node", "rearm", "node-1")
     assert "node 'nobody'" in run.failure("node", "rearm", "nobody")
+
+
+def test_a_node_gets_another_address_which_is_refused_where_it_holds_nothing(
+    world: OutboxWorld, run: Commands, start_redis: StartRedis
+) -> None:
+    """Case 83: never silently empty. Only an operator's word has a node begin anew."""
+    other = start_redis()
+    assert "holds none of the partitions" in run.failure("node", "set", "node-1", "--url", other.url)
+    (node,) = run.lines("node", "list")
+    assert node["address"] != other.url
+    said = run.text("node", "set", "node-1", "--url", other.url, "--empty", "--accept-loss")
+    assert said.startswith(f"node-1 is {other.url}; ")
+    (node,) = run.lines("node", "list")
+    assert node["address"] == other.url
+    with redis.Redis.from_url(other.url) as client:
+        assert client.hget(partition_keys(world.key_prefix, 1).meta.decode(), "state") == b"open"
+    world.publish(20)
+    assert run.text("relay", "--once") == "20 messages relayed\n"
+    assert "node 'nobody'" in run.failure("node", "set", "nobody", "--url", other.url)
+
+
+def test_a_run_of_before_is_armed_by_an_operators_word_only(world: OutboxWorld, run: Commands) -> None:
+    world.rows("UPDATE mqlayer.node SET former_runs = ARRAY[armed_run_id], armed_run_id = repeat('0', 40)")
+    assert "--former" in run.failure("node", "rearm", "node-1")
+    assert "is armed" in run.text("node", "rearm", "node-1", "--former")
+
+
+def test_an_emptied_redis_that_another_system_shares_is_armed_by_an_operators_word(
+    world: OutboxWorld, run: Commands, start_redis: StartRedis
+) -> None:
+    """Partitions of the same numbers under another prefix look like a wrong prefix of ours."""
+    own = start_redis()
+    run.text("node", "set", "node-1", "--url", own.url, "--empty", "--accept-loss")
+    with redis.Redis.from_url(own.url) as client:
+        for partition in (1, 2):
+            ours = partition_keys(world.key_prefix, partition).meta.decode()
+            client.rename(ours, partition_keys("another", partition).meta.decode())
+    assert "--empty" in run.failure("node", "rearm", "node-1")
+    assert "is armed" in run.text("node", "rearm", "node-1", "--empty")
+
+
+def test_a_node_is_given_up_only_when_that_is_said(world: OutboxWorld, run: Commands, start_redis: StartRedis) -> None:
+    lost = start_redis()
+    run.text("node", "set", "node-1", "--url", lost.url, "--empty", "--accept-loss")
+    run.text("node", "register", "node-2", world.urls[0])
+    world.publish(20)
+    lost.kill()
+    assert "say --yes" in run.failure("node", "lost", "node-1")
+    said = run.text("node", "lost", "node-1", "--yes").splitlines()
+    assert said[0] == "2 partitions moved, 0 sealed ones made anew"
+    assert run.text("relay", "--once") == "20 messages relayed\n"
 
 
 def test_topics_are_created_and_listed(world: OutboxWorld, run: Commands) -> None:

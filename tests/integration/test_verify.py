@@ -231,6 +231,11 @@ def test_the_command_exits_with_one_where_something_differs(whole: Whole, monkey
     failed = run("verify", "orders", "--json")
     assert failed.exit_code == 1
     assert '"check": "partition"' in failed.stdout
+    # What could not be asked is not the same as what agrees.
+    whole.sql("UPDATE mqlayer.node SET armed_run_id = 'another'")
+    untold = run("verify", "orders", "--json")
+    assert untold.exit_code == 3
+    assert '"verdict": "unknown"' in untold.stdout
 
 
 def test_a_topic_that_is_not_there_is_an_error(whole: Whole) -> None:

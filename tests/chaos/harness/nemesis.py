@@ -24,13 +24,15 @@ PLACES: Final = {
 }
 """Where processes of a role are broken between two writes."""
 MORTAL: Final = ("publisher", "relay", "pair", "pair", "driver", "driver", "worker", "beat")
-DEPLOYED: Final = ("publisher", "relay", "pair", "pair", "driver", "worker")
+DEPLOYED: Final = ("publisher", "relay", "pair", "pair", "driver", "worker", "beat")
 DEPLOYED_WITHIN_S: Final = 60.0
 """How long a process that is told to end may go on with what it has in hand; who needs longer is to be looked at."""
-STOPPABLE: Final = ("pair", "pair", "relay", "driver", "worker")
+STOPPABLE: Final = ("pair", "pair", "pair", "relay", "relay", "driver", "worker", "publisher", "beat")
+VISITOR: Final = "pair-visitor"
+"""A member of both groups that comes and goes."""
 KINDS: Final = {
     "kill": 45, "restart": 6, "stop": 15, "network": 25, "node": 4, "postgres": 2, "backends": 3, "scripts": 2,
-    "memory": 2, "clock": 2, "far_clock": 1, "fail_over": 2, "power_cut": 2, "wipe": 2,
+    "memory": 2, "clock": 2, "far_clock": 1, "fail_over": 2, "power_cut": 2, "wipe": 2, "membership": 8,
 }  # fmt: skip
 """How often each kind of fault is chosen, once each of them has struck."""
 
@@ -131,6 +133,15 @@ class Nemesis:
             self.late.append(name)
         return name
 
+    def _membership(self) -> str:
+        if VISITOR not in self._play.processes:
+            self._play.start(VISITOR)
+            return f"{VISITOR} joins"
+        self._armed.pop(VISITOR, None)
+        if not self._play.leave(VISITOR, DEPLOYED_WITHIN_S):
+            self.late.append(VISITOR)
+        return f"{VISITOR} leaves"
+
     def _stop(self) -> str:
         name = self._one_of(STOPPABLE)
         process = self._play.processes[name]
@@ -195,7 +206,7 @@ class Nemesis:
         site = self._rng.choice(pairs)
         # Whatever is settled from here on may come again.
         self._fell_back(site)
-        done = site.fail_over(lag_s=self._rng.uniform(0.0, 0.5), overlap_s=self._rng.uniform(0.0, 1.0))
+        done = site.fail_over(lag_s=self._rng.uniform(0.0, 0.5), overlap_s=self._rng.uniform(0.0, 1.5 * self._lease_s))
         self._fell_back(site)
         return site.name if done else ""
 

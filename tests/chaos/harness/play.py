@@ -49,15 +49,21 @@ class Play:
 
     def restart(self, name: str, within_s: float) -> bool:
         """End a process in order, as a deployment does, and start it again; say whether it ended within the time."""
-        process = self.processes[name]
+        in_time = self.leave(name, within_s)
+        self.start(name)
+        return in_time
+
+    def leave(self, name: str, within_s: float) -> bool:
+        """End a process in order, for good; say whether it ended within the time."""
+        process = self.processes.pop(name)
         process.send_signal(signal.SIGCONT)
         process.terminate()
         try:
             process.wait(within_s)
         except subprocess.TimeoutExpired:
-            self.kill(name)
+            process.kill()
+            process.wait()
             return False
-        self.start(name)
         return True
 
     def pause(self, name: str, seconds: float) -> None:

@@ -42,8 +42,8 @@ from tests.proof.history import FallBack, History, read_histories
 from tests.proof.observing import observe_retiring
 
 CAST: Final = {"publisher": 3, "relay": 2, "pair": 4, "driver": 2, "worker": 2, "beat": 2}
-BATCHES: Final = {"pair-1": "distinct", "pair-3": "key"}
-"""Whose handlers take batches: a group may have both kinds, as in a deployment that goes over to them."""
+BATCHES: Final = {"pair-0": "distinct", "pair-1": "key", "pair-2": "distinct", "pair-3": "key"}
+"""Whose handlers take batches of what. The visitor's take single messages: a group may have all kinds."""
 KEYS: Final = 500
 LEASE_S: Final = 2.0
 REVIVE_EVERY_S: Final = 0.25
@@ -137,6 +137,7 @@ class _Run:
             "MQLAYER_TEST_KEYS": str(KEYS), "MQLAYER_CHAOS_SEED": str(seed), "MQLAYER_TEST_PAUSE_S": "0.02",
             "MQLAYER_TEST_DRIVE_EVERY_S": "4", "MQLAYER_LEASE_S": str(LEASE_S), "MQLAYER_BROKER_URL": broker.url,
             "MQLAYER_TEST_FAILING": "199", "MQLAYER_TEST_PLANT": bug, "MQLAYER_TEST_BATCHES": json.dumps(BATCHES),
+            "MQLAYER_TEST_BATCH_LIMIT": "50", "MQLAYER_TEST_PART": "25", "MQLAYER_TEST_HANDLERS": "24",
         }  # fmt: skip
         self._play = Play(self._settings, self._histories, **environment)
         cleanup.callback(self._play.kill_all)
