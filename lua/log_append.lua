@@ -9,6 +9,7 @@ KEYS
   1 log_key       stream  the partition's records, entry id <offset>-0
   2 meta_key      hash    state, range of LPs, next offset
   3 marks_key     hash    <source>:<lp> -> highest seq that is in the partition
+  4 ended_key     set     the node's: sources of outboxes that go on under others
 
 ARGV
   1 source        int     who numbered the messages
@@ -24,12 +25,14 @@ RETURNS
   {"importing", change}               nothing appended: not open yet
   {"deleted", change}                 nothing appended: only its tombstone is left
   {"absent"}                          nothing appended: no such partition on this node
+  {"ended", source}                   nothing appended: its outbox goes on under another source
   {"full", length}                    nothing appended: at its backlog limit
   {"toolarge", count}                 nothing appended: more than 500 messages
 ]]
 local log_key = KEYS[1]
 local meta_key = KEYS[2]
 local marks_key = KEYS[3]
+local ended_key = KEYS[4]
 local source = ARGV[1]
 local backlog = tonumber(ARGV[2])
 local run_count = tonumber(ARGV[3])
@@ -41,6 +44,7 @@ local meta = call('HMGET', meta_key, 'state', 'lp_from', 'lp_to', 'next')
 local state = meta[1]
 if not state then return {'absent'} end
 if state ~= 'open' then return {state, call('HGET', meta_key, state == 'sealed' and 'sealed_for' or 'change') or ''} end
+if call('SISMEMBER', ended_key, source) == 1 then return {'ended', source} end
 if backlog > 0 then
   local length = call('XLEN', log_key)
   if length >= backlog then return {'full', length} end

@@ -16,6 +16,9 @@ different partitions have different tags. Groups are named by their id: a name m
 <prefix>:{<partition>}:g<group>:outcomes    stream  what became of offsets (archived topics); id <epoch>-<told>
 <prefix>:{<partition>}:g<group>:rate        hash    left, at_us: what may be begun of the group's rate (see rate_take)
 
+of a node as a whole (nodes are no members of a cluster):
+<prefix>:ended                              set     outboxes' sources that are ended: nothing is appended under them
+
 of a group with ordered pop, besides (see pop_receive):
 <prefix>:{<partition>}:g<group>:pops        hash    offset -> <batch>:<ms when it is visible>:<lane>
 <prefix>:{<partition>}:g<group>:lines       zset    <length of lane><lane><offset> of what is not settled
@@ -64,6 +67,12 @@ def partition_keys(prefix: str, partition: int) -> PartitionKeys:
     """Return the keys of a partition."""
     stem = f"{prefix}:{{{partition}}}:".encode()
     return PartitionKeys(stem + b"log", stem + b"meta", stem + b"marks", stem + b"ids", stem + b"ages")
+
+
+@cache
+def ended_key(prefix: str) -> bytes:
+    """Return the set of the outboxes' sources under which a node takes nothing any more."""
+    return f"{prefix}:ended".encode()
 
 
 @cache

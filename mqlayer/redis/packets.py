@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Final
 
 from mqlayer.domain.dedup import IDS_PER_PARTITION
-from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.keys import ended_key, partition_keys
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.partitions import marks_command
 
@@ -40,8 +40,8 @@ def bulk_number(number: int) -> bytes:
 @lru_cache(maxsize=1_024)
 def _append_start(digest: bytes, prefix: str, partition: int, source: int, backlog: int) -> bytes:
     keys = partition_keys(prefix, partition)
-    start = (b"EVALSHA", digest, b"3", keys.log, keys.meta, keys.marks, b"%d" % source, b"%d" % backlog)
-    return b"".join(map(bulk, start))
+    names = (keys.log, keys.meta, keys.marks, ended_key(prefix))
+    return b"".join(map(bulk, (b"EVALSHA", digest, b"4", *names, b"%d" % source, b"%d" % backlog)))
 
 
 def append_packet(
@@ -61,7 +61,7 @@ def append_packet(
     order, `count` messages in all; the pieces of a message, joined, are three bulk strings: facts, key, body.
     """
     start = _append_start(line.digest("log_append"), prefix, partition, source, backlog)
-    length = 9 + len(heads) + 3 * count
+    length = 10 + len(heads) + 3 * count
     return b"".join((b"*%d\r\n" % length, start, bulk_number(len(heads) // 3), *heads, *messages))
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from mqlayer.domain.dedup import FirstPlace
 from mqlayer.domain.offsets import is_settled
-from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys, pop_keys, rate_key
+from mqlayer.redis.keys import ended_key, group_keys, outcomes_key, partition_keys, pop_keys, rate_key
 from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 
 RunWord = Literal["ok", "dup", "gap", "unowned"]
@@ -60,7 +60,24 @@ def append_command(
         args += (run.lp, run.first, run.count)
     for run in runs:
         args += run.fields
-    return line.script("log_append", (keys.log, keys.meta, keys.marks), *args)
+    return line.script("log_append", (keys.log, keys.meta, keys.marks, ended_key(prefix)), *args)
+
+
+def end_source(line: NodeConnection, prefix: str, source: int) -> None:
+    """Have a node take nothing more under the source of an outbox that goes on under another one.
+
+    Raises StoreUnavailable.
+    """
+    (reply,) = line.call([(b"SADD", ended_key(prefix), source)])
+    raise_for_reply(reply, line.node.address)
+
+
+def put_ended_sources(line: NodeConnection, prefix: str, sources: Iterable[int]) -> None:
+    """Have these be all such sources that a node knows. Raises StoreUnavailable."""
+    key = ended_key(prefix)
+    commands: list[Command] = [(b"DEL", key), *((b"SADD", key, source) for source in sources)]
+    for reply in line.call(commands):
+        raise_for_reply(reply, line.node.address)
 
 
 def word_of(reply: Any, address: str) -> str:

@@ -4,13 +4,14 @@ Seqs that were given out in the lost commits are given out again, to other messa
 under them: the chain would take the new ones for repetitions. So nothing is relayed on a timeline that the outbox does
 not know before it goes on under a new source:
 
-1. What of the outbox is in Redis is proven: the record of the source with the LP and seq of a row is that very message.
+1. Nodes take nothing more of the old source: what a relay has read of it before may be sent by that at any time.
+2. What of the outbox is in Redis is proven: the record of the source with the LP and seq of a row is that very message.
    What a promoted server has is a beginning of what its primary had, so all before it is there too.
-2. Where no timeline but the marks told of it, the control database is taken for one that lost commits too.
-3. In one transaction what is proven is recorded as relayed, all behind it is numbered anew, the timeline noted.
-4. The old source ends; a relay's next session opens another one.
+3. Where no timeline but the marks told of it, the control database is taken for one that lost commits too.
+4. In one transaction what is proven is recorded as relayed, all behind it is numbered anew, the timeline noted.
+5. The old source ends; a relay's next session opens another one.
 
-A crash before 3 leaves all to the next session; after it, the next one does the rest. Messages in Redis whose commits
+A crash before 4 leaves all to the next session; after it, the next one does the rest. Messages in Redis whose commits
 are gone (phantoms) stay where they are: they may be handled already. They are counted in the log and the audit.
 What was trimmed from Redis before it was recorded as relayed can't be proven, and is sent again under the new source.
 """
@@ -37,6 +38,7 @@ from mqlayer.postgres.queries import query
 from mqlayer.postgres.server import SUSPECT, UNTOLD
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection, raise_for_reply
+from mqlayer.redis.partitions import end_source
 from mqlayer.relay.source import refuse_copy
 from mqlayer.routes.cache import load_nodes
 from mqlayer.settings import Settings
@@ -138,6 +140,8 @@ def recover_outbox(
     found: dict[str, tuple[int, Proof]] = {}
     if known is not None:
         refuse_copy(address, known[1], cluster, known[0])
+        _end_source(control, lines, prefix, known[0], skip_away=unproven)
+        failpoint("recover.after_end")
         for topic_id, name, *_ in application.execute(query("outbox_topics")).fetchall():
             prover = _Prover(application, lines, prefix, known[0], topic_id, skip_away=unproven)
             found[name] = topic_id, prover.prove(control)
@@ -211,6 +215,31 @@ def _armed(control: Database, application: Database, settings: Settings, node_id
     return line
 
 
+def _end_source(control: Database, lines: Lines, prefix: str, source: int, *, skip_away: bool) -> None:
+    """Have nodes take nothing more of a source: another relay may have read what is to get other numbers.
+
+    It would be there twice, and behind what is newer: a relay that stood still, or reads the Postgres of before, sends
+    it when all else is over. Nodes that are armed later are told by that.
+    """
+    with control.connection() as connection:
+        rows = connection.execute(query("partition_places")).fetchall()
+    for node_id in sorted({node_id for _, node_id, *_ in rows}):
+        with _proving(skip_away=skip_away):
+            end_source(lines(NodeId(node_id)), prefix, source)
+
+
+@contextmanager
+def _proving(*, skip_away: bool) -> Iterator[None]:
+    """Say what an operator can do where a node is away, or go on without it."""
+    try:
+        yield
+    except StoreUnavailable as error:
+        if not skip_away:
+            reason = f"the outbox lost commits, and this node is to prove what is in Redis: {error.reason}"
+            advice = "mqlayer outbox recover --unproven goes on without it, and repeats messages"
+            raise StoreUnavailable(error.address, f"{reason}; {advice}") from error
+
+
 def _renumber(application: Connection, outbox_uuid: UUID, found: Any) -> int | None:
     rows = [(topic_id, lp, seq) for topic_id, proof in found for lp, seq in proof.proven.items()]
     topic_ids, lps, seqs = ([row[place] for row in rows] for place in range(3))
@@ -240,13 +269,8 @@ class _Prover:
         self._relayed = dict(self._rows("relayed_all"))
         # Successors first: what is young is more likely to lack a record of its being relayed.
         for partition, node_id, *_ in reversed(rows):
-            try:
+            with _proving(skip_away=self._skip_away):
                 self._prove_partition(self._lines(NodeId(node_id)), partition)
-            except StoreUnavailable as error:
-                if not self._skip_away:
-                    reason = f"the outbox lost commits, and this node is to prove what is in Redis: {error.reason}"
-                    advice = "mqlayer outbox recover --unproven goes on without it, and repeats messages"
-                    raise StoreUnavailable(error.address, f"{reason}; {advice}") from error
         beyond = {
             lp: (known + 1, mark)
             for lp, mark in self._marks.items()

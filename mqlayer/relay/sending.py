@@ -29,7 +29,7 @@ class Sender:
 
     `moved` are lanes whose acknowledged seq is past what Postgres was told; `fallen` those whose mark went back;
     `gone` are rows that are neither in the outbox nor in Redis; `ahead` lanes with marks past what their counters are
-    known to be. The owner takes them and empties the collections.
+    known to be. The owner takes them and empties the collections. `ended`: nodes take nothing more of the source.
     """
 
     def __init__(self, *, prefix: str, lanes: Lanes, links: Links, targets: Targets, limits: RelayLimits) -> None:
@@ -39,6 +39,7 @@ class Sender:
         self.fallen: dict[int, Lane] = {}
         self.gone: list[Unsendable] = []
         self.ahead: dict[int, tuple[Lane, int]] = {}
+        self.ended = False
         self.appended_count = 0
         self.source_id = 0
         self._suspects: dict[int, tuple[Lane, int, int]] = {}
@@ -159,6 +160,9 @@ class Sender:
         if refused.word == "toolarge":
             raise MqlayerError(f"partition {target.partition} refused a batch of {refused.fact} messages")
         self._send_again(append, flight_number)
+        if refused.word == "ended":
+            self.ended = True
+            return
         self._without(link, target, append.runs[0][0].topic_id, refused.word)
 
     def _without(self, link: Link, target: Target, topic_id: int, word: str) -> None:

@@ -162,6 +162,7 @@ class Session:
         self._put_aside()
         self._lower_fallen()
         self._judge_ahead()
+        self._end_with_source()
         self.drained = not seen and self._sweep is None and not self._readable() and not self._sender.in_flight
         return seen
 
@@ -309,6 +310,14 @@ class Session:
                 log.error("outbox_behind_redis", extra=facts)
                 raise StoreUnavailable(self._application.address, "it lost commits whose messages are in Redis")
             self._sender.advance(lane, mark)
+
+    def _end_with_source(self) -> None:
+        """Raise StoreUnavailable where nodes were told that the outbox goes on under another source.
+
+        The next session finds that, or recovers the outbox itself where whoever began with it is gone.
+        """
+        if self._sender.ended:
+            raise StoreUnavailable(self._application.address, "its outbox goes on under other numbers since")
 
     def _keep_house(self, now: float) -> None:
         if self._beat.due(now):

@@ -175,6 +175,10 @@ ON CONFLICT (outbox_uuid) WHERE kind = 'outbox' AND closed_at IS NULL DO NOTHING
 SELECT source_id, cluster FROM mqlayer.source
 WHERE outbox_uuid = %(outbox_uuid)s AND kind = 'outbox' AND closed_at IS NULL;
 
+-- name: sources_ended
+-- Sources of outboxes that go on under others.
+SELECT source_id FROM mqlayer.source WHERE kind = 'outbox' AND closed_at IS NOT NULL ORDER BY source_id;
+
 -- name: source_close_outbox
 -- An outbox goes on under another source.
 UPDATE mqlayer.source SET closed_at = now()

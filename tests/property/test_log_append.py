@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from mqlayer.domain.message import NO_KEY
 from mqlayer.domain.routing import NodeId
-from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.keys import ended_key, partition_keys
 from mqlayer.redis.nodes import Node, NodeConnection
 from mqlayer.redis.packets import LINE_END, append_packet, bulk, bulk_head, bulk_number
 from mqlayer.redis.partitions import (
@@ -25,6 +25,7 @@ from mqlayer.redis.partitions import (
     append_command,
     append_reply,
     create,
+    end_source,
 )
 from mqlayer.stack import RedisServer
 
@@ -46,10 +47,13 @@ class Model:
     next: int = 1
     marks: dict[tuple[int, int], int] = field(default_factory=dict)
     log: list[Entry] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)
 
     def append(self, source: int, runs: Sequence[Run], backlog: int) -> Appended | Refused:
         if self.state != "open":
             return Refused(self.state, self.change)
+        if source in self.ended:
+            return Refused("ended", str(source))
         if 0 < backlog <= len(self.log):
             return Refused("full", str(len(self.log)))
         if (total := sum(run.count for run in runs)) > 500:
@@ -100,6 +104,7 @@ class Appends(RuleBasedStateMachine):
         self.keys = partition_keys(self.prefix, self.partition)
         create(self.line, self.prefix, self.partition, "t", LP_FROM, LP_TO, "open", "")
         self.model = Model()
+        self.line.call([("DEL", ended_key(self.prefix))])
         self.messages = itertools.count(1)
 
     @rule(
@@ -129,6 +134,16 @@ class Appends(RuleBasedStateMachine):
     @rule()
     def open_again(self) -> None:
         self.change_state("open")
+
+    @rule(source=st.sampled_from(SOURCES))
+    def end_or_forget(self, source: int) -> None:
+        """An outbox goes on under another source; that it does so is the node's, and gone with its data."""
+        if source in self.model.ended:
+            self.model.ended.remove(source)
+            self.line.call([("SREM", ended_key(self.prefix), source)])
+        else:
+            self.model.ended.add(source)
+            end_source(self.line, self.prefix, source)
 
     @rule()
     def hand_over_a_mark(self) -> None:

@@ -123,7 +123,7 @@ def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(
     parts = [("m", 20)]
     world.publish(20, keys=5)
     relay_once(world.settings(), limits=QUICK)
-    for point in ("recover.before_renumber=kill", "recover.after_renumber=kill"):
+    for point in ("recover.after_end=kill", "recover.before_renumber=kill", "recover.after_renumber=kill"):
         then = EarlierState(world)
         lost, new = (f"{word}-{len(parts)}" for word in ("lost", "new"))
         parts += [(lost, 20), (new, 20)]
