@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Final, Protocol
 
 from mqlayer.domain.dedup import FirstPlace
@@ -28,7 +29,7 @@ from mqlayer.errors import (
     PublishError,
 )
 from mqlayer.producing.lanes import Batch, Lane, Slot, TopicLanes, Trouble
-from mqlayer.producing.losses import Claim, LossNews
+from mqlayer.producing.losses import Claim, FormerSources, LossNews
 from mqlayer.producing.parcels import NOTHING, Found, Listener, Oneway, Original, Outcome, Parcel, Place
 from mqlayer.producing.pauses import pause_s
 from mqlayer.redis.partitions import OnceOutcome, RunOutcome
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_UNTOLD: Final = 100_000
+MAX_FORMER: Final = 100_000
+"""How many sources that lanes left are looked after: some 20 MB, a hundred losses of a topic in all its LPs."""
 CLOSED: Final = "it was closed before an answer came, so the message may or may not be stored"
 
 
@@ -118,6 +121,7 @@ class Ledger:
         self._chance = chance or random.Random()
         # What nobody was told of: who publishes next hears it.
         self.untold: deque[Loss] = deque(maxlen=MAX_UNTOLD)
+        self._former = FormerSources(MAX_FORMER)
         # The lanes with trouble: mostly none, so that no answer is looked through for them.
         self._troubled: set[Lane] = set()
 
@@ -327,11 +331,14 @@ class Ledger:
     # What nodes lost
 
     def claims(self, link: Link) -> list[Claim]:
-        """Return what partitions on a node have to hold: where each LP is sent, and where it was sent last."""
+        """Return what partitions on a node have to hold: where each LP is sent, and where it was sent last.
+
+        Under the source that a lane has now, and under those that it left.
+        """
+        present = ((lane, lane.source, lane.acked) for lane in self._lanes() if lane.acked and lane.source is not None)
         return [
-            Claim(lane, lane.source, lane.acked, slot.partition)
-            for lane in self._lanes()
-            if lane.acked and lane.source is not None
+            Claim(lane, source, acked, slot.partition)
+            for lane, source, acked in chain(self._former, present)
             for slot in dict.fromkeys((lane.slot, lane.topic.table[lane.lp]))
             if slot.link is link
         ]
@@ -342,8 +349,10 @@ class Ledger:
         What is behind lost messages can't be stored any more: the chain refuses it.
         """
         lane = claim.lane
-        if mark >= claim.acked or lane.source != claim.source or lane.acked < claim.acked:
+        if mark >= claim.acked:
             return []
+        if lane.source != claim.source:
+            return self._lose_former(claim, mark)
         self._note_trouble(lane, "lost")
         lane.lost_after = mark
         # Of what flies answers come, and more of it may be lost with them.
@@ -534,6 +543,7 @@ class Ledger:
         if parcel.first > lane.unsure_to:
             lane.take_back(lane.source)
         else:
+            self._former.add(lane, lane.acked)
             if lane.source == self.source:
                 self.source = None
                 self.errands.renew()
@@ -611,9 +621,7 @@ class Ledger:
         link = lane.slot.link
         loss = Loss(lane.topic.name, lane.lp, lane.lost_after + 1, lane.acked, lane.source or 0, *link.runs)
         error = AcknowledgedLoss(*loss)
-        log.error("acknowledged_messages_lost", extra={"topic": lane.topic.name, "lp": lane.lp, "reason": str(error)})
-        self.counts["lost"] += loss.messages
-        told: list[Listener] = [LossNews(loss, lane.slot.partition)]
+        told = self._count_loss(loss, lane.slot.partition)
         if not lane.waiting or isinstance(lane.waiting[0].listener, Oneway):
             self.untold.append(loss)
         if lane.waiting:
@@ -622,8 +630,25 @@ class Ledger:
             self.source = None
             self.errands.renew()
         self._forget_trouble(lane)
+        self._former.add(lane, lane.lost_after)
         lane.restart(self.source)
         return told
+
+    def _lose_former(self, claim: Claim, mark: int) -> list[Listener]:
+        """Tell of what is missing of a source that a lane left: nothing waits under it, so the lane goes on."""
+        lane = claim.lane
+        last = self._former.lower(lane, claim.source, mark)
+        if mark >= last:
+            return []
+        loss = Loss(lane.topic.name, lane.lp, mark + 1, last, claim.source, *self.slots[claim.partition].link.runs)
+        self.untold.append(loss)
+        return self._count_loss(loss, claim.partition)
+
+    def _count_loss(self, loss: Loss, partition: int) -> list[Listener]:
+        facts = {"topic": loss.topic, "lp": loss.lp, "reason": str(AcknowledgedLoss(*loss))}
+        log.error("acknowledged_messages_lost", extra=facts)
+        self.counts["lost"] += loss.messages
+        return [LossNews(loss, partition)]
 
     def _fail(self, lane: Lane, index: int, error: MqlayerError) -> list[Listener]:
         first, *behind = lane.cut_off(index)

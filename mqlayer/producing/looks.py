@@ -19,7 +19,7 @@ from mqlayer.producing.clerk import Clerk
 from mqlayer.producing.ledger import Ledger, tell_all
 from mqlayer.producing.links import Link
 from mqlayer.producing.losses import Claim
-from mqlayer.redis.looking import marks_of
+from mqlayer.redis.looking import MARKS_PER_CALL, marks_of
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.partitions import HELD_STATES
 
@@ -103,12 +103,13 @@ class Looks:
         of: dict[int, list[Claim]] = defaultdict(list)
         for claim in claims:
             of[claim.partition].append(claim)
-        wanted = {partition: [(claim.source, claim.lane.lp) for claim in some] for partition, some in of.items()}
+        asked = [some[at : at + MARKS_PER_CALL] for some in of.values() for at in range(0, len(some), MARKS_PER_CALL)]
+        wanted = [(some[0].partition, [(claim.source, claim.lane.lp) for claim in some]) for some in asked]
         with self._line(node_id) as line:
             answers = marks_of(line, self._prefix, wanted)
         return [
             pair
-            for partition, (state, marks) in answers.items()
+            for some, (state, marks) in zip(asked, answers, strict=True)
             if state in HELD_STATES
-            for pair in zip(of[partition], marks, strict=True)
+            for pair in zip(some, marks, strict=True)
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from mqlayer.domain.offsets import Range
@@ -17,8 +17,10 @@ SELECT_LIMIT: Final = 1_000
 """How many records one call of log_select looks at, at most."""
 
 
-PARTITIONS_PER_WRITE: Final = 64
-"""Of how many partitions marks are asked at once."""
+MARKS_PER_CALL: Final = 2_000
+"""How many marks one call of marks_look tells, at most: about a millisecond of the node, and Lua unpacks some 8,000."""
+CALLS_PER_WRITE: Final = 64
+"""How many of these calls are sent at once."""
 
 
 class Head(NamedTuple):
@@ -127,22 +129,19 @@ def select_reply(reply: Any, address: str) -> Selected:
 
 
 def marks_of(
-    line: NodeConnection, prefix: str, wanted: Mapping[int, Sequence[tuple[int, int]]]
-) -> dict[int, tuple[str, list[int]]]:
-    """Return each partition's state, '' for none, and its marks of (source, LP)s, both of one moment.
+    line: NodeConnection, prefix: str, wanted: Sequence[tuple[int, Sequence[tuple[int, int]]]]
+) -> list[tuple[str, list[int]]]:
+    """Return, for each of (partition, (source, LP)s), its state, '' for none, and these marks, both of one moment.
 
-    One round trip for 64 partitions. Raises StoreUnavailable.
+    At most MARKS_PER_CALL marks for each. One round trip for 64 of them. Raises StoreUnavailable.
     """
-    found: dict[int, tuple[str, list[int]]] = {}
-    partitions = list(wanted)
-    for at in range(0, len(partitions), PARTITIONS_PER_WRITE):
-        some = partitions[at : at + PARTITIONS_PER_WRITE]
+    found: list[tuple[str, list[int]]] = []
+    for at in range(0, len(wanted), CALLS_PER_WRITE):
         commands = [
-            marks_command(line, prefix, partition, [b"%d:%d" % name for name in wanted[partition]])
-            for partition in some
+            marks_command(line, prefix, partition, [b"%d:%d" % name for name in names])
+            for partition, names in wanted[at : at + CALLS_PER_WRITE]
         ]
-        for partition, reply in zip(some, line.call(commands), strict=True):
-            found[partition] = marks_reply(reply, line.node.address)
+        found += [marks_reply(reply, line.node.address) for reply in line.call(commands)]
     return found
 
 

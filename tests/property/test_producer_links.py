@@ -30,7 +30,7 @@ from mqlayer.errors import (
 from mqlayer.producing.lanes import Lane, Slot, TopicLanes
 from mqlayer.producing.ledger import Ledger, tell_all
 from mqlayer.producing.links import Link, LinkOptions
-from mqlayer.producing.losses import Claim
+from mqlayer.producing.losses import Claim, FormerSources
 from mqlayer.producing.messages import pieces_of
 from mqlayer.producing.parcels import Found, Parcel, Place
 from mqlayer.producing.upkeep import Search
@@ -266,6 +266,14 @@ class World(RuleBasedStateMachine):
             self.link.pull()
         self.link.fake_line.close()
 
+    @rule()
+    def be_emptied(self) -> None:
+        """The server falls back to its beginning, behind what earlier losses left."""
+        for partition in self.node.partitions.values():
+            partition.log, partition.marks, partition.trimmed = [], {}, 0
+        self.remember()
+        self.fall_back()
+
     @rule(lp=st.sampled_from(LPS))
     def fall_back_behind_an_answer(self, lp: int) -> None:
         """What was published last is acknowledged, and lost."""
@@ -274,6 +282,18 @@ class World(RuleBasedStateMachine):
         self.go_on()
         self.fall_back()
         self.publish(lp, 1, NEVER, bulk_=False)
+
+    @rule(lp=st.sampled_from(LPS))
+    def be_emptied_behind_a_loss(self, lp: int) -> None:
+        """What the first loss left is lost with what was published since."""
+        self.publish(lp, 2, NEVER, bulk_=False)
+        self.go_on()
+        self.fall_back_behind_an_answer(lp)
+        self.go_on()
+        self.run_errands()
+        self.publish(lp, 1, NEVER, bulk_=False)
+        self.go_on()
+        self.be_emptied()
 
     @rule()
     def seal(self) -> None:
@@ -447,6 +467,30 @@ def test_forgetting_that_a_message_may_be_stored_is_found(monkeypatch: pytest.Mo
         refused_when_its_time_is_over()
 
 
+def emptied_behind_a_loss() -> None:
+    """What was acknowledged under a source that its lane left is lost, with what was since."""
+    world = World()
+    world.make()
+    world.be_emptied_behind_a_loss(lp=3)
+    world.teardown()
+    assert world.ledger.counts["lost"] == 1 + 2 + 1
+
+
+def test_what_was_acknowledged_under_a_former_source_is_missed() -> None:
+    emptied_behind_a_loss()
+
+
+def test_forgetting_former_sources_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_former_sources(monkeypatch)
+    with pytest.raises(AssertionError, match="not all that is lost was told"):
+        emptied_behind_a_loss()
+
+
+def forget_former_sources(patch: pytest.MonkeyPatch) -> None:
+    """A lane that goes on under another source forgets what was acknowledged under the one before."""
+    patch.setattr(FormerSources, "add", lambda former, lane, acked: None)
+
+
 def forget_what_is_unsure(patch: pytest.MonkeyPatch) -> None:
     """A message that may be stored fails for good, and its seq goes to the next one."""
     patch.setattr(Lane, "note_unsure", lambda lane: None)
@@ -513,6 +557,7 @@ def take_repetitions_for_losses(patch: pytest.MonkeyPatch) -> None:
         leave_what_is_behind_a_failure,
         resolve_too_early,
         take_repetitions_for_losses,
+        forget_former_sources,
     ],
 )
 def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:

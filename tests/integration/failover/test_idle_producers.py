@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 import mqlayer
 from mqlayer import events
-from mqlayer.domain.routing import lp_of
+from mqlayer.changes import split
+from mqlayer.domain.routing import PartitionId, lp_of
 from mqlayer.errors import AcknowledgedLoss
 from mqlayer.postgres.database import Database
 from mqlayer.producing import Message, Producer
@@ -21,6 +23,7 @@ from tests.fixtures.replicas import Pair, pair_of
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.producer_world import ProducerWorld
+from tests.proof.proxy import TcpProxy
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,23 @@ def armed_run(world: ProducerWorld) -> str:
 def wait_for_loss(producer: Producer, count: int) -> None:
     """Wait until the producer has counted so many lost messages."""
     wait_until(lambda: producer.stats.lost == count, timeout_s=20, what=f"{count} lost messages, without publishing")
+
+
+def empty(world: ProducerWorld) -> None:
+    """Empty the node, and arm it."""
+    with world.client() as client:
+        client.flushall()
+    world.rearm()
+
+
+def look_after_restart(world: ProducerWorld, server: RedisServer, producer: Producer) -> None:
+    """Restart the node, arm it, and return when the producer has looked at it."""
+    server.kill()
+    server.start()
+    world.rearm()
+    looks = producer._upkeep._looks
+    armed_at = world.rows("SELECT armed_at FROM mqlayer.node")[0][0]
+    wait_until(lambda: armed_at in looks._armed_at.values() and not looks._due, what="a look")
 
 
 def test_a_producer_that_publishes_nothing_is_told_what_its_node_lost(
@@ -126,9 +146,7 @@ def test_a_node_that_was_emptied_goes_on_as_the_same_run_and_is_looked_at(world:
     producer = Producer(world.settings(), name="test")
     producer.send_many("orders", [Message(f"k{number}", b"x") for number in range(50)])
     before = armed_run(world)
-    with world.client() as client:
-        client.flushall()
-    world.rearm()
+    empty(world)
     assert armed_run(world) == before
     wait_for_loss(producer, 50)
     with pytest.raises(AcknowledgedLoss) as raised:
@@ -139,13 +157,117 @@ def test_a_node_that_was_emptied_goes_on_as_the_same_run_and_is_looked_at(world:
     assert not world.rows("SELECT 1 FROM mqlayer.source WHERE closed_at IS NULL")
 
 
+def test_what_was_acknowledged_before_a_loss_is_missed_too_when_the_node_loses_that_as_well(
+    world: ProducerWorld, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 83. Nobody continues the former source, so no chain tells; each message is told once, and nothing fails."""
+    monkeypatch.setattr("mqlayer.producing.looks.MARKS_PER_CALL", 1)
+    with world.producer() as producer:
+        first = producer.send_many("orders", [Message("k", b"x") for _ in range(8)])[0].identity
+        fall_back_to_here = Backup(server, world.rearm, tmp_path / "backup")
+        producer.send_many("orders", [Message("k", b"x"), Message("k", b"x")])
+        fall_back_to_here.restore()
+        wait_for_loss(producer, 2)
+        with pytest.raises(AcknowledgedLoss):
+            producer.flush()
+        second = producer.send_many("orders", [Message("k", b"x") for _ in range(5)])[0].identity
+
+        empty(world)
+        wait_for_loss(producer, 2 + 8 + 5)
+        with pytest.raises(AcknowledgedLoss) as raised:
+            producer.flush()
+        lost = [(loss.source, loss.lp, loss.first, loss.last, loss.node) for loss in raised.value.losses]
+        assert lost == [(first.source, first.lp, 1, 8, "node-1"), (second.source, first.lp, 1, 5, "node-1")]
+
+        third = producer.send("orders", key="k", body=b"kept").identity
+        assert (third.lp, third.seq) == (first.lp, 1)
+        empty(world)
+        wait_for_loss(producer, 2 + 8 + 5 + 1)
+        with pytest.raises(AcknowledgedLoss) as raised:
+            producer.flush()
+        assert [(loss.source, loss.first, loss.last) for loss in raised.value.losses] == [(third.source, 1, 1)]
+
+
+def test_a_loss_of_former_messages_only_leaves_the_present_source_alone(
+    world: ProducerWorld, server: RedisServer, tmp_path: Path, heard: list[mqlayer.Event]
+) -> None:
+    """What is missing is told; the lane goes on with its next number."""
+    with world.producer() as producer:
+        first = producer.send_many("orders", [Message("k", b"x") for _ in range(3)])[0]
+        fall_back_to_here = Backup(server, world.rearm, tmp_path / "backup")
+        producer.send("orders", key="k", body=b"lost")
+        fall_back_to_here.restore()
+        wait_for_loss(producer, 1)
+        with pytest.raises(AcknowledgedLoss):
+            producer.flush()
+        second = producer.send("orders", key="k", body=b"0").identity
+        with world.client() as client:
+            client.hset(world.keys(first.partition).marks, f"{first.identity.source}:{first.identity.lp}", 1)
+        server.kill()
+        server.start()
+        world.rearm()
+        wait_for_loss(producer, 1 + 2)
+        with pytest.raises(AcknowledgedLoss) as raised:
+            producer.flush()
+        assert [loss[:5] for loss in raised.value.losses] == [("orders", second.lp, 2, 3, first.identity.source)]
+        assert [(event.seq, event.count, event.partition) for event in heard[1:]] == [(2, 2, first.partition)]
+        assert producer.send("orders", key="k", body=b"1").identity == (second.source, second.lp, 2)
+
+
+def test_what_was_acknowledged_before_an_unanswered_duplicate_is_missed_too(
+    database_dsn: str, key_prefix: str, server: RedisServer
+) -> None:
+    """The lane goes on under another source, without any loss."""
+    parts = redis.ConnectionPool.from_url(server.url).connection_kwargs
+    with TcpProxy(parts["host"], parts["port"]) as proxy:
+        world = ProducerWorld(database_dsn, key_prefix, [f"redis://{proxy.host}:{proxy.port}/0"], [server.url])
+        world.add_topic()
+        with world.producer() as producer:
+            before = producer.send("orders", key="k", body=b"x", dedup_id="a").identity
+            producer.send_many("orders", [Message("k", b"x"), Message("k", b"x")])
+            proxy.cut_after(server_bytes=0)
+            again = producer.send_async("orders", key="k", body=b"x", dedup_id="a")
+            proxy.wait_for_cut()
+            assert again.result(20).duplicate
+            after = producer.send("orders", key="k", body=b"x").identity
+            assert (after.seq, after.source != before.source) == (1, True)
+            empty(world)
+            wait_for_loss(producer, 3 + 1)
+            with pytest.raises(AcknowledgedLoss) as raised:
+                producer.flush()
+            lost = {loss.source: (loss.first, loss.last) for loss in raised.value.losses}
+            assert lost == {before.source: (1, 3), after.source: (1, 1)}
+
+
+def test_successors_lack_nothing_of_a_former_source_that_their_parent_had(
+    world: ProducerWorld, server: RedisServer, tmp_path: Path
+) -> None:
+    """They come with all marks, also of what was trimmed, whether the lane was sent there before or not."""
+    with world.producer() as producer:
+        first = producer.send_many("orders", [Message("k", b"x") for _ in range(3)])[0]
+        fall_back_to_here = Backup(server, world.rearm, tmp_path / "backup")
+        producer.send("orders", key="k", body=b"lost")
+        fall_back_to_here.restore()
+        wait_for_loss(producer, 1)
+        with pytest.raises(AcknowledgedLoss):
+            producer.flush()
+        second = producer.send("orders", key="k", body=b"0").identity
+        with Database(world.dsn) as database:
+            split(database, "orders", PartitionId(first.partition), prefix=world.prefix)
+        with world.client() as client:
+            client.xtrim(world.keys(first.partition).log, maxlen=0, approximate=False)
+        look_after_restart(world, server, producer)
+        after = producer.send("orders", key="k", body=b"1")
+        assert (after.identity, after.partition != first.partition) == ((second.source, second.lp, 2), True)
+        look_after_restart(world, server, producer)
+        assert (producer.stats.lost, producer.flush()) == (1, 0)
+
+
 def test_what_goes_wrong_in_the_block_is_not_hidden_by_what_was_lost(world: ProducerWorld) -> None:
     def lose_and_fail() -> None:
         with Producer(world.settings(), name="test") as producer:
             producer.send("orders", key="k", body=b"x")
-            with world.client() as client:
-                client.flushall()
-            world.rearm()
+            empty(world)
             wait_for_loss(producer, 1)
             raise LookupError
 
@@ -184,12 +306,7 @@ def test_a_restart_that_loses_nothing_is_no_loss(world: ProducerWorld, server: R
     with world.producer() as producer:
         source = producer.send("orders", key="k", body=b"0").identity.source
         for _ in range(2):
-            server.kill()
-            server.start()
-            world.rearm()
-            looks = producer._upkeep._looks
-            armed_at = world.rows("SELECT armed_at FROM mqlayer.node")[0][0]
-            wait_until(lambda: armed_at in looks._armed_at.values() and not looks._due, what="a look")  # noqa: B023
+            look_after_restart(world, server, producer)
         assert producer.flush() == 0
         assert producer.send("orders", key="k", body=b"1").identity == (source, lp_of(b"k"), 2)
         assert producer.stats.lost == 0
