@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
 
+import uvloop
+
 __all__ = ["Direction", "TcpProxy"]
 
 Direction = Literal["client_to_server", "server_to_client"]
@@ -164,8 +166,8 @@ class TcpProxy:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _run(self) -> None:
-        with self._door:
-            asyncio.run(self._serve_until_stopped())
+        with self._door, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._serve_until_stopped())
 
     async def _serve_until_stopped(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
