@@ -11,7 +11,8 @@ def adopt(application: Database) -> int:
 
     For a restored or moved database whose original is gone. What the database does not know to be relayed is numbered
     anew and sent, so what the original had relayed since the copy arrives twice, and nothing is lost. Publishing waits
-    meanwhile. Returns how many messages wait. Raises InvalidInput while a relay works on the outbox.
+    meanwhile. The next relay ends the original's source. Returns how many messages wait. Raises InvalidInput while a
+    relay works on the outbox.
     """
     return application.transaction(lambda connection: _renew(connection, keep=True))
 
@@ -20,7 +21,7 @@ def renew(application: Database) -> None:
     """Give a copy whose original lives on an identity of its own, and empty its outbox.
 
     What waits in it, delayed messages too, is the original's to send; what was published in the copy since is lost, so
-    do this first.
+    do this first. The original's source goes on.
     Raises InvalidInput while a relay works on the outbox.
     """
     application.transaction(lambda connection: _renew(connection, keep=False))

@@ -39,7 +39,7 @@ from mqlayer.postgres.server import SUSPECT, UNTOLD
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import end_source
-from mqlayer.relay.source import refuse_copy
+from mqlayer.relay.source import end_former_sources, refuse_copy
 from mqlayer.routes.cache import load_nodes
 from mqlayer.settings import Settings
 from mqlayer.topics.nodes import rearm_node
@@ -135,6 +135,8 @@ def recover_outbox(
     if identity is None or server is None:
         return None
     (outbox_uuid, _, cluster), suspect = identity, server[1] == SUSPECT
+    # A node that is to prove something may have to be armed: what it lost of these would be waited for.
+    end_former_sources(application, control)
     with control.connection() as connection:
         known = connection.execute(query("source_of_outbox"), {"outbox_uuid": outbox_uuid}).fetchone()
     found: dict[str, tuple[int, Proof]] = {}

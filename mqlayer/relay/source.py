@@ -33,10 +33,8 @@ def open_source(application: Connection, control: Database, address: str) -> Out
         raise MqlayerError("the outbox has no identity: somebody removed it while the relay started")
     outbox_uuid, name, cluster = row
     facts = {"outbox_uuid": outbox_uuid, "name": name, "cluster": cluster}
-    server = application.execute(query("outbox_server")).fetchone()
+    end_former_sources(application, control)
     with control.connection() as connection:
-        if server is not None and server[3] is not None:
-            connection.execute(query("source_close_outbox"), {"outbox_uuid": server[3]})
         connection.execute(query("source_open_outbox"), facts)
         failpoint("relay.after_source")
         known = connection.execute(query("source_of_outbox"), facts).fetchone()
@@ -45,6 +43,17 @@ def open_source(application: Connection, control: Database, address: str) -> Out
     source_id, home = known
     refuse_copy(address, home, cluster, source_id)
     return OutboxSource(source_id, outbox_uuid, name)
+
+
+def end_former_sources(application: Connection, control: Database) -> None:
+    """End the sources of all that an outbox was before it was adopted or recovered.
+
+    None of them is its own, or it would not go on under another one: no database has their rows any more.
+    """
+    row = application.execute(query("outbox_server")).fetchone()
+    if row is not None and row[3]:
+        with control.connection() as connection:
+            connection.execute(query("sources_close_former"), {"outboxes": row[3]})
 
 
 def refuse_copy(address: str, home: str, cluster: str, source_id: int) -> None:

@@ -42,7 +42,7 @@ SELECT i.outbox_uuid, current_database() AS name,
 FROM mqlayer_app.identity i;
 
 -- name: outbox_server
--- On which timeline this outbox was worked on, on which it is now, and in place of which outbox it goes on.
+-- On which timeline this outbox was worked on, on which it is now, and in place of which outboxes it goes on.
 SELECT i.outbox_uuid, i.timeline AS known, mqlayer_app.timeline_v1() AS now, i.replaces FROM mqlayer_app.identity i;
 
 -- name: outbox_identity_now

@@ -179,10 +179,10 @@ WHERE outbox_uuid = %(outbox_uuid)s AND kind = 'outbox' AND closed_at IS NULL;
 -- Sources of outboxes that go on under others.
 SELECT source_id FROM mqlayer.source WHERE kind = 'outbox' AND closed_at IS NOT NULL ORDER BY source_id;
 
--- name: source_close_outbox
--- An outbox goes on under another source.
+-- name: sources_close_former
+-- An outbox goes on under another source: what it was before is live no more.
 UPDATE mqlayer.source SET closed_at = now()
-WHERE outbox_uuid = %(outbox_uuid)s AND kind = 'outbox' AND closed_at IS NULL;
+WHERE outbox_uuid = ANY(%(outboxes)s::uuid[]) AND kind = 'outbox' AND closed_at IS NULL;
 
 -- name: trim_work
 -- Every live partition of a topic with the groups whose settling bounds its trimming, and where they start. Not before all

@@ -1,0 +1,126 @@
+"""An outbox that goes on under another source ends all former ones: nobody can prove or send again what was theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from mqlayer.changes import give_up_node, split
+from mqlayer.outbox import adopt, renew
+from mqlayer.postgres.database import Database
+from mqlayer.relay import recover_now, relay_once
+from mqlayer.stack import RedisServer
+from mqlayer.topics import rearm_node
+from tests.fixtures.servers import StartRedis
+from tests.proof.fall_back import lose_all
+from tests.proof.outbox_world import QUICK, OutboxWorld
+
+Act = Callable[[OutboxWorld, Database], None]
+
+
+@pytest.fixture
+def node(start_redis: StartRedis) -> RedisServer:
+    """The second node, which may go away."""
+    return start_redis()
+
+
+@pytest.fixture
+def world(database_dsn: str, redis_url: str, node: RedisServer, key_prefix: str) -> OutboxWorld:
+    """Two nodes, a topic of two partitions, one on each, and forty messages that were relayed."""
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url, node.url])
+    world.add_topic("orders", partitions=2)
+    world.publish(40)
+    assert relay(world) == 40
+    return world
+
+
+@pytest.fixture
+def database(world: OutboxWorld) -> Iterator[Database]:
+    """The database: control and application in one."""
+    with Database(world.dsn) as database:
+        yield database
+
+
+def relay(world: OutboxWorld) -> int:
+    """Start a relay, and have it relay what waits."""
+    return relay_once(world.settings(), limits=QUICK)
+
+
+def recovered(world: OutboxWorld, database: Database) -> None:
+    """Recover the outbox by hand, as after a promotion."""
+    world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
+    assert recover_now(database, database, world.settings()) is not None
+
+
+def adopted(_: OutboxWorld, database: Database) -> None:
+    """Adopt the outbox."""
+    adopt(database)
+
+
+def live_sources(world: OutboxWorld) -> list[tuple[object, ...]]:
+    """Return the outboxes whose sources are live, oldest first."""
+    return world.rows("SELECT outbox_uuid FROM mqlayer.source WHERE closed_at IS NULL ORDER BY source_id")
+
+
+def identity(world: OutboxWorld) -> list[tuple[object, ...]]:
+    """Return which outbox it is now."""
+    return world.rows("SELECT outbox_uuid FROM mqlayer_app.identity")
+
+
+@pytest.mark.parametrize(
+    "acts",
+    [[adopted], [adopted, adopted], [recovered, recovered], [recovered, adopted], [adopted, recovered, recovered]],
+    ids=lambda acts: " ".join(act.__name__ for act in acts),
+)
+def test_one_source_is_live_whatever_was_done_before_a_relay_starts(
+    world: OutboxWorld, database: Database, acts: list[Act]
+) -> None:
+    for act in acts:
+        act(world, database)
+    world.publish(10, tag="after")
+    assert relay(world) == 10
+    assert live_sources(world) == identity(world)
+
+
+def test_a_copy_that_is_renewed_ends_nothing_of_its_original(world: OutboxWorld, database: Database) -> None:
+    """Nor what its original went on in place of: that is the original's business."""
+    adopt(database)
+    relay(world)
+    (original,) = live_sources(world)
+    renew(database)
+    world.publish(3, tag="own")
+    assert relay(world) == 3
+    assert live_sources(world) == [original, *identity(world)]
+
+
+def test_a_node_is_given_up_after_an_outbox_was_adopted(
+    world: OutboxWorld, database: Database, node: RedisServer
+) -> None:
+    adopt(database)
+    world.publish(20, tag="after")
+    relay(world)
+    node.kill()
+    loss = give_up_node(database, "node-2", prefix=world.key_prefix, application=database)
+    assert loss.moved == (2,)
+    assert 0 < loss.again < 20
+    assert relay(world) == loss.again
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["", "a former one opened late"])
+def test_a_node_that_lost_what_a_former_source_sent_is_armed_again(
+    world: OutboxWorld, database: Database, node: RedisServer, stale: bool
+) -> None:
+    """Its sealed partition is short of marks that nobody can bring back: that is counted, and waited for by nobody."""
+    split(database, "orders", 2, at=[768], prefix=world.key_prefix)
+    of_the_sealed = sum(record.lp >= 512 for record in world.records())
+    adopt(database)
+    relay(world)
+    lose_all(node)
+    if stale:
+        # As by a relay that was stopped between reading the identity and opening its source.
+        world.rows("UPDATE mqlayer.source SET closed_at = NULL WHERE source_id = 1")
+        recovered(world, database)
+    rearm_node(database, "node-2", prefix=world.key_prefix, application=database)
+    lost = world.rows("SELECT facts -> 'lost' FROM mqlayer.audit WHERE object = 'node-2' AND facts ? 'lost'")
+    assert [facts for (facts,) in lost if facts] == [{"2": of_the_sealed}]
