@@ -8,6 +8,7 @@ all of them. Every LP is named, also with 0: whatever an outbox has beyond its m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from uuid import UUID
 
 from mqlayer.domain.changes import Mode
 from mqlayer.errors import ConfigurationRefused, Conflict, StoreUnavailable
@@ -22,11 +23,13 @@ class Proof:
 
     `marks`: "<source>:<lp>" -> highest seq that successors need not get. `again`: messages that were in the partition
     and go to the successors once more. `only_there`: messages that were relayed and are not in the outbox any more.
+    `outbox_uuid`: which outbox, None where there is none.
     """
 
     marks: dict[str, int]
     again: int
     only_there: int
+    outbox_uuid: UUID | None
 
     def counts(self) -> dict[str, int]:
         """Return what is sent again, and what was only there."""
@@ -59,7 +62,7 @@ def prove(
             "wait for the node to come back",
         )
     if not outboxes:
-        return Proof({}, 0, 0)
+        return Proof({}, 0, 0, None)
     source_id, outbox_uuid = outboxes[0]
     if application is None:
         raise StoreUnavailable("the outbox", "this process has no connection to the application's database")
@@ -75,12 +78,13 @@ def prove(
         marks[f"{source_id}:{lp}"] = min(relayed, floor) if mode == "lost" else relayed
         again += max(0, relayed - floor)
         only_there += min(relayed, floor)
-    return Proof(marks, again, only_there)
+    return Proof(marks, again, only_there, outbox_uuid)
 
 
 def hold_back(application: Database, topic_id: int, proof: Proof) -> None:
     """Record in the outbox that Redis holds no more than what is proven: the rest is not to be rotated away."""
     lps = [int(name.split(":")[1]) for name in proof.marks]
-    facts = {"topic_ids": [topic_id] * len(lps), "lps": lps, "seqs": list(proof.marks.values())}
+    seqs = list(proof.marks.values())
+    facts = {"outbox_uuid": proof.outbox_uuid, "topic_ids": [topic_id] * len(lps), "lps": lps, "seqs": seqs}
     with application.connection() as outbox:
         outbox.execute(query("relayed_lower"), facts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from uuid import UUID
 
 from psycopg.types.string import ByteaBinaryLoader
 
@@ -22,7 +23,11 @@ class Sweep(NamedTuple):
 
 
 class OutboxReader:
-    """The outbox as a relay reads it. `after` is the id up to which the scan has come."""
+    """The outbox as a relay reads it. `after` is the id up to which the scan has come.
+
+    What it writes counts for the outbox `outbox_uuid` only, by whose numbers it goes: nothing once another relay
+    numbered it anew, however long ours stood still before the statement.
+    """
 
     def __init__(self, connection: Connection, limits: RelayLimits) -> None:
         self.connection, self._limits = connection, limits
@@ -31,6 +36,7 @@ class OutboxReader:
         self._messages = connection.cursor(binary=True)
         self._messages.adapters.register_loader("text", ByteaBinaryLoader)
         self.after = 0
+        self.outbox_uuid: UUID | None = None
 
     def prepare(self) -> None:
         """Set the connection up for reading; once, before anything else."""
@@ -95,7 +101,7 @@ class OutboxReader:
 
     def suspect(self) -> None:
         """Note for all relays that commits are missing."""
-        self._cursor.execute(query("outbox_suspect"))
+        self._cursor.execute(query("outbox_suspect"), {"outbox_uuid": self.outbox_uuid})
 
     def topics(self) -> dict[int, str]:
         """Return the names of the topics that this database may publish to."""
@@ -108,14 +114,12 @@ class OutboxReader:
     def put_aside(self, lane: Lane, seq: int, reason: str) -> None:
         """Set a row aside, for all relays and for operators."""
         failpoint("relay.before_set_aside")
-        facts = {"topic_id": lane.topic_id, "lp": lane.lp, "seq": seq, "reason": reason}
-        self._cursor.execute(query("set_aside_put"), facts)
+        self._cursor.execute(query("set_aside_put"), self._facts(lane, seq, reason))
 
     def put_voided(self, lane: Lane, seq: int, reason: str) -> None:
         """Keep a row that is passed over, for operators; its void record may be sent once this is committed."""
         failpoint("relay.before_voided")
-        facts = {"topic_id": lane.topic_id, "lp": lane.lp, "seq": seq, "reason": reason}
-        self._cursor.execute(query("voided_put"), facts)
+        self._cursor.execute(query("voided_put"), self._facts(lane, seq, reason))
         failpoint("relay.after_voided")
 
     def put_relayed(self, lanes: Iterable[Lane]) -> None:
@@ -123,7 +127,7 @@ class OutboxReader:
         # Two relays on the same LPs take the rows in the same order, and can't deadlock.
         moved = sorted(lanes, key=_by_chain)
         failpoint("relay.before_progress")
-        self._cursor.execute(query("relayed_put"), _progress(moved))
+        self._cursor.execute(query("relayed_put"), self._progress(moved))
         failpoint("relay.after_progress")
         for lane in moved:
             lane.recorded = lane.acked
@@ -132,10 +136,23 @@ class OutboxReader:
         """Record that Redis fell back: what it lost must stay in the outbox."""
         fallen = sorted(lanes, key=_by_chain)
         failpoint("relay.before_lower")
-        self._cursor.execute(query("relayed_lower"), _progress(fallen))
+        self._cursor.execute(query("relayed_lower"), self._progress(fallen))
         failpoint("relay.after_lower")
         for lane in fallen:
             lane.recorded = min(lane.recorded, lane.acked)
+
+    def _progress(self, lanes: Sequence[Lane]) -> dict[str, Any]:
+        return {
+            "outbox_uuid": self.outbox_uuid,
+            "topic_ids": [lane.topic_id for lane in lanes],
+            "lps": [lane.lp for lane in lanes],
+            "seqs": [lane.acked for lane in lanes],
+        }
+
+    def _facts(self, lane: Lane, seq: int, reason: str) -> dict[str, Any]:
+        return {
+            "outbox_uuid": self.outbox_uuid, "topic_id": lane.topic_id, "lp": lane.lp, "seq": seq, "reason": reason,
+        }  # fmt: skip
 
     def _read(self, name: str, arguments: Mapping[str, Any]) -> list[Row]:
         return self._messages.execute(query(name), arguments).fetchall()
@@ -146,14 +163,6 @@ class OutboxReader:
 
 def _by_chain(lane: Lane) -> int:
     return lane.chain
-
-
-def _progress(lanes: Sequence[Lane]) -> dict[str, list[int]]:
-    return {
-        "topic_ids": [lane.topic_id for lane in lanes],
-        "lps": [lane.lp for lane in lanes],
-        "seqs": [lane.acked for lane in lanes],
-    }
 
 
 class LateIds:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from mqlayer.errors import StoreUnavailable
+from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database, connect, driver_errors
 from mqlayer.postgres.delayed import release_on
 from mqlayer.postgres.migrations import check_schema
@@ -112,7 +113,7 @@ class Session:
             check_schema(connection, "control", self._control.address)
         self._recover()
         source = open_source(self._connection, self._control, self._application.address)
-        self._source, self._sender.source_id = source, source.source_id
+        self._source, self._sender.source_id, self._reader.outbox_uuid = source, source.source_id, source.outbox_uuid
         now = time.monotonic()
         self._topics.due(now)
         self._beat.due(now)
@@ -305,6 +306,9 @@ class Session:
         for chain, (lane, mark) in ahead.items():
             lane.counted = max(lane.counted, counters.get(chain, 0))
             if lane.counted < mark:
+                # Another relay may have seen it first: then these marks are not of the source that is counted now.
+                self._refuse_if_renumbered()
+                failpoint("recover.before_suspect")
                 self._reader.suspect()
                 facts = {"topic_id": lane.topic_id, "lp": lane.lp, "counter": lane.counted, "mark": mark}
                 log.error("outbox_behind_redis", extra=facts)

@@ -57,8 +57,8 @@ WHERE i.outbox_uuid = %(outbox_uuid)s AND (i.timeline IS NULL OR i.timeline <> -
 UPDATE mqlayer_app.identity SET timeline = %(timeline)s WHERE timeline IS NULL OR timeline = 0;
 
 -- name: outbox_suspect
--- Redis holds more than the outbox ever numbered: have it recovered before anything is relayed.
-UPDATE mqlayer_app.identity SET timeline = -1;
+-- Redis holds more than this outbox ever numbered: have it recovered before anything is relayed.
+UPDATE mqlayer_app.identity SET timeline = -1 WHERE outbox_uuid = %(outbox_uuid)s;
 
 -- name: outbox_recover
 -- Have an outbox that lost commits go on under another source, behind what is proven; how many messages wait.
@@ -145,16 +145,18 @@ LEFT JOIN mqlayer_app.relayed r ON r.topic_id = c.topic_id AND r.lp = c.lp
 WHERE c.seq > coalesce(r.seq, 0) AND (c.lp >> 6) = ANY(%(lp_sets)s::int[]);
 
 -- name: relayed_put
--- Record how far LPs are in Redis; never backwards.
+-- Record how far LPs are in Redis; never backwards, and nothing once the outbox is numbered anew.
 INSERT INTO mqlayer_app.relayed AS r (topic_id, lp, seq)
 SELECT * FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[])
+WHERE EXISTS (SELECT FROM mqlayer_app.identity i WHERE i.outbox_uuid = %(outbox_uuid)s FOR SHARE)
 ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq WHERE r.seq < excluded.seq;
 
 -- name: relayed_lower
--- Redis fell back: what it no longer holds must not be rotated away.
+-- Redis fell back: what it no longer holds must not be rotated away. Nothing once the outbox is numbered anew.
 UPDATE mqlayer_app.relayed r SET seq = least(r.seq, fallen.seq)
 FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[]) AS fallen(topic_id, lp, seq)
-WHERE r.topic_id = fallen.topic_id AND r.lp = fallen.lp;
+WHERE r.topic_id = fallen.topic_id AND r.lp = fallen.lp
+  AND EXISTS (SELECT FROM mqlayer_app.identity i WHERE i.outbox_uuid = %(outbox_uuid)s FOR SHARE);
 
 -- name: relayed_list
 -- How far LPs of the sets given are recorded to be in Redis.
@@ -172,9 +174,10 @@ LEFT JOIN LATERAL (
 WHERE c.topic_id = %(topic_id)s AND c.lp >= %(lp_from)s AND c.lp < %(lp_to)s ORDER BY c.lp;
 
 -- name: set_aside_put
--- Set a row aside; its LP waits.
+-- Set a row aside; its LP waits. Not once the outbox is numbered anew.
 INSERT INTO mqlayer_app.set_aside (topic_id, lp, seq, reason)
-VALUES (%(topic_id)s, %(lp)s, %(seq)s, %(reason)s)
+SELECT %(topic_id)s::int, %(lp)s::smallint, %(seq)s::bigint, %(reason)s::text
+WHERE EXISTS (SELECT FROM mqlayer_app.identity i WHERE i.outbox_uuid = %(outbox_uuid)s FOR SHARE)
 ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq, reason = excluded.reason, set_aside_at = now();
 
 -- name: set_aside_list
@@ -188,9 +191,11 @@ DELETE FROM mqlayer_app.set_aside WHERE topic_id = %(topic_id)s AND lp = %(lp)s 
 
 -- name: voided_put
 -- Keep a row in whose place a void record is about to be appended; what an operator made of it stays said.
+-- Not once the outbox is numbered anew: another row has its seq.
 INSERT INTO mqlayer_app.voided AS v (id, topic_id, lp, seq, reason, created_at, key, headers, body)
 SELECT o.id, o.topic_id, o.lp, o.seq, %(reason)s, o.created_at, o.key, o.headers, o.body
 FROM mqlayer_app.outbox o WHERE o.topic_id = %(topic_id)s AND o.lp = %(lp)s AND o.seq = %(seq)s
+  AND EXISTS (SELECT FROM mqlayer_app.identity i WHERE i.outbox_uuid = %(outbox_uuid)s FOR SHARE)
 ON CONFLICT (id) DO UPDATE SET seq = excluded.seq;
 
 -- name: voided_list

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.outbox import retry_aside
 from mqlayer.postgres.database import Database
 from mqlayer.relay import relay_once
-from tests.fixtures.forking import Process
+from tests.fixtures.forking import Process, is_stopped
 from tests.fixtures.waiting import wait_until
 from tests.proof.failpoint_names import failpoint_names
 from tests.proof.outbox_world import QUICK, OutboxWorld
@@ -59,7 +58,7 @@ def test_a_relay_killed_at_any_failpoint_leaves_chains_that_the_next_one_complet
 @pytest.mark.parametrize("name", ["relay.after_send", "relay.after_append", "relay.before_progress"])
 def test_a_relay_stopped_past_its_lease_wakes_up_beside_its_successor(world: OutboxWorld, name: str) -> None:
     with world.relay_process(failpoints=f"{name}=stop") as process:
-        wait_until(lambda: is_stopped(process.pid), timeout_s=30, what=f"{name} to be reached")
+        wait_until(lambda: is_stopped(process), timeout_s=30, what=f"{name} to be reached")
         with world.relay():
             world.publish(100, tag="while")
             world.wait_until_whole()
@@ -86,11 +85,6 @@ def test_the_compensating_pass_makes_up_for_a_killed_relay(world: OutboxWorld) -
         assert process.wait(timeout=20) == -signal.SIGKILL
     wait_until(lambda: relay_once(world.settings(), limits=QUICK) + world.whole(), what="the lease of the dead to end")
     world.wait_until_whole()
-
-
-def is_stopped(pid: int) -> bool:
-    """Say whether a signal stopped the process."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def _make_reachable(world: OutboxWorld, name: str) -> None:

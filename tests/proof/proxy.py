@@ -166,6 +166,7 @@ class TcpProxy:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _run(self) -> None:
+        # Half of what asyncio's own loop takes: all traffic of a chaos run comes through here.
         with self._door, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve_until_stopped())
 

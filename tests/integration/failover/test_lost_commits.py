@@ -22,6 +22,7 @@ from mqlayer.relay import recover_now, relay_once
 from mqlayer.routes.cache import RouteCache
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
+from tests.fixtures.forking import is_stopped
 from tests.fixtures.replicas import Switch
 from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.standbys import Couple, couple_of
@@ -123,14 +124,14 @@ def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(
     parts = [("m", 20)]
     world.publish(20, keys=5)
     relay_once(world.settings(), limits=QUICK)
-    for point in ("recover.after_end=kill", "recover.before_renumber=kill", "recover.after_renumber=kill"):
+    for place in ("before_suspect", "after_end", "before_renumber", "after_renumber"):
         then = EarlierState(world)
         lost, new = (f"{word}-{len(parts)}" for word in ("lost", "new"))
         parts += [(lost, 20), (new, 20)]
         world.publish(20, keys=5, tag=lost)
         relay_once(world.settings(), limits=QUICK)
         then.come_back()
-        with world.relay_process(failpoints=point) as process:
+        with world.relay_process(failpoints=f"recover.{place}=kill") as process:
             assert process.wait(timeout=30) == -signal.SIGKILL
         with world.relay():
             wait_until(lambda: recovered(world), what="the outbox to be recovered")
@@ -139,6 +140,26 @@ def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(
             wait_until(lambda: len(list(world.records())) == count, timeout_s=30, what="what is new")  # noqa: B023
     assert values(world) == expected(5, *parts)
     assert len(world.rows("SELECT 1 FROM mqlayer.source WHERE closed_at IS NULL")) == 1
+
+
+def test_a_relay_that_was_slower_to_notice_does_not_have_a_recovered_outbox_recovered_again(
+    database_dsn: str, node: RedisServer, key_prefix: str
+) -> None:
+    """It compared marks of the old source with counters, of whichever; stopped then, it must not say so of the new."""
+    world = relayed_world(database_dsn, key_prefix, node.url, count=20, keys=5)
+    then = EarlierState(world)
+    world.publish(20, keys=5, tag="lost")
+    relay_once(world.settings(), limits=QUICK)
+    then.come_back()
+    with world.relay_process(failpoints="recover.before_suspect=stop") as process:
+        wait_until(lambda: is_stopped(process), timeout_s=30, what="the relay to suspect")
+        with world.relay():
+            wait_until(lambda: recovered(world), timeout_s=20, what="the outbox to be recovered")
+            identity = world.rows("SELECT outbox_uuid, timeline FROM mqlayer_app.identity")
+            process.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=20) == 0
+            assert world.rows("SELECT outbox_uuid, timeline FROM mqlayer_app.identity") == identity
 
 
 def test_no_number_of_what_a_copy_of_the_disk_forgot_is_given_out_again(

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import signal
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import redis
 
 from mqlayer.changes import split
 from mqlayer.errors import ConfigurationRefused
-from mqlayer.postgres.database import Database
+from mqlayer.postgres.database import Database, connect
+from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import ended_key, partition_keys
-from mqlayer.relay import recover_now, relay_once
+from mqlayer.relay import RelayLimits, recover_now, relay_once
+from mqlayer.relay.lanes import Lane, Target
+from mqlayer.relay.reading import OutboxReader
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
-from tests.chaos.harness.play import is_stopped
+from tests.fixtures.forking import is_stopped
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.integration.failover.test_lost_commits import expected, recovered, values
@@ -91,6 +97,83 @@ def test_what_a_relay_has_read_of_the_old_numbers_is_not_there_twice(
         process.terminate()
         assert process.wait(30) == 0
     assert values(world) == expected(4, *before, ("read", 20), ("new", 20), ("after", 20))
+
+
+def test_a_relay_that_was_stopped_while_it_was_numbered_anew_records_nothing_by_the_old_numbers(
+    database_dsn: str, node: RedisServer, key_prefix: str
+) -> None:
+    """Else what is published next would count as relayed, and be rotated away."""
+    world = OutboxWorld(database_dsn, key_prefix, [node.url])
+    world.add_topic("orders", partitions=1)
+    world.publish(50, keys=1)
+    moved = "SELECT c.seq, r.seq FROM mqlayer_app.counter c JOIN mqlayer_app.relayed r USING (topic_id, lp)"
+    with world.relay_process(failpoints="relay.before_progress=stop") as process:
+        wait_until(lambda: is_stopped(process), timeout_s=30, what="the relay to come to its progress")
+        world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
+        with world.relay():
+            wait_until(lambda: world.rows("SELECT sum(seq) FROM mqlayer_app.counter") == [(0,)], what="new numbers")
+            world.publish(3, keys=1, tag="new")
+            wait_until(lambda: world.rows(moved) == [(3, 3)], what="what is new recorded")
+            process.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=20) == 0
+            assert world.rows(moved) == [(3, 3)]
+
+
+def test_progress_that_waits_for_the_renumbering_is_none_by_then(
+    database_dsn: str, node: RedisServer, key_prefix: str
+) -> None:
+    """It was asked for by the old numbers, and neither makes the other give up."""
+    world = relayed_world(database_dsn, key_prefix, node.url, count=5, keys=1)
+    ((topic_id, lp),) = world.rows("SELECT topic_id, lp FROM mqlayer_app.relayed")
+    world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
+    ((outbox_uuid,),) = world.rows("SELECT outbox_uuid FROM mqlayer_app.identity")
+    with connect(database_dsn) as one, connect(database_dsn) as other, ThreadPoolExecutor() as pool:
+        reader = OutboxReader(one, RelayLimits())
+        reader.outbox_uuid = outbox_uuid
+        with other.transaction():
+            facts = {"outbox_uuid": outbox_uuid, "topic_ids": [], "lps": [], "seqs": []}
+            assert other.execute(query("outbox_recover"), facts).fetchone() == (0,)
+            put = pool.submit(reader.put_relayed, [Lane(topic_id * 1024 + lp, Target(1, 1, 0), seq=7)])
+            waiting = "SELECT count(*) FROM pg_locks WHERE relation = 'mqlayer_app.relayed'::regclass AND NOT granted"
+            wait_until(lambda: world.rows(waiting) == [(1,)], what="the progress to wait")
+        put.result(timeout=10)
+    assert world.rows("SELECT * FROM mqlayer_app.relayed") == []
+
+
+@pytest.mark.parametrize("whose", ["its own", "a former one's"])
+def test_what_a_relay_writes_counts_for_the_outbox_whose_numbers_it_knows(
+    database_dsn: str, node: RedisServer, key_prefix: str, whose: str
+) -> None:
+    world = relayed_world(database_dsn, key_prefix, node.url, count=5, keys=1)
+    ((topic_id, lp),) = world.rows("SELECT topic_id, lp FROM mqlayer_app.relayed")
+    lane = Lane(topic_id * 1024 + lp, Target(1, 1, 0), seq=7)
+    with connect(database_dsn) as connection:
+        reader = OutboxReader(connection, RelayLimits())
+        ((outbox_uuid,),) = world.rows("SELECT outbox_uuid FROM mqlayer_app.identity")
+        reader.outbox_uuid = outbox_uuid if whose == "its own" else uuid.uuid4()
+        before = noted(world)
+        reader.put_relayed([lane])
+        after_progress = noted(world)
+        lane.acked = 3
+        reader.lower_relayed([lane])
+        reader.put_aside(lane, 4, "a test")
+        reader.put_voided(lane, 5, "a test")
+        reader.suspect()
+    if whose == "its own":
+        assert after_progress == (7, 0, 0, before[3])
+        assert noted(world) == (3, 1, 1, -1)
+    else:
+        assert after_progress == noted(world) == before
+
+
+def noted(world: OutboxWorld) -> tuple[Any, ...]:
+    """Return what relays noted: progress, rows set aside and passed over, the timeline."""
+    (row,) = world.rows(
+        "SELECT (SELECT seq FROM mqlayer_app.relayed), (SELECT count(*) FROM mqlayer_app.set_aside), "
+        "(SELECT count(*) FROM mqlayer_app.voided), (SELECT timeline FROM mqlayer_app.identity)"
+    )
+    return row
 
 
 def test_a_copy_on_another_server_does_not_take_the_place_of_its_original(
