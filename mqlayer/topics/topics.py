@@ -10,6 +10,7 @@ States of a creation, and who repairs a crash between two of them:
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -23,6 +24,8 @@ from mqlayer.postgres.queries import query
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.partitions import create
 from mqlayer.routes.cache import load_nodes, load_route
+
+log = logging.getLogger(__name__)
 
 Strategy = Literal["strict", "best_effort"]
 
@@ -179,13 +182,19 @@ def list_topics(database: Database) -> list[TopicSummary]:
 
 
 def attach_topics(database: Database, application: Database) -> int:
-    """Let an application database publish to every topic that has a route; return how many there are. Idempotent."""
+    """Let an application database publish to every topic that has a route; return how many there are. Idempotent.
+
+    A topic that the database knows under another id is left out, and named in the log: the others go on.
+    """
     ready = [topic for topic in list_topics(database) if topic.version is not None]
     with application.connection() as connection:
         known = {row[0]: row[2] for row in connection.execute(query("outbox_topics")).fetchall()}
     for topic in ready:
         if known.get(topic.topic_id) != topic.body_limit:
-            _attach(application, topic.topic_id, topic.name, topic.body_limit)
+            try:
+                _attach(application, topic.topic_id, topic.name, topic.body_limit)
+            except Conflict as error:
+                log.error("topic_not_attached", extra={"topic": topic.name, "reason": str(error)})
     return len(ready)
 
 
@@ -239,4 +248,10 @@ def _attach(application: Database, topic_id: int, name: str, body_limit: int) ->
         connection.execute(query("outbox_counters_put"), facts)
         connection.execute(query("outbox_counters_limit"), facts)
 
-    application.transaction(work)
+    try:
+        application.transaction(work)
+    except Conflict as error:
+        raise Conflict(
+            f"the application database knows topic {name!r} under another id than {topic_id}",
+            "the control database lost that one: docs/failover.md says how to go on with its messages",
+        ) from error
