@@ -24,7 +24,8 @@ def open_source(application: Connection, control: Database, address: str) -> Out
     """Return the source of an outbox, made at the first call ever.
 
     Raises ConfigurationRefused for a database that was copied from the one that the source belongs to: both would give
-    the same numbers to different messages, and the chain would swallow one of them.
+    the same numbers to different messages, and the chain would swallow one of them. And for one whose outbox went on
+    under another identity: what it has is there under other numbers.
     """
     application.execute(query("outbox_identity_put"))
     failpoint("relay.after_identity")
@@ -39,7 +40,13 @@ def open_source(application: Connection, control: Database, address: str) -> Out
         failpoint("relay.after_source")
         known = connection.execute(query("source_of_outbox"), facts).fetchone()
     if known is None:
-        raise MqlayerError(f"the source of outbox {outbox_uuid} was closed while the relay started")
+        raise ConfigurationRefused(
+            address,
+            "the outbox's identity",
+            str(outbox_uuid),
+            "one in force: this one went on under another, so it is a former primary's, or of a backup of before. "
+            "Stop that; if it took the other's place, run `mqlayer outbox adopt`",
+        )
     source_id, home = known
     refuse_copy(address, home, cluster, source_id)
     return OutboxSource(source_id, outbox_uuid, name)

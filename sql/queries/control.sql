@@ -165,9 +165,10 @@ SELECT partition_id, node_id, lp_from, lp_to FROM mqlayer.partition WHERE state 
 ORDER BY partition_id;
 
 -- name: source_open_outbox
--- The incarnation of an outbox: made once.
+-- The incarnation of an outbox: made once, and none for one that went on under another identity.
 INSERT INTO mqlayer.source (kind, name, outbox_uuid, cluster)
-VALUES ('outbox', %(name)s, %(outbox_uuid)s, %(cluster)s)
+SELECT 'outbox', %(name)s, %(outbox_uuid)s, %(cluster)s
+WHERE NOT EXISTS (SELECT FROM mqlayer.source WHERE outbox_uuid = %(outbox_uuid)s AND closed_at IS NOT NULL)
 ON CONFLICT (outbox_uuid) WHERE kind = 'outbox' AND closed_at IS NULL DO NOTHING;
 
 -- name: source_of_outbox

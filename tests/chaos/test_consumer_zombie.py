@@ -18,8 +18,8 @@ from mqlayer.membership.groups import find_group
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
 from tests.chaos.actors import GROUP, TOPIC
-from tests.chaos.harness.play import is_stopped
 from tests.chaos.test_consumer_kills import Scene, judge, scene
+from tests.fixtures.forking import is_stopped
 from tests.fixtures.waiting import wait_until
 from tests.proof.history import Deliver, read_histories
 

@@ -12,8 +12,9 @@ from typing import Final
 
 import psycopg
 
-from tests.chaos.harness.play import Play, is_stopped
+from tests.chaos.harness.play import Play
 from tests.chaos.harness.sites import DatabaseSite, NodeSite, PairSite, PowerSite, Site
+from tests.fixtures.forking import is_stopped
 from tests.proof.failpoint_names import failpoint_names
 
 PLACES: Final = {

@@ -99,12 +99,3 @@ class Play:
         for process in self.processes.values():
             process.kill()
             process.wait()
-
-
-def is_stopped(process: Process) -> bool:
-    """Say whether a process stands still."""
-    try:
-        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (FileNotFoundError, ProcessLookupError):
-        # It is gone, or ends while it is looked at.
-        return False

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mqlayer.changes import give_up_node, split
+from mqlayer.errors import ConfigurationRefused
 from mqlayer.outbox import adopt, renew
 from mqlayer.postgres.database import Database
 from mqlayer.relay import recover_now, relay_once
@@ -124,3 +125,18 @@ def test_a_node_that_lost_what_a_former_source_sent_is_armed_again(
     rearm_node(database, "node-2", prefix=world.key_prefix, application=database)
     lost = world.rows("SELECT facts -> 'lost' FROM mqlayer.audit WHERE object = 'node-2' AND facts ? 'lost'")
     assert [facts for (facts,) in lost if facts] == [{"2": of_the_sealed}]
+
+
+def test_a_former_primary_that_a_relay_is_started_on_is_refused(world: OutboxWorld, database: Database) -> None:
+    """Under a source of its own all that it has would come again. If it is the one that is left, it is adopted."""
+    ((before,),) = identity(world)
+    recovered(world, database)
+    assert relay(world) == 0
+    ((since,),) = identity(world)
+    world.rows("UPDATE mqlayer_app.identity SET outbox_uuid = %s", before)
+    world.publish(5, tag="isolated")
+    with pytest.raises(ConfigurationRefused, match="outbox adopt"):
+        relay(world)
+    assert live_sources(world) == [(since,)]
+    adopt(database)
+    assert relay(world) == 5
