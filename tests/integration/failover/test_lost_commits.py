@@ -13,6 +13,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from mqlayer import App, Context
 from mqlayer.errors import StoreUnavailable
 from mqlayer.membership import apply_seek, planned_seek
 from mqlayer.postgres.database import Database
@@ -22,6 +23,7 @@ from mqlayer.relay import recover_now, relay_once
 from mqlayer.routes.cache import RouteCache
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
+from tests.fixtures.consuming import member_of
 from tests.fixtures.forking import is_stopped
 from tests.fixtures.replicas import Switch
 from tests.fixtures.servers import StartPostgres, StartRedis
@@ -113,6 +115,59 @@ def test_what_a_promoted_standby_numbers_again_is_not_taken_for_what_it_lost(
             assert producer.send("orders", key="direct", body=b"2").identity.source > of_the_lost
         assert values(world)["direct"] == ["1", "2"]
         assert len(world.rows("SELECT 1 FROM mqlayer.source WHERE kind = 'outbox' AND closed_at IS NULL")) == 1
+
+
+def test_members_and_their_fenced_effects_go_on_with_a_promoted_standby(
+    couple: Couple, node: RedisServer, key_prefix: str
+) -> None:
+    """What Redis has settled is not handled again: of that the effects are lost with their commits, of nothing else."""
+    dsn = couple.primary.create_database("app")
+    migrate(dsn)
+    with Switch("127.0.0.1", couple.primary.port) as switch:
+        way = f"postgresql://postgres@{switch.host}:{switch.port}/app"
+        world = OutboxWorld(dsn, key_prefix, [node.url], app_dsn=way, control_dsn=way)
+        world.add_topic("orders", partitions=2)
+        world.rows("CREATE TABLE sink (place bigserial PRIMARY KEY, key text, value text)")
+        app = App(world.settings(lease_s=2.0))
+
+        @app.consumer("orders", group="g", start="earliest", backoff_s=(0.1,))
+        def book(body: bytes, ctx: Context) -> None:
+            with psycopg.connect(way) as connection:
+                ctx.fence(connection)
+                connection.execute("INSERT INTO sink (key, value) VALUES (%s, %s)", (ctx.key, body.decode()))
+
+        def booked(*parts: tuple[str, int]) -> bool:
+            found: dict[str | None, list[str]] = {}
+            for key, value in world.rows("SELECT key, value FROM sink ORDER BY place"):
+                found.setdefault(key, []).append(value)
+            return found == expected(10, *parts)
+
+        app.start()
+        try:
+            with world.relay():
+                world.publish(40, keys=10)
+                wait_until(lambda: booked(("m", 40)), timeout_s=30, what="all booked")
+                couple.wait_in_step()
+                couple.cut_line()
+                world.publish(20, keys=10, tag="lost")
+                wait_until(lambda: booked(("m", 40), ("lost", 20)), timeout_s=30, what="what is to be lost booked")
+                app_settled(app)
+                couple.promote()
+                world.dsn = couple.standby.dsn("app")
+                switch.lead_to(couple.standby)
+                switch.reset_all()
+                world.publish(30, keys=10, tag="new")
+                wait_until(lambda: booked(("m", 40), ("new", 30)), timeout_s=40, what="what is new booked")
+                wait_until(lambda: app.health().ready, timeout_s=20, what="the member ready")
+        finally:
+            app.stop()
+        assert booked(("m", 40), ("new", 30))
+
+
+def app_settled(app: App) -> None:
+    """Wait until a member's node knows all that it has handled."""
+    stats = member_of(app).stats
+    wait_until(lambda: stats.settled == stats.handled == 60, what="all settled")
 
 
 def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(

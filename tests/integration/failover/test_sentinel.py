@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from mqlayer.errors import StoreUnavailable
+from mqlayer.changes import bring_back_nodes
+from mqlayer.errors import AcknowledgedLoss, StoreUnavailable
 from mqlayer.postgres.database import Database
-from mqlayer.topics import find_node, register_node
+from mqlayer.producing import Message, Producer
+from mqlayer.topics import find_node, register_node, set_node_address
+from tests.fixtures.consuming import Recorder, StartStage
 from tests.fixtures.replicas import pair_of, sentinel_of
 from tests.fixtures.servers import StartRedis
+from tests.fixtures.waiting import wait_until
 from tests.proof.outbox_world import OutboxWorld
 
 
@@ -36,6 +41,36 @@ def test_a_relay_follows_what_sentinels_promote(
             world.wait_until_whole(timeout_s=40)
         with Database(database_dsn) as database:
             assert find_node(database, "node-1").armed_run_id not in (None, armed)
+
+
+def test_members_and_producers_follow_a_replica_that_lagged(
+    start_redis: StartRedis, tmp_path: Path, start_stage: StartStage
+) -> None:
+    """What it lacks is an AcknowledgedLoss, named; nothing else is lost, and a worker finds nothing left to arm."""
+    with pair_of(start_redis) as pair, sentinel_of(pair.primary, tmp_path / "sentinel") as port:
+        stage = start_stage(pair.primary.url)
+        url = f"sentinel://127.0.0.1:{port}/orders/0"
+        node, _ = set_node_address(stage.database, "node-1", url, prefix=stage.prefix, application=stage.database)
+        recorder = Recorder()
+        stage.consume(recorder)
+        with closing(Producer(stage.settings(), name="p")) as producer:
+            producer.send_many("orders", [Message("k", b"%d" % number) for number in range(1, 11)])
+            wait_until(lambda: recorder.count() == 10, timeout_s=20, what="the first ones handled")
+            pair.wait_in_step()
+            pair.cut_line()
+            producer.send_many("orders", [Message("k", b"%d" % number) for number in range(11, 16)])
+            wait_until(lambda: recorder.count() == 15, timeout_s=20, what="those that will be lost handled")
+            pair.primary.kill()
+            pair.wait_promoted()
+            with pytest.raises(AcknowledgedLoss) as caught:
+                wait_until(lambda: producer.send("orders", key="k", body=b"16", timeout_s=30), what="the loss told")
+            assert (caught.value.first_lost, caught.value.last_lost) == (11, 15)
+            sent = producer.send("orders", key="k", body=b"17", timeout_s=30)
+            wait_until(lambda: recorder.bodies()[-1] == b"17", timeout_s=30, what="what comes after it handled")
+        assert sent.identity.seq in (1, 2)
+        assert find_node(stage.database, "node-1").armed_run_id not in (None, node.armed_run_id)
+        assert bring_back_nodes(stage.database, prefix=stage.prefix, application=stage.database) == {}
+        recorder.assert_in_order()
 
 
 def test_an_address_without_a_sentinel_is_said_to_be_away(database_dsn: str, start_redis: StartRedis) -> None:
