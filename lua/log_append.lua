@@ -13,7 +13,8 @@ KEYS
 
 ARGV
   1 source        int     who numbered the messages
-  2 backlog       int     refuse when the stream holds this many records; 0: no limit
+  2 backlog       int     refuse when the stream holds this many records; 0: no limit; -1: none, and of what the
+                          partition held before also under a source that is ended
   3 run_count     int     1 to 500
   4 ...           per run: lp, first seq, count; then per message, in the order of the runs: facts, key, body
 
@@ -44,7 +45,7 @@ local meta = call('HMGET', meta_key, 'state', 'lp_from', 'lp_to', 'next')
 local state = meta[1]
 if not state then return {'absent'} end
 if state ~= 'open' then return {state, call('HGET', meta_key, state == 'sealed' and 'sealed_for' or 'change') or ''} end
-if call('SISMEMBER', ended_key, source) == 1 then return {'ended', source} end
+if backlog >= 0 and call('SISMEMBER', ended_key, source) == 1 then return {'ended', source} end
 if backlog > 0 then
   local length = call('XLEN', log_key)
   if length >= backlog then return {'full', length} end

@@ -110,11 +110,14 @@ def recover_(
     unproven: Annotated[
         bool, typer.Option("--unproven", help="Go on without nodes that are away: what is there is sent again.")
     ] = False,
+    anew: Annotated[
+        bool, typer.Option("--anew", help="Also where only nodes say that it goes on on another server: it does not.")
+    ] = False,
 ) -> None:
     """Let an outbox go on whose Postgres lost commits. Relays do this by themselves, unless a node is away."""
     settings = settings_here()
     with _application() as application, Database(settings.control_dsn()) as control:
-        recovered = recover_now(application, control, settings, unproven=unproven, actor=actor())
+        recovered = recover_now(application, control, settings, unproven=unproven, anew=anew, actor=actor())
     if recovered is None:
         typer.echo("nothing to do: the outbox is on the timeline that its relays know")
         return

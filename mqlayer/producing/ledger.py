@@ -353,8 +353,7 @@ class Ledger:
             return []
         if lane.source != claim.source:
             return self._lose_former(claim, mark)
-        self._note_trouble(lane, "lost")
-        lane.lost_after = mark
+        self._note_lost(lane, mark)
         # Of what flies answers come, and more of it may be lost with them.
         return [] if lane.flying else self.resolve([lane], 0.0)
 
@@ -569,8 +568,7 @@ class Ledger:
         if word == "unowned":
             self._hold_up(lane, "route")
         elif mark < lane.acked:
-            self._note_trouble(lane, "lost")
-            lane.lost_after = mark
+            self._note_lost(lane, mark)
         else:
             # Overtaken: something before it was refused.
             self._hold_up(lane, "repeat")
@@ -583,6 +581,11 @@ class Ledger:
     def _note_trouble(self, lane: Lane, trouble: Trouble) -> None:
         lane.trouble = trouble
         self._troubled.add(lane)
+
+    def _note_lost(self, lane: Lane, mark: int) -> None:
+        """Note that what is behind a mark is gone; of the marks of two partitions the lower one counts."""
+        lane.lost_after = min(mark, lane.lost_after) if lane.trouble == "lost" else mark
+        self._note_trouble(lane, "lost")
 
     def _forget_trouble(self, lane: Lane) -> None:
         lane.trouble = None

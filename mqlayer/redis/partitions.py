@@ -50,10 +50,15 @@ class Refused(NamedTuple):
     fact: str
 
 
+SOURCES_PER_CALL: Final = 1_000
+AS_BEFORE: Final = -1
+"""In place of a backlog limit, of what a partition held before: without a limit, and under an ended source too."""
+
+
 def append_command(
     line: NodeConnection, prefix: str, partition: int, source: int, runs: Sequence[Run], *, backlog: int = 0
 ) -> Command:
-    """Return the command that appends runs to a partition."""
+    """Return the command that appends runs to a partition. `backlog`: its limit, 0 for none, or AS_BEFORE."""
     keys = partition_keys(prefix, partition)
     args: list[Any] = [source, backlog, len(runs)]
     for run in runs:
@@ -63,20 +68,14 @@ def append_command(
     return line.script("log_append", (keys.log, keys.meta, keys.marks, ended_key(prefix)), *args)
 
 
-def end_source(line: NodeConnection, prefix: str, source: int) -> None:
-    """Have a node take nothing more under the source of an outbox that goes on under another one.
+def end_sources(line: NodeConnection, prefix: str, sources: Sequence[int]) -> None:
+    """Have a node take nothing more under sources of outboxes that go on under others, full or not.
 
     Raises StoreUnavailable.
     """
-    (reply,) = line.call([(b"SADD", ended_key(prefix), source)])
-    raise_for_reply(reply, line.node.address)
-
-
-def put_ended_sources(line: NodeConnection, prefix: str, sources: Iterable[int]) -> None:
-    """Have these be all such sources that a node knows. Raises StoreUnavailable."""
-    key = ended_key(prefix)
-    commands: list[Command] = [(b"DEL", key), *((b"SADD", key, source) for source in sources)]
-    for reply in line.call(commands):
+    key = (ended_key(prefix),)
+    for at in range(0, len(sources), SOURCES_PER_CALL):
+        (reply,) = line.call([line.whole_script("source_end", key, *sources[at : at + SOURCES_PER_CALL])])
         raise_for_reply(reply, line.node.address)
 
 

@@ -20,6 +20,7 @@ from mqlayer.errors import MqlayerError, NodeNotArmed, NotFound, StoreUnavailabl
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
 from mqlayer.redis.nodes import Node, NodeConnection
+from mqlayer.redis.partitions import end_sources
 from mqlayer.relay.lanes import Lane, Target
 from mqlayer.relay.pauses import pause_s
 from mqlayer.routes.cache import RouteCache
@@ -97,6 +98,8 @@ class Links:
         self._settings, self._control, self._application = settings, control, application
         self._routes, self._background = routes, background
         self._links: dict[int, Link] = {}
+        self.former: tuple[int, ...] = ()
+        """The outbox's former sources: before nodes are sent anything under its present one, they are told of these."""
         self._chance = random.Random()
         self._flight_number = 0
         self._looking: Future[dict[NodeId, Node]] | None = None
@@ -262,7 +265,12 @@ class Links:
             timeout_s=settings.socket_timeout_s,
             unsafe=settings.allow_unsafe_redis,
         )
-        line.connect()
+        try:
+            line.connect()
+            end_sources(line, settings.key_prefix, self.former)
+        except BaseException:
+            line.close()
+            raise
         return line
 
 

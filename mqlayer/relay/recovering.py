@@ -38,8 +38,8 @@ from mqlayer.postgres.queries import query
 from mqlayer.postgres.server import SUSPECT, UNTOLD
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection, raise_for_reply
-from mqlayer.redis.partitions import end_source
-from mqlayer.relay.source import end_former_sources, refuse_copy
+from mqlayer.redis.partitions import end_sources
+from mqlayer.relay.source import end_former_sources, refuse_copy, refuse_former
 from mqlayer.routes.cache import load_nodes
 from mqlayer.settings import Settings
 from mqlayer.topics.nodes import rearm_node
@@ -56,6 +56,17 @@ SHOWN: Final = 100
 Content = tuple[bytes, bytes, bytes]
 """Facts, key and the body's SHA-256."""
 Lines = Callable[[NodeId], NodeConnection]
+
+
+class SourceEnded(StoreUnavailable):
+    """Nodes take nothing more under an outbox's source: somebody recovers it, did, or gave that up."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(
+            address,
+            "nodes take nothing more under its outbox's numbers: it is recovered on another server, or goes on there; "
+            "if this one stays after all, run `mqlayer outbox recover --anew`",
+        )
 
 
 @dataclass(slots=True)
@@ -126,7 +137,8 @@ def recover_outbox(
 
     `lines` gives connections to nodes, armed where they have to be. Raises StoreUnavailable where a node that may prove
     something is away, unless `unproven`: what was there is sent again then, and no fence knows it. Raises
-    ConfigurationRefused for a copy: its original's source is not its own to end.
+    ConfigurationRefused for a copy: its original's source is not its own to end; and for a former primary, or a backup
+    of before it was recovered: nothing of it can be proven, since what it has is there under other numbers.
     """
     if not is_replaced(application):
         return None
@@ -135,12 +147,18 @@ def recover_outbox(
     if identity is None or server is None:
         return None
     (outbox_uuid, _, cluster), suspect = identity, server[1] == SUSPECT
+    failpoint("recover.before_source")
     # A node that is to prove something may have to be armed: what it lost of these would be waited for.
     end_former_sources(application, control)
     with control.connection() as connection:
         known = connection.execute(query("source_of_outbox"), {"outbox_uuid": outbox_uuid}).fetchone()
     found: dict[str, tuple[int, Proof]] = {}
-    if known is not None:
+    if known is None:
+        if application.execute(query("outbox_identity")).fetchone() != identity:
+            # Somebody recovered it since it was looked at, and ended its source.
+            return None
+        refuse_former(control, outbox_uuid, address)
+    else:
         refuse_copy(address, known[1], cluster, known[0])
         _end_source(control, lines, prefix, known[0], skip_away=unproven)
         failpoint("recover.after_end")
@@ -164,10 +182,21 @@ def recover_outbox(
 
 
 def recover_now(
-    application: Database, control: Database, settings: Settings, *, unproven: bool = False, actor: str = "api"
+    application: Database,
+    control: Database,
+    settings: Settings,
+    *,
+    unproven: bool = False,
+    anew: bool = False,
+    actor: str = "api",
 ) -> Recovered | None:
-    """Do that by hand, see `recover_outbox`."""
+    """Do that by hand, see `recover_outbox`.
+
+    `anew`: also where only nodes say that it goes on elsewhere. For a promotion that was begun and given up.
+    """
     with application.connection() as connection, armed_lines(control, application, settings) as lines:
+        if anew and (row := connection.execute(query("outbox_identity")).fetchone()) is not None:
+            connection.execute(query("outbox_suspect"), {"outbox_uuid": row[0]})
         return recover_outbox(
             connection,
             control,
@@ -221,13 +250,13 @@ def _end_source(control: Database, lines: Lines, prefix: str, source: int, *, sk
     """Have nodes take nothing more of a source: another relay may have read what is to get other numbers.
 
     It would be there twice, and behind what is newer: a relay that stood still, or reads the Postgres of before, sends
-    it when all else is over. Nodes that are armed later are told by that.
+    it when all else is over. What a node forgets of it, those tell it again who send under the next source.
     """
     with control.connection() as connection:
         rows = connection.execute(query("partition_places")).fetchall()
     for node_id in sorted({node_id for _, node_id, *_ in rows}):
         with _proving(skip_away=skip_away):
-            end_source(lines(NodeId(node_id)), prefix, source)
+            end_sources(lines(NodeId(node_id)), prefix, [source])
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import secrets
 import socket
 import threading
@@ -20,6 +21,8 @@ from mqlayer.health import Health, Turns, stuck_after_s
 from mqlayer.postgres.database import Database
 from mqlayer.relay.leases import LpSets
 from mqlayer.relay.limits import RelayLimits
+from mqlayer.relay.pauses import pause_s
+from mqlayer.relay.recovering import SourceEnded
 from mqlayer.relay.session import Session
 from mqlayer.settings import Settings
 
@@ -90,6 +93,7 @@ class Relay:
 
     def _serve(self, work: Callable[[Session], None], *, helper: bool) -> None:
         """Do the work in a session; in a new one after Postgres was away."""
+        ended, chance = 0, random.Random()
         with self._databases() as (control, application):
             while not self._stopping.is_set():
                 try:
@@ -100,18 +104,22 @@ class Relay:
                 except _AWAY as error:
                     self._away = str(error)
                     log.warning("relay_postgres_lost", extra={"reason": str(error)})
+                    # The next session may begin well, and be told the same at once.
+                    ended = ended + 1 if isinstance(error, SourceEnded) else 0
+                    if ended:
+                        self._stopping.wait(pause_s(ended, chance))
 
     def _work(self, session: Session) -> None:
         """Poll: at once while there is much, else at an interval that grows while there is nothing."""
-        limits, pause_s = self._limits, self._limits.poll_min_s
+        limits, wait_s = self._limits, self._limits.poll_min_s
         while not self._stopping.is_set():
             began = time.monotonic()
             self._turns.note()
             seen = session.step()
             if seen >= limits.chunk_rows // 2:
                 continue
-            pause_s = limits.poll_min_s if seen else min(limits.poll_max_s, pause_s * 2)
-            self._stopping.wait(max(0.0, pause_s - (time.monotonic() - began)))
+            wait_s = limits.poll_min_s if seen else min(limits.poll_max_s, wait_s * 2)
+            self._stopping.wait(max(0.0, wait_s - (time.monotonic() - began)))
 
     def _drain(self, session: Session, deadline: float) -> None:
         while session.lp_sets and not self._stopping.is_set() and time.monotonic() < deadline:

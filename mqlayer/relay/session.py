@@ -19,7 +19,7 @@ from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.links import Links
 from mqlayer.relay.pauses import Every
 from mqlayer.relay.reading import LateIds, OutboxReader, Sweep
-from mqlayer.relay.recovering import armed_lines, is_replaced, recover_outbox, refuse_if_renumbered
+from mqlayer.relay.recovering import SourceEnded, armed_lines, is_replaced, recover_outbox, refuse_if_renumbered
 from mqlayer.relay.sending import Sender
 from mqlayer.relay.source import OutboxSource, open_source
 from mqlayer.relay.targets import Targets, retarget
@@ -100,7 +100,7 @@ class Session:
     def open(self) -> None:
         """Check both schemas, claim LP sets, and find out where to begin.
 
-        Raises SchemaMismatch, ConfigurationRefused for a copied outbox, StoreUnavailable.
+        Raises SchemaMismatch, ConfigurationRefused for an outbox that is copied or a former one, StoreUnavailable.
         """
         with driver_errors(self._application.address):
             self._open()
@@ -114,6 +114,7 @@ class Session:
         self._recover()
         source = open_source(self._connection, self._control, self._application.address)
         self._source, self._sender.source_id, self._reader.outbox_uuid = source, source.source_id, source.outbox_uuid
+        self._links.former = source.former
         now = time.monotonic()
         self._topics.due(now)
         self._beat.due(now)
@@ -316,12 +317,12 @@ class Session:
             self._sender.advance(lane, mark)
 
     def _end_with_source(self) -> None:
-        """Raise StoreUnavailable where nodes were told that the outbox goes on under another source.
+        """Raise SourceEnded where nodes were told that the outbox goes on under another source.
 
         The next session finds that, or recovers the outbox itself where whoever began with it is gone.
         """
         if self._sender.ended:
-            raise StoreUnavailable(self._application.address, "its outbox goes on under other numbers since")
+            raise SourceEnded(self._application.address)
 
     def _keep_house(self, now: float) -> None:
         if self._beat.due(now):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from uuid import UUID
 
-from mqlayer.errors import ConfigurationRefused, MqlayerError
+from mqlayer.errors import ConfigurationRefused, MqlayerError, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
@@ -13,11 +13,12 @@ from mqlayer.postgres.queries import query
 
 @dataclass(frozen=True, slots=True)
 class OutboxSource:
-    """The source under which an outbox's messages are numbered."""
+    """The source under which an outbox's messages are numbered, and those under which they were."""
 
     source_id: int
     outbox_uuid: UUID
     name: str
+    former: tuple[int, ...] = ()
 
 
 def open_source(application: Connection, control: Database, address: str) -> OutboxSource:
@@ -25,21 +26,52 @@ def open_source(application: Connection, control: Database, address: str) -> Out
 
     Raises ConfigurationRefused for a database that was copied from the one that the source belongs to: both would give
     the same numbers to different messages, and the chain would swallow one of them. And for one whose outbox went on
-    under another identity: what it has is there under other numbers.
+    under another identity: what it has is there under other numbers. Raises StoreUnavailable where another relay
+    numbered it anew meanwhile.
     """
     application.execute(query("outbox_identity_put"))
     failpoint("relay.after_identity")
     row = application.execute(query("outbox_identity")).fetchone()
     if row is None:
         raise MqlayerError("the outbox has no identity: somebody removed it while the relay started")
+    failpoint("relay.before_source")
     outbox_uuid, name, cluster = row
-    facts = {"outbox_uuid": outbox_uuid, "name": name, "cluster": cluster}
-    end_former_sources(application, control)
+    former = end_former_sources(application, control)
+    facts = {"outbox_uuid": outbox_uuid, "name": name, "cluster": cluster, "goes_on": bool(former)}
     with control.connection() as connection:
         connection.execute(query("source_open_outbox"), facts)
         failpoint("relay.after_source")
         known = connection.execute(query("source_of_outbox"), facts).fetchone()
     if known is None:
+        if application.execute(query("outbox_identity_now"), facts).fetchone() is None:
+            raise StoreUnavailable(address, "its outbox was numbered anew while the relay started")
+        refuse_former(control, outbox_uuid, address)
+        raise StoreUnavailable(address, "the source of its outbox was closed while the relay started")
+    source_id, home = known
+    refuse_copy(address, home, cluster, source_id)
+    return OutboxSource(source_id, outbox_uuid, name, former)
+
+
+def end_former_sources(application: Connection, control: Database) -> tuple[int, ...]:
+    """End the sources of all that an outbox was before it was adopted or recovered; return them.
+
+    None of them is its own, or it would not go on under another one. Who has their rows yet is a former primary, or a
+    backup: a relay on one is refused.
+    """
+    row = application.execute(query("outbox_server")).fetchone()
+    if row is None or not row[3]:
+        return ()
+    with control.connection() as connection:
+        connection.execute(query("sources_close_former"), {"outboxes": row[3]})
+        found = connection.execute(query("sources_of_outboxes"), {"outboxes": row[3]}).fetchall()
+    return tuple(source_id for (source_id,) in found)
+
+
+def refuse_former(control: Database, outbox_uuid: UUID, address: str) -> None:
+    """Raise ConfigurationRefused where an outbox went on under another identity."""
+    with control.connection() as connection:
+        found = connection.execute(query("sources_of_outboxes"), {"outboxes": [outbox_uuid]}).fetchall()
+    if found:
         raise ConfigurationRefused(
             address,
             "the outbox's identity",
@@ -47,20 +79,6 @@ def open_source(application: Connection, control: Database, address: str) -> Out
             "one in force: this one went on under another, so it is a former primary's, or of a backup of before. "
             "Stop that; if it took the other's place, run `mqlayer outbox adopt`",
         )
-    source_id, home = known
-    refuse_copy(address, home, cluster, source_id)
-    return OutboxSource(source_id, outbox_uuid, name)
-
-
-def end_former_sources(application: Connection, control: Database) -> None:
-    """End the sources of all that an outbox was before it was adopted or recovered.
-
-    None of them is its own, or it would not go on under another one: no database has their rows any more.
-    """
-    row = application.execute(query("outbox_server")).fetchone()
-    if row is not None and row[3]:
-        with control.connection() as connection:
-            connection.execute(query("sources_close_former"), {"outboxes": row[3]})
 
 
 def refuse_copy(address: str, home: str, cluster: str, source_id: int) -> None:

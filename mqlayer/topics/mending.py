@@ -36,6 +36,7 @@ from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import (
+    AS_BEFORE,
     Appended,
     Run,
     Sealed,
@@ -370,11 +371,19 @@ class Mender:
                 whose = f"partition {wanted.partition} waits for the relay of outbox {row[0]}"
                 raise StoreUnavailable(self._line.node.address, f"{whose}, which can send again what it lost")
             for lp, (after, to) in lps.items():
-                seal_id = self._resend_lp(outbox, wanted, seal_id, source, lp, after, to)
+                seal_id = self._resend_lp(outbox, row[0], wanted, seal_id, source, lp, after, to)
         return seal_id, 0
 
     def _resend_lp(
-        self, outbox: Connection, wanted: Wanted, seal_id: str, source: int, lp: int, after: int, to: int
+        self,
+        outbox: Connection,
+        outbox_uuid: uuid.UUID,
+        wanted: Wanted,
+        seal_id: str,
+        source: int,
+        lp: int,
+        after: int,
+        to: int,
     ) -> str:
         while after < to:
             facts = {
@@ -382,6 +391,7 @@ class Mender:
                 "bytes": BYTES_PER_READ,
             }  # fmt: skip
             found = [row for row in outbox.execute(query("outbox_of_lps"), facts).fetchall() if row[2] <= to]
+            self._refuse_if_renumbered(outbox, outbox_uuid)
             first = found[0][2] if found else to + 1
             # A run is dense: what is behind a hole comes in the next round.
             rows = [row for number, row in enumerate(found) if row[2] == first + number]
@@ -392,6 +402,12 @@ class Mender:
             self._stay()
             after = rows[-1][2] if rows else to
         return seal_id
+
+    def _refuse_if_renumbered(self, outbox: Connection, outbox_uuid: uuid.UUID) -> None:
+        """Behind each read: what was read has the numbers of the source only if the outbox goes by that yet."""
+        identity = outbox.execute(query("outbox_identity")).fetchone()
+        if identity is None or identity[0] != outbox_uuid:
+            raise StoreUnavailable(self._line.node.address, f"outbox {outbox_uuid} is numbered anew: resend it later")
 
     def _stay(self) -> None:
         """Have Postgres see that this transaction goes on: one that stands still does not keep its locks."""
@@ -423,7 +439,7 @@ class Mender:
         for _, _, _, facts, key, body in rows:
             fields += (facts.encode(), NO_KEY if key is None else key.encode(), bytes(body))
         run = Run(lp, rows[0][2], len(rows), fields)
-        append = append_command(self._line, self._prefix, wanted.partition, source, [run])
+        append = append_command(self._line, self._prefix, wanted.partition, source, [run], backlog=AS_BEFORE)
         commands = [append]
         if seal_id:
             short = (f"{source}:{lp}", run.first - 1)

@@ -17,7 +17,7 @@ from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.addresses import parse_address
 from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
-from mqlayer.redis.partitions import put_ended_sources, raise_command
+from mqlayer.redis.partitions import end_sources, raise_command
 from mqlayer.routes.cache import load_nodes
 from mqlayer.topics.mending import Mender
 
@@ -217,12 +217,11 @@ class _Arming:
                 self._renew_file(line)
             raised = connection.execute(query("node_epochs_raise"), {"node_id": node.node_id}).fetchall()
             failpoint("rearm.before_raise")
-            self._put_ended_sources(line, options["prefix"])
-            self._put_epochs(line, options["prefix"], raised)
+            self._put_numbers(line, options["prefix"], raised)
             failpoint("rearm.before_remake")
             mender.mend(raised)
-            # A server that is emptied meanwhile has lost them, and lets in whoever has an epoch of before.
-            self._put_epochs(line, options["prefix"], raised)
+            # A server that is emptied meanwhile has lost them, and lets in whoever has a number of before.
+            self._put_numbers(line, options["prefix"], raised)
             mender.look_again()
             failpoint("rearm.before_arm")
         connection.execute(query("node_arm"), {"node_id": node.node_id, "run_id": run_id})
@@ -256,12 +255,9 @@ class _Arming:
         if isinstance(reply, Exception):
             log.warning("node_file_not_renewed", extra={"node": self._node.name, "reason": str(reply)})
 
-    def _put_ended_sources(self, line: NodeConnection, prefix: str) -> None:
-        """Not one that is about to be ended: what a sealed partition lost is sent again under that."""
-        put_ended_sources(line, prefix, [row[0] for row in self._connection.execute(query("sources_ended"))])
-
-    def _put_epochs(self, line: NodeConnection, prefix: str, raised: Sequence[tuple[int, int, int]]) -> None:
-        """Put epochs in force: of group, partition, epoch."""
+    def _put_numbers(self, line: NodeConnection, prefix: str, raised: Sequence[tuple[int, int, int]]) -> None:
+        """Put epochs in force, of group, partition, epoch; and end what sources are ended."""
+        end_sources(line, prefix, [row[0] for row in self._connection.execute(query("sources_ended"))])
         commands = [raise_command(line, prefix, partition, group, epoch) for group, partition, epoch in raised]
         for reply in line.call(commands):
             raise_for_reply(reply, self._node.address)

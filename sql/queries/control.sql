@@ -165,16 +165,27 @@ SELECT partition_id, node_id, lp_from, lp_to FROM mqlayer.partition WHERE state 
 ORDER BY partition_id;
 
 -- name: source_open_outbox
--- The incarnation of an outbox: made once, and none for one that went on under another identity.
-INSERT INTO mqlayer.source (kind, name, outbox_uuid, cluster)
-SELECT 'outbox', %(name)s, %(outbox_uuid)s, %(cluster)s
-WHERE NOT EXISTS (SELECT FROM mqlayer.source WHERE outbox_uuid = %(outbox_uuid)s AND closed_at IS NOT NULL)
-ON CONFLICT (outbox_uuid) WHERE kind = 'outbox' AND closed_at IS NULL DO NOTHING;
+-- The incarnation of an outbox: made once, and none for one that went on under another identity. One that goes on in
+-- the place of others ends all of its cluster and database with that: a database has one outbox. A copy that was renewed
+-- goes on in nobody's place.
+WITH opened AS (
+    INSERT INTO mqlayer.source (kind, name, outbox_uuid, cluster)
+    SELECT 'outbox', %(name)s, %(outbox_uuid)s, %(cluster)s
+    WHERE NOT EXISTS (SELECT FROM mqlayer.source WHERE outbox_uuid = %(outbox_uuid)s AND closed_at IS NOT NULL)
+    ON CONFLICT (outbox_uuid) WHERE kind = 'outbox' AND closed_at IS NULL DO NOTHING
+    RETURNING source_id, cluster)
+UPDATE mqlayer.source s SET closed_at = now() FROM opened
+WHERE %(goes_on)s AND s.kind = 'outbox' AND s.closed_at IS NULL AND s.cluster = opened.cluster
+  AND s.source_id <> opened.source_id;
 
 -- name: source_of_outbox
 -- The live incarnation of an outbox.
 SELECT source_id, cluster FROM mqlayer.source
 WHERE outbox_uuid = %(outbox_uuid)s AND kind = 'outbox' AND closed_at IS NULL;
+
+-- name: sources_of_outboxes
+-- The sources that outboxes had, live or not.
+SELECT source_id FROM mqlayer.source WHERE outbox_uuid = ANY(%(outboxes)s::uuid[]) ORDER BY source_id;
 
 -- name: sources_ended
 -- Sources of outboxes that go on under others.

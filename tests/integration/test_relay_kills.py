@@ -19,6 +19,7 @@ from tests.proof.outbox_world import QUICK, OutboxWorld
 RELAY_FAILPOINTS = sorted(name for name in failpoint_names() if name.startswith("relay.") and "voided" not in name)
 ONCE = {
     "relay.after_identity",
+    "relay.before_source",
     "relay.after_source",
     "relay.after_claim",
     "relay.before_lower",

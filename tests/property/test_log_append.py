@@ -18,6 +18,7 @@ from mqlayer.redis.keys import ended_key, partition_keys
 from mqlayer.redis.nodes import Node, NodeConnection
 from mqlayer.redis.packets import LINE_END, append_packet, bulk, bulk_head, bulk_number
 from mqlayer.redis.partitions import (
+    AS_BEFORE,
     Appended,
     Refused,
     Run,
@@ -25,7 +26,7 @@ from mqlayer.redis.partitions import (
     append_command,
     append_reply,
     create,
-    end_source,
+    end_sources,
 )
 from mqlayer.stack import RedisServer
 
@@ -52,7 +53,7 @@ class Model:
     def append(self, source: int, runs: Sequence[Run], backlog: int) -> Appended | Refused:
         if self.state != "open":
             return Refused(self.state, self.change)
-        if source in self.ended:
+        if backlog >= 0 and source in self.ended:
             return Refused("ended", str(source))
         if 0 < backlog <= len(self.log):
             return Refused("full", str(len(self.log)))
@@ -110,7 +111,7 @@ class Appends(RuleBasedStateMachine):
     @rule(
         source=st.sampled_from(SOURCES),
         plan=steps(),
-        backlog=st.sampled_from([0, 0, 0, 0, 5, 40]),
+        backlog=st.sampled_from([0, 0, 0, 0, 5, 40, AS_BEFORE]),
         as_packet=st.booleans(),
     )
     def append(self, source: int, plan: list[tuple[int, int, int]], backlog: int, as_packet: bool) -> None:
@@ -143,7 +144,7 @@ class Appends(RuleBasedStateMachine):
             self.line.call([("SREM", ended_key(self.prefix), source)])
         else:
             self.model.ended.add(source)
-            end_source(self.line, self.prefix, source)
+            end_sources(self.line, self.prefix, [source])
 
     @rule()
     def hand_over_a_mark(self) -> None:

@@ -137,6 +137,19 @@ def test_a_former_primary_that_a_relay_is_started_on_is_refused(world: OutboxWor
     world.publish(5, tag="isolated")
     with pytest.raises(ConfigurationRefused, match="outbox adopt"):
         relay(world)
+    # Also where it was recovered to a point in time, on a timeline of its own: nothing of it can be proven.
+    world.rows("UPDATE mqlayer_app.identity SET timeline = 77")
+    with pytest.raises(ConfigurationRefused, match="outbox adopt"):
+        relay(world)
     assert live_sources(world) == [(since,)]
     adopt(database)
     assert relay(world) == 5
+    assert live_sources(world) == identity(world)
+
+
+def test_a_copy_that_is_renewed_beside_its_original_ends_nothing_of_it(world: OutboxWorld, database: Database) -> None:
+    """Copied as files, it has the original's name of cluster and database."""
+    ((original,),) = identity(world)
+    renew(database)
+    relay(world)
+    assert [uuid for (uuid,) in live_sources(world)] == [original, identity(world)[0][0]]

@@ -179,14 +179,18 @@ def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(
     parts = [("m", 20)]
     world.publish(20, keys=5)
     relay_once(world.settings(), limits=QUICK)
-    for place in ("before_suspect", "after_end", "before_renumber", "after_renumber"):
+    places = (
+        "recover.before_suspect=kill", "recover.before_source=kill", "recover.after_end=kill",
+        "recover.before_renumber=kill", "recover.after_renumber=kill",
+    )  # fmt: skip
+    for place in places:
         then = EarlierState(world)
         lost, new = (f"{word}-{len(parts)}" for word in ("lost", "new"))
         parts += [(lost, 20), (new, 20)]
         world.publish(20, keys=5, tag=lost)
         relay_once(world.settings(), limits=QUICK)
         then.come_back()
-        with world.relay_process(failpoints=f"recover.{place}=kill") as process:
+        with world.relay_process(failpoints=place) as process:
             assert process.wait(timeout=30) == -signal.SIGKILL
         with world.relay():
             wait_until(lambda: recovered(world), what="the outbox to be recovered")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +20,7 @@ from mqlayer.relay import RelayLimits, recover_now, relay_once
 from mqlayer.relay.lanes import Lane, Target
 from mqlayer.relay.reading import OutboxReader
 from mqlayer.stack import RedisServer
-from mqlayer.topics import rearm_node
+from mqlayer.topics import rearm_node, register_node
 from tests.fixtures.forking import is_stopped
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
@@ -59,9 +60,9 @@ def test_a_relay_at_work_notices_that_another_one_numbered_the_outbox_anew(
     assert values(world) == expected(10, ("m", 40), ("new", 60))
 
 
-@pytest.mark.parametrize("emptied", [False, True], ids=["as it is", "emptied beside it"])
+@pytest.mark.parametrize("beside", ["", "armed", "emptied"])
 def test_what_a_relay_has_read_of_the_old_numbers_is_not_there_twice(
-    database_dsn: str, node: RedisServer, key_prefix: str, emptied: bool
+    database_dsn: str, node: RedisServer, key_prefix: str, beside: str
 ) -> None:
     """It stands still between its look at the outbox and its append, while another one numbers that anew.
 
@@ -70,24 +71,27 @@ def test_what_a_relay_has_read_of_the_old_numbers_is_not_there_twice(
     """
     world = OutboxWorld(database_dsn, key_prefix, [node.url])
     world.add_topic("orders", partitions=2)
-    before = [] if emptied else [("m", 20)]
+    before = [] if beside == "emptied" else [("m", 20)]
     for tag, count in before:
         world.publish(count, keys=4, tag=tag)
         relay_once(world.settings(), limits=QUICK)
     world.publish(20, keys=4, tag="read")
     with world.relay_process(failpoints="relay.before_append=stop") as process, Database(database_dsn) as database:
         wait_until(lambda: is_stopped(process), timeout_s=30, what="the relay at its append")
-        if emptied:
+        world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
+        if beside == "emptied":
             # What is ended is a node's own knowledge: whoever arms it says it again.
             with world.relay():
-                world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
                 wait_until(lambda: world.rows(ENDED) == [(1,)], timeout_s=30, what="the source ended")
             with redis.Redis.from_url(node.url) as client:
                 client.flushall()
             rearm_node(database, "node-1", prefix=key_prefix, application=database)
         else:
-            world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
             assert recover_now(database, database, world.settings()) is not None
+        if beside == "armed":
+            # Before anybody says in Postgres that the source is ended.
+            world.rows("UPDATE mqlayer.node SET armed_run_id = NULL")
+            rearm_node(database, "node-1", prefix=key_prefix, application=database)
         world.publish(20, keys=4, tag="new")
         with world.relay():
             wait_until(lambda: counted(world, "new") == 20, timeout_s=30, what="what is new to arrive")
@@ -213,6 +217,87 @@ def test_what_a_sealed_partition_lost_comes_again_under_a_source_that_is_about_t
         hand.consume_all()
     assert hand.bodies() == expected(10, ("m", 40), ("new", 20))
     assert "messages_lost" not in caplog.text
+
+
+def test_who_recovers_an_outbox_that_another_one_recovers_meanwhile_takes_it_for_no_former_one(
+    database_dsn: str, node: RedisServer, key_prefix: str
+) -> None:
+    world = relayed_world(database_dsn, key_prefix, node.url, count=20, keys=4)
+    world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
+    with world.relay_process(failpoints="recover.before_source=stop") as process, Database(world.dsn) as database:
+        wait_until(lambda: is_stopped(process), timeout_s=30, what="a relay that recovers")
+        assert recover_now(database, database, world.settings()) is not None
+        relay_once(world.settings(), limits=QUICK)
+        process.send_signal(signal.SIGCONT)
+        world.publish(10, keys=4, tag="new")
+        wait_until(lambda: counted(world, "new") == 10, timeout_s=30, what="what is new, by that relay")
+
+
+@pytest.fixture
+def world(database_dsn: str, node: RedisServer, key_prefix: str) -> OutboxWorld:
+    """Twenty messages that were relayed to one node."""
+    return relayed_world(database_dsn, key_prefix, node.url, count=20, keys=4)
+
+
+def ended(world: OutboxWorld, url: str) -> set[bytes]:
+    """Return the sources that a node takes nothing of any more."""
+    with redis.Redis.from_url(url) as client:
+        found: Any = client.smembers(ended_key(world.key_prefix).decode())
+        return set(found)
+
+
+def test_a_node_without_memory_is_told_and_armed_all_the_same(world: OutboxWorld, node: RedisServer) -> None:
+    """Else nobody would settle and trim there, and it would stay full."""
+    with redis.Redis.from_url(node.url) as client, Database(world.dsn) as database:
+        client.config_set("maxmemory", 1)
+        world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
+        assert recover_now(database, database, world.settings()) is not None
+        assert ended(world, node.url) == {b"1"}
+        assert relay_once(world.settings(), limits=QUICK) == 0
+        client.delete(ended_key(world.key_prefix).decode())
+        world.rows("UPDATE mqlayer.node SET armed_run_id = NULL")
+        rearm_node(database, "node-1", prefix=world.key_prefix, application=database)
+        assert ended(world, node.url) == {b"1"}
+
+
+def test_a_node_that_is_new_is_told_before_it_is_sent_anything(world: OutboxWorld, start_redis: StartRedis) -> None:
+    new = start_redis()
+    world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
+    with Database(world.dsn) as database:
+        assert recover_now(database, database, world.settings()) is not None
+        register_node(database, name="node-2", url=new.url)
+    relay_once(world.settings(), limits=QUICK)
+    assert ended(world, new.url) == {b"1"}
+
+
+def test_a_promotion_that_was_given_up_is_got_over_by_an_operators_word(
+    world: OutboxWorld, node: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nodes were told that the source ends, and the server that it was to go on with is gone: the old one stays."""
+    with redis.Redis.from_url(node.url) as client, Database(world.dsn) as database:
+        client.sadd(ended_key(world.key_prefix).decode(), 1)
+        world.publish(10, keys=4, tag="kept")
+        with world.relay() as relay:
+            wait_until(lambda: "outbox recover --anew" in str(relay.health()), timeout_s=20, what="the way out told")
+            began = time.monotonic()
+            wait_until(lambda: time.monotonic() - began > 2, what="two seconds")
+            assert sum(record.message == "relay_postgres_lost" for record in caplog.records) < 20
+            assert recover_now(database, database, world.settings()) is None
+            assert recover_now(database, database, world.settings(), anew=True) is not None
+            wait_until(lambda: counted(world, "kept") == 10, timeout_s=30, what="what waited")
+    assert values(world) == expected(4, ("m", 20), ("kept", 10))
+
+
+def test_a_relay_that_starts_while_the_outbox_is_numbered_anew_is_no_former_one(world: OutboxWorld) -> None:
+    """It has read the identity of before, whose source is ended by the time it asks for that."""
+    with world.relay_process(failpoints="relay.before_source=stop") as process, Database(world.dsn) as database:
+        wait_until(lambda: is_stopped(process), timeout_s=30, what="the relay at its source")
+        world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
+        assert recover_now(database, database, world.settings()) is not None
+        relay_once(world.settings(), limits=QUICK)
+        process.send_signal(signal.SIGCONT)
+        world.publish(10, keys=4, tag="new")
+        wait_until(lambda: counted(world, "new") == 10, timeout_s=30, what="what is new, by that relay")
 
 
 def counted(world: OutboxWorld, tag: str) -> int:
