@@ -27,7 +27,7 @@ from mqlayer.redis.partitions import OnceOutcome, Refused, append_once_reply, cr
 from mqlayer.stack import RedisServer
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
-from tests.proof.producer_world import ProducerWorld
+from tests.proof.producer_world import ProducerWorld, send_to_the_end
 from tests.proof.proxy import TcpProxy
 
 
@@ -214,7 +214,7 @@ def test_a_refused_message_with_an_id_fails_as_others_do(database_dsn: str, redi
     with world.producer() as producer:
         first = producer.send("orders", key="k", body=b"1", dedup_id="a")
         with pytest.raises(BacklogFull):
-            producer.send("orders", key="k", body=b"2", dedup_id="b", timeout_s=0.3)
+            send_to_the_end(producer, "orders", key="k", body=b"2", dedup_id="b", timeout_s=0.3)
         with world.client() as client:
             client.xtrim(world.keys(first.partition).log, maxlen=0)
         assert producer.send("orders", key="k", body=b"2", dedup_id="b").identity.seq == 2

@@ -36,7 +36,7 @@ from mqlayer.stack import RedisProgram, RedisServer
 from tests.fixtures.backups import Backup
 from tests.fixtures.servers import StartPostgres, StartRedis, different_redis_programs
 from tests.fixtures.waiting import wait_until
-from tests.proof.producer_world import ProducerWorld
+from tests.proof.producer_world import ProducerWorld, send_to_the_end
 from tests.proof.proxy import TcpProxy
 
 
@@ -381,7 +381,7 @@ def test_a_full_partition_refuses_after_the_time_and_nothing_overtakes(
         bystander = other_partition_key(world, "k")
         full = producer.send_many("orders", [Message("k", b"%d" % number) for number in range(4)])[0].partition
         with pytest.raises(BacklogFull, match="limit of 4"):
-            producer.send("orders", key="k", body=b"refused", timeout_s=0.3)
+            send_to_the_end(producer, "orders", key="k", body=b"refused", timeout_s=0.3)
         assert producer.send("orders", key=bystander, body=b"goes on").offset == 1
 
         waiting = producer.send_async("orders", key="k", body=b"4", timeout_s=60)
@@ -421,7 +421,7 @@ def test_a_message_that_may_be_stored_is_not_refused_for_good(
         with pytest.raises(PublishUnknown) as raised:
             producer.send("orders", key="k", body=b"3", timeout_s=1)
         with pytest.raises(BacklogFull):
-            producer.send("orders", key="k", body=b"refused", timeout_s=0.3)
+            send_to_the_end(producer, "orders", key="k", body=b"refused", timeout_s=0.3)
         client.xtrim(world.keys(1).log, maxlen=1, approximate=False)
         assert raised.value.future is not None
         assert raised.value.future.result(20).offset == 3

@@ -13,6 +13,7 @@ import redis
 from pydantic import SecretStr
 
 from mqlayer.domain.routing import Route
+from mqlayer.errors import PublishUnknown
 from mqlayer.postgres.database import Database
 from mqlayer.producing import Producer
 from mqlayer.redis.keys import PartitionKeys, partition_keys
@@ -163,3 +164,13 @@ class ProducerWorld:
                 (parent, successor, topic),
             )
             connection.execute("UPDATE mqlayer.topic SET version = version + 1 WHERE name = %s", (topic,))
+
+
+def send_to_the_end(producer: Producer, topic: str, *, timeout_s: float, **facts: Any) -> None:
+    """Send a message that is to be refused; where its time ends while a try is under way, its future tells that."""
+    try:
+        producer.send(topic, timeout_s=timeout_s, **facts)
+    except PublishUnknown as error:
+        if error.future is None:
+            raise
+        error.future.result(20)
