@@ -366,6 +366,7 @@ class _Lane:
             await self.passable.wait()
             if isinstance(chunk.content, OSError):
                 raise chunk.content
+            _refuse_if_closed(writer)
             if not chunk.content:
                 writer.write_eof()
                 return
@@ -391,6 +392,12 @@ async def _read(reader: asyncio.StreamReader) -> bytes | OSError:
         return await reader.read(CHUNK_BYTES)
     except OSError as error:
         return error
+
+
+def _refuse_if_closed(writer: asyncio.StreamWriter) -> None:
+    """Where asyncio's own transport takes what comes too late, uvloop's says that it was used wrongly."""
+    if writer.transport.is_closing():
+        raise ConnectionResetError("the line is closed")
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

@@ -207,7 +207,11 @@ class Nemesis:
         site = self._rng.choice(pairs)
         # Whatever is settled from here on may come again.
         self._fell_back(site)
-        done = site.fail_over(lag_s=self._rng.uniform(0.0, 0.5), overlap_s=self._rng.uniform(0.0, 1.5 * self._lease_s))
+        done = site.fail_over(
+            lag_s=self._rng.uniform(0.0, 0.5),
+            overlap_s=self._rng.uniform(0.0, 1.5 * self._lease_s),
+            fell_back=lambda: self._fell_back(site),
+        )
         self._fell_back(site)
         return site.name if done else ""
 

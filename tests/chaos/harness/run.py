@@ -134,7 +134,7 @@ class _Run:
         # This process arms nodes and buries partitions too, at the end.
         cleanup.callback(observe_retiring(self._history, TOPIC))
         environment = {
-            "MQLAYER_TEST_KEYS": str(KEYS), "MQLAYER_CHAOS_SEED": str(seed), "MQLAYER_TEST_PAUSE_S": "0.02",
+            "MQLAYER_TEST_KEYS": str(KEYS), "MQLAYER_CHAOS_SEED": str(seed), "MQLAYER_TEST_PAUSE_S": "0.04",
             "MQLAYER_TEST_DRIVE_EVERY_S": "4", "MQLAYER_LEASE_S": str(LEASE_S), "MQLAYER_BROKER_URL": broker.url,
             "MQLAYER_TEST_FAILING": "199", "MQLAYER_TEST_PLANT": bug, "MQLAYER_TEST_BATCHES": json.dumps(BATCHES),
             "MQLAYER_TEST_BATCH_LIMIT": "50", "MQLAYER_TEST_PART": "25", "MQLAYER_TEST_HANDLERS": "24",

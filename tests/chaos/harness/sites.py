@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +16,7 @@ from mqlayer.stack import PostgresServer, RedisServer
 from tests.fixtures.power import PoweredRedis
 from tests.proof.proxy import TcpProxy
 
+NOTE_EVERY_S: Final = 0.1
 POSTGRES_OPTIONS: Final = {"max_connections": "300", "max_wal_size": "256MB"}
 
 
@@ -84,10 +86,11 @@ class PairSite(NodeSite):
         }
         self._follow()
 
-    def fail_over(self, *, lag_s: float, overlap_s: float) -> bool:
+    def fail_over(self, *, lag_s: float, overlap_s: float, fell_back: Callable[[], None]) -> bool:
         """Make the replica the primary though it lacks what came in the last moments; say whether it could be.
 
-        For `overlap_s` those who have a connection to the old primary go on with it.
+        For `overlap_s` those who have a connection to the old primary go on with it, and others are at work on the new
+        one: what is settled meanwhile may come again, even before it is over. So `fell_back` is called all the time.
         """
         if not self._is_synced():
             return False
@@ -98,7 +101,10 @@ class PairSite(NodeSite):
         redis.Redis.from_url(new.url).replicaof("NO", "ONE")
         self.server, self._other = new, old
         self.proxy.aim("127.0.0.1", new.port)
-        time.sleep(overlap_s)
+        until = time.monotonic() + overlap_s
+        while (left_s := until - time.monotonic()) > 0:
+            fell_back()
+            time.sleep(min(left_s, NOTE_EVERY_S))
         self.proxy.reset_all()
         link.reset_all()
         link.heal()
