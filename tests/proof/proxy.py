@@ -401,8 +401,11 @@ def _refuse_if_closed(writer: asyncio.StreamWriter) -> None:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    connected: socket.socket = writer.get_extra_info("socket")
-    # Closing with a linger time of zero sends RST in place of FIN. One that is closed already has nothing to reset.
+    connected: socket.socket | None = writer.get_extra_info("socket")
+    if connected is None:
+        # Closed already: there is nothing to reset.
+        return
+    # Closing with a linger time of zero sends RST in place of FIN.
     with contextlib.suppress(OSError):
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
