@@ -29,6 +29,7 @@ from psycopg.types.json import Jsonb
 
 from mqlayer.domain.changes import marks_within
 from mqlayer.domain.message import NO_KEY
+from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import ConfigurationRefused, Conflict, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
@@ -60,6 +61,8 @@ log = logging.getLogger(__name__)
 
 SCAN_ROUNDS: Final = 1_000
 ROWS_PER_READ: Final = 500
+ROWS_PER_LP: Final = 5
+"""How many rows of an LP are read at the least, where so many LPs lack some."""
 BYTES_PER_READ: Final = 900_000
 TOMBSTONES_PER_WRITE: Final = 500
 SEEN_EVERY_S: Final = 5.0
@@ -370,38 +373,56 @@ class Mender:
             if outbox is None:
                 whose = f"partition {wanted.partition} waits for the relay of outbox {row[0]}"
                 raise StoreUnavailable(self._line.node.address, f"{whose}, which can send again what it lost")
-            for lp, (after, to) in lps.items():
-                seal_id = self._resend_lp(outbox, row[0], wanted, seal_id, source, lp, after, to)
+            seal_id = self._resend_lps(outbox, row[0], wanted, seal_id, source, lps)
         return seal_id, 0
 
-    def _resend_lp(
+    def _resend_lps(
         self,
         outbox: Connection,
         outbox_uuid: uuid.UUID,
         wanted: Wanted,
         seal_id: str,
         source: int,
-        lp: int,
-        after: int,
-        to: int,
+        lps: Mapping[int, tuple[int, int]],
     ) -> str:
-        while after < to:
+        """Append what many LPs lack, a few hundred rows at a time: nobody is served by the node before that is done."""
+        after = {lp: mark for lp, (mark, _) in lps.items()}
+        while after:
+            some = list(after)[: max(1, ROWS_PER_READ // ROWS_PER_LP)]
             facts = {
-                "topic_ids": [wanted.topic_id], "lps": [lp], "afters": [after], "each": ROWS_PER_READ,
-                "bytes": BYTES_PER_READ,
+                "topic_ids": [wanted.topic_id] * len(some), "lps": some, "afters": [after[lp] for lp in some],
+                "each": ROWS_PER_READ // len(some), "bytes": BYTES_PER_READ,
             }  # fmt: skip
-            found = [row for row in outbox.execute(query("outbox_of_lps"), facts).fetchall() if row[2] <= to]
+            found: dict[int, list[tuple[Any, ...]]] = {}
+            for row in outbox.execute(query("outbox_of_lps"), facts).fetchall():
+                found.setdefault(row[1] % LP_COUNT, []).append(row)
             self._refuse_if_renumbered(outbox, outbox_uuid)
-            first = found[0][2] if found else to + 1
-            # A run is dense: what is behind a hole comes in the next round.
-            rows = [row for number, row in enumerate(found) if row[2] == first + number]
-            if first > after + 1:
-                self._give_up(wanted, source, lp, after, first - 1)
-            if rows:
-                seal_id = self._append(wanted, seal_id, source, lp, rows)
+            # Where the bytes came to their end, nothing is known of the LPs behind the last one that has rows.
+            known = some[: some.index([*found][-1]) + 1] if found else some
+            runs: list[tuple[int, list[tuple[Any, ...]]]] = []
+            for lp in known:
+                to = lps[lp][1]
+                rows = self._continuing(wanted, source, lp, after[lp], to, found.get(lp, []))
+                if rows:
+                    runs.append((lp, rows))
+                after[lp] = rows[-1][2] if rows else to
+                if after[lp] >= to:
+                    del after[lp]
+            if runs:
+                seal_id = self._append(wanted, seal_id, source, runs)
             self._stay()
-            after = rows[-1][2] if rows else to
         return seal_id
+
+    def _continuing(
+        self, wanted: Wanted, source: int, lp: int, after: int, to: int, found: Sequence[tuple[Any, ...]]
+    ) -> list[tuple[Any, ...]]:
+        """Return the rows of an LP with which its chain goes on, once what is missing before them is given up."""
+        rows = [row for row in found if row[2] <= to]
+        first = rows[0][2] if rows else to + 1
+        if first > after + 1:
+            self._give_up(wanted, source, lp, after, first - 1)
+        # A run is dense: what is behind a hole comes in the next round.
+        return [row for number, row in enumerate(rows) if row[2] == first + number]
 
     def _refuse_if_renumbered(self, outbox: Connection, outbox_uuid: uuid.UUID) -> None:
         """Behind each read: what was read has the numbers of the source only if the outbox goes by that yet."""
@@ -433,23 +454,29 @@ class Mender:
                     outbox.execute(query("set_aside_remove"), {"topic_id": wanted.topic_id, "lp": lp})
         self._count_lost(wanted, self._given_up(wanted))
 
-    def _append(self, wanted: Wanted, seal_id: str, source: int, lp: int, rows: Sequence[tuple[Any, ...]]) -> str:
-        """Append to a sealed partition; return the seal that it has then."""
-        fields: list[bytes] = []
-        for _, _, _, facts, key, body in rows:
-            fields += (facts.encode(), NO_KEY if key is None else key.encode(), bytes(body))
-        run = Run(lp, rows[0][2], len(rows), fields)
-        append = append_command(self._line, self._prefix, wanted.partition, source, [run], backlog=AS_BEFORE)
+    def _append(
+        self, wanted: Wanted, seal_id: str, source: int, runs: Sequence[tuple[int, Sequence[tuple[Any, ...]]]]
+    ) -> str:
+        """Append rows of some LPs to a sealed partition; return the seal that it has then."""
+        wanted_runs: list[Run] = []
+        for lp, rows in runs:
+            fields: list[bytes] = []
+            for _, _, _, facts, key, body in rows:
+                fields += (facts.encode(), NO_KEY if key is None else key.encode(), bytes(body))
+            wanted_runs.append(Run(lp, rows[0][2], len(rows), fields))
+        append = append_command(self._line, self._prefix, wanted.partition, source, wanted_runs, backlog=AS_BEFORE)
         commands = [append]
         if seal_id:
-            short = (f"{source}:{lp}", run.first - 1)
+            first = wanted_runs[0]
+            short = (f"{source}:{first.lp}", first.first - 1)
             commands.insert(0, reopen_command(self._line, self._prefix, wanted.partition, seal_id, *short))
         reply, sealed = self._at_once(wanted, commands)
         answer = append_reply(reply, self._line.node.address)
         if not isinstance(answer, Appended):
             raise StoreUnavailable(self._line.node.address, f"resending was refused: {answer.word} {answer.fact}")
-        if answer.outcomes and answer.outcomes[0].word != "dup":
-            raise StoreUnavailable(self._line.node.address, f"resending was refused: {answer.outcomes[0].word}")
+        for outcome in answer.outcomes or ():
+            if outcome.word not in ("ok", "dup"):
+                raise StoreUnavailable(self._line.node.address, f"resending was refused: {outcome.word}")
         return sealed
 
     def _at_once(self, wanted: Wanted, commands: list[Command]) -> tuple[Any, str]:

@@ -58,10 +58,10 @@ class Scene(OutboxWorld):
             self._control = Database(self.dsn, max_size=6)
         return self._control
 
-    def bring(self, count: int, tag: str) -> None:
+    def bring(self, count: int, tag: str, *, keys: int = KEYS) -> None:
         """Publish, and wait until the partitions hold it."""
         with self.relay():
-            self.publish(count, keys=KEYS, tag=tag)
+            self.publish(count, keys=keys, tag=tag)
             self.wait_until_whole()
 
     def split(self, at: int = 100) -> None:
@@ -264,6 +264,31 @@ def test_filling_up_takes_its_time_and_keeps_its_locks(
     monkeypatch.setitem(nodes.PATIENCE, "idle", "500ms")
     scene.rearm()
     assert scene.meta(1)["seal"] == scene.seal_id()
+
+
+@pytest.mark.parametrize(("size", "most"), [(1, 1_000), (700, 1_000), (mending.BYTES_PER_READ, 3)])
+def test_many_lps_are_filled_up_at_a_time_by_rows_and_by_bytes(
+    scene: Scene, node: RedisServer, monkeypatch: pytest.MonkeyPatch, size: int, most: int
+) -> None:
+    """Nobody is served by the node meanwhile: a round trip for each LP would be seconds."""
+    hand = scene.hand()
+    scene.bring(400, "a", keys=300)
+    scene.split()
+    lose_all(node)
+    appends: list[int] = []
+    plain = mending.Mender._append
+
+    def append(mender: mending.Mender, wanted: Any, seal_id: str, source: int, runs: Any) -> str:
+        appends.append(len(runs))
+        return plain(mender, wanted, seal_id, source, runs)
+
+    monkeypatch.setattr(mending.Mender, "_append", append)
+    monkeypatch.setattr(mending, "BYTES_PER_READ", size)
+    scene.rearm()
+    assert 0 < len(appends) <= most
+    scene.bring(50, "b")
+    hand.consume_all()
+    scene.judge(hand)
 
 
 def test_without_the_outbox_a_sealed_partition_waits_for_who_can_read_it(scene: Scene, node: RedisServer) -> None:
