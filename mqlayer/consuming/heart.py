@@ -162,8 +162,10 @@ class Heart:
         began = clock()
         try:
             if self._session is not None:
-                self._give_back(self._session)
-                self._report_drained(self._session)
+                if self.lease.holds():
+                    # Else others, whose leases ran out with ours, would be noted as gone before we are back.
+                    self._give_back(self._session)
+                    self._report_drained(self._session)
                 self._beat(self._session)
         except StoreUnavailable as error:
             self._trouble = str(error)

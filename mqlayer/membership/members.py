@@ -98,8 +98,10 @@ def join(
     """Join a group: a new session, partitions given by the rebalance in the same transaction.
 
     `session`: its number, from `next_session`; `own`: the sessions of a process that joins again, which may have been
-    the member's newest. Raises Replaced, and changes nothing, where the newest is none of them; GroupRetired; and
-    InstanceTaken where another member lives that consumes for the same instance of a broadcast group.
+    the member's newest. Where all leases of the group ran out together, the first to join again gives the others half a
+    lease to do so too, with what they had. Raises Replaced, and changes nothing, where the newest session is none of
+    its own; GroupRetired; and InstanceTaken where another member lives that consumes for the same instance of a
+    broadcast group.
     """
     check_name("member", member_id)
     facts = {
@@ -115,6 +117,8 @@ def join(
 
     def work(connection: Connection) -> Session:
         _refuse_to_admit(connection, group_id, member_id)
+        if own is not None:
+            connection.execute(query("members_spare"), facts)
         row = connection.execute(query("member_join"), facts).fetchone()
         if row is None:
             raise Replaced(f"member {member_id!r} has a session of somebody else's", "start under another member id")

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 SCAN_LOCK_WAIT_S: Final = 0.1
 """How long a scan waits for a group that somebody else is changing: long enough for whoever is at work on it."""
+ALONE_S: Final = 30.0
+"""How long a scan leaves a group alone whose leases all ran out: the database may have been away, not its members."""
 
 
 def change_group(
@@ -99,12 +101,13 @@ def _step(live_owner: str | None, wanted: str | None, target: str | None, *, hel
 def rebalance_groups(database: Database) -> int:
     """Rebalance every live group that a member left behind without a word; return how many changed.
 
-    So a silent death is noticed within the lease and the interval of this scan, although no member of the group beats.
+    So a silent death is noticed within the lease and the interval of this scan, although no member of the group beats;
+    that of all members, when nobody could take over anyway, `ALONE_S` later.
     A group whose lock is held is passed by: whoever holds it rebalances, or dies and leaves it to the next scan. Safe
     to run twice at once: the second finds what the first has committed, and changes nothing.
     """
     with database.connection() as connection:
-        found = [row[0] for row in connection.execute(query("groups_unbalanced")).fetchall()]
+        found = [row[0] for row in connection.execute(query("groups_unbalanced"), {"alone_s": ALONE_S}).fetchall()]
     return rebalance_each(database, found, lock_wait_s=SCAN_LOCK_WAIT_S)
 
 

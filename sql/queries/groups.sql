@@ -177,6 +177,16 @@ SET session = excluded.session, host = excluded.host, pid = excluded.pid, leavin
 WHERE %(own)s::bigint[] IS NULL OR m.session = ANY(%(own)s::bigint[])
 RETURNING session;
 
+-- name: members_spare
+-- A member comes back whose lease ran out, with those of all its group and about when its own did, and nobody noted it:
+-- the database was away, so they come back too, and keep what they have if they do so soon. Before member_join.
+UPDATE mqlayer.member m SET lease_until = now() + make_interval(secs => %(lease_s)s / 2)
+FROM mqlayer.member own
+WHERE own.group_id = %(group_id)s AND own.member_id = %(member_id)s AND own.session = ANY(%(own)s::bigint[])
+  AND own.lease_until > '-infinity' AND m.group_id = own.group_id AND m.member_id <> own.member_id AND NOT m.leaving
+  AND m.lease_until > own.lease_until - make_interval(secs => %(lease_s)s)
+  AND NOT EXISTS (SELECT FROM mqlayer.member l WHERE l.group_id = own.group_id AND l.lease_until >= now());
+
 -- name: member_session_next
 -- The number of a session that is to be: known before the joining, whose answer may be lost.
 SELECT nextval('mqlayer.member_session');
@@ -204,11 +214,14 @@ SELECT session FROM mqlayer.member WHERE group_id = %(group_id)s AND member_id =
 -- name: groups_unbalanced
 -- Live groups that need a rebalance and may have nobody to ask for it: a lease ran out, or what the group may consume
 -- has an owner that is gone, or has none although a member could take it. The condition of member_beat, for all groups
--- at once; a group without members is left alone, or every scan would take its lock for nothing.
+-- at once; a group without members is left alone, or every scan would take its lock for nothing. Where all leases ran
+-- out it may be the database that was away: for a while the members may come back, and nobody else would take over.
 SELECT g.group_id FROM mqlayer.consumer_group g
 WHERE g.state = 'live'
   AND (EXISTS (SELECT FROM mqlayer.member m
-               WHERE m.group_id = g.group_id AND m.lease_until < now() AND m.lease_until > '-infinity')
+               WHERE m.group_id = g.group_id AND m.lease_until < now() AND m.lease_until > '-infinity'
+                 AND (m.lease_until < now() - make_interval(secs => %(alone_s)s) OR EXISTS (
+                     SELECT FROM mqlayer.member l WHERE l.group_id = g.group_id AND l.lease_until >= now())))
        -- An instance of which nobody noted since when it is away.
        OR g.instance IS NOT NULL AND g.away_since IS NULL
           AND NOT EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until > '-infinity')
@@ -315,8 +328,11 @@ SET next_offset = excluded.next_offset, measured_at = excluded.measured_at,
             / greatest(0.001, extract(epoch FROM excluded.measured_at - r.measured_at));
 
 -- name: groups_by_rate
--- Living groups that are balanced by rate.
-SELECT group_id FROM mqlayer.consumer_group WHERE state = 'live' AND balance = 'rate' AND paused_at IS NULL ORDER BY group_id;
+-- Living groups that are balanced by rate, and have members to balance.
+SELECT g.group_id FROM mqlayer.consumer_group g
+WHERE g.state = 'live' AND g.balance = 'rate' AND g.paused_at IS NULL
+  AND EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until >= now())
+ORDER BY g.group_id;
 
 -- name: assignments_put
 -- Give partitions to members, each under a new epoch.

@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from mqlayer.consuming.clock import clock
 from mqlayer.consuming.holdings import State
 from mqlayer.consuming.member import Member
 from mqlayer.domain.routing import lp_of
+from mqlayer.membership import rebalance_groups
 from mqlayer.redis.nodes import Command, NodeConnection
 from mqlayer.redis.partitions import Holder, release_command, settle_command, take_command
 from mqlayer.stack import RedisServer
@@ -120,6 +122,37 @@ def test_a_member_stops_by_its_own_clock_before_the_database_frees_its_partition
     assert 0 < row[0] <= 5.0 * 0.2 + 0.1
     assert set(stage.owners().values()) == {member.member_id}
     proxies[0].heal()
+
+
+def test_members_without_their_database_for_longer_than_their_leases_keep_what_they_had(
+    start_stage: StartStage, redis_url: str, proxies: list[TcpProxy]
+) -> None:
+    """Nothing changes hands but epochs, each once at the most; a worker's scan leaves them the time."""
+    stage = start_stage(redis_url, partitions=6)
+    recorders = [Recorder() for _ in range(MEMBERS)]
+    settings = stage.settings(lease_s=4.0, dsn=through(stage, proxies[0]))
+    members = [member_of(stage.consume(recorder, settings=settings)) for recorder in recorders]
+    wait_until(lambda: sorted(Counter(stage.owners().values()).values()) == [2, 2, 2], timeout_s=20, what="two each")
+    owners, before = stage.owners(), {partition: epoch for partition, _, epoch, _ in stage.assignments()}
+    proxies[0].blackhole()
+    with stage.database.connection() as connection:
+        living = "SELECT FROM mqlayer.member WHERE lease_until >= now()"
+        wait_until(lambda: not connection.execute(living).rowcount, timeout_s=20, what="all leases to run out")
+        drawn = connection.execute("SELECT last_value FROM mqlayer.epoch").fetchone()
+    assert not any(member.may_read() for member in members)
+    assert rebalance_groups(stage.database) == 0
+    proxies[0].heal()
+    proxies[0].reset_all()
+    stage.send_numbers(keys=30, each=2)
+    stage.wait_settled(timeout_s=20)
+    wait_until(lambda: all(member.may_read() for member in members), timeout_s=20, what="all to be back")
+    assert stage.owners() == owners
+    assert drawn is not None
+    raised = [epoch for partition, _, epoch, _ in stage.assignments() if epoch != before[partition]]
+    with stage.database.connection() as connection:
+        row = connection.execute("SELECT last_value - %s FROM mqlayer.epoch", drawn).fetchone()
+    assert row == (len(raised),), "no partition was under an epoch in between"
+    assert len(raised) >= len(stage.partitions) // MEMBERS
 
 
 def test_a_handler_of_many_leases_is_left_alone_until_its_member_goes_offline(

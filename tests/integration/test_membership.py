@@ -96,11 +96,19 @@ class Crew:
     def shares(self) -> dict[str | None, int]:
         return dict(Counter(self.stage.owners().values()))
 
-    def expire(self, name: str) -> None:
-        """Let a lease have run out, by the database's clock."""
+    def join_again(self, name: str, lease_s: float = LEASE_S) -> None:
+        """Join as a process does whose lease ran out."""
+        own = [self.sessions[name].session]
+        self.sessions[name] = join(
+            self.stage.database, group_id=self.group.group_id, member_id=name, lease_s=lease_s, own=own
+        )
+
+    def expire(self, *names: str, ago_s: float = 0.001) -> None:
+        """Let leases have run out, by the database's clock."""
         with self.stage.database.connection() as connection:
             connection.execute(
-                "UPDATE mqlayer.member SET lease_until = now() - interval '1 ms' WHERE member_id = %s", [name]
+                "UPDATE mqlayer.member SET lease_until = now() - make_interval(secs => %s) WHERE member_id = ANY(%s)",
+                [ago_s, list(names)],
             )
 
     def epochs(self) -> dict[int, int]:
@@ -178,6 +186,61 @@ def test_an_expired_lease_never_comes_back(crew: Crew) -> None:
     crew.join("a")
     crew.settle()
     assert crew.shares() == {"a": 2, "b": 3}
+
+
+def test_members_whose_leases_ran_out_together_come_back_to_what_they_had(crew: Crew) -> None:
+    """The database was away: the first to come back is not given everything, to give it on again."""
+    crew.join("a", "b", "c")
+    crew.settle()
+    owners, before = crew.stage.owners(), crew.epochs()
+    crew.expire("a", ago_s=7)
+    crew.expire("b", ago_s=7 + LEASE_S / 2)
+    crew.expire("c", ago_s=6)
+    assert not crew.beat("a").known
+    crew.join_again("a")
+    assert crew.stage.owners() == owners
+    own = {a.partition: a.epoch for a in crew.beat("a").assignments}
+    assert all(epoch > before[partition] for partition, epoch in own.items())
+    assert crew.beat("b").known, "it came back within half a lease: nobody has had what it has"
+    crew.expire("c")
+    crew.join_again("c")
+    assert crew.stage.owners() == owners
+    assert all(crew.epochs()[a.partition] == before[a.partition] for a in crew.beat("b").assignments)
+
+
+def test_who_does_not_come_back_is_gone_half_a_lease_later(crew: Crew) -> None:
+    crew.join("a", "b")
+    crew.settle()
+    crew.expire("a", "b")
+    crew.join_again("a", lease_s=0.2)
+    assert crew.shares() == {"a": 3, "b": 2}
+    wait_until(lambda: (crew.beat("a"), crew.shares() == {"a": 5})[1], what="the other's time to be over")
+    assert not crew.beat("b").known
+
+
+def test_nobody_is_spared_who_died_before_or_was_leaving(crew: Crew) -> None:
+    crew.join("a", "b", "c")
+    crew.settle()
+    start_leaving(crew.stage.database, crew.sessions["c"])
+    crew.expire("a", "c")
+    crew.expire("b", ago_s=LEASE_S + 1)
+    crew.join_again("a")
+    assert crew.shares() == {"a": 5}
+    assert not crew.beat("b").known
+    assert not crew.beat("c").known
+
+
+def test_nobody_is_spared_while_somebody_lives_or_by_a_new_process(crew: Crew) -> None:
+    crew.join("a", "b", "c")
+    crew.settle()
+    crew.expire("a", "b")
+    crew.join_again("a")
+    assert not crew.beat("b").known
+    crew.settle()
+    assert set(crew.shares()) == {"a", "c"}
+    crew.expire("a", "c")
+    crew.join("a")
+    assert crew.shares() == {"a": 5}
 
 
 def test_leases_are_judged_by_the_databases_clock_in_one_statement(crew: Crew) -> None:
