@@ -212,7 +212,7 @@ def test_who_does_not_come_back_is_gone_half_a_lease_later(crew: Crew) -> None:
     crew.join("a", "b")
     crew.settle()
     crew.expire("a", "b")
-    crew.join_again("a", lease_s=0.2)
+    crew.join_again("a", lease_s=4.0)
     assert crew.shares() == {"a": 3, "b": 2}
     wait_until(lambda: (crew.beat("a"), crew.shares() == {"a": 5})[1], what="the other's time to be over")
     assert not crew.beat("b").known
