@@ -4,10 +4,26 @@
 CREATE SCHEMA IF NOT EXISTS mqlayer_app;
 REVOKE ALL ON SCHEMA mqlayer_app FROM PUBLIC;
 
+-- The timeline of this server: another one begins with each promotion and with each recovery to a point in time. 0
+-- where a managed Postgres does not tell it.
+CREATE FUNCTION mqlayer_app.timeline_v1() RETURNS int LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path = pg_catalog AS $$
+BEGIN
+    RETURN ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int;
+EXCEPTION WHEN insufficient_privilege OR feature_not_supported OR undefined_function THEN
+    RETURN 0;
+END $$;
+
 -- Which outbox this is. Made at the first relay's start, so that a database cloned before has its own.
 CREATE TABLE mqlayer_app.identity (
     only_one    boolean NOT NULL DEFAULT true,
     outbox_uuid uuid NOT NULL DEFAULT gen_random_uuid(),
+    -- On which timeline of its Postgres the outbox is worked on; null before a relay noted it, -1 where commits are
+    -- known to be missing.
+    timeline    int DEFAULT mqlayer_app.timeline_v1(),
+    -- Which outboxes this one goes on in place of: all that it ever was, so that whatever of their sources is live
+    -- still is ended. A copy that got an identity of its own ends none: they are its original's.
+    replaces    uuid[],
     CONSTRAINT identity_key PRIMARY KEY (only_one),
     CONSTRAINT identity_only_one CHECK (only_one)
 );
@@ -356,7 +372,9 @@ BEGIN
 END $$;
 
 -- Give an outbox that was copied an identity of its own, so that its relay opens a new source whose numbers begin at 1.
--- With p_keep, what is not recorded as relayed is numbered anew and sent again; without, the outbox is emptied.
+-- With p_keep it takes its original's place: the original's source ends, and what is not recorded as relayed is
+-- numbered anew and sent again; without, the outbox is emptied. All tables that relays write to are locked first, the
+-- identity last: a relay has locked the one it writes to when it locks the identity that it goes by.
 CREATE FUNCTION mqlayer_app.outbox_renew_v1(p_keep boolean) RETURNS bigint LANGUAGE plpgsql
     SET search_path = pg_catalog, mqlayer_app AS $$
 DECLARE
@@ -365,7 +383,8 @@ BEGIN
     IF EXISTS (SELECT FROM mqlayer_app.lp_set WHERE lease_until >= now()) THEN
         RAISE EXCEPTION 'a relay works on this outbox' USING ERRCODE = 'MQ005', HINT = 'stop its relays first';
     END IF;
-    LOCK TABLE mqlayer_app.counter, mqlayer_app.outbox, mqlayer_app.relayed IN ACCESS EXCLUSIVE MODE;
+    LOCK TABLE mqlayer_app.counter, mqlayer_app.outbox, mqlayer_app.relayed, mqlayer_app.set_aside
+        IN ACCESS EXCLUSIVE MODE;
     IF p_keep THEN
         DELETE FROM mqlayer_app.outbox o USING mqlayer_app.relayed r
             WHERE r.topic_id = o.topic_id AND r.lp = o.lp AND o.seq <= r.seq;
@@ -380,8 +399,8 @@ BEGIN
         UPDATE mqlayer_app.counter SET seq = 0 WHERE seq <> 0;
     END IF;
     TRUNCATE mqlayer_app.relayed, mqlayer_app.set_aside;
-    DELETE FROM mqlayer_app.identity;
-    INSERT INTO mqlayer_app.identity DEFAULT VALUES;
+    UPDATE mqlayer_app.identity i SET outbox_uuid = gen_random_uuid(), timeline = DEFAULT,
+        replaces = CASE WHEN p_keep THEN array_append(i.replaces, i.outbox_uuid) END;
     SELECT count(*) INTO v_count FROM mqlayer_app.outbox;
     RETURN v_count;
 END $$;
