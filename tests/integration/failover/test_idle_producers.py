@@ -15,7 +15,7 @@ from mqlayer.changes import split
 from mqlayer.domain.routing import PartitionId, lp_of
 from mqlayer.errors import AcknowledgedLoss
 from mqlayer.postgres.database import Database
-from mqlayer.producing import Message, Producer
+from mqlayer.producing import Message, Producer, Receipt
 from mqlayer.stack import RedisServer
 from mqlayer.topics import set_node_address
 from tests.fixtures.backups import Backup
@@ -81,6 +81,23 @@ def look_after_restart(world: ProducerWorld, server: RedisServer, producer: Prod
     looks = producer._upkeep._looks
     armed_at = world.rows("SELECT armed_at FROM mqlayer.node")[0][0]
     wait_until(lambda: armed_at in looks._armed_at.values() and not looks._due, what="a look")
+
+
+def publish_under_two_sources(
+    world: ProducerWorld, server: RedisServer, producer: Producer, backup: Path
+) -> tuple[Receipt, Receipt]:
+    """Leave three messages of a key under a source whose fourth was lost, and told; and one under the next source.
+
+    Return the first one of each.
+    """
+    first = producer.send_many("orders", [Message("k", b"x") for _ in range(3)])[0]
+    fall_back_to_here = Backup(server, world.rearm, backup)
+    producer.send("orders", key="k", body=b"lost")
+    fall_back_to_here.restore()
+    wait_for_loss(producer, 1)
+    with pytest.raises(AcknowledgedLoss):
+        producer.flush()
+    return first, producer.send("orders", key="k", body=b"0")
 
 
 def test_a_producer_that_publishes_nothing_is_told_what_its_node_lost(
@@ -193,14 +210,7 @@ def test_a_loss_of_former_messages_only_leaves_the_present_source_alone(
 ) -> None:
     """What is missing is told; the lane goes on with its next number."""
     with world.producer() as producer:
-        first = producer.send_many("orders", [Message("k", b"x") for _ in range(3)])[0]
-        fall_back_to_here = Backup(server, world.rearm, tmp_path / "backup")
-        producer.send("orders", key="k", body=b"lost")
-        fall_back_to_here.restore()
-        wait_for_loss(producer, 1)
-        with pytest.raises(AcknowledgedLoss):
-            producer.flush()
-        second = producer.send("orders", key="k", body=b"0").identity
+        first, second = publish_under_two_sources(world, server, producer, tmp_path / "backup")
         with world.client() as client:
             client.hset(world.keys(first.partition).marks, f"{first.identity.source}:{first.identity.lp}", 1)
         server.kill()
@@ -209,9 +219,9 @@ def test_a_loss_of_former_messages_only_leaves_the_present_source_alone(
         wait_for_loss(producer, 1 + 2)
         with pytest.raises(AcknowledgedLoss) as raised:
             producer.flush()
-        assert [loss[:5] for loss in raised.value.losses] == [("orders", second.lp, 2, 3, first.identity.source)]
+        assert [loss[:5] for loss in raised.value.losses] == [("orders", lp_of(b"k"), 2, 3, first.identity.source)]
         assert [(event.seq, event.count, event.partition) for event in heard[1:]] == [(2, 2, first.partition)]
-        assert producer.send("orders", key="k", body=b"1").identity == (second.source, second.lp, 2)
+        assert producer.send("orders", key="k", body=b"1").identity == second.identity._replace(seq=2)
 
 
 def test_what_was_acknowledged_before_an_unanswered_duplicate_is_missed_too(
@@ -244,21 +254,14 @@ def test_successors_lack_nothing_of_a_former_source_that_their_parent_had(
 ) -> None:
     """They come with all marks, also of what was trimmed, whether the lane was sent there before or not."""
     with world.producer() as producer:
-        first = producer.send_many("orders", [Message("k", b"x") for _ in range(3)])[0]
-        fall_back_to_here = Backup(server, world.rearm, tmp_path / "backup")
-        producer.send("orders", key="k", body=b"lost")
-        fall_back_to_here.restore()
-        wait_for_loss(producer, 1)
-        with pytest.raises(AcknowledgedLoss):
-            producer.flush()
-        second = producer.send("orders", key="k", body=b"0").identity
+        first, second = publish_under_two_sources(world, server, producer, tmp_path / "backup")
         with Database(world.dsn) as database:
             split(database, "orders", PartitionId(first.partition), prefix=world.prefix)
         with world.client() as client:
             client.xtrim(world.keys(first.partition).log, maxlen=0, approximate=False)
         look_after_restart(world, server, producer)
         after = producer.send("orders", key="k", body=b"1")
-        assert (after.identity, after.partition != first.partition) == ((second.source, second.lp, 2), True)
+        assert (after.identity, after.partition != first.partition) == (second.identity._replace(seq=2), True)
         look_after_restart(world, server, producer)
         assert (producer.stats.lost, producer.flush()) == (1, 0)
 
