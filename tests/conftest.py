@@ -13,6 +13,7 @@ pytest_plugins = [
     "tests.fixtures.archived",
     "tests.fixtures.commands",
     "tests.fixtures.consuming",
+    "tests.fixtures.dead_nodes",
     "tests.fixtures.outboxes",
     "tests.fixtures.power",
     "tests.fixtures.servers",

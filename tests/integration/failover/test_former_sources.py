@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -13,7 +13,6 @@ from mqlayer.postgres.database import Database
 from mqlayer.relay import recover_now, relay_once
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
-from tests.fixtures.servers import StartRedis
 from tests.proof.fall_back import lose_all
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
@@ -21,26 +20,11 @@ Act = Callable[[OutboxWorld, Database], None]
 
 
 @pytest.fixture
-def node(start_redis: StartRedis) -> RedisServer:
-    """The second node, which may go away."""
-    return start_redis()
-
-
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, node: RedisServer, key_prefix: str) -> OutboxWorld:
-    """Two nodes, a topic of two partitions, one on each, and forty messages that were relayed."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, node.url])
-    world.add_topic("orders", partitions=2)
+def world(world: OutboxWorld) -> OutboxWorld:
+    """Two nodes of which the second may go away, a topic on both, and forty messages that were relayed."""
     world.publish(40)
     assert relay(world) == 40
     return world
-
-
-@pytest.fixture
-def database(world: OutboxWorld) -> Iterator[Database]:
-    """The database: control and application in one."""
-    with Database(world.dsn) as database:
-        yield database
 
 
 def relay(world: OutboxWorld) -> int:
