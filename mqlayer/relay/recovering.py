@@ -118,6 +118,8 @@ def refuse_if_renumbered(application: Connection, outbox_uuid: UUID, address: st
     Another relay may have numbered it anew, and a pooler may keep connections over a fail-over. Asked behind a read, it
     tells that the numbers that were read are those of the session's source.
     """
+    # Who mends a node asks for the identity only (`Mender._refuse_if_renumbered`): the timeline is noted at the end of
+    # a recovery, which has nodes armed on its way. It needs nothing that a relay sends meanwhile, so a relay can wait.
     row = application.execute(query("outbox_identity_now"), {"outbox_uuid": outbox_uuid}).fetchone()
     if row is None:
         raise StoreUnavailable(address, "its outbox goes on under other numbers since, or it is another server")

@@ -96,6 +96,15 @@ class Found(NamedTuple):
     next_offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A source and a connection to its outbox, whose rows have the source's numbers while it goes by that id."""
+
+    source: int
+    outbox_uuid: uuid.UUID
+    outbox: Connection
+
+
 @dataclass(slots=True)
 class Mended:
     """What was done: partitions made again, opened again with their parents' marks, sealed again; messages that nobody
@@ -373,18 +382,10 @@ class Mender:
             if outbox is None:
                 whose = f"partition {wanted.partition} waits for the relay of outbox {row[0]}"
                 raise StoreUnavailable(self._line.node.address, f"{whose}, which can send again what it lost")
-            seal_id = self._resend_lps(outbox, row[0], wanted, seal_id, source, lps)
+            seal_id = self._resend_lps(Lent(source, row[0], outbox), wanted, seal_id, lps)
         return seal_id, 0
 
-    def _resend_lps(
-        self,
-        outbox: Connection,
-        outbox_uuid: uuid.UUID,
-        wanted: Wanted,
-        seal_id: str,
-        source: int,
-        lps: Mapping[int, tuple[int, int]],
-    ) -> str:
+    def _resend_lps(self, lent: Lent, wanted: Wanted, seal_id: str, lps: Mapping[int, tuple[int, int]]) -> str:
         """Append what many LPs lack, a few hundred rows at a time: nobody is served by the node before that is done."""
         after = {lp: mark for lp, (mark, _) in lps.items()}
         while after:
@@ -394,22 +395,22 @@ class Mender:
                 "each": ROWS_PER_READ // len(some), "bytes": BYTES_PER_READ,
             }  # fmt: skip
             found: dict[int, list[tuple[Any, ...]]] = {}
-            for row in outbox.execute(query("outbox_of_lps"), facts).fetchall():
+            for row in lent.outbox.execute(query("outbox_of_lps"), facts).fetchall():
                 found.setdefault(row[1] % LP_COUNT, []).append(row)
-            self._refuse_if_renumbered(outbox, outbox_uuid)
+            self._refuse_if_renumbered(lent)
             # Where the bytes came to their end, nothing is known of the LPs behind the last one that has rows.
             known = some[: some.index([*found][-1]) + 1] if found else some
             runs: list[tuple[int, list[tuple[Any, ...]]]] = []
             for lp in known:
                 to = lps[lp][1]
-                rows = self._continuing(wanted, source, lp, after[lp], to, found.get(lp, []))
+                rows = self._continuing(wanted, lent.source, lp, after[lp], to, found.get(lp, []))
                 if rows:
                     runs.append((lp, rows))
                 after[lp] = rows[-1][2] if rows else to
                 if after[lp] >= to:
                     del after[lp]
             if runs:
-                seal_id = self._append(wanted, seal_id, source, runs)
+                seal_id = self._append(wanted, seal_id, lent.source, runs)
             self._stay()
         return seal_id
 
@@ -424,11 +425,14 @@ class Mender:
         # A run is dense: what is behind a hole comes in the next round.
         return [row for number, row in enumerate(rows) if row[2] == first + number]
 
-    def _refuse_if_renumbered(self, outbox: Connection, outbox_uuid: uuid.UUID) -> None:
+    def _refuse_if_renumbered(self, lent: Lent) -> None:
         """Behind each read: what was read has the numbers of the source only if the outbox goes by that yet."""
-        identity = outbox.execute(query("outbox_identity")).fetchone()
-        if identity is None or identity[0] != outbox_uuid:
-            raise StoreUnavailable(self._line.node.address, f"outbox {outbox_uuid} is numbered anew: resend it later")
+        # Not for its timeline, as `recovering.refuse_if_renumbered` does for relays: that is noted at the end of a
+        # recovery, which has nodes armed on its way. It would wait for this one, and this one for it.
+        identity = lent.outbox.execute(query("outbox_identity")).fetchone()
+        if identity is None or identity[0] != lent.outbox_uuid:
+            reason = f"outbox {lent.outbox_uuid} is numbered anew: resend it later"
+            raise StoreUnavailable(self._line.node.address, reason)
 
     def _stay(self) -> None:
         """Have Postgres see that this transaction goes on: one that stands still does not keep its locks."""
