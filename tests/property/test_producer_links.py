@@ -486,6 +486,29 @@ def test_forgetting_former_sources_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         emptied_behind_a_loss()
 
 
+@pytest.mark.parametrize(("looked", "answered"), [(1, 2), (2, 1)])
+def test_of_two_marks_behind_which_messages_are_lost_the_lower_one_counts(looked: int, answered: int) -> None:
+    """A look at one partition of a lane and an answer of another one, which puts the telling off until it comes."""
+    world = World()
+    world.make()
+    world.publish(3, 3, NEVER, bulk_=False)
+    world.go_on()
+    world.publish(3, 1, NEVER, bulk_=False)
+    world.push()
+    (claim,) = world.ledger.claims(world.link)
+    with world.ledger.lock:
+        assert world.ledger.missed(claim, looked) == []
+    partition = world.node.partitions[world.serving]
+    partition.log, partition.marks[claim.source, 3] = partition.log[:answered], answered
+    world.work(1)
+    world.pull()
+    failure = world.published[-1].outcome
+    assert isinstance(failure, AcknowledgedLoss)
+    assert [(loss.first, loss.last) for loss in failure.losses] == [(2, 3)]
+    assert world.ledger.counts["lost"] == 2
+    assert list(world.ledger._former) == [(claim.lane, claim.source, 1)]
+
+
 def forget_former_sources(patch: pytest.MonkeyPatch) -> None:
     """A lane that goes on under another source forgets what was acknowledged under the one before."""
     patch.setattr(FormerSources, "add", lambda former, lane, acked: None)
