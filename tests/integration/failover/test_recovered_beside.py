@@ -16,9 +16,12 @@ from mqlayer.errors import ConfigurationRefused
 from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import ended_key, partition_keys
+from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.partitions import Refused, Run, append_command, append_reply
 from mqlayer.relay import RelayLimits, recover_now, relay_once
 from mqlayer.relay.lanes import Lane, Target
 from mqlayer.relay.reading import OutboxReader
+from mqlayer.routes.cache import load_nodes
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node, register_node
 from tests.fixtures.forking import is_stopped
@@ -268,6 +271,28 @@ def test_a_node_that_is_new_is_told_before_it_is_sent_anything(world: OutboxWorl
         register_node(database, name="node-2", url=new.url)
     relay_once(world.settings(), limits=QUICK)
     assert ended(world, new.url) == {b"1"}
+
+
+def test_a_node_that_is_emptied_in_the_middle_of_a_recovery_is_told_again_by_the_relay_that_goes_on(
+    world: OutboxWorld, node: RedisServer
+) -> None:
+    """Who arms it says what Postgres knows as ended, and that is not so far before the outbox is numbered anew."""
+    world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
+    with world.relay_process(failpoints="recover.after_end=stop") as process, Database(world.dsn) as database:
+        wait_until(lambda: is_stopped(process), timeout_s=30, what="the source ended")
+        assert ended(world, node.url) == {b"1"}
+        with redis.Redis.from_url(node.url) as client:
+            client.flushall()
+        rearm_node(database, "node-1", prefix=world.key_prefix, application=database)
+        assert ended(world, node.url) == set()
+        process.send_signal(signal.SIGCONT)
+        world.publish(10, keys=4, tag="new")
+        wait_until(lambda: counted(world, "new") == 10, timeout_s=30, what="what is new, under the next source")
+        (found,) = load_nodes(database)
+        with NodeConnection(found) as line:
+            late = append_command(line, world.key_prefix, 1, 1, [Run(0, 1, 1, [b"1", b"k", b"late"])])
+            assert append_reply(line.call([late])[0], node.url) == Refused("ended", "1")
+    assert counted(world, "late") == 0
 
 
 def test_a_promotion_that_was_given_up_is_got_over_by_an_operators_word(
