@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from mqlayer.domain.dedup import FirstPlace
 from mqlayer.domain.offsets import is_settled
+from mqlayer.errors import StoreUnavailable
 from mqlayer.redis.keys import ended_key, group_keys, outcomes_key, partition_keys, pop_keys, rate_key
 from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 
@@ -94,6 +95,16 @@ def append_reply(reply: Any, address: str) -> Appended | Refused:
         words = zip(reply[2::3], reply[3::3], reply[4::3], strict=True)
         return Appended(reply[1], [RunOutcome(w.decode(), appended, mark) for w, appended, mark in words])
     return _refused(reply)
+
+
+def check_appended(reply: Any, address: str) -> None:
+    """Raise StoreUnavailable unless an append says that all its runs are there, by it or before."""
+    answer = append_reply(reply, address)
+    if not isinstance(answer, Appended):
+        raise StoreUnavailable(address, f"resending was refused: {answer.word} {answer.fact}".rstrip())
+    for outcome in answer.outcomes or ():
+        if outcome.word not in ("ok", "dup"):
+            raise StoreUnavailable(address, f"resending was refused: {outcome.word}")
 
 
 class OnceOutcome(NamedTuple):

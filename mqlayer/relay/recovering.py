@@ -7,11 +7,13 @@ not know before it goes on under a new source:
 1. Nodes take nothing more of the old source: what a relay has read of it before may be sent by that at any time.
 2. What of the outbox is in Redis is proven: the record of the source with the LP and seq of a row is that very message.
    What a promoted server has is a beginning of what its primary had, so all before it is there too.
-3. Where no timeline but the marks told of it, the control database is taken for one that lost commits too.
-4. In one transaction what is proven is recorded as relayed, all behind it is numbered anew, the timeline noted.
-5. The old source ends; a relay's next session opens another one.
+3. What nodes lost meanwhile and Postgres has as relayed, thus from before the loss, is appended again under its own
+   numbers: handlers that were given it already know it by these.
+4. Where no timeline but the marks told of it, the control database is taken for one that lost commits too.
+5. In one transaction what is proven is recorded as relayed, all behind it is numbered anew, the timeline noted.
+6. The old source ends; a relay's next session opens another one.
 
-A crash before 4 leaves all to the next session; after it, the next one does the rest. Messages in Redis whose commits
+A crash before 5 leaves all to the next session; after it, the next one does the rest. Messages in Redis whose commits
 are gone (phantoms) stay where they are: they may be handled already. They are counted in the log and the audit.
 What was trimmed from Redis before it was recorded as relayed can't be proven, and is sent again under the new source.
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -35,14 +37,17 @@ from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
-from mqlayer.postgres.server import SUSPECT, UNTOLD
+from mqlayer.postgres.server import SUSPECT
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import end_sources
+from mqlayer.relay.refilling import refill
 from mqlayer.relay.source import end_former_sources, refuse_copy, refuse_former
 from mqlayer.routes.cache import load_nodes
 from mqlayer.settings import Settings
 from mqlayer.topics.nodes import rearm_node
+from mqlayer.topics.outboxes import is_replaced
+from mqlayer.topics.resending import Lent
 
 log = logging.getLogger(__name__)
 
@@ -71,45 +76,43 @@ class SourceEnded(StoreUnavailable):
 
 @dataclass(slots=True)
 class Proof:
-    """What is proven of a topic: up to which seq each LP's rows are in Redis; and what Redis holds beyond that."""
+    """What is proven of a topic: up to which seq each LP's rows are in Redis; and what Redis holds beyond that.
+
+    `fallen`: of LPs of which Redis holds less than it once had, up to which seq it has all, and up to which it had.
+    """
 
     proven: dict[int, int] = field(default_factory=dict)
     beyond: dict[int, tuple[int, int]] = field(default_factory=dict)
+    fallen: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """What became of an outbox: how many messages wait, and by topic and LP which seqs of the old source are in Redis
-    and not proven: phantoms, whose commits are gone, and what is sent again because its records were trimmed."""
+    and not proven: phantoms, whose commits are gone, and what is sent again because its records were trimmed.
+
+    `gone`: the same of messages that nodes lost and the outbox does not hold any more; their LPs wait for an operator.
+    """
 
     waiting: int
     beyond: dict[str, dict[int, tuple[int, int]]]
+    gone: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         """How many messages in Redis are not proven."""
         return sum(last - first + 1 for lps in self.beyond.values() for first, last in lps.values())
 
+    @property
+    def gone_count(self) -> int:
+        """How many messages nodes lost that the outbox does not hold any more."""
+        return sum(last - mark for lps in self.gone.values() for mark, last in lps.values())
+
     def facts(self) -> dict[str, Any]:
         """Return it for an audit row."""
         named = [f"{topic}/{lp}:{a}-{b}" for topic, lps in self.beyond.items() for lp, (a, b) in sorted(lps.items())]
-        return {"waiting": self.waiting, "unproven": self.count, "ranges": named[:SHOWN]}
-
-
-def is_replaced(application: Connection) -> bool:
-    """Say whether the outbox is on another timeline than its relays know; the first one ever is noted."""
-    row = application.execute(query("outbox_server")).fetchone()
-    if row is None:
-        return False
-    _, known, now, _ = row
-    if known == SUSPECT:
-        return True
-    if now == UNTOLD:
-        return False
-    if known is None or known == UNTOLD:
-        application.execute(query("outbox_server_put"), {"timeline": now})
-        return False
-    return bool(known != now)
+        facts = {"waiting": self.waiting, "unproven": self.count, "ranges": named[:SHOWN]}
+        return facts | ({"gone": self.gone_count} if self.gone else {})
 
 
 def refuse_if_renumbered(application: Connection, outbox_uuid: UUID, address: str) -> None:
@@ -118,7 +121,7 @@ def refuse_if_renumbered(application: Connection, outbox_uuid: UUID, address: st
     Another relay may have numbered it anew, and a pooler may keep connections over a fail-over. Asked behind a read, it
     tells that the numbers that were read are those of the session's source.
     """
-    # Who mends a node asks for the identity only (`Mender._refuse_if_renumbered`): the timeline is noted at the end of
+    # Who mends a node asks for the identity only (`resending.lost_runs`): the timeline is noted at the end of
     # a recovery, which has nodes armed on its way. It needs nothing that a relay sends meanwhile, so a relay can wait.
     row = application.execute(query("outbox_identity_now"), {"outbox_uuid": outbox_uuid}).fetchone()
     if row is None:
@@ -165,8 +168,13 @@ def recover_outbox(
         _end_source(control, lines, prefix, known[0], skip_away=unproven)
         failpoint("recover.after_end")
         for topic_id, name, *_ in application.execute(query("outbox_topics")).fetchall():
+            with control.connection() as connection:
+                partitions = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
             prover = _Prover(application, lines, prefix, known[0], topic_id, skip_away=unproven)
-            found[name] = topic_id, prover.prove(control)
+            proof = prover.prove(partitions)
+            lent = Lent(known[0], outbox_uuid, application)
+            proof.fallen = refill(lent, lines, prefix, topic_id, partitions, proof.fallen)
+            found[name] = topic_id, proof
     if suspect:
         # With these commits the control database lost what it gave out in them: sources that Redis knows, epochs.
         why = {"facts": Jsonb({"outbox": str(outbox_uuid), "reason": "Redis holds more than it ever numbered"})}
@@ -176,7 +184,8 @@ def recover_outbox(
     if waiting is None:
         return None
     failpoint("recover.after_renumber")
-    recovered = Recovered(waiting, {name: proof.beyond for name, (_, proof) in found.items() if proof.beyond})
+    beyond = {name: proof.beyond for name, (_, proof) in found.items() if proof.beyond}
+    recovered = Recovered(waiting, beyond, {name: proof.fallen for name, (_, proof) in found.items() if proof.fallen})
     facts = recovered.facts()
     log.error("outbox_lost_commits", extra={"outbox": str(outbox_uuid)} | facts)
     control.transaction(lambda c: note(c, actor, "outbox recover", str(outbox_uuid), facts))
@@ -273,13 +282,17 @@ def _proving(*, skip_away: bool) -> Iterator[None]:
             raise StoreUnavailable(error.address, f"{reason}; {advice}") from error
 
 
-def _renumber(application: Connection, outbox_uuid: UUID, found: Any) -> int | None:
-    rows = [(topic_id, lp, seq) for topic_id, proof in found for lp, seq in proof.proven.items()]
-    topic_ids, lps, seqs = ([row[place] for row in rows] for place in range(3))
-    facts = {"outbox_uuid": outbox_uuid, "topic_ids": topic_ids, "lps": lps, "seqs": seqs}
+def _renumber(application: Connection, outbox_uuid: UUID, found: Iterable[tuple[int, Proof]]) -> int | None:
+    rows = [
+        (topic_id, lp, seq, fallen)
+        for topic_id, proof in found
+        for fallen, known in ((False, proof.proven), (True, {lp: mark for lp, (mark, _) in proof.fallen.items()}))
+        for lp, seq in known.items()
+    ]
+    facts = {name: [row[place] for row in rows] for place, name in enumerate(("topic_ids", "lps", "seqs", "fallen"))}
     with application.transaction():
         application.execute("SET LOCAL lock_timeout = '5s'")
-        row = application.execute(query("outbox_recover"), facts).fetchone()
+        row = application.execute(query("outbox_recover"), facts | {"outbox_uuid": outbox_uuid}).fetchone()
     return None if row is None or row[0] is None else int(row[0])
 
 
@@ -295,21 +308,28 @@ class _Prover:
         self._marks: dict[int, int] = {}
         self._proven: dict[int, int] = {}
 
-    def prove(self, control: Database) -> Proof:
-        """Return what is proven. Raises StoreUnavailable."""
-        with control.connection() as connection:
-            rows = connection.execute(query("partition_list"), {"topic_id": self._topic_id}).fetchall()
+    def prove(self, partitions: Sequence[tuple[Any, ...]]) -> Proof:
+        """Return what is proven by a topic's partitions, parents first. Raises StoreUnavailable."""
         self._relayed = dict(self._rows("relayed_all"))
+        away: list[range] = []
         # Successors first: what is young is more likely to lack a record of its being relayed.
-        for partition, node_id, *_ in reversed(rows):
+        for partition, node_id, lp_from, lp_to, *_ in reversed(partitions):
+            away.append(range(lp_from, lp_to))
             with _proving(skip_away=self._skip_away):
                 self._prove_partition(self._lines(NodeId(node_id)), partition)
+                away.pop()
         beyond = {
             lp: (known + 1, mark)
             for lp, mark in self._marks.items()
             if mark > (known := max(self._proven.get(lp, 0), self._relayed.get(lp, 0)))
         }
-        return Proof(self._proven, beyond)
+        # Of a topic without partitions, which only the control database lost, nothing is known.
+        fallen = {
+            lp: (mark, seq)
+            for lp, seq in (self._relayed.items() if partitions else ())
+            if (mark := self._marks.get(lp, 0)) < seq and not any(lp in lps for lps in away)
+        }
+        return Proof(self._proven, beyond, fallen)
 
     def _prove_partition(self, line: NodeConnection, partition: int) -> None:
         marks = self._marks_of(line, partition)

@@ -19,13 +19,14 @@ from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.links import Links
 from mqlayer.relay.pauses import Every
 from mqlayer.relay.reading import LateIds, OutboxReader, Sweep
-from mqlayer.relay.recovering import SourceEnded, armed_lines, is_replaced, recover_outbox, refuse_if_renumbered
+from mqlayer.relay.recovering import SourceEnded, armed_lines, recover_outbox, refuse_if_renumbered
 from mqlayer.relay.sending import Sender
 from mqlayer.relay.source import OutboxSource, open_source
 from mqlayer.relay.targets import Targets, retarget
 from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import Settings
 from mqlayer.topics import attach_topics
+from mqlayer.topics.outboxes import is_replaced
 
 log = logging.getLogger(__name__)
 

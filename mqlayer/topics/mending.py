@@ -28,8 +28,6 @@ from typing import Any, Final, NamedTuple
 from psycopg.types.json import Jsonb
 
 from mqlayer.domain.changes import marks_within
-from mqlayer.domain.message import NO_KEY
-from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import ConfigurationRefused, Conflict, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
@@ -38,12 +36,11 @@ from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import (
     AS_BEFORE,
-    Appended,
     Run,
     Sealed,
     append_command,
-    append_reply,
     brief_seal_command,
+    check_appended,
     create_command,
     load_commands,
     open_command,
@@ -55,15 +52,12 @@ from mqlayer.redis.partitions import (
     seal_reply,
     word_of,
 )
-from mqlayer.topics.outboxes import lent_outbox
+from mqlayer.topics.outboxes import lent_outbox, may_lack_commits_of
+from mqlayer.topics.resending import Lent, lost_runs
 
 log = logging.getLogger(__name__)
 
 SCAN_ROUNDS: Final = 1_000
-ROWS_PER_READ: Final = 500
-ROWS_PER_LP: Final = 5
-"""How many rows of an LP are read at the least, where so many LPs lack some."""
-BYTES_PER_READ: Final = 900_000
 TOMBSTONES_PER_WRITE: Final = 500
 SEEN_EVERY_S: Final = 5.0
 
@@ -94,15 +88,6 @@ class Found(NamedTuple):
     state: str | None
     seal_id: str
     next_offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lent:
-    """A source and a connection to its outbox, whose rows have the source's numbers while it goes by that id."""
-
-    source: int
-    outbox_uuid: uuid.UUID
-    outbox: Connection
 
 
 @dataclass(slots=True)
@@ -386,53 +371,35 @@ class Mender:
         return seal_id, 0
 
     def _resend_lps(self, lent: Lent, wanted: Wanted, seal_id: str, lps: Mapping[int, tuple[int, int]]) -> str:
-        """Append what many LPs lack, a few hundred rows at a time: nobody is served by the node before that is done."""
-        after = {lp: mark for lp, (mark, _) in lps.items()}
-        while after:
-            some = list(after)[: max(1, ROWS_PER_READ // ROWS_PER_LP)]
-            facts = {
-                "topic_ids": [wanted.topic_id] * len(some), "lps": some, "afters": [after[lp] for lp in some],
-                "each": ROWS_PER_READ // len(some), "bytes": BYTES_PER_READ,
-            }  # fmt: skip
-            found: dict[int, list[tuple[Any, ...]]] = {}
-            for row in lent.outbox.execute(query("outbox_of_lps"), facts).fetchall():
-                found.setdefault(row[1] % LP_COUNT, []).append(row)
-            self._refuse_if_renumbered(lent)
-            # Where the bytes came to their end, nothing is known of the LPs behind the last one that has rows.
-            known = some[: some.index([*found][-1]) + 1] if found else some
-            runs: list[tuple[int, list[tuple[Any, ...]]]] = []
-            for lp in known:
-                to = lps[lp][1]
-                rows = self._continuing(wanted, lent.source, lp, after[lp], to, found.get(lp, []))
-                if rows:
-                    runs.append((lp, rows))
-                after[lp] = rows[-1][2] if rows else to
-                if after[lp] >= to:
-                    del after[lp]
+        """Append what many LPs lack, a page at a time: nobody is served by the node before that is done."""
+
+        def give_up(lp: int, after: int, to: int) -> bool:
+            self._give_up(wanted, lent.source, lp, after, to)
+            return True
+
+        sure = self._sure(lent.outbox, wanted, lps)
+        address = self._line.node.address
+        for runs in lost_runs(lent, wanted.topic_id, sure, give_up, address=address):
             if runs:
                 seal_id = self._append(wanted, seal_id, lent.source, runs)
             self._stay()
+        for lp, (_, to) in lps.items():
+            if (known := sure[lp][1]) < to:
+                give_up(lp, known, to)
         return seal_id
 
-    def _continuing(
-        self, wanted: Wanted, source: int, lp: int, after: int, to: int, found: Sequence[tuple[Any, ...]]
-    ) -> list[tuple[Any, ...]]:
-        """Return the rows of an LP with which its chain goes on, once what is missing before them is given up."""
-        rows = [row for row in found if row[2] <= to]
-        first = rows[0][2] if rows else to + 1
-        if first > after + 1:
-            self._give_up(wanted, source, lp, after, first - 1)
-        # A run is dense: what is behind a hole comes in the next round.
-        return [row for number, row in enumerate(rows) if row[2] == first + number]
+    def _sure(
+        self, outbox: Connection, wanted: Wanted, lps: Mapping[int, tuple[int, int]]
+    ) -> Mapping[int, tuple[int, int]]:
+        """Return of what LPs lack the part of which the outbox has these very messages, and no others by their numbers.
 
-    def _refuse_if_renumbered(self, lent: Lent) -> None:
-        """Behind each read: what was read has the numbers of the source only if the outbox goes by that yet."""
-        # Not for its timeline, as `recovering.refuse_if_renumbered` does for relays: that is noted at the end of a
-        # recovery, which has nodes armed on its way. It would wait for this one, and this one for it.
-        identity = lent.outbox.execute(query("outbox_identity")).fetchone()
-        if identity is None or identity[0] != lent.outbox_uuid:
-            reason = f"outbox {lent.outbox_uuid} is numbered anew: resend it later"
-            raise StoreUnavailable(self._line.node.address, reason)
+        What is recorded as relayed was committed before the outbox lost commits. Of what is behind, nothing is known.
+        """
+        if not may_lack_commits_of(outbox, self._connection):
+            return lps
+        rows = outbox.execute(query("relayed_all"), {"topic_id": wanted.topic_id}).fetchall()
+        relayed: dict[int, int] = dict(rows)
+        return {lp: (mark, max(mark, min(to, relayed.get(lp, 0)))) for lp, (mark, to) in lps.items()}
 
     def _stay(self) -> None:
         """Have Postgres see that this transaction goes on: one that stands still does not keep its locks."""
@@ -458,29 +425,15 @@ class Mender:
                     outbox.execute(query("set_aside_remove"), {"topic_id": wanted.topic_id, "lp": lp})
         self._count_lost(wanted, self._given_up(wanted))
 
-    def _append(
-        self, wanted: Wanted, seal_id: str, source: int, runs: Sequence[tuple[int, Sequence[tuple[Any, ...]]]]
-    ) -> str:
+    def _append(self, wanted: Wanted, seal_id: str, source: int, runs: Sequence[Run]) -> str:
         """Append rows of some LPs to a sealed partition; return the seal that it has then."""
-        wanted_runs: list[Run] = []
-        for lp, rows in runs:
-            fields: list[bytes] = []
-            for _, _, _, facts, key, body in rows:
-                fields += (facts.encode(), NO_KEY if key is None else key.encode(), bytes(body))
-            wanted_runs.append(Run(lp, rows[0][2], len(rows), fields))
-        append = append_command(self._line, self._prefix, wanted.partition, source, wanted_runs, backlog=AS_BEFORE)
+        append = append_command(self._line, self._prefix, wanted.partition, source, runs, backlog=AS_BEFORE)
         commands = [append]
         if seal_id:
-            first = wanted_runs[0]
-            short = (f"{source}:{first.lp}", first.first - 1)
+            short = (f"{source}:{runs[0].lp}", runs[0].first - 1)
             commands.insert(0, reopen_command(self._line, self._prefix, wanted.partition, seal_id, *short))
         reply, sealed = self._at_once(wanted, commands)
-        answer = append_reply(reply, self._line.node.address)
-        if not isinstance(answer, Appended):
-            raise StoreUnavailable(self._line.node.address, f"resending was refused: {answer.word} {answer.fact}")
-        for outcome in answer.outcomes or ():
-            if outcome.word not in ("ok", "dup"):
-                raise StoreUnavailable(self._line.node.address, f"resending was refused: {outcome.word}")
+        check_appended(reply, self._line.node.address)
         return sealed
 
     def _at_once(self, wanted: Wanted, commands: list[Command]) -> tuple[Any, str]:
@@ -516,7 +469,7 @@ class Mender:
         if not self._accept_loss and wanted.partition not in self._accept_loss_of:
             raise Conflict(
                 f"partition {wanted.partition} lost messages {after + 1} to {to} of LP {lp}, and the outbox does not "
-                "hold them any more",
+                "hold them any more, or lost commits itself and may have others under these numbers",
                 f"mqlayer node rearm {self._line.node.name} --accept-loss goes on without them",
             )
         passed = pass_command(self._line, self._prefix, wanted.partition, source, lp, after, to)

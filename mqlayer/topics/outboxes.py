@@ -8,6 +8,7 @@ from uuid import UUID
 
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
+from mqlayer.postgres.server import SUSPECT, UNTOLD
 
 
 @contextmanager
@@ -19,3 +20,35 @@ def lent_outbox(application: Database | None, outbox_uuid: UUID) -> Iterator[Con
     with application.connection() as outbox:
         identity = outbox.execute(query("outbox_identity")).fetchone()
         yield outbox if identity is not None and identity[0] == outbox_uuid else None
+
+
+def is_replaced(outbox: Connection) -> bool:
+    """Say whether the outbox is on another timeline than its relays know; the first one ever is noted."""
+    row = outbox.execute(query("outbox_server")).fetchone()
+    if row is None:
+        return False
+    _, known, now, _ = row
+    if known == SUSPECT:
+        return True
+    if now == UNTOLD:
+        return False
+    if known is None or known == UNTOLD:
+        outbox.execute(query("outbox_server_put"), {"timeline": now})
+        return False
+    return bool(known != now)
+
+
+def may_lack_commits_of(outbox: Connection, control: Connection) -> bool:
+    """Say whether an outbox may have lost commits that the control database remembers.
+
+    Not where both are in one server: what one of them has of before a moment, the other one has too.
+    """
+    if not is_replaced(outbox):
+        return False
+    identity = outbox.execute(query("outbox_identity")).fetchone()
+    server = outbox.execute(query("outbox_server")).fetchone()
+    known = control.execute(query("server_of_schema")).fetchone()
+    if identity is None or server is None or known is None:
+        return True
+    system_id, _, _ = identity[2].partition("/")
+    return bool((system_id, server[2]) != known)

@@ -62,7 +62,8 @@ UPDATE mqlayer_app.identity SET timeline = -1 WHERE outbox_uuid = %(outbox_uuid)
 
 -- name: outbox_recover
 -- Have an outbox that lost commits go on under another source, behind what is proven; how many messages wait.
-SELECT mqlayer_app.outbox_recover_v1(%(outbox_uuid)s, %(topic_ids)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[]);
+SELECT mqlayer_app.outbox_recover_v1(
+    %(outbox_uuid)s, %(topic_ids)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[], %(fallen)s::boolean[]);
 
 -- name: relayed_all
 -- How far LPs of a topic are recorded to be in Redis.

@@ -59,6 +59,10 @@ WHERE (p.node_id = %(node_id)s AND p.state = 'deleted')
    OR EXISTS (SELECT FROM mqlayer.abandoned a WHERE a.partition_id = p.partition_id AND a.node_id = %(node_id)s)
 ORDER BY p.partition_id;
 
+-- name: server_of_schema
+-- Whose commits this schema is made of.
+SELECT system_id, timeline FROM mqlayer.server;
+
 -- name: source_outbox
 -- Which outbox a source is; null for a direct producer, and for an outbox that goes on under another source.
 SELECT CASE WHEN closed_at IS NULL THEN outbox_uuid END FROM mqlayer.source WHERE source_id = %(source_id)s;

@@ -22,7 +22,7 @@ from mqlayer.producing import Producer
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.stack import RedisServer
-from mqlayer.topics import mending, nodes, rearm_node, set_node_address
+from mqlayer.topics import mending, nodes, rearm_node, resending, set_node_address
 from mqlayer.topics.outboxes import lent_outbox
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
@@ -260,13 +260,13 @@ def test_filling_up_takes_its_time_and_keeps_its_locks(
 
     monkeypatch.setattr(mending.Mender, "_append", append)
     monkeypatch.setattr(mending, "SEEN_EVERY_S", 0.0)
-    monkeypatch.setattr(mending, "ROWS_PER_READ", 1)
+    monkeypatch.setattr(resending, "ROWS_PER_READ", 1)
     monkeypatch.setitem(nodes.PATIENCE, "idle", "500ms")
     scene.rearm()
     assert scene.meta(1)["seal"] == scene.seal_id()
 
 
-@pytest.mark.parametrize(("size", "most"), [(1, 1_000), (700, 1_000), (mending.BYTES_PER_READ, 3)])
+@pytest.mark.parametrize(("size", "most"), [(1, 1_000), (700, 1_000), (resending.BYTES_PER_READ, 3)])
 def test_many_lps_are_filled_up_at_a_time_by_rows_and_by_bytes(
     scene: Scene, node: RedisServer, monkeypatch: pytest.MonkeyPatch, size: int, most: int
 ) -> None:
@@ -283,7 +283,7 @@ def test_many_lps_are_filled_up_at_a_time_by_rows_and_by_bytes(
         return plain(mender, wanted, seal_id, source, runs)
 
     monkeypatch.setattr(mending.Mender, "_append", append)
-    monkeypatch.setattr(mending, "BYTES_PER_READ", size)
+    monkeypatch.setattr(resending, "BYTES_PER_READ", size)
     scene.rearm()
     assert 0 < len(appends) <= most
     scene.bring(50, "b")

@@ -139,7 +139,7 @@ def test_progress_that_waits_for_the_renumbering_is_none_by_then(
         reader = OutboxReader(one, RelayLimits())
         reader.outbox_uuid = outbox_uuid
         with other.transaction():
-            facts = {"outbox_uuid": outbox_uuid, "topic_ids": [], "lps": [], "seqs": []}
+            facts = {"outbox_uuid": outbox_uuid, "topic_ids": [], "lps": [], "seqs": [], "fallen": []}
             assert other.execute(query("outbox_recover"), facts).fetchone() == (0,)
             put = pool.submit(reader.put_relayed, [Lane(topic_id * 1024 + lp, Target(1, 1, 0), seq=7)])
             waiting = "SELECT count(*) FROM pg_locks WHERE relation = 'mqlayer_app.relayed'::regclass AND NOT granted"
