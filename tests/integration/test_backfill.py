@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -35,6 +34,7 @@ from mqlayer.routes.cache import RouteCache
 from mqlayer.topics import set_archived
 from mqlayer.trimming import trim_pass
 from tests.fixtures.consuming import Recorder
+from tests.fixtures.forking import ask_python
 from tests.fixtures.waiting import wait_until
 from tests.integration.test_route_gates import KEYS, Scene, database, scene, world
 
@@ -374,10 +374,5 @@ def test_a_creation_that_is_killed_is_done_once_by_the_next(library: Library) ->
 
 def command(scene: Scene, *, failpoint: str = "") -> subprocess.CompletedProcess[str]:
     facts = {"MQLAYER_DSN": scene.world.dsn, "MQLAYER_KEY_PREFIX": scene.world.key_prefix}
-    return subprocess.run(
-        [sys.executable, "-m", "mqlayer", "group", "create", "orders", LATE, "--from-archive"],
-        env=os.environ | facts | {"MQLAYER_FAILPOINTS": failpoint},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    words = ("group", "create", "orders", LATE, "--from-archive")
+    return ask_python("mqlayer", *words, env=os.environ | facts | {"MQLAYER_FAILPOINTS": failpoint})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -27,6 +25,7 @@ from mqlayer.topics import rearm_node, set_archived
 from mqlayer.trimming import trim_pass
 from tests.fixtures.commands import Commands
 from tests.fixtures.consuming import Recorder, Stage, member_of
+from tests.fixtures.forking import ask_python
 from tests.fixtures.waiting import wait_until
 
 KEYS = 8
@@ -204,17 +203,9 @@ def test_a_retirement_that_is_killed_is_done_or_not_at_all_and_the_job_does_the_
     """A row of each assignment stays until its node has said that nothing is left there."""
     park_one(stage).stop()
     group_id = stage.group_id()
-    done = subprocess.run(
-        [sys.executable, "-m", "mqlayer", "group", "retire", "orders", "g", "--yes", "--drop-parked"],
-        env=os.environ
-        | {
-            "MQLAYER_DSN": stage.dsn,
-            "MQLAYER_KEY_PREFIX": stage.prefix,
-            "MQLAYER_FAILPOINTS": f"{place}=kill",
-        },
-        check=False,
-        capture_output=True,
-    )
+    words = ("group", "retire", "orders", "g", "--yes", "--drop-parked")
+    facts = {"MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix}
+    done = ask_python("mqlayer", *words, env=os.environ | facts | {"MQLAYER_FAILPOINTS": f"{place}=kill"})
     assert done.returncode == -9, done.stderr
     state = find_group(stage.database, "orders", "g").state
     if place == "group_retire.before_commit":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -27,6 +25,7 @@ from mqlayer.routes.cache import RouteCache, load_nodes
 from mqlayer.topics import rearm_node
 from mqlayer.trimming import trim_pass
 from tests.fixtures.commands import Commands
+from tests.fixtures.forking import ask_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.hand import Hand
@@ -372,17 +371,9 @@ def test_a_seek_that_is_killed_is_done_or_not_at_all(world: OutboxWorld, databas
     hand = Hand(database, world.key_prefix, "orders")
     hand.consume_all()
     before = state(world)
-    done = subprocess.run(
-        [sys.executable, "-m", "mqlayer", "group", "seek", "orders", "ledger", "--to", "earliest", "--apply"],
-        env=os.environ
-        | {
-            "MQLAYER_DSN": world.dsn,
-            "MQLAYER_KEY_PREFIX": world.key_prefix,
-            "MQLAYER_FAILPOINTS": f"{place}=kill",
-        },
-        check=False,
-        capture_output=True,
-    )
+    words = ("group", "seek", "orders", "ledger", "--to", "earliest", "--apply")
+    facts = {"MQLAYER_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.key_prefix}
+    done = ask_python("mqlayer", *words, env=os.environ | facts | {"MQLAYER_FAILPOINTS": f"{place}=kill"})
     assert done.returncode == -9, done.stderr
     hand.handled.clear()
     if place == "seek.before_commit":

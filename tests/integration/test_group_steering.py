@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from mqlayer.membership.rates import balance_by_rate
 from mqlayer.membership.steering import evict_member, pause_group, resume_group, set_group
 from tests.fixtures.commands import Commands
 from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
+from tests.fixtures.forking import run_python
 from tests.fixtures.waiting import wait_until
 
 
@@ -418,17 +417,9 @@ def test_the_commands_say_what_they_did(stage: Stage, monkeypatch: pytest.Monkey
 def test_a_word_that_is_cut_off_was_said_or_not_at_all(stage: Stage, words: tuple[str, ...]) -> None:
     stage.consume(Recorder(), member_id="m1")
     before = group_state(stage)
-    done = subprocess.run(
-        [sys.executable, "-m", "mqlayer", "group", words[0], "orders", "g", *words[1:]],
-        env=os.environ
-        | {
-            "MQLAYER_DSN": stage.dsn,
-            "MQLAYER_KEY_PREFIX": stage.prefix,
-            "MQLAYER_FAILPOINTS": "steer.before_commit=kill",
-        },
-        check=False,
-    )
-    assert done.returncode == -9
+    facts = {"MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix}
+    killed = os.environ | facts | {"MQLAYER_FAILPOINTS": "steer.before_commit=kill"}
+    assert run_python("mqlayer", "group", words[0], "orders", "g", *words[1:], env=killed, timeout=60) == -9
     assert group_state(stage) == before
     assert audit(stage) == []
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -20,6 +18,7 @@ from mqlayer.errors import SchemaMismatch, StoreUnavailable
 from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.migrations import SCHEMAS, check_schema, grant, latest, migrate, migrations, script
 from mqlayer.postgres.queries import queries, query
+from tests.fixtures.forking import run_python
 
 ROLE = "mqlayer_test_application"
 
@@ -51,12 +50,8 @@ def test_two_at_once_run_each_step_once(empty_database_dsn: str) -> None:
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_a_migration_that_is_killed_leaves_whole_steps_and_the_next_goes_on(empty_database_dsn: str, nth: int) -> None:
     environment = os.environ | {"MQLAYER_DSN": empty_database_dsn, "MQLAYER_APP_DSN": empty_database_dsn}
-    killed = subprocess.run(
-        [sys.executable, "-m", "mqlayer", "migrate"],
-        env=environment | {"MQLAYER_FAILPOINTS": f"migrate.before_record=kill@{nth}"},
-        check=False,
-    )
-    assert killed.returncode == -9
+    killed = environment | {"MQLAYER_FAILPOINTS": f"migrate.before_record=kill@{nth}"}
+    assert run_python("mqlayer", "migrate", env=killed, timeout=60) == -9
     assert len(migrate(empty_database_dsn)) == ALL + 1 - nth
     assert {schema: numbers(empty_database_dsn, SCHEMAS[schema]) for schema in SCHEMAS} == STEPS
 

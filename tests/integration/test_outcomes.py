@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -41,6 +39,7 @@ from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import Settings
 from mqlayer.topics import list_nodes, set_archived
 from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
+from tests.fixtures.forking import run_python
 from tests.fixtures.telling import Spot, Told
 from tests.fixtures.waiting import wait_until
 
@@ -354,12 +353,8 @@ def test_an_archiver_that_is_killed_loses_and_repeats_nothing(stage: Stage, told
     stage.send_numbers(3, 20)
     stage.consume(failing(b"7", error=Reject("never")), policy="dead_letter")
     stage.wait_settled()
-    killed = subprocess.run(
-        [sys.executable, "-c", PROGRAM, stage.dsn, stage.prefix],
-        env=os.environ | {"MQLAYER_FAILPOINTS": f"{place}=kill"},
-        check=False,
-    )
-    assert killed.returncode == -9
+    killed = os.environ | {"MQLAYER_FAILPOINTS": f"{place}=kill"}
+    assert run_python("-c", PROGRAM, stage.dsn, stage.prefix, env=killed, timeout=60) == -9
     told.fetch()
     words = told.words()
     assert len(words) == 60
@@ -417,8 +412,7 @@ def test_a_member_that_is_killed_leaves_one_end_for_each_message(stage: Stage, t
         "MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix, "MQLAYER_LEASE_S": "1",
         "MQLAYER_FAILPOINTS": f"{name}=kill@{nth or 1}",
     }  # fmt: skip
-    killed = subprocess.run([sys.executable, "-c", MEMBER], env=environment, check=False, timeout=30)
-    assert killed.returncode == -9
+    assert run_python("-c", MEMBER, env=environment, timeout=30) == -9
     told.fetch()
     stage.consume(failing(b"50", error=Reject("never")), policy="park", backoff_s=None)
     stage.wait_settled()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -47,6 +46,7 @@ from mqlayer.redis.partitions import (
 )
 from tests.fixtures.consuming import Recorder, Stage, StartStage
 from tests.fixtures.failing import Failing, identity_of
+from tests.fixtures.forking import ask_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.hand import Hand
@@ -469,13 +469,7 @@ def test_a_running_member_passes_a_message_over_that_it_has_in_hand(failing: Fai
 
 def command(failing: Failing, *typed: str, failpoint: str = "") -> subprocess.CompletedProcess[str]:
     places = {"MQLAYER_DSN": failing.stage.dsn, "MQLAYER_KEY_PREFIX": failing.stage.prefix}
-    return subprocess.run(
-        [sys.executable, "-m", "mqlayer", *typed],
-        env=os.environ | places | {"MQLAYER_FAILPOINTS": failpoint},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    return ask_python("mqlayer", *typed, env=os.environ | places | {"MQLAYER_FAILPOINTS": failpoint})
 
 
 @pytest.mark.parametrize("place", ["skip.after_raise", "skip.before_commit", "skip.after_commit"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -31,6 +30,7 @@ from mqlayer.failures import (
 from mqlayer.parking import Ledger, Span
 from tests.fixtures.consuming import Recorder, Stage
 from tests.fixtures.failing import Failing, identity_of
+from tests.fixtures.forking import ask_python
 from tests.fixtures.waiting import wait_until
 
 ALL = DeadFilter()
@@ -359,18 +359,8 @@ def test_a_new_owner_passes_the_record_of_what_was_given_back_over_until_a_seek(
 
 
 def command(failing: Failing, *typed: str, failpoint: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mqlayer", *typed],
-        env=os.environ
-        | {
-            "MQLAYER_DSN": failing.stage.dsn,
-            "MQLAYER_KEY_PREFIX": failing.stage.prefix,
-            "MQLAYER_FAILPOINTS": failpoint,
-        },
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    places = {"MQLAYER_DSN": failing.stage.dsn, "MQLAYER_KEY_PREFIX": failing.stage.prefix}
+    return ask_python("mqlayer", *typed, env=os.environ | places | {"MQLAYER_FAILPOINTS": failpoint})
 
 
 @pytest.mark.parametrize(

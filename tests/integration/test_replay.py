@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections import Counter
 from contextlib import closing
@@ -40,6 +39,7 @@ from mqlayer.routes.cache import RouteCache
 from tests.fixtures.archives import Archive
 from tests.fixtures.consuming import Recorder, Stage
 from tests.fixtures.failing import Failing
+from tests.fixtures.forking import ask_python
 from tests.fixtures.waiting import wait_until
 
 ALL = ReplayFilter()
@@ -462,14 +462,8 @@ def test_a_group_is_given_what_its_tag_filter_takes(scene: Scene) -> None:
 
 
 def command(stage: Stage, *typed: str, failpoint: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mqlayer", *typed],
-        env=os.environ
-        | {"MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix, "MQLAYER_FAILPOINTS": failpoint},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    places = {"MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix}
+    return ask_python("mqlayer", *typed, env=os.environ | places | {"MQLAYER_FAILPOINTS": failpoint})
 
 
 @pytest.mark.parametrize(

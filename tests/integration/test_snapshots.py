@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -38,6 +36,7 @@ from mqlayer.postgres.reading import arrow_batches, bound, read_address
 from mqlayer.trimming import trim_pass
 from tests.fixtures.archived import BEGAN, ArchivedTopics
 from tests.fixtures.commands import Commands
+from tests.fixtures.forking import run_python
 from tests.fixtures.waiting import wait_until
 from tests.integration.test_archive import LOW, Scene
 
@@ -365,8 +364,7 @@ def test_an_export_is_whole_and_says_what_it_is(archived: ArchivedTopics, tmp_pa
 
 def killed(dsn: str, failpoint: str, *words: str) -> None:
     environment = os.environ | {"MQLAYER_DSN": dsn, "MQLAYER_FAILPOINTS": failpoint}
-    done = subprocess.run([sys.executable, "-m", "mqlayer", *words], env=environment, check=False)
-    assert done.returncode == -9
+    assert run_python("mqlayer", *words, env=environment, timeout=60) == -9
 
 
 @pytest.mark.parametrize("name", ["snapshot.after_lock", "snapshot.before_commit"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.forking import run_python, start_python
+from tests.fixtures.forking import ask_python, run_python, start_python
 
 PROGRAM = """
 import os, sys, threading
@@ -61,3 +61,12 @@ def test_an_error_of_it_is_told_as_python_tells_it(program: str, tmp_path: Path)
         code = run_python(program, "go", env=environment(tmp_path), stderr=said, stdout=said, timeout=20)
     assert code == 1
     assert "IndexError" in (tmp_path / "said").read_text()
+
+
+def test_what_it_says_is_handed_back_and_a_text_runs_as_a_module_does(tmp_path: Path) -> None:
+    text = "import sys; print(__name__, sys.argv); print('no', file=sys.stderr); sys.exit(3)"
+    done = ask_python("-c", text, "ä", env=environment(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (3, "__main__ ['-c', 'ä']\n", "no\n")
+    armed = environment(tmp_path, "a.place=kill")
+    text = "from mqlayer.failpoints import failpoint; failpoint('a.place')"
+    assert ask_python("-c", text, env=armed).returncode == -signal.SIGKILL
