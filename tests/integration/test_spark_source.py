@@ -322,7 +322,7 @@ runpy.run_path(sys.argv.pop(1), run_name='__main__')
 
 
 @pytest.mark.timeout(300)
-def test_the_wheel_as_a_zip_serves_as_py_files(filled: ArchivedTopics, tmp_path: Path) -> None:
+def test_the_wheel_as_a_zip_serves_as_py_files(filled: ArchivedTopics, spark_python: Path, tmp_path: Path) -> None:
     """Packaged data is read out of the archive; workers find the package there and nowhere else; a job's file is a
     program of spark-submit."""
     if shutil.which("java") is None:
@@ -332,7 +332,7 @@ def test_the_wheel_as_a_zip_serves_as_py_files(filled: ArchivedTopics, tmp_path:
     with zipfile.ZipFile(package) as archive:
         archive.extract("mqlayer/spark/jobs/audit.py", tmp_path)
     (tmp_path / "job.py").write_text(JOB)
-    environment = os.environ | {"MQLAYER_DSN": filled.dsn, "PYSPARK_PYTHON": sys.executable, "PYTHONSAFEPATH": "1"}
+    environment = os.environ | {"MQLAYER_DSN": filled.dsn, "PYSPARK_PYTHON": str(spark_python), "PYTHONSAFEPATH": "1"}
     environment.pop("PYTHONPATH", None)
     command = [str(Path(sys.executable).parent / "spark-submit"), "--master", "local[2]", "--py-files", str(package)]
     settings = {"spark.ui.enabled": "false", "spark.driver.host": "127.0.0.1", "spark.sql.shuffle.partitions": "2"}
