@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 SCAN_LOCK_WAIT_S: Final = 0.1
 """How long a scan waits for a group that somebody else is changing: long enough for whoever is at work on it."""
+IDLE: Final = "2s"
+"""For how long a process that does nothing may hold a group: nobody joins or leaves, and no node is armed, meanwhile."""
 ALONE_S: Final = 30.0
 """How long a scan leaves a group alone whose leases all ran out: the database may have been away, not its members."""
 
@@ -37,10 +39,10 @@ def change_group(
 ) -> Result:
     """Run a change of a group's members or assignments in one transaction that holds the group's lock.
 
-    A process that is stopped in the middle loses its transaction after a few seconds, so it holds nobody up for long.
+    A process that is stopped in the middle loses its transaction after two seconds, so it holds nobody up for long.
     Raises TransactionConflict where the lock could not be had in time.
     """
-    patience = {"lock_wait": f"{max(1, int(lock_wait_s * 1000))}ms", "idle": "5s"}
+    patience = {"lock_wait": f"{max(1, int(lock_wait_s * 1000))}ms", "idle": IDLE}
 
     def patiently(connection: Connection) -> Result:
         connection.execute(query("transaction_patience"), patience)
