@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 SCAN_LOCK_WAIT_S: Final = 0.1
 """How long a scan waits for a group that somebody else is changing: long enough for whoever is at work on it."""
 IDLE: Final = "2s"
-"""For how long a process that does nothing may hold a group: nobody joins or leaves, and no node is armed, meanwhile."""
+"""How long a process that does nothing may hold a group: nobody joins or leaves, and no node is armed, meanwhile."""
 ALONE_S: Final = 30.0
 """How long a scan leaves a group alone whose leases all ran out: the database may have been away, not its members."""
 
