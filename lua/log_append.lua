@@ -14,7 +14,8 @@ KEYS
 ARGV
   1 source        int     who numbered the messages
   2 backlog       int     refuse when the stream holds this many records; 0: no limit; -1: none, and of what the
-                          partition held before also under a source that is ended
+                          partition held before also under a source that is ended; -2: that, unless the source is
+                          closed, since what goes on in its place may be here already
   3 run_count     int     1 to 500
   4 ...           per run: lp, first seq, count; then per message, in the order of the runs: facts, key, body
 
@@ -26,7 +27,7 @@ RETURNS
   {"importing", change}               nothing appended: not open yet
   {"deleted", change}                 nothing appended: only its tombstone is left
   {"absent"}                          nothing appended: no such partition on this node
-  {"ended", source}                   nothing appended: its outbox goes on under another source
+  {"ended", source}                   nothing appended: its outbox goes on, or is to go on, under another source
   {"full", length}                    nothing appended: at its backlog limit
   {"toolarge", count}                 nothing appended: more than 500 messages
 ]]
@@ -45,7 +46,9 @@ local meta = call('HMGET', meta_key, 'state', 'lp_from', 'lp_to', 'next')
 local state = meta[1]
 if not state then return {'absent'} end
 if state ~= 'open' then return {state, call('HGET', meta_key, state == 'sealed' and 'sealed_for' or 'change') or ''} end
-if backlog >= 0 and call('SISMEMBER', ended_key, source) == 1 then return {'ended', source} end
+if backlog ~= -1 and call('SISMEMBER', ended_key, backlog == -2 and source .. ':closed' or source) == 1 then
+  return {'ended', source}
+end
 if backlog > 0 then
   local length = call('XLEN', log_key)
   if length >= backlog then return {'full', length} end

@@ -126,7 +126,7 @@ def recover_(
         typer.echo(f"{recovered.count} messages in Redis are in no commit, or can't be proven: see the audit")
     if recovered.gone:
         typer.echo(f"{recovered.gone_count} messages that nodes lost are not in the outbox any more; their LPs wait:")
-        typer.echo("mqlayer outbox aside names them once a relay runs, mqlayer node rearm NAME --accept-loss goes on")
+        typer.echo("mqlayer outbox aside list names these, once a relay runs; see docs/failover.md for what goes on")
 
 
 @outbox.command("adopt")

@@ -90,7 +90,7 @@ class Heart:
         # Appended by settlers, taken out by the heart.
         self._drained: list[Held] = []
         self._nudged = threading.Event()
-        self._leaving = self._left_to_the_lease = False
+        self._leaving = self._leaving_said = self._left_to_the_lease = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{name}-heart", daemon=True)
         self.lease = Lease()
@@ -136,9 +136,9 @@ class Heart:
             self.nudge()
 
     def start_leaving(self) -> None:
-        """Say that the partitions are to be given away; it beats on while that is done."""
+        """Say that the partitions are to be given away, now or with a heartbeat; it beats on while that is done."""
         self._leaving = True
-        self._quietly(start_leaving)
+        self._say_leaving()
 
     def stop(self, timeout_s: float) -> None:
         """End, and leave: what was not given back by then is given to others at once."""
@@ -167,6 +167,9 @@ class Heart:
                     self._give_back(self._session)
                     self._report_drained(self._session)
                 self._beat(self._session)
+                self._left_to_the_lease = False
+                if self._leaving and not self._leaving_said:
+                    self._say_leaving()
         except StoreUnavailable as error:
             self._trouble = str(error)
             facts = {"reason": str(error), "paused": not self.lease.holds()}
@@ -291,15 +294,24 @@ class Heart:
             if wanted:
                 log.info("partition_drained", extra=self._facts() | {"partition": str(held.partition)})
 
-    def _quietly(self, say: Callable[[Database, Session], None]) -> None:
-        """Do what is only a courtesy, unless it failed before: the lease does it later where the store is away."""
-        if self._session is None or self._left_to_the_lease:
-            return
+    def _say_leaving(self) -> None:
+        self._leaving_said = self._quietly(start_leaving)
+
+    def _quietly(self, say: Callable[[Database, Session], None]) -> bool:
+        """Do what is only a courtesy, unless it failed before: the lease does it later where the store is away.
+
+        Return whether it is done.
+        """
+        # Without a lease: the database may have been away, and others, who are about to be back, would count as gone.
+        if self._session is None or self._left_to_the_lease or not self.lease.holds():
+            return False
         try:
             say(self._database, self._session)
         except MqlayerError as error:
             self._left_to_the_lease = True
             log.warning("left_to_the_lease", extra={"reason": str(error)} | self._facts())
+            return False
+        return True
 
     def _facts(self) -> dict[str, str]:
         return {"member": self._member_id, "topic": self._group.topic, "group": self._group.name}

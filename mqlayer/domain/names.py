@@ -105,3 +105,12 @@ def parse_identity(text: str) -> Identity:
     if match is None:
         raise InvalidInput(f"{text!r} names no message: say its source:lp:seq, such as 3:512:17")
     return Identity(*map(int, match.groups()))
+
+
+def oversize(key: bytes | None, body: bytes | None) -> str:
+    """Return why a row of an outbox can never be sent, which has no body where that is too large; or nothing."""
+    if key is not None and len(key) > KEY_LIMIT:
+        return f"key of {len(key)} bytes, the limit is {KEY_LIMIT}"
+    if body is None:
+        return f"body over the hard limit of {BODY_LIMIT} bytes"
+    return ""

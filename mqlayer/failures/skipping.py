@@ -53,6 +53,8 @@ SCAN_LIMIT: Final = 10_000
 CALL_BYTES: Final = 16_000_000
 """How much of bodies one call may have its node look at, at most."""
 CALLS_AT_ONCE: Final = 32
+NODE_LIMIT_S: Final = 15.0
+"""How long a node may take to connect to and to answer, while the group's lock is held."""
 FENCE_PATIENCE: Final = {"lock_wait": "500ms", "idle": "5s"}
 AGAIN: Final = "look at the key, and say it again if it is still right: mqlayer key explain"
 
@@ -171,8 +173,9 @@ class _Act:
             )  # fmt: skip
         self._check_wish(head.identity)
         return change_group(
-            self._database, self._group.group_id, lambda connection: self._rule(connection, head, application)
-        )
+            self._database, self._group.group_id, lambda connection: self._rule(connection, head, application),
+            idle_s=NODE_LIMIT_S,
+        )  # fmt: skip
 
     def _rule(self, connection: Connection, head: _Head, application: Database | None) -> Skipped:
         """Do all five steps, in the caller's transaction."""

@@ -98,10 +98,10 @@ def join(
     """Join a group: a new session, partitions given by the rebalance in the same transaction.
 
     `session`: its number, from `next_session`; `own`: the sessions of a process that joins again, which may have been
-    the member's newest. Where all leases of the group ran out together, the first to join again gives the others half a
-    lease to do so too, with what they had. Raises Replaced, and changes nothing, where the newest session is none of
-    its own; GroupRetired; and InstanceTaken where another member lives that consumes for the same instance of a
-    broadcast group.
+    the member's newest; where the database lost these, that is an earlier one. Where all leases of the group ran out
+    together, the first to join again gives the others half a lease to do so too, with what they had. Raises Replaced,
+    and changes nothing, where the newest session is another's; GroupRetired; and InstanceTaken where another member
+    lives that consumes for the same instance of a broadcast group.
     """
     check_name("member", member_id)
     facts = {
@@ -161,7 +161,9 @@ def beat(database: Database, session: Session, *, lease_s: float, own: Collectio
         known, unbalanced = row or (0, False)
         if not known:
             newest = connection.execute(query("member_session"), facts).fetchone()
-            return Beat(known=False, replaced=newest is not None and newest[0] not in {session.session, *own})
+            ours = {session.session, *own}
+            # A lower one than all of ours: the database lost the commit of our joining.
+            return Beat(known=False, replaced=newest is not None and newest[0] not in ours and newest[0] > min(ours))
     if unbalanced:
         _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
     with database.connection() as connection:

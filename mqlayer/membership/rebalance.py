@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 SCAN_LOCK_WAIT_S: Final = 0.1
 """How long a scan waits for a group that somebody else is changing: long enough for whoever is at work on it."""
-IDLE: Final = "2s"
+IDLE_S: Final = 2.0
 """How long a process that does nothing may hold a group: nobody joins or leaves, and no node is armed, meanwhile."""
 ALONE_S: Final = 30.0
 """How long a scan leaves a group alone whose leases all ran out: the database may have been away, not its members."""
@@ -36,13 +36,14 @@ def change_group(
     *,
     lock_wait_s: float = 2.0,
     timeout_s: float = 10.0,
+    idle_s: float = IDLE_S,
 ) -> Result:
     """Run a change of a group's members or assignments in one transaction that holds the group's lock.
 
-    A process that is stopped in the middle loses its transaction after two seconds, so it holds nobody up for long.
+    A process that does nothing in the middle for `idle_s` loses its transaction, so it holds nobody up for long.
     Raises TransactionConflict where the lock could not be had in time.
     """
-    patience = {"lock_wait": f"{max(1, int(lock_wait_s * 1000))}ms", "idle": IDLE}
+    patience = {"lock_wait": f"{max(1, int(lock_wait_s * 1000))}ms", "idle": f"{int(idle_s * 1000)}ms"}
 
     def patiently(connection: Connection) -> Result:
         connection.execute(query("transaction_patience"), patience)

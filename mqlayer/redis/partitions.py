@@ -54,12 +54,14 @@ class Refused(NamedTuple):
 SOURCES_PER_CALL: Final = 1_000
 AS_BEFORE: Final = -1
 """In place of a backlog limit, of what a partition held before: without a limit, and under an ended source too."""
+AGAIN: Final = -2
+"""The same for a partition that is served: not once the outbox goes on under another source."""
 
 
 def append_command(
     line: NodeConnection, prefix: str, partition: int, source: int, runs: Sequence[Run], *, backlog: int = 0
 ) -> Command:
-    """Return the command that appends runs to a partition. `backlog`: its limit, 0 for none, or AS_BEFORE."""
+    """Return the command that appends runs to a partition. `backlog`: its limit, 0 for none, AS_BEFORE or AGAIN."""
     keys = partition_keys(prefix, partition)
     args: list[Any] = [source, backlog, len(runs)]
     for run in runs:
@@ -69,14 +71,16 @@ def append_command(
     return line.script("log_append", (keys.log, keys.meta, keys.marks, ended_key(prefix)), *args)
 
 
-def end_sources(line: NodeConnection, prefix: str, sources: Sequence[int]) -> None:
+def end_sources(line: NodeConnection, prefix: str, sources: Sequence[int], *, closed: bool) -> None:
     """Have a node take nothing more under sources of outboxes that go on under others, full or not.
 
-    Raises StoreUnavailable.
+    `closed`: they do so already; else they are about to, and what nodes lost of them comes again before. Raises
+    StoreUnavailable.
     """
     key = (ended_key(prefix),)
-    for at in range(0, len(sources), SOURCES_PER_CALL):
-        (reply,) = line.call([line.whole_script("source_end", key, *sources[at : at + SOURCES_PER_CALL])])
+    words = [word for source in sources for word in ([source, f"{source}:closed"] if closed else [source])]
+    for at in range(0, len(words), SOURCES_PER_CALL):
+        (reply,) = line.call([line.whole_script("source_end", key, *words[at : at + SOURCES_PER_CALL])])
         raise_for_reply(reply, line.node.address)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from mqlayer.domain.message import NO_KEY, void_facts
-from mqlayer.domain.names import BATCH_BYTES_LIMIT, BATCH_COUNT_LIMIT, BODY_LIMIT, KEY_LIMIT
+from mqlayer.domain.names import BATCH_BYTES_LIMIT, BATCH_COUNT_LIMIT, KEY_LIMIT, oversize
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.redis.packets import message_packet
 
@@ -260,13 +260,7 @@ def _odd_message(
 
 def refusal_of(target: Target, key: bytes | None, body: bytes | None) -> str:
     """Return why a row can never be sent, or an empty string."""
-    if target.refusal:
-        return target.refusal
-    if key is not None and len(key) > KEY_LIMIT:
-        return f"key of {len(key)} bytes, the limit is {KEY_LIMIT}"
-    if body is None:
-        return f"body over the hard limit of {BODY_LIMIT} bytes"
-    return ""
+    return target.refusal or oversize(key, body)
 
 
 def _close(batches: Iterable[Batch]) -> None:

@@ -267,7 +267,7 @@ class Links:
         )
         try:
             line.connect()
-            end_sources(line, settings.key_prefix, self.former)
+            end_sources(line, settings.key_prefix, self.former, closed=True)
         except BaseException:
             line.close()
             raise

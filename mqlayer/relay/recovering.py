@@ -32,7 +32,7 @@ from psycopg.types.json import Jsonb
 
 from mqlayer.domain.message import NO_KEY
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import NodeNotArmed, NotFound, StoreUnavailable
+from mqlayer.errors import Conflict, NodeNotArmed, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
@@ -41,7 +41,7 @@ from mqlayer.postgres.server import SUSPECT
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import end_sources
-from mqlayer.relay.refilling import refill
+from mqlayer.relay.refilling import Fallen, Serving, refill
 from mqlayer.relay.source import end_former_sources, refuse_copy, refuse_former
 from mqlayer.routes.cache import load_nodes
 from mqlayer.settings import Settings
@@ -78,12 +78,14 @@ class SourceEnded(StoreUnavailable):
 class Proof:
     """What is proven of a topic: up to which seq each LP's rows are in Redis; and what Redis holds beyond that.
 
-    `fallen`: of LPs of which Redis holds less than it once had, up to which seq it has all, and up to which it had.
+    `gone`: of LPs of which neither a node nor the outbox holds all, up to which seq Redis does, and up to which it did.
+    `unasked`: how many LPs count as recorded, for want of the node that serves them.
     """
 
     proven: dict[int, int] = field(default_factory=dict)
     beyond: dict[int, tuple[int, int]] = field(default_factory=dict)
-    fallen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    gone: Fallen = field(default_factory=dict)
+    unasked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +93,14 @@ class Recovered:
     """What became of an outbox: how many messages wait, and by topic and LP which seqs of the old source are in Redis
     and not proven: phantoms, whose commits are gone, and what is sent again because its records were trimmed.
 
-    `gone`: the same of messages that nodes lost and the outbox does not hold any more; their LPs wait for an operator.
+    `gone`: up to which seq Redis holds LPs of which the outbox does not hold all the rest, and up to which it did; they
+    wait for an operator. `unasked`: how many LPs count as recorded, for want of the nodes that serve them.
     """
 
     waiting: int
     beyond: dict[str, dict[int, tuple[int, int]]]
-    gone: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    gone: dict[str, Fallen] = field(default_factory=dict)
+    unasked: int = 0
 
     @property
     def count(self) -> int:
@@ -105,14 +109,15 @@ class Recovered:
 
     @property
     def gone_count(self) -> int:
-        """How many messages nodes lost that the outbox does not hold any more."""
+        """How many messages are held back: those that neither nodes nor the outbox hold any more, and behind these."""
         return sum(last - mark for lps in self.gone.values() for mark, last in lps.values())
 
     def facts(self) -> dict[str, Any]:
         """Return it for an audit row."""
         named = [f"{topic}/{lp}:{a}-{b}" for topic, lps in self.beyond.items() for lp, (a, b) in sorted(lps.items())]
         facts = {"waiting": self.waiting, "unproven": self.count, "ranges": named[:SHOWN]}
-        return facts | ({"gone": self.gone_count} if self.gone else {})
+        more = {"gone": self.gone_count, "unasked": self.unasked}
+        return facts | {name: count for name, count in more.items() if count}
 
 
 def refuse_if_renumbered(application: Connection, outbox_uuid: UUID, address: str) -> None:
@@ -167,14 +172,16 @@ def recover_outbox(
         refuse_copy(address, known[1], cluster, known[0])
         _end_source(control, lines, prefix, known[0], skip_away=unproven)
         failpoint("recover.after_end")
+        lent = Lent(known[0], outbox_uuid, application)
+        provers: list[_Prover] = []
         for topic_id, name, *_ in application.execute(query("outbox_topics")).fetchall():
             with control.connection() as connection:
                 partitions = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
-            prover = _Prover(application, lines, prefix, known[0], topic_id, skip_away=unproven)
-            proof = prover.prove(partitions)
-            lent = Lent(known[0], outbox_uuid, application)
-            proof.fallen = refill(lent, lines, prefix, topic_id, partitions, proof.fallen)
-            found[name] = topic_id, proof
+            provers.append(_Prover(lent, lines, prefix, topic_id, skip_away=unproven))
+            found[name] = topic_id, provers[-1].prove(partitions)
+        # The first ones may have lost something while the last ones were filled up.
+        for prover in provers:
+            prover.look_again()
     if suspect:
         # With these commits the control database lost what it gave out in them: sources that Redis knows, epochs.
         why = {"facts": Jsonb({"outbox": str(outbox_uuid), "reason": "Redis holds more than it ever numbered"})}
@@ -185,7 +192,8 @@ def recover_outbox(
         return None
     failpoint("recover.after_renumber")
     beyond = {name: proof.beyond for name, (_, proof) in found.items() if proof.beyond}
-    recovered = Recovered(waiting, beyond, {name: proof.fallen for name, (_, proof) in found.items() if proof.fallen})
+    gone = {name: proof.gone for name, (_, proof) in found.items() if proof.gone}
+    recovered = Recovered(waiting, beyond, gone, sum(proof.unasked for _, proof in found.values()))
     facts = recovered.facts()
     log.error("outbox_lost_commits", extra={"outbox": str(outbox_uuid)} | facts)
     control.transaction(lambda c: note(c, actor, "outbox recover", str(outbox_uuid), facts))
@@ -246,14 +254,14 @@ def _armed(control: Database, application: Database, settings: Settings, node_id
     try:
         line.connect()
     except NodeNotArmed:
-        line.node, _ = rearm_node(
-            control,
-            node.name,
-            prefix=settings.key_prefix,
-            application=application,
-            actor="relay",
-            unsafe=settings.allow_unsafe_redis,
-        )
+        prefix, unsafe = settings.key_prefix, settings.allow_unsafe_redis
+        try:
+            line.node, _ = rearm_node(
+                control, node.name, prefix=prefix, application=application, actor="relay", unsafe=unsafe
+            )
+        except Conflict as error:
+            # An operator's word is needed for it. A relay waits for that, and sends what others take.
+            raise StoreUnavailable(node.address, str(error)) from error
     return line
 
 
@@ -267,7 +275,7 @@ def _end_source(control: Database, lines: Lines, prefix: str, source: int, *, sk
         rows = connection.execute(query("partition_places")).fetchall()
     for node_id in sorted({node_id for _, node_id, *_ in rows}):
         with _proving(skip_away=skip_away):
-            end_sources(lines(NodeId(node_id)), prefix, [source])
+            end_sources(lines(NodeId(node_id)), prefix, [source], closed=False)
 
 
 @contextmanager
@@ -286,7 +294,7 @@ def _renumber(application: Connection, outbox_uuid: UUID, found: Iterable[tuple[
     rows = [
         (topic_id, lp, seq, fallen)
         for topic_id, proof in found
-        for fallen, known in ((False, proof.proven), (True, {lp: mark for lp, (mark, _) in proof.fallen.items()}))
+        for fallen, known in ((False, proof.proven), (True, {lp: mark for lp, (mark, _) in proof.gone.items()}))
         for lp, seq in known.items()
     ]
     facts = {name: [row[place] for row in rows] for place, name in enumerate(("topic_ids", "lps", "seqs", "fallen"))}
@@ -297,41 +305,68 @@ def _renumber(application: Connection, outbox_uuid: UUID, found: Iterable[tuple[
 
 
 class _Prover:
-    """Compares one topic's records in Redis with its rows, newest first."""
+    """Compares one topic's records in Redis with its rows, newest first; and has what is missing sent again.
 
-    def __init__(
-        self, application: Connection, lines: Lines, prefix: str, source: int, topic_id: int, *, skip_away: bool
-    ) -> None:
-        self._application, self._lines, self._prefix = application, lines, prefix
-        self._source, self._topic_id, self._skip_away = source, topic_id, skip_away
+    What counts is what the partition has that serves an LP now. Its parents may have more: one that was moved away from
+    its node while that was down holds messages that nobody reads there, since its successor has them, or is to.
+    """
+
+    def __init__(self, lent: Lent, lines: Lines, prefix: str, topic_id: int, *, skip_away: bool) -> None:
+        self._lent, self._lines, self._prefix = lent, lines, prefix
+        self._topic_id, self._skip_away = topic_id, skip_away
         self._relayed: dict[int, int] = {}
         self._marks: dict[int, int] = {}
         self._proven: dict[int, int] = {}
+        self._serving: list[Serving] = []
 
     def prove(self, partitions: Sequence[tuple[Any, ...]]) -> Proof:
-        """Return what is proven by a topic's partitions, parents first. Raises StoreUnavailable."""
+        """Return what is proven by a topic's partitions, parents first, and there. Raises StoreUnavailable."""
         self._relayed = dict(self._rows("relayed_all"))
-        away: list[range] = []
+        served: dict[int, dict[int, int]] = {}
         # Successors first: what is young is more likely to lack a record of its being relayed.
-        for partition, node_id, lp_from, lp_to, *_ in reversed(partitions):
-            away.append(range(lp_from, lp_to))
+        for partition, node_id, *_ in reversed(partitions):
             with _proving(skip_away=self._skip_away):
-                self._prove_partition(self._lines(NodeId(node_id)), partition)
-                away.pop()
-        beyond = {
+                served[partition] = self._prove_partition(self._lines(NodeId(node_id)), partition)
+        proof = Proof()
+        for partition, node_id, lp_from, lp_to, state, *_ in partitions:
+            if state != "open":
+                continue
+            lps = [lp for lp in {**self._relayed, **self._proven} if lp_from <= lp < lp_to]
+            if partition not in served:
+                # What others have of it says nothing of what this one has.
+                proof.unasked += len(lps)
+                self._proven = {lp: seq for lp, seq in self._proven.items() if lp not in lps}
+                continue
+            marks = served[partition]
+            serving = Serving(partition, NodeId(node_id))
+            for lp in lps:
+                serving.has[lp] = known = max(self._relayed.get(lp, 0), self._proven.get(lp, 0))
+                if (mark := marks.get(lp, 0)) < known:
+                    serving.fallen[lp] = mark, known
+            self._serving.append(serving)
+            refill(self._lent, self._lines, self._prefix, self._topic_id, serving)
+            proof.gone |= {lp: (mark, serving.fallen[lp][1]) for lp, mark in serving.gone.items()}
+        proof.proven = self._proven
+        proof.beyond = {
             lp: (known + 1, mark)
             for lp, mark in self._marks.items()
             if mark > (known := max(self._proven.get(lp, 0), self._relayed.get(lp, 0)))
         }
-        # Of a topic without partitions, which only the control database lost, nothing is known.
-        fallen = {
-            lp: (mark, seq)
-            for lp, seq in (self._relayed.items() if partitions else ())
-            if (mark := self._marks.get(lp, 0)) < seq and not any(lp in lps for lps in away)
-        }
-        return Proof(self._proven, beyond, fallen)
+        return proof
 
-    def _prove_partition(self, line: NodeConnection, partition: int) -> None:
+    def look_again(self) -> None:
+        """Raise StoreUnavailable where a partition lost something since, or has more of what was gone."""
+        for serving in self._serving:
+            line = self._lines(serving.node_id)
+            marks = self._marks_of(line, serving.partition)
+            for lp, seq in serving.has.items():
+                mark = marks.get(lp, 0)
+                if mark < seq or (mark > seq and lp in serving.gone):
+                    reason = f"LP {lp} changed while its outbox was recovered: once more"
+                    raise StoreUnavailable(line.node.address, reason)
+
+    def _prove_partition(self, line: NodeConnection, partition: int) -> dict[int, int]:
+        """Look for what a partition proves, and return its marks."""
         marks = self._marks_of(line, partition)
         for lp, mark in marks.items():
             self._marks[lp] = max(mark, self._marks.get(lp, 0))
@@ -345,6 +380,7 @@ class _Prover:
                     if lp in lps and lp not in self._proven and seq > self._relayed.get(lp, 0)
                 }
             )
+        return marks
 
     def _compare(self, records: Mapping[tuple[int, int], Content]) -> None:
         if not records:
@@ -361,7 +397,7 @@ class _Prover:
         found: dict[int, int] = {}
         for name, seq in zip(flat[::2], flat[1::2], strict=True):
             source, lp = map(int, name.split(b":"))
-            if source == self._source:
+            if source == self._lent.source:
                 found[lp] = int(seq)
         return found
 
@@ -380,10 +416,10 @@ class _Prover:
 
     def _ours(self, fields: list[bytes]) -> tuple[int, int, Content] | None:
         source, _, rest = fields[1].partition(b":")
-        if source != b"%d" % self._source:
+        if source != b"%d" % self._lent.source:
             return None
         lp, seq, facts = rest.split(b":", 2)
         return int(lp), int(seq), (facts, fields[3], hashlib.sha256(fields[5]).digest())
 
     def _rows(self, name: str, **facts: Any) -> list[tuple[Any, ...]]:
-        return self._application.execute(query(name), {"topic_id": self._topic_id, **facts}).fetchall()
+        return self._lent.outbox.execute(query(name), {"topic_id": self._topic_id, **facts}).fetchall()

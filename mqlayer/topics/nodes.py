@@ -257,7 +257,7 @@ class _Arming:
 
     def _put_numbers(self, line: NodeConnection, prefix: str, raised: Sequence[tuple[int, int, int]]) -> None:
         """Put epochs in force, of group, partition, epoch; and end what sources are ended."""
-        end_sources(line, prefix, [row[0] for row in self._connection.execute(query("sources_ended"))])
+        end_sources(line, prefix, [row[0] for row in self._connection.execute(query("sources_ended"))], closed=True)
         commands = [raise_command(line, prefix, partition, group, epoch) for group, partition, epoch in raised]
         for reply in line.call(commands):
             raise_for_reply(reply, self._node.address)

@@ -41,7 +41,8 @@ def is_replaced(outbox: Connection) -> bool:
 def may_lack_commits_of(outbox: Connection, control: Connection) -> bool:
     """Say whether an outbox may have lost commits that the control database remembers.
 
-    Not where both are in one server: what one of them has of before a moment, the other one has too.
+    Not where both are in one server: what one of them has of before a moment, the other one has too. Without a new
+    timeline one of its databases may have been put back by itself, so they have to be in the same.
     """
     if not is_replaced(outbox):
         return False
@@ -50,5 +51,6 @@ def may_lack_commits_of(outbox: Connection, control: Connection) -> bool:
     known = control.execute(query("server_of_schema")).fetchone()
     if identity is None or server is None or known is None:
         return True
-    system_id, _, _ = identity[2].partition("/")
-    return bool((system_id, server[2]) != known)
+    system_id, _, database = identity[2].partition("/")
+    same_server = (system_id, server[2]) == known[:2]
+    return not same_server or (server[1] == SUSPECT and database != known[2])

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mqlayer.domain.message import NO_KEY
+from mqlayer.domain.message import NO_KEY, void_facts
+from mqlayer.domain.names import oversize
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import StoreUnavailable
 from mqlayer.postgres.database import Connection
@@ -82,9 +83,16 @@ def _run(lp: int, after: int, to: int, found: Sequence[tuple[Any, ...]], missing
     for _, _, seq, facts, key, body in rows:
         if seq != first + count:
             break
-        fields += (facts.encode(), NO_KEY if key is None else key.encode(), bytes(body))
+        fields += _fields(facts.encode(), None if key is None else key.encode(), None if body is None else bytes(body))
         count += 1
     return Run(lp, first, count, fields) if count else None
+
+
+def _fields(facts: bytes, key: bytes | None, body: bytes | None) -> tuple[bytes, bytes, bytes]:
+    """Return a row as its record was: where it could never be sent, a void one took its place."""
+    if reason := oversize(key, body):
+        return void_facts(facts, reason), NO_KEY, b""
+    return facts, NO_KEY if key is None else key, body or b""
 
 
 def _refuse_if_renumbered(lent: Lent, address: str) -> None:

@@ -60,8 +60,8 @@ WHERE (p.node_id = %(node_id)s AND p.state = 'deleted')
 ORDER BY p.partition_id;
 
 -- name: server_of_schema
--- Whose commits this schema is made of.
-SELECT system_id, timeline FROM mqlayer.server;
+-- Whose commits this schema is made of, and in which database it is.
+SELECT system_id, timeline, current_database() FROM mqlayer.server;
 
 -- name: source_outbox
 -- Which outbox a source is; null for a direct producer, and for an outbox that goes on under another source.

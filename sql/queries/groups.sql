@@ -168,13 +168,14 @@ FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id) WHERE g.grou
 
 -- name: member_join
 -- A member (again): a new session, so that an earlier process of this id is refused. Nothing where a process that goes
--- on after its own sessions finds another's: somebody took its id, or evicted it.
+-- on after its own sessions finds another's: somebody took its id, or evicted it. A lower one is of before them: their
+-- commits are lost.
 INSERT INTO mqlayer.member AS m (group_id, member_id, session, host, pid, lease_until)
 VALUES (%(group_id)s, %(member_id)s, %(session)s, %(host)s, %(pid)s, now() + make_interval(secs => %(lease_s)s))
 ON CONFLICT (group_id, member_id) DO UPDATE
 SET session = excluded.session, host = excluded.host, pid = excluded.pid, leaving = false,
     joined_at = now(), lease_until = excluded.lease_until
-WHERE %(own)s::bigint[] IS NULL OR m.session = ANY(%(own)s::bigint[])
+WHERE %(own)s::bigint[] IS NULL OR m.session = ANY(%(own)s::bigint[]) OR m.session < ALL(%(own)s::bigint[])
 RETURNING session;
 
 -- name: members_spare

@@ -537,15 +537,23 @@ def random_plan(route: Route, nodes: Sequence[NodeId], rng: random.Random) -> Pl
 def work(name: str, directory: Path, stopping: threading.Event) -> None:
     """Run the periodic jobs, but for trimming: what a run's streams hold is read at its end."""
     observe_retiring(History(directory, name), TOPIC)
-    del stopping
+    if _leave_to_celery(stopping):
+        return
     _celery().worker_main(["worker", "--pool", "threads", "--concurrency", "2", "--loglevel", "INFO",
                            "--hostname", f"{name}@chaos", "--without-gossip", "--without-mingle"])  # fmt: skip
 
 
 def tick(name: str, directory: Path, stopping: threading.Event) -> None:
     """Say when jobs are due."""
-    del stopping
+    if _leave_to_celery(stopping):
+        return
     _celery().start(["beat", "--schedule", str(directory / f"{name}.schedule"), "--loglevel", "INFO", "--pidfile", ""])
+
+
+def _leave_to_celery(stopping: threading.Event) -> bool:
+    """Have Celery be told to end; say whether this process was before. Until Celery listens, being told ends it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return stopping.is_set()
 
 
 def _celery() -> Any:

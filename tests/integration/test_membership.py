@@ -28,8 +28,9 @@ from mqlayer.membership import (
     release,
     start_leaving,
 )
-from mqlayer.membership.members import renew
+from mqlayer.membership.members import Replaced, next_session, renew
 from mqlayer.membership.rebalance import change_group
+from mqlayer.postgres.queries import query
 from mqlayer.routes.cache import RouteCache
 from tests.fixtures.consuming import Stage, StartStage
 from tests.fixtures.waiting import wait_until
@@ -216,6 +217,30 @@ def test_who_does_not_come_back_is_gone_half_a_lease_later(crew: Crew) -> None:
     assert crew.shares() == {"a": 3, "b": 2}
     wait_until(lambda: (crew.beat("a"), crew.shares() == {"a": 5})[1], what="the other's time to be over")
     assert not crew.beat("b").known
+
+
+def test_a_process_whose_joining_was_lost_with_its_commit_joins_again(crew: Crew) -> None:
+    """A promoted standby knows an earlier session of it: that is nobody else's."""
+    crew.join("a", "b")
+    earlier = crew.sessions["a"]
+    crew.join_again("a")
+    with crew.stage.database.connection() as connection:
+        connection.execute("UPDATE mqlayer.member SET session = %s WHERE member_id = 'a'", [earlier.session])
+    assert crew.beat("a") == Beat(known=False, replaced=False)
+    crew.join_again("a")
+    assert crew.beat("a").known
+
+
+def test_an_eviction_between_two_joinings_of_a_process_is_not_undone(crew: Crew) -> None:
+    """The number of a joining may be drawn before it, and higher than the eviction's."""
+    crew.join("a", "b")
+    held = crew.sessions["a"]
+    own = [held.session, next_session(crew.stage.database) + 1_000]
+    with crew.stage.database.connection() as connection:
+        connection.execute(query("member_evict"), {"group_id": crew.group.group_id, "member_id": "a"})
+    assert beat(crew.stage.database, held, lease_s=LEASE_S, own=own).replaced
+    with pytest.raises(Replaced):
+        join(crew.stage.database, group_id=crew.group.group_id, member_id="a", lease_s=LEASE_S, own=own)
 
 
 def test_nobody_is_spared_who_died_before_or_was_leaving(crew: Crew) -> None:

@@ -18,6 +18,7 @@ from mqlayer.redis.keys import ended_key, partition_keys
 from mqlayer.redis.nodes import Node, NodeConnection
 from mqlayer.redis.packets import LINE_END, append_packet, bulk, bulk_head, bulk_number
 from mqlayer.redis.partitions import (
+    AGAIN,
     AS_BEFORE,
     Appended,
     Refused,
@@ -49,11 +50,12 @@ class Model:
     marks: dict[tuple[int, int], int] = field(default_factory=dict)
     log: list[Entry] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
+    closed: set[int] = field(default_factory=set)
 
     def append(self, source: int, runs: Sequence[Run], backlog: int) -> Appended | Refused:
         if self.state != "open":
             return Refused(self.state, self.change)
-        if backlog >= 0 and source in self.ended:
+        if (backlog >= 0 and source in self.ended) or (backlog == AGAIN and source in self.closed):
             return Refused("ended", str(source))
         if 0 < backlog <= len(self.log):
             return Refused("full", str(len(self.log)))
@@ -111,7 +113,7 @@ class Appends(RuleBasedStateMachine):
     @rule(
         source=st.sampled_from(SOURCES),
         plan=steps(),
-        backlog=st.sampled_from([0, 0, 0, 0, 5, 40, AS_BEFORE]),
+        backlog=st.sampled_from([0, 0, 0, 0, 5, 40, AS_BEFORE, AGAIN]),
         as_packet=st.booleans(),
     )
     def append(self, source: int, plan: list[tuple[int, int, int]], backlog: int, as_packet: bool) -> None:
@@ -136,15 +138,17 @@ class Appends(RuleBasedStateMachine):
     def open_again(self) -> None:
         self.change_state("open")
 
-    @rule(source=st.sampled_from(SOURCES))
-    def end_or_forget(self, source: int) -> None:
-        """An outbox goes on under another source; that it does so is the node's, and gone with its data."""
+    @rule(source=st.sampled_from(SOURCES), closed=st.booleans())
+    def end_or_forget(self, source: int, closed: bool) -> None:
+        """An outbox goes on under another source, or is to; that it does so is the node's, and gone with its data."""
         if source in self.model.ended:
             self.model.ended.remove(source)
-            self.line.call([("SREM", ended_key(self.prefix), source)])
+            self.model.closed.discard(source)
+            self.line.call([("SREM", ended_key(self.prefix), source, f"{source}:closed")])
         else:
             self.model.ended.add(source)
-            end_sources(self.line, self.prefix, [source])
+            self.model.closed |= {source} if closed else set()
+            end_sources(self.line, self.prefix, [source], closed=closed)
 
     @rule()
     def hand_over_a_mark(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -66,7 +67,8 @@ def test_the_choice_for_a_thousand_partitions_and_two_hundred_members_takes_less
     partitions = [PartitionId(number) for number in range(1, rebalancing.PARTITIONS + 1)]
     for members, now in rebalancing.cases(partitions).values():
         choose = partial(rebalancing.CHOOSE[name], partitions, members, now)
-        assert rebalancing.median_ms(3, choose) < rebalancing.LIMIT_MS
+        # Of this thread's processor time: others may want the processors too.
+        assert rebalancing.median_ms(3, choose, clock=time.thread_time) < rebalancing.LIMIT_MS
 
 
 def test_gaps_are_of_one_partition_each_and_count_from_the_first_to_the_last_moment() -> None:

@@ -201,7 +201,7 @@ class _Run:
     def _let_go(self, length: Length) -> None:
         self._nemesis.rest()
         assert self._play.ended() == [], "nobody ended these"
-        assert self._nemesis.late == [], "these did not end when told to"
+        assert self._nemesis.late == [], f"these did not end when told to: {self._nemesis.late}"
         for role in ("publisher", "driver"):
             self._play.end(role)
         what = f"all that was committed is settled, {self._seed=}"

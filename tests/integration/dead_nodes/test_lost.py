@@ -319,3 +319,22 @@ def test_what_a_parent_holds_beyond_its_proven_marks_is_handled_once(
         world.publish(50, tag="after")
         wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
     assert dict(seen) == published(world), "handled twice"
+
+
+def test_what_only_a_moved_parent_holds_is_in_its_successor_before_the_outbox_is_numbered_anew(
+    world: OutboxWorld, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads it in the parent, and nobody sends by the old numbers any more: it would be held for relayed."""
+    with consuming(world):
+        pass
+    bring(world, 100, "before")
+    monkeypatch.setattr(steps.Driver, "_is_away", lambda self, work, place: work.mode == "away")
+    world.rows("UPDATE mqlayer_app.relayed SET seq = seq - 1 WHERE lp >= 512 AND seq > 1")
+    move(database, "orders", 2, prefix=world.key_prefix, to="node-1", away=True, application=database)
+    assert bring_back_nodes(database, prefix=world.key_prefix, application=database) == {"node-2": "armed"}
+    assert world.rows("SELECT away, cut FROM mqlayer.seal") == [(False, True)]
+    world.publish(50, tag="after")
+    wanted = published(world)
+    world.rows("UPDATE mqlayer_app.identity SET timeline = 77")
+    with world.relay(), consuming(world) as seen:
+        wait_until(lambda: dict(seen) == wanted, what=IN_ORDER, timeout_s=30)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import signal
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
-from mqlayer.changes import finish_changes, split
-from mqlayer.errors import Conflict, StoreUnavailable
+from mqlayer.changes import finish_changes, move, split
+from mqlayer.errors import StoreUnavailable
 from mqlayer.failpoints import FailpointHit, arm, disarm_all
-from mqlayer.postgres.database import Database, connect
+from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
+from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.partitions import AGAIN, Refused, Run, append_command, append_reply
 from mqlayer.relay import recover_now, relay_once
-from mqlayer.relay.refilling import refill
+from mqlayer.routes.cache import load_nodes
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, rearm_node, register_node
-from mqlayer.topics.resending import Lent
+from tests.fixtures.forking import is_stopped
 from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.integration.failover.test_lost_commits import EarlierState, expected, recovered, values
@@ -158,7 +160,7 @@ def test_what_has_other_numbers_now_does_not_take_the_place_of_what_a_sealed_par
         world.rows(LOST_COMMITS)
         world.publish(20, keys=10, tag="new")
         lose_all(node)
-        with pytest.raises(Conflict, match="may have others under these numbers"):
+        with pytest.raises(StoreUnavailable, match="may have others under these numbers"):
             recover_now(application, control, world.settings())
         rearm_node(control, "node-1", prefix=key_prefix, application=application, accept_loss=True)
         assert recover_now(application, control, world.settings()) is not None
@@ -168,9 +170,81 @@ def test_what_has_other_numbers_now_does_not_take_the_place_of_what_a_sealed_par
     assert hand.bodies() == expected(10, ("a", 20), ("new", 20))
 
 
-def test_what_no_open_partition_serves_is_not_forgotten(database_dsn: str) -> None:
-    sealed = (1, 1, 0, 512, "sealed")
-    with connect(database_dsn) as outbox:
-        lent = Lent(1, uuid.uuid4(), outbox)
-        with pytest.raises(StoreUnavailable, match="LP 7 changes"):
-            refill(lent, lambda _: pytest.fail("nobody is to be asked"), "p", 1, [sealed], {7: (1, 2)})
+def test_what_a_node_lost_comes_again_although_its_parents_node_is_away_for_good(
+    world: OutboxWorld, node: RedisServer, start_redis: StartRedis, tmp_path: Path
+) -> None:
+    """An operator goes on without that one, which says nothing of what the successor had."""
+    second = start_redis()
+    with Database(world.dsn) as database:
+        register_node(database, name="node-2", url=second.url)
+        hand = Hand(database, world.key_prefix, "orders")
+        bring(world, 30, "a")
+        move(database, "orders", 1, prefix=world.key_prefix, to="node-2", application=database)
+        then = FallBack(second, tmp_path / "then")
+        bring(world, 30, "b")
+        then.happen()
+        node.kill()
+        relayed = world.rows("SELECT count(*) FROM mqlayer_app.relayed WHERE lp >= 512")
+        world.rows(LOST_COMMITS)
+        with pytest.raises(StoreUnavailable, match="--unproven"):
+            recover_now(database, database, world.settings())
+        found = recover_now(database, database, world.settings(), unproven=True)
+        assert found is not None
+        assert [(found.unasked,)] == relayed
+        node.start()
+        bring(world, 20, "new")
+        hand.consume_all()
+    assert hand.bodies() == expected(10, ("a", 30), ("b", 30), ("new", 20))
+
+
+def test_a_node_without_memory_for_what_it_lost_is_waited_for(world: OutboxWorld, node: RedisServer) -> None:
+    """Relays stay up, and say so: what is settled and trimmed there makes room."""
+    bring(world, 60, "a")
+    lose_all(node)
+    with redis.Redis.from_url(node.url) as client, Database(world.dsn) as database:
+        rearm_node(database, "node-1", prefix=world.key_prefix, application=database)
+        client.config_set("maxmemory", 1)
+        world.rows(LOST_COMMITS)
+        with world.relay() as relay:
+            wait_until(lambda: "no memory" in str(relay.health()), timeout_s=20, what="the relay to say so")
+            client.config_set("maxmemory", 0)
+            wait_until(lambda: recovered(world), timeout_s=20, what="the outbox to be recovered")
+    assert values(world) == expected(10, ("a", 60))
+
+
+def test_who_stood_still_before_it_sent_something_again_does_not_send_it_behind_what_is_newer(
+    world: OutboxWorld, node: RedisServer
+) -> None:
+    """Another one recovered the outbox meanwhile, without that node as it had to."""
+    bring(world, 10, "a")
+    world.rows(LOST_COMMITS)
+    bring(world, 10, "new")
+    with Database(world.dsn) as database, NodeConnection(load_nodes(database)[0]) as line:
+        late = append_command(line, world.key_prefix, 1, 1, [Run(0, 1, 1, [b"1", b"k", b"late"])], backlog=AGAIN)
+        assert append_reply(line.call([late])[0], node.url) == Refused("ended", "1")
+
+
+def test_what_a_node_loses_while_the_rest_is_filled_up_is_not_forgotten(
+    world: OutboxWorld, node: RedisServer, start_redis: StartRedis
+) -> None:
+    """All that was to be there is looked at once more before the numbers change."""
+    second = start_redis()
+    with Database(world.dsn) as database:
+        register_node(database, name="node-2", url=second.url)
+        create_topic(database, "other", prefix=world.key_prefix, application=database, partitions=2)
+        bring(world, 30, "a")
+        world.publish(30, topic="other", keys=10)
+        relay_once(world.settings(), limits=QUICK)
+    world.rows(LOST_COMMITS)
+    lose_all(second)
+    with world.relay_process(failpoints="recover.after_refill=stop") as process:
+        wait_until(lambda: is_stopped(process), timeout_s=30, what="the second topic to be filled up")
+        lose_all(node)
+        process.send_signal(signal.SIGCONT)
+        wait_until(lambda: recovered(world), timeout_s=30, what="the outbox to be recovered")
+        world.publish(20, keys=10, tag="new")
+        world.urls = [*world.urls, second.url]
+        wait_until(lambda: len(list(world.records())) >= 80, timeout_s=30, what="what is new to arrive")
+    bodies = sorted(record.value for record in world.records())
+    wanted = {"a": 30, "m": 30, "new": 20}
+    assert bodies == sorted(f"{tag}-{number}" for tag, count in wanted.items() for number in range(count))
