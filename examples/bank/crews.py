@@ -12,12 +12,14 @@ from functools import partial
 from typing import Final, Protocol
 
 from examples.bank.effects import GROUP, TOPIC
-from examples.bank.figures import Figures
+from examples.bank.figures import Figures, Watch
 from mqlayer.inspecting import group_standings
 from mqlayer.postgres.database import Database
 from mqlayer.stack.deadlines import comes_true
 
 LOOK_WITHIN_S: Final = 0.1
+LOOKS: Final = 20
+"""How often each process is looked at over one connection."""
 """How long a statement may take to end after its process was stopped; what takes longer waits for a lock."""
 
 
@@ -90,19 +92,13 @@ class Receivers:
 
     def catch(self) -> Victim | None:
         """Stop a process that has a batch in hand and is inside an effect's transaction; return it."""
-        for pid in self._free:
-            if self._stopped_at_work(pid):
-                self._free.remove(pid)
-                return Victim(pid, "is inside an effect, with a batch in hand", self._relief())
+        # An effect takes a few milliseconds: a connection for each look would be longer than most of them.
+        with self._figures.watch() as states:
+            for pid in self._free * LOOKS:
+                if _stopped_at_work(pid, states):
+                    self._free.remove(pid)
+                    return Victim(pid, "is inside an effect, with a batch in hand", self._relief())
         return None
-
-    def _stopped_at_work(self, pid: int) -> bool:
-        _signal(pid, signal.SIGSTOP)
-        comes_true(lambda: "active" not in self._figures.session_states(pid), within_s=LOOK_WITHIN_S)
-        if "idle in transaction" in self._figures.session_states(pid):
-            return True
-        _signal(pid, signal.SIGCONT)
-        return False
 
     def _relief(self) -> Callable[[], bool]:
         """Return what says that all that was published before now is settled."""
@@ -115,6 +111,15 @@ class Receivers:
             return not standing.away and (standing.age_s is None or standing.age_s < asked_s)
 
         return relieved
+
+
+def _stopped_at_work(pid: int, states: Watch) -> bool:
+    _signal(pid, signal.SIGSTOP)
+    comes_true(lambda: "active" not in states(pid), within_s=LOOK_WITHIN_S)
+    if "idle in transaction" in states(pid):
+        return True
+    _signal(pid, signal.SIGCONT)
+    return False
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

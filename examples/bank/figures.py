@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -113,6 +115,9 @@ class Details:
     stale: int
 
 
+Watch = Callable[[int], list[str]]
+
+
 class Figures:
     """Reads both databases. Not for several threads at once, but each call has connections of its own."""
 
@@ -132,10 +137,11 @@ class Figures:
             raise RuntimeError("the database did not say how far it is")
         return found
 
-    def session_states(self, pid: int) -> list[str]:
-        """Return what the sessions of a process at the read model do: active, idle, idle in transaction."""
-        with psycopg.connect(self._bank_dsn) as connection:
-            return [state for (state,) in connection.execute(SESSIONS, (session_name(pid),))]
+    @contextmanager
+    def watch(self) -> Iterator[Watch]:
+        """Lend what tells of a process's sessions at the read model: active, idle, idle in transaction."""
+        with psycopg.connect(self._bank_dsn, autocommit=True) as connection:
+            yield lambda pid: [state for (state,) in connection.execute(SESSIONS, (session_name(pid),))]
 
     def now(self) -> Any:
         """Return the database's time."""

@@ -155,6 +155,34 @@ def test_members_without_their_database_for_longer_than_their_leases_keep_what_t
     assert len(raised) >= len(stage.partitions) // MEMBERS
 
 
+def test_a_member_that_could_not_say_that_it_leaves_says_so_with_its_next_heartbeat(
+    stage: Stage, proxies: list[TcpProxy], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its database was away for a moment, while a handler ran: what it had is not given back to it then."""
+    go_on = threading.Event()
+
+    def act(_body: bytes, _ctx: Context) -> None:
+        go_on.wait(60)
+
+    busy = Recorder(act)
+    leaving = stage.consume(busy, settings=stage.settings(lease_s=20.0, dsn=through(stage, proxies[0])))
+    other = member_of(stage.consume(Recorder(), settings=stage.settings(lease_s=20.0)))
+    wait_until(lambda: len(set(stage.owners().values())) == 2, timeout_s=20, what="one partition each")
+    stage.send_numbers(keys=10, each=1)
+    wait_until(lambda: bool(busy.begun), what="a handler to run")
+    proxies[0].refuse_new()
+    proxies[0].reset_all()
+    with ThreadPoolExecutor(1) as pool, stage.database.connection() as connection:
+        stopped = pool.submit(leaving.stop)
+        wait_until(lambda: "left_to_the_lease" in caplog.text, timeout_s=10, what="it to fail")
+        proxies[0].heal()
+        said = "SELECT FROM mqlayer.member WHERE leaving"
+        wait_until(lambda: connection.execute(said).rowcount == 1, timeout_s=10, what="it to say so")
+        go_on.set()
+        wait_until(lambda: set(stage.owners().values()) == {other.member_id}, timeout_s=10, what="the other has all")
+        assert stopped.result(10)
+
+
 def test_a_handler_of_many_leases_is_left_alone_until_its_member_goes_offline(
     stage: Stage, proxies: list[TcpProxy]
 ) -> None:
