@@ -12,6 +12,7 @@ import queue
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol
 
 from mqlayer.consuming.clock import Lease, clock
@@ -90,7 +91,9 @@ class Heart:
         # Appended by settlers, taken out by the heart.
         self._drained: list[Held] = []
         self._nudged = threading.Event()
-        self._leaving = self._leaving_said = self._left_to_the_lease = False
+        self._leaving = self._left_to_the_lease = False
+        # For which session it was said that it leaves.
+        self._leaving_said: Session | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{name}-heart", daemon=True)
         self.lease = Lease()
@@ -168,7 +171,7 @@ class Heart:
                     self._report_drained(self._session)
                 self._beat(self._session)
                 self._left_to_the_lease = False
-                if self._leaving and not self._leaving_said:
+                if self._leaving and self._leaving_said != self._session:
                     self._say_leaving()
         except StoreUnavailable as error:
             self._trouble = str(error)
@@ -239,6 +242,7 @@ class Heart:
             # An old primary that lives on behind an open line tells nobody that it was replaced.
             self._owner.follow_nodes()
             return
+        self.lease.until = 0.0
         self._owner.lease_lost()
         if answer.replaced:
             self._end()
@@ -295,7 +299,10 @@ class Heart:
                 log.info("partition_drained", extra=self._facts() | {"partition": str(held.partition)})
 
     def _say_leaving(self) -> None:
-        self._leaving_said = self._quietly(start_leaving)
+        session = self._session
+        # A heartbeat must not wait for long.
+        if self._quietly(partial(start_leaving, lock_wait_s=self._lease_s / 8)):
+            self._leaving_said = session
 
     def _quietly(self, say: Callable[[Database, Session], None]) -> bool:
         """Do what is only a courtesy, unless it failed before: the lease does it later where the store is away.

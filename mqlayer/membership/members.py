@@ -192,9 +192,12 @@ def renew(database: Database, session: Session, assigned: Assigned) -> None:
     _change(database, session, "assignment_epoch_renew", facts)
 
 
-def start_leaving(database: Database, session: Session) -> None:
-    """Say that the member wants to give its partitions away; it lives until it has."""
-    _change(database, session, "member_leaving", _facts(session))
+def start_leaving(database: Database, session: Session, *, lock_wait_s: float = 2.0) -> None:
+    """Say that the member wants to give its partitions away; it lives until it has.
+
+    Raises TransactionConflict where somebody else is at the group for longer than `lock_wait_s`.
+    """
+    _change(database, session, "member_leaving", _facts(session), lock_wait_s=lock_wait_s, timeout_s=0)
 
 
 def leave(database: Database, session: Session) -> None:
@@ -202,14 +205,14 @@ def leave(database: Database, session: Session) -> None:
     _change(database, session, "member_leave", _facts(session))
 
 
-def _change(database: Database, session: Session, name: str, facts: dict[str, Any]) -> None:
-    """Run a statement under the group's lock, then rebalance."""
+def _change(database: Database, session: Session, name: str, facts: dict[str, Any], **patience: float) -> None:
+    """Run a statement under the group's lock; then rebalance, where it changed anything."""
 
     def work(connection: Connection) -> None:
-        connection.execute(query(name), facts)
-        rebalance(connection, session.group_id)
+        if connection.execute(query(name), facts).rowcount:
+            rebalance(connection, session.group_id)
 
-    change_group(database, session.group_id, work)
+    change_group(database, session.group_id, work, **patience)
 
 
 def _rebalance_if_free(database: Database, group_id: int, *, lock_wait_s: float) -> None:

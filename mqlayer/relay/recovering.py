@@ -32,7 +32,7 @@ from psycopg.types.json import Jsonb
 
 from mqlayer.domain.message import NO_KEY
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import Conflict, NodeNotArmed, NotFound, StoreUnavailable
+from mqlayer.errors import ConfigurationRefused, Conflict, NodeOutOfMemory, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
@@ -251,17 +251,17 @@ def _armed(control: Database, application: Database, settings: Settings, node_id
         timeout_s=settings.socket_timeout_s,
         unsafe=settings.allow_unsafe_redis,
     )
+    prefix, unsafe = settings.key_prefix, settings.allow_unsafe_redis
     try:
+        # Also where it is armed: a node that was emptied keeps its run, and a sealed partition that it lost can only be
+        # filled up by the numbers that are about to be given up.
+        line.node, _ = rearm_node(
+            control, node.name, prefix=prefix, application=application, actor="relay", unsafe=unsafe
+        )
         line.connect()
-    except NodeNotArmed:
-        prefix, unsafe = settings.key_prefix, settings.allow_unsafe_redis
-        try:
-            line.node, _ = rearm_node(
-                control, node.name, prefix=prefix, application=application, actor="relay", unsafe=unsafe
-            )
-        except Conflict as error:
-            # An operator's word is needed for it. A relay waits for that, and sends what others take.
-            raise StoreUnavailable(node.address, str(error)) from error
+    except (Conflict, NodeOutOfMemory, ConfigurationRefused) as error:
+        # An operator's word, or room, is needed for it. A relay waits for that, as for a node that is away.
+        raise StoreUnavailable(node.address, str(error)) from error
     return line
 
 
@@ -272,8 +272,8 @@ def _end_source(control: Database, lines: Lines, prefix: str, source: int, *, sk
     it when all else is over. What a node forgets of it, those tell it again who send under the next source.
     """
     with control.connection() as connection:
-        rows = connection.execute(query("partition_places")).fetchall()
-    for node_id in sorted({node_id for _, node_id, *_ in rows}):
+        rows = connection.execute(query("partition_nodes")).fetchall()
+    for (node_id,) in rows:
         with _proving(skip_away=skip_away):
             end_sources(lines(NodeId(node_id)), prefix, [source], closed=False)
 
@@ -304,6 +304,15 @@ def _renumber(application: Connection, outbox_uuid: UUID, found: Iterable[tuple[
     return None if row is None or row[0] is None else int(row[0])
 
 
+@dataclass(slots=True)
+class Looked:
+    """What a partition held when it was looked at: per LP the mark; of `gone` ones the outbox lacks the rest."""
+
+    node_id: NodeId
+    marks: dict[int, int]
+    gone: set[int] = field(default_factory=set)
+
+
 class _Prover:
     """Compares one topic's records in Redis with its rows, newest first; and has what is missing sent again.
 
@@ -317,35 +326,23 @@ class _Prover:
         self._relayed: dict[int, int] = {}
         self._marks: dict[int, int] = {}
         self._proven: dict[int, int] = {}
-        self._serving: list[Serving] = []
+        self._looked_at: dict[int, Looked] = {}
 
     def prove(self, partitions: Sequence[tuple[Any, ...]]) -> Proof:
         """Return what is proven by a topic's partitions, parents first, and there. Raises StoreUnavailable."""
         self._relayed = dict(self._rows("relayed_all"))
-        served: dict[int, dict[int, int]] = {}
         # Successors first: what is young is more likely to lack a record of its being relayed.
         for partition, node_id, *_ in reversed(partitions):
             with _proving(skip_away=self._skip_away):
-                served[partition] = self._prove_partition(self._lines(NodeId(node_id)), partition)
+                marks = self._prove_partition(self._lines(NodeId(node_id)), partition)
+                self._looked_at[partition] = Looked(NodeId(node_id), marks)
         proof = Proof()
-        for partition, node_id, lp_from, lp_to, state, *_ in partitions:
-            if state != "open":
-                continue
+        for partition, _, lp_from, lp_to, state, *_ in partitions:
             lps = [lp for lp in {**self._relayed, **self._proven} if lp_from <= lp < lp_to]
-            if partition not in served:
+            if state == "open" and not self._fill(partition, lps, proof):
                 # What others have of it says nothing of what this one has.
                 proof.unasked += len(lps)
                 self._proven = {lp: seq for lp, seq in self._proven.items() if lp not in lps}
-                continue
-            marks = served[partition]
-            serving = Serving(partition, NodeId(node_id))
-            for lp in lps:
-                serving.has[lp] = known = max(self._relayed.get(lp, 0), self._proven.get(lp, 0))
-                if (mark := marks.get(lp, 0)) < known:
-                    serving.fallen[lp] = mark, known
-            self._serving.append(serving)
-            refill(self._lent, self._lines, self._prefix, self._topic_id, serving)
-            proof.gone |= {lp: (mark, serving.fallen[lp][1]) for lp, mark in serving.gone.items()}
         proof.proven = self._proven
         proof.beyond = {
             lp: (known + 1, mark)
@@ -354,14 +351,35 @@ class _Prover:
         }
         return proof
 
+    def _fill(self, partition: int, lps: Iterable[int], proof: Proof) -> bool:
+        """Have a partition that serves LPs hold what is proven or recorded of them; False where it goes on without."""
+        looked = self._looked_at.get(partition)
+        if looked is None:
+            return False
+        serving = Serving(partition, looked.node_id)
+        for lp in lps:
+            known = max(self._relayed.get(lp, 0), self._proven.get(lp, 0))
+            if (mark := looked.marks.get(lp, 0)) < known:
+                serving.fallen[lp] = mark, known
+        filled = not serving.fallen
+        with _proving(skip_away=self._skip_away):
+            refill(self._lent, self._lines, self._prefix, self._topic_id, serving)
+            filled = True
+        if filled:
+            now = {lp: serving.gone.get(lp, to) for lp, (_, to) in serving.fallen.items()}
+            looked.marks |= now
+            looked.gone |= serving.gone.keys()
+            proof.gone |= {lp: (mark, serving.fallen[lp][1]) for lp, mark in serving.gone.items()}
+        return filled
+
     def look_again(self) -> None:
         """Raise StoreUnavailable where a partition lost something since, or has more of what was gone."""
-        for serving in self._serving:
-            line = self._lines(serving.node_id)
-            marks = self._marks_of(line, serving.partition)
-            for lp, seq in serving.has.items():
+        for partition, looked in self._looked_at.items():
+            line = self._lines(looked.node_id)
+            marks = self._marks_of(line, partition)
+            for lp, seq in looked.marks.items():
                 mark = marks.get(lp, 0)
-                if mark < seq or (mark > seq and lp in serving.gone):
+                if mark < seq or (mark > seq and lp in looked.gone):
                     reason = f"LP {lp} changed while its outbox was recovered: once more"
                     raise StoreUnavailable(line.node.address, reason)
 

@@ -25,13 +25,11 @@ Fallen = dict[int, tuple[int, int]]
 class Serving:
     """A partition that serves LPs now.
 
-    `has`: up to which seq it has all, or is to; `fallen`: what it lacks of that. `gone`: where it can't be had, since
-    the outbox lacks it too, up to which seq it has all.
+    `fallen`: what it lacks; `gone`: where that can't be had, since the outbox lacks it too, up to which seq it has all.
     """
 
     partition: int
     node_id: NodeId
-    has: dict[int, int] = field(default_factory=dict)
     fallen: Fallen = field(default_factory=dict)
     gone: dict[int, int] = field(default_factory=dict)
 
@@ -53,7 +51,7 @@ def refill(lent: Lent, lines: Callable[[NodeId], NodeConnection], prefix: str, t
 
 def _refill(lent: Lent, line: NodeConnection, prefix: str, topic_id: int, serving: Serving) -> None:
     def is_gone(lp: int, after: int, _: int) -> bool:
-        serving.gone[lp] = serving.has[lp] = after
+        serving.gone[lp] = after
         return False
 
     for runs in lost_runs(lent, topic_id, serving.fallen, is_gone, address=line.node.address):

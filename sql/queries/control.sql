@@ -163,6 +163,10 @@ RETURNING source_id;
 -- The marks of these sources are gone.
 UPDATE mqlayer.source SET dropped_at = now() WHERE source_id = ANY(%(source_ids)s::int[]) AND dropped_at IS NULL;
 
+-- name: partition_nodes
+-- Nodes that have partitions, or are to have some.
+SELECT DISTINCT node_id FROM mqlayer.partition WHERE state <> 'deleted' ORDER BY node_id;
+
 -- name: partition_places
 -- Every partition that has marks, and where it is.
 SELECT partition_id, node_id, lp_from, lp_to FROM mqlayer.partition WHERE state IN ('open', 'sealed')

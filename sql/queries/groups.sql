@@ -183,7 +183,8 @@ RETURNING session;
 -- the database was away, so they come back too, and keep what they have if they do so soon. Before member_join.
 UPDATE mqlayer.member m SET lease_until = now() + make_interval(secs => %(lease_s)s / 2)
 FROM mqlayer.member own
-WHERE own.group_id = %(group_id)s AND own.member_id = %(member_id)s AND own.session = ANY(%(own)s::bigint[])
+WHERE own.group_id = %(group_id)s AND own.member_id = %(member_id)s
+  AND (own.session = ANY(%(own)s::bigint[]) OR own.session < ALL(%(own)s::bigint[]))
   AND own.lease_until > '-infinity' AND m.group_id = own.group_id AND m.member_id <> own.member_id AND NOT m.leaving
   AND m.lease_until > own.lease_until - make_interval(secs => %(lease_s)s)
   AND NOT EXISTS (SELECT FROM mqlayer.member l WHERE l.group_id = own.group_id AND l.lease_until >= now());
@@ -277,9 +278,9 @@ SET session = nextval('mqlayer.member_session'), joined_at = now(), leaving = tr
 WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND lease_until > '-infinity' RETURNING member_id;
 
 -- name: member_leaving
--- A member wants to give its partitions away, and lives until it has.
+-- A member wants to give its partitions away, and lives until it has. Nothing where its lease ran out already.
 UPDATE mqlayer.member SET leaving = true
-WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s;
+WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s AND lease_until >= now();
 
 -- name: member_forget
 -- Forget members that are gone, joined long ago and own nothing.

@@ -65,6 +65,17 @@ def test_rows_of_this_and_the_last_quarter_of_an_hour_stay(world: OutboxWorld) -
     assert sum(map(len, world.published().values())) == 20
 
 
+@pytest.mark.parametrize("known", [-1, 77])
+def test_nothing_is_emptied_before_an_outbox_that_may_lack_commits_is_recovered(
+    world: OutboxWorld, old_slot: int, known: int
+) -> None:
+    """What nodes lost of it is not noted so far, and is to be sent again from these rows."""
+    world.rows("UPDATE mqlayer_app.identity SET timeline = %s", known)
+    assert rotated(world)[old_slot] == "waiting"
+    world.rows("UPDATE mqlayer_app.identity SET timeline = 0")
+    assert rotated(world)[old_slot] == "emptied"
+
+
 def test_a_slot_that_an_open_transaction_wrote_to_stays_and_nobody_waits(world: OutboxWorld, old_slot: int) -> None:
     with psycopg.connect(world.dsn) as writer:
         writer.execute("UPDATE mqlayer_app.outbox SET key = key WHERE slot = %s", (old_slot,))

@@ -333,7 +333,8 @@ $$;
 
 -- Empty one slot of the outbox if every row in it is relayed. The lock proves that no open transaction wrote to the slot:
 -- such a one would hold it; so NOWAIT answers 'busy' and nothing waits behind us. The slot before the current one is
--- left alone too: its rows are younger than what a Redis with a lazier fsync than "always" may lose.
+-- left alone too: its rows are younger than what a Redis with a lazier fsync than "always" may lose. Nothing is emptied
+-- before an outbox that may lack commits is recovered: until then nobody notes what nodes have lost.
 CREATE FUNCTION mqlayer_app.outbox_rotate_v1(p_slot smallint) RETURNS text LANGUAGE plpgsql
     SET search_path = pg_catalog, mqlayer_app AS $$
 DECLARE
@@ -354,6 +355,10 @@ BEGIN
     EXCEPTION WHEN lock_not_available THEN
         RETURN 'busy';
     END;
+    IF EXISTS (SELECT FROM mqlayer_app.identity i
+               WHERE i.timeline = -1 OR (i.timeline <> 0 AND mqlayer_app.timeline_v1() NOT IN (i.timeline, 0))) THEN
+        RETURN 'waiting';
+    END IF;
     EXECUTE format(
         'SELECT EXISTS (SELECT FROM mqlayer_app.counter c
             LEFT JOIN mqlayer_app.relayed r ON r.topic_id = c.topic_id AND r.lp = c.lp

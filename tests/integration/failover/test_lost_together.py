@@ -10,10 +10,12 @@ import pytest
 import redis
 
 from mqlayer.changes import finish_changes, move, split
+from mqlayer.domain.routing import lp_of
 from mqlayer.errors import StoreUnavailable
 from mqlayer.failpoints import FailpointHit, arm, disarm_all
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
+from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.partitions import AGAIN, Refused, Run, append_command, append_reply
 from mqlayer.relay import recover_now, relay_once
@@ -248,3 +250,39 @@ def test_what_a_node_loses_while_the_rest_is_filled_up_is_not_forgotten(
     bodies = sorted(record.value for record in world.records())
     wanted = {"a": 30, "m": 30, "new": 20}
     assert bodies == sorted(f"{tag}-{number}" for tag, count in wanted.items() for number in range(count))
+
+
+def test_what_an_emptied_node_lost_of_a_sealed_partition_is_there_before_the_numbers_change(
+    world: OutboxWorld, node: RedisServer, start_redis: StartRedis
+) -> None:
+    """It keeps its run, and its successor on another node has the marks: nothing seems to be missing."""
+    second = start_redis()
+    with Database(world.dsn) as database:
+        register_node(database, name="node-2", url=second.url)
+        hand = Hand(database, world.key_prefix, "orders")
+        bring(world, 30, "a")
+        move(database, "orders", 1, prefix=world.key_prefix, to="node-2", application=database)
+        with redis.Redis.from_url(node.url) as client:
+            client.flushall()
+        world.rows(LOST_COMMITS)
+        assert recover_now(database, database, world.settings()) is not None
+        bring(world, 20, "new")
+        hand.consume_all()
+    assert hand.bodies() == expected(10, ("a", 30), ("new", 20))
+
+
+def test_an_operator_can_go_on_without_a_partition_that_takes_nothing(world: OutboxWorld, node: RedisServer) -> None:
+    """As where the control database lost a whole route change: it is sealed on its node, and Postgres knows nothing."""
+    bring(world, 30, "a")
+    lose_all(node)
+    with Database(world.dsn) as database:
+        rearm_node(database, "node-1", prefix=world.key_prefix, application=database)
+        with redis.Redis.from_url(node.url) as client:
+            client.hset(partition_keys(world.key_prefix, 1).meta, mapping={"state": "sealed", "sealed_for": "9"})
+        world.rows(LOST_COMMITS)
+        with pytest.raises(StoreUnavailable, match="was refused: sealed 9; mqlayer outbox recover --unproven"):
+            recover_now(database, database, world.settings())
+        found = recover_now(database, database, world.settings(), unproven=True)
+        assert found is not None
+        assert found.unasked > 0
+    assert set(values(world)) == {f"key-{key}" for key in range(10) if lp_of(f"key-{key}".encode()) >= 512}
