@@ -361,7 +361,7 @@ class _Prover:
             known = max(self._relayed.get(lp, 0), self._proven.get(lp, 0))
             if (mark := looked.marks.get(lp, 0)) < known:
                 serving.fallen[lp] = mark, known
-        filled = not serving.fallen
+        filled = False
         with _proving(skip_away=self._skip_away):
             refill(self._lent, self._lines, self._prefix, self._topic_id, serving)
             filled = True

@@ -302,11 +302,8 @@ def test_away_waits_for_a_node_that_answers_and_is_not_armed(
     assert not world.rows("SELECT 1 FROM mqlayer.seal WHERE away")
 
 
-def test_what_a_parent_holds_beyond_its_proven_marks_is_handled_once(
-    world: OutboxWorld, database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its node was away for the driver only; relays went on. The successor has the rest too, so no group handles it
-    in the parent."""
+def move_a_parent_that_holds_more(world: OutboxWorld, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Move a partition whose node is away for the driver only, and has more than the outbox proves."""
     with consuming(world):
         pass
     bring(world, 100, "before")
@@ -315,6 +312,14 @@ def test_what_a_parent_holds_beyond_its_proven_marks_is_handled_once(
     move(database, "orders", 2, prefix=world.key_prefix, to="node-1", away=True, application=database)
     assert bring_back_nodes(database, prefix=world.key_prefix, application=database) == {"node-2": "armed"}
     assert world.rows("SELECT away, cut FROM mqlayer.seal") == [(False, True)]
+
+
+def test_what_a_parent_holds_beyond_its_proven_marks_is_handled_once(
+    world: OutboxWorld, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node was away for the driver only; relays went on. The successor has the rest too, so no group handles it
+    in the parent."""
+    move_a_parent_that_holds_more(world, database, monkeypatch)
     with world.relay(), consuming(world) as seen:
         world.publish(50, tag="after")
         wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
@@ -325,14 +330,7 @@ def test_what_only_a_moved_parent_holds_is_in_its_successor_before_the_outbox_is
     world: OutboxWorld, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody reads it in the parent, and nobody sends by the old numbers any more: it would be held for relayed."""
-    with consuming(world):
-        pass
-    bring(world, 100, "before")
-    monkeypatch.setattr(steps.Driver, "_is_away", lambda self, work, place: work.mode == "away")
-    world.rows("UPDATE mqlayer_app.relayed SET seq = seq - 1 WHERE lp >= 512 AND seq > 1")
-    move(database, "orders", 2, prefix=world.key_prefix, to="node-1", away=True, application=database)
-    assert bring_back_nodes(database, prefix=world.key_prefix, application=database) == {"node-2": "armed"}
-    assert world.rows("SELECT away, cut FROM mqlayer.seal") == [(False, True)]
+    move_a_parent_that_holds_more(world, database, monkeypatch)
     world.publish(50, tag="after")
     wanted = published(world)
     world.rows("UPDATE mqlayer_app.identity SET timeline = 77")
