@@ -209,6 +209,16 @@ def test_members_whose_leases_ran_out_together_come_back_to_what_they_had(crew: 
     assert all(crew.epochs()[a.partition] == before[a.partition] for a in crew.beat("b").assignments)
 
 
+def test_who_wants_to_leave_when_its_lease_ran_out_changes_nothing(crew: Crew) -> None:
+    """The database may have been away: others, who are about to be back, are not noted as gone over it."""
+    crew.join("a", "b")
+    crew.settle()
+    crew.expire("a", "b")
+    start_leaving(crew.stage.database, crew.sessions["a"])
+    crew.join_again("b")
+    assert crew.shares() == {"a": 3, "b": 2}
+
+
 def test_who_does_not_come_back_is_gone_half_a_lease_later(crew: Crew) -> None:
     crew.join("a", "b")
     crew.settle()

@@ -13,8 +13,9 @@ from mqlayer.changes import finish_changes, move, split
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import StoreUnavailable
 from mqlayer.failpoints import FailpointHit, arm, disarm_all
-from mqlayer.postgres.database import Database
+from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.migrations import migrate
+from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.partitions import AGAIN, Refused, Run, append_command, append_reply
@@ -286,3 +287,19 @@ def test_an_operator_can_go_on_without_a_partition_that_takes_nothing(world: Out
         assert found is not None
         assert found.unasked > 0
     assert set(values(world)) == {f"key-{key}" for key in range(10) if lp_of(f"key-{key}".encode()) >= 512}
+
+
+@pytest.mark.parametrize("timeline", [-1, 77])
+def test_nothing_is_recorded_as_relayed_before_the_outbox_is_recovered(world: OutboxWorld, timeline: int) -> None:
+    """On another timeline what was acknowledged may be in no commit, and its number be another message's by now."""
+    bring(world, 10, "a")
+    before = world.rows("SELECT sum(seq) FROM mqlayer_app.relayed")
+    ((outbox_uuid,),) = world.rows("SELECT outbox_uuid FROM mqlayer_app.identity")
+    facts = {"outbox_uuid": outbox_uuid, "topic_ids": [1], "lps": [0], "seqs": [500]}
+    with connect(world.dsn) as outbox:
+        world.rows("UPDATE mqlayer_app.identity SET timeline = %s", timeline)
+        outbox.execute(query("relayed_put"), facts)
+        assert world.rows("SELECT sum(seq) FROM mqlayer_app.relayed") == before
+        world.rows("UPDATE mqlayer_app.identity SET timeline = 0")
+        outbox.execute(query("relayed_put"), facts)
+        assert world.rows("SELECT sum(seq) FROM mqlayer_app.relayed") != before
