@@ -23,7 +23,8 @@ from mqlayer.membership.gates import drained
 from mqlayer.membership.members import Assigned, Beat, Session, beat, leave, release
 from mqlayer.parking import Ledger, Page, Written
 from mqlayer.postgres.database import Database
-from mqlayer.redis.nodes import Command, NodeConnection
+from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import retire_command
 from mqlayer.topics import mending
 from tests.proof.history import Assignment, Drain, History, SetAside, Settled
@@ -135,13 +136,19 @@ def observe_retiring(history: History, topic: str) -> Callable[[], None]:
     def bury(
         line: NodeConnection, prefix: str, partition: int, groups: Iterable[int], *, archived: bool = False
     ) -> Command:
+        # Nearly all of what an arming buries is buried already: it is not to wait for a connection to each of them.
+        (there,) = line.call([("EXISTS", partition_keys(prefix, partition).log)])
+        if raise_for_reply(there, line.node.address):
+            note(line, prefix, partition)
+        return retire_command(line, prefix, partition, groups, archived=archived)
+
+    def note(line: NodeConnection, prefix: str, partition: int) -> None:
         try:
             with redis.Redis.from_url(line.node.url) as client:
                 for event in read_records(client, prefix, partition, topic):
                     history.note(event)
         except redis.RedisError as error:
             raise StoreUnavailable(line.node.address, str(error)) from error
-        return retire_command(line, prefix, partition, groups, archived=archived)
 
     def observe(command: Callable[..., Command]) -> None:
         for module in (retiring, mending):

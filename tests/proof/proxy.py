@@ -402,8 +402,8 @@ def _refuse_if_closed(writer: asyncio.StreamWriter) -> None:
 
 def _reset(writer: asyncio.StreamWriter) -> None:
     connected: socket.socket | None = writer.get_extra_info("socket")
-    if connected is None:
-        # Closed already: there is nothing to reset.
+    if connected is None or connected.fileno() < 0:
+        # Closed already, by asyncio's word (None) or uvloop's (-1): there is nothing to reset.
         return
     # Closing with a linger time of zero sends RST in place of FIN.
     with contextlib.suppress(OSError):
