@@ -20,15 +20,19 @@ class Stores:
     def __init__(self) -> None:
         self.settings: Final = Settings()
         self._lock = threading.Lock()
-        self._databases: dict[str, Database] = {}
+        self._databases: dict[tuple[str, str], Database] = {}
         self._producer: Producer | None = None
 
-    def database(self, dsn: str) -> Database:
-        """Return the pool on a database."""
+    def database(self, role: str, dsn: str) -> Database:
+        """Return the pool on a database in a role.
+
+        One for each role, also where both are in one database: who holds locks of the control schema may need a
+        connection to the outbox, and must not wait for those who wait for these locks.
+        """
         with self._lock:
-            if dsn not in self._databases:
-                self._databases[dsn] = Database(dsn, application="mqlayer worker", max_size=2)
-            return self._databases[dsn]
+            if (role, dsn) not in self._databases:
+                self._databases[role, dsn] = Database(dsn, application="mqlayer worker", max_size=2)
+            return self._databases[role, dsn]
 
     def producer(self) -> Producer:
         """Return the producer; one per process, so that what a process sends of a key keeps its order."""
@@ -76,13 +80,13 @@ def settings() -> Settings:
 def control() -> Database:
     """Return this process's pool on the control database."""
     stores = _stores()
-    return stores.database(stores.settings.control_dsn())
+    return stores.database("control", stores.settings.control_dsn())
 
 
 def application() -> Database:
     """Return this process's pool on the application database."""
     stores = _stores()
-    return stores.database(stores.settings.application_dsn())
+    return stores.database("application", stores.settings.application_dsn())
 
 
 def producer() -> Producer:

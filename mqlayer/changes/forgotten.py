@@ -32,7 +32,7 @@ from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import raise_command, reopen_command, retire_command
-from mqlayer.routes.cache import load_nodes, load_route
+from mqlayer.routes.cache import load_route, nodes_by
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def reopen_forgotten(
     def work(connection: Connection) -> Reopened:
         connection.execute(query("transaction_patience"), PATIENCE)
         with ExitStack() as lines:
-            mender = _Mender(connection, database, lines, topic, topic_id, prefix=prefix, unsafe=unsafe)
+            mender = _Mender(connection, lines, topic, topic_id, prefix=prefix, unsafe=unsafe)
             done = mender.mend()
         if done.opened or done.buried:
             facts: dict[str, Any] = {
@@ -95,7 +95,6 @@ class _Mender:
     def __init__(
         self,
         connection: Connection,
-        database: Database,
         lines: ExitStack,
         topic: str,
         topic_id: int,
@@ -104,7 +103,7 @@ class _Mender:
         unsafe: bool,
     ) -> None:
         self._connection, self._topic, self._topic_id, self._prefix = connection, topic, topic_id, prefix
-        nodes = load_nodes(database)
+        nodes = nodes_by(connection)
         # Nobody arms another run before this ends.
         rows = connection.execute(query("node_armed_runs"), {"node_ids": [node.node_id for node in nodes]}).fetchall()
         armed: dict[int, str | None] = {node_id: run for node_id, run, _ in rows}

@@ -37,7 +37,7 @@ from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.nodes import NodeConnection, is_missing_script, raise_for_reply
+from mqlayer.redis.nodes import Node, NodeConnection, is_missing_script, raise_for_reply
 from mqlayer.redis.partitions import (
     Refused,
     Sealed,
@@ -46,7 +46,7 @@ from mqlayer.redis.partitions import (
     seal_command,
     seal_reply,
 )
-from mqlayer.routes.cache import load_nodes
+from mqlayer.routes.cache import nodes_by
 from mqlayer.topics.nodes import rearm_node
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ class Driver:
     ) -> None:
         self._database, self._application = database, application
         self._prefix, self._unsafe = prefix, unsafe
+        self._nodes: dict[NodeId, Node] = {}
         self._lines: dict[NodeId, NodeConnection] = {}
         self._emptied = ""
 
@@ -116,8 +117,13 @@ class Driver:
             line.close()
 
     def _run(self, step: Callable[[Connection, Work], str], change_id: int) -> str:
+        def work(connection: Connection) -> str:
+            locked_now = locked(connection, change_id)
+            self._nodes = {node.node_id: node for node in nodes_by(connection)}
+            return step(connection, locked_now)
+
         try:
-            return self._database.transaction(lambda connection: step(connection, locked(connection, change_id)))
+            return self._database.transaction(work)
         except NodeNotArmed:
             self.close()
             self._lines.clear()
@@ -322,12 +328,11 @@ class Driver:
             raise Conflict(f"partition {place.partition} on {line.node.address} can't be opened: {word}")
 
     def line(self, node_id: NodeId) -> NodeConnection:
-        """Return the connection to a node. Raises NotFound."""
+        """Return the connection to a node, in a step. Raises NotFound."""
         if node_id not in self._lines:
-            nodes = {node.node_id: node for node in load_nodes(self._database)}
-            if node_id not in nodes:
+            if node_id not in self._nodes:
                 raise NotFound("node", node_id, "its row is gone from the control database")
-            self._lines[node_id] = NodeConnection(nodes[node_id], unsafe=self._unsafe)
+            self._lines[node_id] = NodeConnection(self._nodes[node_id], unsafe=self._unsafe)
         return self._lines[node_id]
 
 

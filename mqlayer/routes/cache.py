@@ -15,7 +15,7 @@ from typing import Final
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId, PartitionId, Range, Route, RouteVersion
 from mqlayer.errors import NotFound, StoreUnavailable
-from mqlayer.postgres.database import Database
+from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.notices import ROUTE, Notices
 from mqlayer.postgres.queries import query
 from mqlayer.redis.nodes import Node
@@ -70,7 +70,8 @@ class RouteCache:
 
     def refresh_nodes(self) -> dict[NodeId, Node]:
         """Read all nodes from Postgres: after one turned out not to be the armed run."""
-        known = {node.node_id: (node, armed_at) for node, armed_at in _read_nodes(self._database)}
+        with self._database.connection() as connection:
+            known = {node.node_id: (node, armed_at) for node, armed_at in _read_nodes(connection)}
         nodes = {node_id: node for node_id, (node, _) in known.items()}
         self._nodes, self._armed_at = nodes, {node_id: armed_at for node_id, (_, armed_at) in known.items()}
         return nodes
@@ -136,10 +137,19 @@ def load_route(database: Database, topic: str) -> Route:
 
 def load_nodes(database: Database) -> list[Node]:
     """Read all registered nodes."""
-    return [node for node, _ in _read_nodes(database)]
-
-
-def _read_nodes(database: Database) -> list[tuple[Node, datetime | None]]:
     with database.connection() as connection:
-        rows = connection.execute(query("node_list")).fetchall()
+        return nodes_by(connection)
+
+
+def nodes_by(connection: Connection) -> list[Node]:
+    """Read them by a connection that the caller has.
+
+    Who holds locks in a transaction must not wait for a second connection of its pool: the others may be with those who
+    wait for these locks.
+    """
+    return [node for node, _ in _read_nodes(connection)]
+
+
+def _read_nodes(connection: Connection) -> list[tuple[Node, datetime | None]]:
+    rows = connection.execute(query("node_list")).fetchall()
     return [(Node(NodeId(node_id), name, url, run_id), armed_at) for node_id, name, url, run_id, armed_at in rows]

@@ -14,7 +14,7 @@ from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import GroupStart, trim_command
-from mqlayer.routes.cache import load_nodes
+from mqlayer.routes.cache import nodes_by
 from mqlayer.topics import list_topics
 
 log = logging.getLogger(__name__)
@@ -59,16 +59,16 @@ def trim_pass(database: Database, *, prefix: str, topic: str | None = None, unsa
     theirs, so up to some hundred settled records stay.
     Safe to run twice at once. A node that can't be reached is passed by and reported.
     """
-    return database.transaction(lambda connection: _pass(database, connection, prefix, topic, unsafe=unsafe))
+    names = [topic] if topic is not None else [summary.name for summary in list_topics(database)]
+    return database.transaction(lambda connection: _pass(connection, prefix, names, unsafe=unsafe))
 
 
-def _pass(database: Database, connection: Connection, prefix: str, topic: str | None, *, unsafe: bool) -> TrimReport:
+def _pass(connection: Connection, prefix: str, names: list[str], *, unsafe: bool) -> TrimReport:
     # Held to the end: what is switched on to be archived meanwhile must not be dropped by what was asked before.
     connection.execute(query("transaction_patience"), PATIENCE)
     connection.execute(query("trim_enter"))
-    names = [topic] if topic is not None else [summary.name for summary in list_topics(database)]
     # Runs first, then what bounds them: a node that falls back and is armed in between is not cut by what was asked.
-    nodes = {node.node_id: node for node in load_nodes(database)}
+    nodes = {node.node_id: node for node in nodes_by(connection)}
     armed = _armings(connection)
     work = _work_by_node(connection, names)
     failpoint("trim.after_work")

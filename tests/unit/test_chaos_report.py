@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.chaos.harness.nemesis import Nemesis, Struck
 from tests.chaos.harness.recovery import SECOND_NS, Recovery, recoveries, summary
 from tests.chaos.harness.run import total
+from tests.fixtures.forking import is_stopped
+from tests.fixtures.waiting import wait_until
 from tests.proof.history import Deliver, Event, Publish, Record
 
 
@@ -95,3 +101,28 @@ def test_each_kind_of_fault_strikes_as_soon_as_it_can_be_done_then_all_go_by_wei
     assert len(kinds) == 10
     assert "rare" in kinds[:4]
     assert set(kinds) == {"often", "rare"}
+
+
+def test_who_stands_at_a_place_is_woken_while_another_fault_lasts() -> None:
+    """The one that the fault is about stays as it is."""
+    stands = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    names = ("relay-0", "relay-1")
+    processes = {name: subprocess.Popen([sys.executable, "-c", stands]) for name in names}
+    play: Any = SimpleNamespace(processes=processes, start=lambda name: None)
+    nemesis = TriedNemesis(play, [], play, Path(), seed=1, lease_s=0.1, kinds={}, fell_back=play)
+    try:
+        for name, process in processes.items():
+            nemesis.armed[name] = "relay.after_append=stop@1"
+            wait_until(partial(is_stopped, process), what=f"{name} stands still")
+
+        def ended() -> bool:
+            nemesis.let_pass(0.1, but="relay-1")
+            return processes["relay-0"].poll() == 0
+
+        wait_until(ended, what="the other one is woken")
+        assert is_stopped(processes["relay-1"])
+        assert [one.target for one in nemesis.struck] == ["relay-0 relay.after_append=stop@1"]
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()

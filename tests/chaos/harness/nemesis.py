@@ -48,6 +48,10 @@ class Struck:
     ended_ns: int
 
 
+REVIVE_EVERY_S: Final = 0.25
+"""How often it is looked who died, or stands still, at a place."""
+
+
 class Nemesis:
     """Strikes; what takes a while is over when `strike` returns."""
 
@@ -67,7 +71,7 @@ class Nemesis:
         self._play, self._nodes, self._database, self._directory = play, nodes, database, directory
         self._rng, self._lease_s, self._fell_back = random.Random(seed), lease_s, fell_back
         self._rng.shuffle(self._due)
-        self._armed: dict[str, str] = {}
+        self.armed: dict[str, str] = {}
         self._stopped_since: dict[str, float] = {}
         self.struck: list[Struck] = []
         self.late: list[str] = []
@@ -78,9 +82,18 @@ class Nemesis:
             pass
         self.revive()
 
-    def revive(self) -> None:
-        """Start again what died at its place; wake up what has stood there for longer than a lease."""
-        for name, place in list(self._armed.items()):
+    def let_pass(self, seconds: float, *, but: str = "") -> None:
+        """Let time go by; who died at a place meanwhile is started again, who stands there wakes up; all `but` one."""
+        until = time.monotonic() + seconds
+        while (left_s := until - time.monotonic()) > 0:
+            time.sleep(min(left_s, REVIVE_EVERY_S))
+            self.revive(but=but)
+
+    def revive(self, *, but: str = "") -> None:
+        """Start again what died at its place; wake up what has stood there for longer than a lease; all `but` one."""
+        for name, place in list(self.armed.items()):
+            if name == but:
+                continue
             process = self._play.processes[name]
             if process.poll() is not None:
                 self._at_place(name, place)
@@ -94,9 +107,9 @@ class Nemesis:
     def rest(self) -> None:
         """Let go: from here on nothing breaks; who may still be broken at a place is replaced."""
         self.revive()
-        for name in self._armed:
+        for name in self.armed:
             self._play.kill(name)
-        self._armed.clear()
+        self.armed.clear()
         for site in (*self._nodes, self._database):
             site.proxy.heal()
 
@@ -112,7 +125,7 @@ class Nemesis:
         return bool(target)
 
     def _at_place(self, name: str, place: str) -> None:
-        del self._armed[name]
+        del self.armed[name]
         self._stopped_since.pop(name, None)
         now = time.monotonic_ns()
         self.struck.append(Struck(f"{'stop' if '=stop' in place else 'kill'} at a place", f"{name} {place}", now, now))
@@ -120,17 +133,17 @@ class Nemesis:
     def _kill(self) -> str:
         name = self._one_of(MORTAL)
         role = name.partition("-")[0]
-        self._armed.pop(name, None)
+        self.armed.pop(name, None)
         if role in PLACES and self._rng.random() < 0.5:
             place = self._rng.choice(sorted(n for n in failpoint_names() if n.startswith(PLACES[role])))
-            self._armed[name] = f"{place}={self._rng.choice(['kill', 'kill', 'stop'])}@{self._rng.randint(1, 2)}"
-        self._play.kill(name, self._armed.get(name, ""))
+            self.armed[name] = f"{place}={self._rng.choice(['kill', 'kill', 'stop'])}@{self._rng.randint(1, 2)}"
+        self._play.kill(name, self.armed.get(name, ""))
         return name
 
     def _restart(self) -> str:
         name = self._one_of(DEPLOYED)
-        self._armed.pop(name, None)
-        if not self._play.restart(name, DEPLOYED_WITHIN_S):
+        self.armed.pop(name, None)
+        if not self._play.restart(name, DEPLOYED_WITHIN_S, meanwhile=self.revive):
             self.late.append(name)
         return name
 
@@ -138,8 +151,8 @@ class Nemesis:
         if VISITOR not in self._play.processes:
             self._play.start(VISITOR)
             return f"{VISITOR} joins"
-        self._armed.pop(VISITOR, None)
-        if not self._play.leave(VISITOR, DEPLOYED_WITHIN_S):
+        self.armed.pop(VISITOR, None)
+        if not self._play.leave(VISITOR, DEPLOYED_WITHIN_S, meanwhile=self.revive):
             self.late.append(VISITOR)
         return f"{VISITOR} leaves"
 
@@ -147,7 +160,7 @@ class Nemesis:
         name = self._one_of(STOPPABLE)
         process = self._play.processes[name]
         process.send_signal(signal.SIGSTOP)
-        time.sleep(self._lease_s * self._rng.uniform(1.2, 1.8))
+        self.let_pass(self._lease_s * self._rng.uniform(1.2, 1.8), but=name)
         process.send_signal(signal.SIGCONT)
         return name
 
@@ -160,15 +173,15 @@ class Nemesis:
 
     def _line_slow(self, site: Site) -> None:
         site.proxy.delay(self._rng.uniform(0.02, 0.2), jitter_s=0.1)
-        time.sleep(self._rng.uniform(0.5, 1.5))
+        self.let_pass(self._rng.uniform(0.5, 1.5))
 
     def _line_silent(self, site: Site) -> None:
         site.proxy.blackhole()
-        time.sleep(self._rng.uniform(0.3, 1.5 * self._lease_s))
+        self.let_pass(self._rng.uniform(0.3, 1.5 * self._lease_s))
 
     def _line_deaf(self, site: Site) -> None:
         site.proxy.blackhole("server_to_client")
-        time.sleep(self._rng.uniform(0.3, 1.5 * self._lease_s))
+        self.let_pass(self._rng.uniform(0.3, 1.5 * self._lease_s))
 
     def _line_reset(self, site: Site) -> None:
         site.proxy.reset_all()
@@ -176,17 +189,17 @@ class Nemesis:
     def _line_cut(self, site: Site) -> None:
         # The server did the work, and its answer is lost in the middle.
         site.proxy.cut_after(server_bytes=self._rng.choice([0, 0, 1, 7, 200, 5_000]), times=self._rng.randint(1, 4))
-        time.sleep(self._rng.uniform(0.1, 0.5))
+        self.let_pass(self._rng.uniform(0.1, 0.5))
 
     def _line_away(self, site: Site) -> None:
         site.proxy.refuse_new()
         site.proxy.reset_all()
-        time.sleep(self._rng.uniform(0.3, 1.0))
+        self.let_pass(self._rng.uniform(0.3, 1.0))
 
     def _line_half_open(self, site: Site) -> None:
         site.proxy.half_open()
         site.proxy.reset_all()
-        time.sleep(self._rng.uniform(0.3, 1.0))
+        self.let_pass(self._rng.uniform(0.3, 1.0))
         site.proxy.heal()
         site.proxy.reset_all()
 
@@ -205,13 +218,15 @@ class Nemesis:
         if not pairs:
             return ""
         site = self._rng.choice(pairs)
+
+        def note() -> None:
+            self._fell_back(site)
+            self.revive()
+
         # Whatever is settled from here on may come again.
         self._fell_back(site)
-        done = site.fail_over(
-            lag_s=self._rng.uniform(0.0, 0.5),
-            overlap_s=self._rng.uniform(0.0, 1.5 * self._lease_s),
-            fell_back=lambda: self._fell_back(site),
-        )
+        lag_s, overlap_s = self._rng.uniform(0.0, 0.5), self._rng.uniform(0.0, 1.5 * self._lease_s)
+        done = site.fail_over(lag_s=lag_s, overlap_s=overlap_s, meanwhile=note)
         self._fell_back(site)
         return site.name if done else ""
 
@@ -248,7 +263,7 @@ class Nemesis:
     def _memory(self) -> str:
         site = self._rng.choice(self._nodes)
         site.client().config_set("maxmemory", 1)
-        time.sleep(self._rng.uniform(0.5, 2.0))
+        self.let_pass(self._rng.uniform(0.5, 2.0))
         site.client().config_set("maxmemory", 0)
         return site.name
 

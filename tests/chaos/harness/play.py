@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +16,8 @@ from tests.fixtures.forking import Process, start_python
 
 ROOT: Final = Path(__file__).parents[3]
 LEASE_S: Final = 1.5
+LOOK_EVERY_S: Final = 0.05
+"""How often it is looked whether a process ended that was told to."""
 
 
 class Play:
@@ -47,23 +51,28 @@ class Play:
         self.processes[name].wait()
         self.start(name, failpoints)
 
-    def restart(self, name: str, within_s: float) -> bool:
+    def restart(self, name: str, within_s: float, *, meanwhile: Callable[[], None]) -> bool:
         """End a process in order, as a deployment does, and start it again; say whether it ended within the time."""
-        in_time = self.leave(name, within_s)
+        in_time = self.leave(name, within_s, meanwhile=meanwhile)
         self.start(name)
         return in_time
 
-    def leave(self, name: str, within_s: float) -> bool:
-        """End a process in order, for good; say whether it ended within the time."""
+    def leave(self, name: str, within_s: float, *, meanwhile: Callable[[], None]) -> bool:
+        """End a process in order, for good; say whether it ended within the time.
+
+        `meanwhile` is called again and again: it may wait for a process that somebody has to wake up.
+        """
         process = self.processes.pop(name)
         process.send_signal(signal.SIGCONT)
         process.terminate()
-        try:
-            process.wait(within_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            return False
+        deadline = time.monotonic() + within_s
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                process.kill()
+                process.wait()
+                return False
+            meanwhile()
+            time.sleep(LOOK_EVERY_S)
         return True
 
     def pause(self, name: str, seconds: float) -> None:

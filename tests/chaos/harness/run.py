@@ -46,8 +46,6 @@ BATCHES: Final = {"pair-0": "distinct", "pair-1": "key", "pair-2": "distinct", "
 """Whose handlers take batches of what. The visitor's take single messages: a group may have all kinds."""
 KEYS: Final = 500
 LEASE_S: Final = 2.0
-REVIVE_EVERY_S: Final = 0.25
-"""How soon somebody starts what died by itself at a place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +169,8 @@ class _Run:
         """Break things; return what a look at it found, where one did."""
         began = looked = time.monotonic()
         while not self._has_lasted(length, time.monotonic() - began):
-            self._rest(self._rng.uniform(0.2, 1.8) * length.every_s)
+            # Nothing breaks for so long: the pace of faults is part of the experiment.
+            self._nemesis.let_pass(self._rng.uniform(0.2, 1.8) * length.every_s)
             self._nemesis.strike()
             if time.monotonic() - looked > length.look_every_s:
                 verdict = judge_so_far(self._scene)
@@ -179,13 +178,6 @@ class _Run:
                     return verdict
                 looked = time.monotonic()
         return None
-
-    def _rest(self, seconds: float) -> None:
-        """Break nothing for so long: the pace of faults is part of the experiment. Who died is started again."""
-        until = time.monotonic() + seconds
-        while (left_s := until - time.monotonic()) > 0:
-            time.sleep(min(left_s, REVIVE_EVERY_S))
-            self._nemesis.revive()
 
     def _has_lasted(self, length: Length, lasted_s: float) -> bool:
         if lasted_s < length.seconds or len(self._nemesis.struck) < length.faults:

@@ -86,11 +86,11 @@ class PairSite(NodeSite):
         }
         self._follow()
 
-    def fail_over(self, *, lag_s: float, overlap_s: float, fell_back: Callable[[], None]) -> bool:
+    def fail_over(self, *, lag_s: float, overlap_s: float, meanwhile: Callable[[], None]) -> bool:
         """Make the replica the primary though it lacks what came in the last moments; say whether it could be.
 
         For `overlap_s` those who have a connection to the old primary go on with it, and others are at work on the new
-        one: what is settled meanwhile may come again, even before it is over. So `fell_back` is called all the time.
+        one: what is settled then may come again, even before it is over. So `meanwhile` is called all the time.
         """
         if not self._is_synced():
             return False
@@ -103,7 +103,7 @@ class PairSite(NodeSite):
         self.proxy.aim("127.0.0.1", new.port)
         until = time.monotonic() + overlap_s
         while (left_s := until - time.monotonic()) > 0:
-            fell_back()
+            meanwhile()
             time.sleep(min(left_s, NOTE_EVERY_S))
         self.proxy.reset_all()
         link.reset_all()

@@ -1,0 +1,128 @@
+"""What jobs and drivers do needs one connection of each pool at a time.
+
+Who holds locks and waits for a second one waits for those who have the others, and wait for these locks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psycopg
+import pytest
+import redis
+
+from mqlayer import failpoints
+from mqlayer.changes import finish_changes, give_up_node, move, reopen_forgotten, split
+from mqlayer.domain.jobs import JOBS
+from mqlayer.postgres.database import Database
+from mqlayer.relay import recover_now
+from mqlayer.routes.cache import load_route
+from mqlayer.stack import RedisServer
+from mqlayer.topics import rearm_node, register_node
+from mqlayer.workers import stores
+from mqlayer.workers.app import app
+from mqlayer.workers.schedule import task_name
+from tests.fixtures.servers import StartRedis
+from tests.fixtures.waiting import wait_until
+from tests.proof.outbox_world import OutboxWorld
+
+SHORT_S = 1.0
+"""How long a pool is asked for a connection that it can't have."""
+
+
+@pytest.fixture
+def node(start_redis: StartRedis) -> RedisServer:
+    """The topic's second node, to be emptied and killed."""
+    return start_redis()
+
+
+@pytest.fixture
+def world(
+    database_dsn: str, redis_url: str, key_prefix: str, node: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[OutboxWorld]:
+    """A topic of two partitions, one on each node, with relayed messages; tasks called in this process work on it."""
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url, node.url])
+    world.add_topic("orders", partitions=2)
+    with world.relay():
+        world.publish(50)
+        world.wait_until_whole()
+    for name, value in world.environment().items():
+        monkeypatch.setenv(name, value)
+    stores.close()
+    yield world
+    failpoints.disarm_all()
+    stores.close()
+
+
+@pytest.fixture
+def control(database_dsn: str) -> Iterator[Database]:
+    """A pool of one connection."""
+    with Database(database_dsn, max_size=1, timeout_s=SHORT_S) as database:
+        yield database
+
+
+@pytest.fixture
+def application(database_dsn: str) -> Iterator[Database]:
+    """Another one, on the outbox."""
+    with Database(database_dsn, max_size=1, timeout_s=SHORT_S) as database:
+        yield database
+
+
+def leave_sealed(world: OutboxWorld) -> None:
+    """Leave a split of the second node's partition where its driver died."""
+    with Database(world.dsn) as database:
+        failpoints.arm("change.after_seal", "raise")
+        with pytest.raises(failpoints.FailpointHit):
+            split(database, "orders", 2, at=[700], prefix=world.key_prefix)
+
+
+def test_who_wait_for_a_change_do_not_keep_its_driver_waiting(world: OutboxWorld) -> None:
+    """Two threads of a worker have both connections of its pool when the change's row comes free."""
+    leave_sealed(world)
+    waiting = (
+        "SELECT count(*)::int FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    )
+    with Database(world.dsn, max_size=2, timeout_s=SHORT_S) as database, ThreadPoolExecutor(2) as threads:
+        with psycopg.connect(world.dsn) as other:
+            other.execute("SELECT FROM mqlayer.route_change FOR UPDATE")
+            both = [threads.submit(finish_changes, database, prefix=world.key_prefix) for _ in range(2)]
+            wait_until(lambda: world.rows(waiting) == [(2,)], what="both threads wait for the change")
+        assert [one.result() for one in both] == [{1: "done"}, {1: "done"}]
+
+
+def test_every_job_does_with_one_connection_of_each_pool(
+    world: OutboxWorld, node: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where there is most to do: a change to be finished, and a node to be filled up again."""
+    leave_sealed(world)
+    redis.Redis.from_url(node.url).flushall()
+
+    def small(dsn: str, *, application: str, max_size: int) -> Database:
+        return Database(dsn, application=application, max_size=1, timeout_s=SHORT_S)
+
+    monkeypatch.setattr(stores, "Database", small)
+    app.loader.import_default_modules()
+    for job in JOBS:
+        app.tasks[task_name(job)]()
+    with Database(world.dsn) as database:
+        assert [r.lp_from for r in load_route(database, "orders").ranges] == [0, 512, 700]
+    with world.relay():
+        world.wait_until_whole()
+
+
+def test_nodes_and_routes_are_mended_with_one_connection_of_each_pool(
+    world: OutboxWorld, node: RedisServer, control: Database, application: Database
+) -> None:
+    """A sealed partition is filled up from the outbox while its node's row is held; a dead node is given up."""
+    split(control, "orders", 2, at=[700], prefix=world.key_prefix)
+    redis.Redis.from_url(node.url).flushall()
+    rearm_node(control, "node-2", prefix=world.key_prefix, application=application)
+    assert world.relayed() == world.published()
+    assert reopen_forgotten(control, "orders", prefix=world.key_prefix).opened == []
+    register_node(control, name="node-3", url=world.urls[0])
+    move(control, "orders", load_route(control, "orders").ranges[0].partition, to="node-3", prefix=world.key_prefix)
+    node.kill()
+    lost = give_up_node(control, "node-2", prefix=world.key_prefix, application=application)
+    assert len(lost.moved) == 2
+    recover_now(application, control, world.settings(), unproven=True)
