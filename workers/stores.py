@@ -13,6 +13,10 @@ from mqlayer.postgres.database import Database
 from mqlayer.producing import Producer
 from mqlayer.settings import Settings
 
+MOST_CONNECTIONS: Final = 10
+"""Of one process to one schema, opened on demand: for each thread that is at it. Who arms a node may wait ten seconds
+for the node's row; others must not wait for a connection as long."""
+
 
 class Stores:
     """Settings, pools and producer of one process. Safe to use from many threads."""
@@ -31,7 +35,7 @@ class Stores:
         """
         with self._lock:
             if (role, dsn) not in self._databases:
-                self._databases[role, dsn] = Database(dsn, application="mqlayer worker", max_size=2)
+                self._databases[role, dsn] = Database(dsn, application="mqlayer worker", max_size=MOST_CONNECTIONS)
             return self._databases[role, dsn]
 
     def producer(self) -> Producer:

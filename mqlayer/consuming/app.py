@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import FrameType
-from typing import Any, Literal, TypeVar, Unpack, get_type_hints
+from typing import Any, Final, Literal, TypeVar, Unpack, get_type_hints
 
 from mqlayer.consuming.batch_handlers import BatchHandler, BatchShape, batch_shape
 from mqlayer.consuming.batches import BatchOf
@@ -57,6 +57,9 @@ from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import Settings
 
 log = logging.getLogger(__name__)
+
+CONNECTIONS_OF_A_MEMBER: Final = 12
+"""At most, opened on demand: heart and keeper, and a thread for each node that is to be armed."""
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
@@ -201,12 +204,12 @@ class App:
         if self.members:
             raise Conflict("the application is running", "stop it first")
         settings = self.settings
-        # A member's heart never waits for a connection behind its keeper and the threads that see to a node.
-        size = 2 + 4 * len(self.consumers)
+        # A member's heart never waits for a connection behind the threads that see to nodes.
+        size = 2 + CONNECTIONS_OF_A_MEMBER * len(self.consumers)
         control, effects = settings.control_dsn(), settings.application_dsn()
         wait_s = settings.connect_timeout_s
         database = Database(control, application="mqlayer consumer", max_size=size, timeout_s=wait_s)
-        application = Database(effects, application="mqlayer consumer", max_size=2, timeout_s=min(2.0, wait_s))
+        application = Database(effects, application="mqlayer consumer", max_size=4, timeout_s=min(2.0, wait_s))
         routes = RouteCache(database)
         self._open = [routes, database, application]
         try:

@@ -56,10 +56,11 @@ def under_way(database: Database, topic: str, name: str | None = None, partition
     A partition whose owner died counts until its lease is over. Receivers of ordered pop and members of shared groups
     own none: what they have in hand is not known, so not counted.
     """
-    facts: dict[str, object] = {"group_id": None if name is None else find_group(database, topic, name).group_id}
+    with database.connection() as connection:
+        facts: dict[str, object] = {"topic_id": _topic_id(connection, topic)}
+    facts["group_id"] = None if name is None else find_group(database, topic, name).group_id
     facts["partitions"] = None if partitions is None else list(partitions)
     with database.connection() as connection:
-        facts["topic_id"] = _topic_id(connection, topic)
         row = connection.execute(query("pause_under_way"), facts).fetchone()
     return int(row[0]) if row else 0
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 from uuid import UUID
@@ -35,7 +35,7 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.errors import ConfigurationRefused, Conflict, NodeOutOfMemory, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import note
-from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.database import Connection, Database, connect, driver_errors
 from mqlayer.postgres.queries import query
 from mqlayer.postgres.server import SUSPECT
 from mqlayer.redis.keys import partition_keys
@@ -213,7 +213,12 @@ def recover_now(
 
     `anew`: also where only nodes say that it goes on elsewhere. For a promotion that was begun and given up.
     """
-    with application.connection() as connection, armed_lines(control, application, settings) as lines:
+    with (
+        driver_errors(application.address),
+        # Not of the pool: who arms a node needs one of its connections with the node's row in hand.
+        closing(connect(application.dsn, application="mqlayer recover")) as connection,
+        armed_lines(control, application, settings) as lines,
+    ):
         if anew and (row := connection.execute(query("outbox_identity")).fetchone()) is not None:
             connection.execute(query("outbox_suspect"), {"outbox_uuid": row[0]})
         return recover_outbox(

@@ -29,6 +29,8 @@ from mqlayer.settings import Settings
 log = logging.getLogger(__name__)
 
 _AWAY: Final = (StoreUnavailable, TransactionConflict)
+MOST_CONNECTIONS: Final = 12
+"""To one schema, opened on demand: one for each thread in the background, and some for the relay itself."""
 """What another session can mend."""
 
 
@@ -132,11 +134,12 @@ class Relay:
     @contextmanager
     def _databases(self) -> Iterator[tuple[Database, Database]]:
         settings = self._settings
+        application = "mqlayer relay"
         with (
-            Database(settings.control_dsn(), application="mqlayer relay") as control,
-            Database(settings.application_dsn(), application="mqlayer relay", max_size=2) as application,
+            Database(settings.control_dsn(), application=application, max_size=MOST_CONNECTIONS) as control,
+            Database(settings.application_dsn(), application=application, max_size=MOST_CONNECTIONS) as outbox,
         ):
-            yield control, application
+            yield control, outbox
 
     @contextmanager
     def _session_on(self, control: Database, application: Database, *, helper: bool) -> Iterator[Session | None]:

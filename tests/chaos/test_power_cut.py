@@ -12,7 +12,6 @@ import random
 import shutil
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -50,7 +49,6 @@ class DirectPublisher:
 
     def __init__(self, settings: Settings) -> None:
         self._producer, self._stopping = Producer(settings, name="direct"), threading.Event()
-        self._in_force: dict[int, list[Identity]] = defaultdict(list)
         self.stored: set[Identity] = set()
         self.told_lost: set[Identity] = set()
         self.counted_lost = 0
@@ -87,17 +85,12 @@ class DirectPublisher:
         try:
             identity = self._producer.send(DIRECT, key=key, body=b"direct", timeout_s=30).identity
         except AcknowledgedLoss as loss:
-            # Told by LP and seqs, of the incarnation that was in force there.
+            # Perhaps of a source before the one that is in force there by now.
             for one in loss.losses:
-                known = self._in_force.pop(one.lp, [])
-                self.told_lost.update(kept for kept in known if one.first <= kept.seq <= one.last)
+                self.told_lost.update(Identity(one.source, one.lp, seq) for seq in range(one.first, one.last + 1))
             return
         except PublishError:
             return
-        before = self._in_force[identity.lp]
-        if before and before[-1].source != identity.source:
-            before.clear()
-        before.append(identity)
         self.stored.add(identity)
 
 

@@ -14,7 +14,7 @@ import redis
 
 from mqlayer import failpoints
 from mqlayer.changes import finish_changes, give_up_node, move, reopen_forgotten, split
-from mqlayer.domain.jobs import JOBS
+from mqlayer.domain.jobs import JOBS, REARM_NODES
 from mqlayer.postgres.database import Database
 from mqlayer.relay import recover_now
 from mqlayer.routes.cache import load_route
@@ -96,7 +96,6 @@ def test_every_job_does_with_one_connection_of_each_pool(
 ) -> None:
     """Also where there is most to do: a change to be finished, and a node to be filled up again."""
     leave_sealed(world)
-    redis.Redis.from_url(node.url).flushall()
 
     def small(dsn: str, *, application: str, max_size: int) -> Database:
         return Database(dsn, application=application, max_size=1, timeout_s=SHORT_S)
@@ -104,7 +103,14 @@ def test_every_job_does_with_one_connection_of_each_pool(
     monkeypatch.setattr(stores, "Database", small)
     app.loader.import_default_modules()
     for job in JOBS:
+        if job is REARM_NODES:
+            redis.Redis.from_url(node.url).flushall()
+            node.kill()
+            node.start()
         app.tasks[task_name(job)]()
+        if job is REARM_NODES:
+            run_id = redis.Redis.from_url(node.url, decode_responses=True).info("server")["run_id"]
+            assert world.rows("SELECT armed_run_id FROM mqlayer.node WHERE name = 'node-2'") == [(run_id,)]
     with Database(world.dsn) as database:
         assert [r.lp_from for r in load_route(database, "orders").ranges] == [0, 512, 700]
     with world.relay():
@@ -125,4 +131,14 @@ def test_nodes_and_routes_are_mended_with_one_connection_of_each_pool(
     node.kill()
     lost = give_up_node(control, "node-2", prefix=world.key_prefix, application=application)
     assert len(lost.moved) == 2
-    recover_now(application, control, world.settings(), unproven=True)
+
+
+def test_an_outbox_is_recovered_with_one_connection_of_each_pool(
+    world: OutboxWorld, node: RedisServer, control: Database, application: Database
+) -> None:
+    """A node that has to prove something is filled up from the outbox first, a sealed partition too."""
+    split(control, "orders", 2, at=[700], prefix=world.key_prefix)
+    redis.Redis.from_url(node.url).flushall()
+    world.rows("UPDATE mqlayer_app.identity SET timeline = 77")
+    assert recover_now(application, control, world.settings()) is not None
+    assert {record.value for record in world.records()} == {f"m-{number}" for number in range(50)}
