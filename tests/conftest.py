@@ -18,6 +18,7 @@ pytest_plugins = [
     "tests.fixtures.power",
     "tests.fixtures.servers",
     "tests.fixtures.spark",
+    "tests.fixtures.worker_stores",
 ]
 
 TESTS = Path(__file__).parent

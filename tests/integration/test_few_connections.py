@@ -25,6 +25,7 @@ from mqlayer.workers.app import app
 from mqlayer.workers.schedule import task_name
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
+from tests.fixtures.worker_stores import UseStores
 from tests.proof.outbox_world import OutboxWorld
 
 SHORT_S = 1.0
@@ -38,21 +39,15 @@ def node(start_redis: StartRedis) -> RedisServer:
 
 
 @pytest.fixture
-def world(
-    database_dsn: str, redis_url: str, key_prefix: str, node: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[OutboxWorld]:
+def world(database_dsn: str, redis_url: str, key_prefix: str, node: RedisServer, use_stores: UseStores) -> OutboxWorld:
     """A topic of two partitions, one on each node, with relayed messages; tasks called in this process work on it."""
     world = OutboxWorld(database_dsn, key_prefix, [redis_url, node.url])
     world.add_topic("orders", partitions=2)
     with world.relay():
         world.publish(50)
         world.wait_until_whole()
-    for name, value in world.environment().items():
-        monkeypatch.setenv(name, value)
-    stores.close()
-    yield world
-    failpoints.disarm_all()
-    stores.close()
+    use_stores(world.environment())
+    return world
 
 
 @pytest.fixture

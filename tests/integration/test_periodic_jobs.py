@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,12 @@ from mqlayer.routes.cache import RouteCache, load_route
 from mqlayer.topics import register_node
 from mqlayer.topics.nodes import find_node
 from mqlayer.trimming import clean_fence
-from mqlayer.workers import stores, tasks
+from mqlayer.workers import tasks
 from mqlayer.workers.claims import claimed
 from mqlayer.workers.schedule import beat_schedule, task_name
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
+from tests.fixtures.worker_stores import UseStores
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
 
@@ -69,16 +69,12 @@ def test_every_job_is_scheduled_and_has_a_task() -> None:
 
 
 @pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[OutboxWorld]:
+def world(database_dsn: str, redis_url: str, key_prefix: str, use_stores: UseStores) -> OutboxWorld:
     """A topic of two partitions; tasks that are called in this process work on it."""
     world = OutboxWorld(database_dsn, key_prefix, [redis_url])
     world.add_topic("orders", partitions=2)
-    for name, value in world.environment().items():
-        monkeypatch.setenv(name, value)
-    stores.close()
-    yield world
-    failpoints.disarm_all()
-    stores.close()
+    use_stores(world.environment())
+    return world
 
 
 def due_again(world: OutboxWorld) -> None:
