@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import random
@@ -76,10 +77,15 @@ def run(seed: int, length: Length, *, bug: str = "", audits: Iterable[Audit] = (
 
     `recovery` is a list; `shown` makes it what people read.
     """
-    with ExitStack() as cleanup:
-        directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="mqchaos-", dir=best_place())))
-        directory.chmod(0o755)
-        return _Run(directory, seed, cleanup, bug, audits).play(length)
+    try:
+        with ExitStack() as cleanup:
+            directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="mqchaos-", dir=best_place())))
+            directory.chmod(0o755)
+            return _Run(directory, seed, cleanup, bug, audits).play(length)
+    finally:
+        # Histories of millions of records hang in cycles: collected in the middle of the next run, they would hold all
+        # lines to the servers up for seconds, since the proxies are threads of this process.
+        gc.collect()
 
 
 def shown(report: Mapping[str, Any]) -> dict[str, Any]:
