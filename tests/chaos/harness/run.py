@@ -249,7 +249,11 @@ class _Run:
                 yield f"{one.check} {one.subject}: {one.seen}"
         if stuck:
             return
-        archive_all(self._database, prefix=prefix)
+        try:
+            archive_all(self._database, prefix=prefix)
+        except pytest.fail.Exception as error:
+            yield f"archive: {error}"
+            return
         self._scene.emptied = any(one.kind == "wipe" for one in self._nemesis.struck)
         for audit in (Scene.leftovers, *self._audits):
             yield from audit(self._scene)
