@@ -28,9 +28,9 @@ from mqlayer.settings import Settings
 
 log = logging.getLogger(__name__)
 
-_AWAY: Final = (StoreUnavailable, TransactionConflict)
 MOST_CONNECTIONS: Final = 12
 """To one schema, opened on demand: one for each thread in the background, and some for the relay itself."""
+_AWAY: Final = (StoreUnavailable, TransactionConflict)
 """What another session can mend."""
 
 
