@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+from tests.fixtures.lacking import parts_left_out
 
 pytest_plugins = [
     "tests.fixtures.archived",
@@ -40,6 +44,11 @@ SLOW = {
 MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}
 
 
+# Where CI is set, Hypothesis tries the same examples each time, and keeps to itself how a failing one is made again.
+settings.register_profile("ci", settings.get_profile("default"), derandomize=False, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="let chaos and races go on for minutes, not for seconds")
 
@@ -49,6 +58,15 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say at the end which parts of tests were left out: the reasons of whole ones come with `-rs`, see pyproject."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    if lines := parts_left_out(reports):
+        terminalreporter.section("parts left out")
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -5,6 +5,8 @@ line too, with what it was, and is not clean; the others go on.
 
 With `--plant NAME` the system has that bug, and has to be caught: pieces of a quarter of a minute, or a race of its
 own, until one is not clean. `--plant all` does that with every bug, and prints a table.
+
+Spark's order audit is no part of this: `test_chaos.py` has it judge the run of the suite.
 """
 
 from __future__ import annotations

@@ -7,17 +7,16 @@ import time
 from collections import Counter
 from typing import Any
 
-import pytest
-
 from mqlayer import Context
 from mqlayer.archiving import archive_pass, create_snapshot
 from mqlayer.errors import Reject
 from mqlayer.failures import DeadFilter, new_worker, release_parked, start_redrive, work_on
 from mqlayer.topics import set_archived
 from tests.fixtures.consuming import Recorder, Stage, member_of
+from tests.fixtures.lacking import import_or_leave_out
 from tests.fixtures.waiting import wait_until
 
-pytest.importorskip("pyspark")
+import_or_leave_out("pyspark")
 
 FLAKY, POISON, DEADLY = b"flaky", b"poison", b"deadly"
 LIMIT = 3

@@ -37,10 +37,11 @@ from mqlayer.trimming import trim_pass
 from tests.fixtures.archived import BEGAN, ArchivedTopics
 from tests.fixtures.commands import Commands
 from tests.fixtures.forking import run_python
+from tests.fixtures.lacking import import_or_leave_out
 from tests.fixtures.waiting import wait_until
 from tests.integration.test_archive import LOW, Scene
 
-pq = pytest.importorskip("pyarrow.parquet")
+pq = import_or_leave_out("pyarrow.parquet")
 
 HOUR = timedelta(hours=1)
 

@@ -21,9 +21,10 @@ from mqlayer.errors import ArchiveBroken, InvalidInput, NotFound
 from mqlayer.postgres.reading import read_address
 from mqlayer.stack import PostgresServer
 from tests.fixtures.archived import BEGAN, ArchivedTopics
+from tests.fixtures.lacking import import_or_leave_out, leave_out
 from tests.integration.test_archive import LOW, TOPIC, Scene
 
-pytest.importorskip("pyspark")
+import_or_leave_out("pyspark")
 
 ROOT = Path(__file__).parents[2]
 SECRET = "sentinel-8d1f"
@@ -59,7 +60,7 @@ def require(spark: Any, way: str) -> None:
     from mqlayer.spark.jdbc import has_driver
 
     if way == "jdbc" and not has_driver(spark):
-        pytest.skip("Postgres' JDBC driver is not installed")
+        leave_out("Postgres' JDBC driver is not installed")
 
 
 def rows(frame: Any) -> list[str]:
@@ -326,7 +327,7 @@ def test_the_wheel_as_a_zip_serves_as_py_files(filled: ArchivedTopics, spark_pyt
     """Packaged data is read out of the archive; workers find the package there and nowhere else; a job's file is a
     program of spark-submit."""
     if shutil.which("java") is None:
-        pytest.skip("Spark needs Java 17 or newer")
+        leave_out("Spark needs Java 17 or newer")
     package = tmp_path / "mqlayer.zip"
     built_wheel(tmp_path).rename(package)
     with zipfile.ZipFile(package) as archive:

@@ -46,6 +46,7 @@ from mqlayer.redis.partitions import (
     trim_command,
 )
 from mqlayer.stack import RedisServer
+from tests.fixtures.programs import Program, drawn, play
 from tests.fixtures.waiting import wait_until
 
 GROUP = 7
@@ -272,8 +273,7 @@ class ConsumerScripts(RuleBasedStateMachine):
     @rule(count=st.sampled_from([2, 9, 11]), again=st.booleans())
     def settle_one_by_one(self, count: int, again: bool) -> None:
         """More calls than entries are kept: what one dropped counts on when it is dropped itself."""
-        self.own()
-        for offset in self.waiting()[1::2][:count]:
+        for offset in self.owned()[1::2][:count]:
             for _ in range(1 + again):
                 self.settle([(offset, offset)], [], words="h")
 
@@ -281,30 +281,30 @@ class ConsumerScripts(RuleBasedStateMachine):
     @rule(data=st.data())
     def settle_in_any_order(self, data: st.DataObject) -> None:
         """Ranges that have nothing in common, and those of the call before once more."""
-        self.own()
-        offsets = data.draw(st.permutations(self.waiting()[1:12:2]))
-        ranges = [(offset, offset) for offset in offsets]
-        for _ in range(2):
-            self.settle(ranges, [], words="h" * len(ranges))
+        if waiting := self.owned()[1:12:2]:
+            ranges = [(offset, offset) for offset in data.draw(st.permutations(waiting))]
+            for _ in range(2):
+                self.settle(ranges, [], words="h" * len(ranges))
 
     @precondition(lambda self: self.waiting())
     @rule(attempts=st.integers(1, 4), place=st.integers(0, 3))
     def fail_and_settle(self, attempts: int, place: int) -> None:
         """The attempts that failed go along with what is told, and are forgotten."""
-        self.own()
-        offset = self.waiting()[-1 - place % len(self.waiting())]
-        self.count(self.model.owner or "", 0, offset, attempts)
-        self.settle([(offset, offset)], [offset], words="h")
+        if waiting := self.owned():
+            offset = waiting[-1 - place % len(waiting)]
+            self.count(self.model.owner or "", 0, offset, attempts)
+            self.settle([(offset, offset)], [offset], words="h")
 
     def waiting(self) -> list[int]:
         """Return the first offsets from committed on that are not settled."""
         offsets = range(max(1, self.model.committed), min(self.model.next, self.model.committed + 40))
         return [offset for offset in offsets if not self.model.settled >> offset & 1]
 
-    def own(self) -> None:
-        """Let somebody own the partition."""
+    def owned(self) -> list[int]:
+        """Let somebody own the partition; return what waits then: the first owner begins behind what was trimmed."""
         if not self.model.owner:
             self.take("a", 1, 1, 0, afresh=False)
+        return self.waiting()
 
     @precondition(lambda self: self.model.next > self.model.committed > 0)
     @rule(words=st.sampled_from(["", "h", "-"]))
@@ -465,6 +465,36 @@ def in_ms(time: list[bytes]) -> int:
     return int(time[0]) * 1000 + int(time[1]) // 1000
 
 
+def fail_and_settle_after_a_trim(state: ConsumerScripts) -> None:
+    """The group begins behind what was trimmed, so that nothing waits there any more."""
+    state.look(count=1, key=b"k0", seeks=0, skip=0, start=1)
+    state.append(count=1)
+    state.trim(floor=2, limit=100, seeks=0, start=2)
+    state.fail_and_settle(attempts=1, place=0)
+
+
+def settle_in_any_order_after_a_trim(state: ConsumerScripts) -> None:
+    """The same, of several messages at once."""
+    state.append(count=3)
+    state.trim(floor=4, limit=100, seeks=0, start=4)
+    state.settle_in_any_order(data=drawn([]))
+
+
+def settle_one_by_one_after_a_trim(state: ConsumerScripts) -> None:
+    """The same, call by call."""
+    state.append(count=3)
+    state.trim(floor=4, limit=100, seeks=0, start=4)
+    state.settle_one_by_one(count=2, again=False)
+
+
+PROGRAMS: list[Program[ConsumerScripts]] = [
+    fail_and_settle_after_a_trim,
+    settle_in_any_order_after_a_trim,
+    settle_one_by_one_after_a_trim,
+]
+"""What chance found once, and what is of its kind."""
+
+
 @pytest.fixture
 def line(every_redis: RedisServer) -> Iterator[NodeConnection]:
     """A connection to a Redis of each version."""
@@ -483,6 +513,17 @@ def test_members_calls_in_any_order_leave_what_the_model_leaves(line: NodeConnec
             max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_chance_found_once_leaves_what_the_model_leaves(
+    line: NodeConnection, key_prefix: str, program: Program[ConsumerScripts]
+) -> None:
+    class Here(ConsumerScripts):
+        pass
+
+    Here.line, Here.prefix = line, key_prefix
+    play(Here, program)
 
 
 class Partition:
