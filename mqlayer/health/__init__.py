@@ -2,5 +2,6 @@
 
 from mqlayer.health.endpoint import HealthEndpoint, health_endpoint
 from mqlayer.health.reports import Health, Turns, stuck_after_s
+from mqlayer.health.server import Reply
 
-__all__ = ["Health", "HealthEndpoint", "Turns", "health_endpoint", "stuck_after_s"]
+__all__ = ["Health", "HealthEndpoint", "Reply", "Turns", "health_endpoint", "stuck_after_s"]

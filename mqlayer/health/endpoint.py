@@ -1,8 +1,7 @@
-"""`GET /live` and `GET /ready` of a process, and its `GET /counts` where it counts, on threads of its own.
+"""`GET /live` and `GET /ready` of a process, its `GET /counts` where it counts, and what else it adds as a route.
 
-Python's own server: three paths, no body, no state, a few requests a minute from this machine. It is off unless a port
-is set, holds nothing that the process needs, and ends with it. Each answer is made of what threads noted as they went
-along, so a probe asks no store.
+It is off unless a port is set, holds nothing that the process needs, and ends with it. Each answer is made of what
+threads noted as they went along, so a probe asks no store. What keeps a probe answered is in `server`.
 """
 
 from __future__ import annotations
@@ -12,149 +11,97 @@ import json
 import logging
 import os
 import socket
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
-from socketserver import TCPServer, ThreadingMixIn
-from typing import Any, Final
+from typing import Final
 
 from mqlayer.errors import Conflict, InvalidInput, redact
 from mqlayer.health.reports import Health
+from mqlayer.health.server import HttpServer, Reply
 from mqlayer.settings import Settings
 
 log = logging.getLogger(__name__)
 
-REQUESTS_AT_ONCE: Final = 8
-REQUEST_LIMIT_S: Final = 5.0
-LOOK_EVERY_S: Final = 0.2
-
 Ask = Callable[[], Health]
 Counts = Callable[[], object]
+Route = Callable[[], Reply]
+"""What answers a path: quick, on the endpoint's own thread, of what is in memory."""
 
 
 class HealthEndpoint:
     """Answers on a port until it is closed."""
 
-    def __init__(self, ask: Ask, *, host: str, port: int, counts: Counts | None = None) -> None:
-        """Take the port. `counts`: what to answer as JSON where counts are asked for.
+    def __init__(
+        self,
+        ask: Ask,
+        *,
+        host: str,
+        port: int,
+        counts: Counts | None = None,
+        routes: Mapping[str, Route] | None = None,
+    ) -> None:
+        """Take the port. `counts`: what to answer as JSON where counts are asked for; `routes`: more, by their path.
 
         Raises Conflict where another has it, InvalidInput where it can't be had.
         """
         if not 0 < port < 65_536:
             raise InvalidInput(f"health port {port}: set MQLAYER_HEALTH_PORT so that each process gets one up to 65535")
+        self._routes: dict[str, Route] = {"/live": lambda: _live(ask), "/ready": lambda: _ready(ask)}
+        if counts is not None:
+            self._routes["/counts"] = lambda: _json(HTTPStatus.OK, counts())
+        self._routes.update(routes or {})
+        self._address = (host, port)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._server = _Server(ask, counts, host, port)
+            listener = socket.create_server(self._address, family=family)
         except OSError as error:
             raise _refusal(error, host, port) from error
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(LOOK_EVERY_S,), name="mqlayer-health", daemon=True
-        )
+        self._server = HttpServer(listener, self._answer, name="mqlayer-health")
         _endpoints.add(self)
 
     def start(self) -> None:
         """Begin to answer; returns at once."""
-        self._thread.start()
-        host, port = self._server.server_address[:2]
+        self._server.start()
+        host, port = self._address
         log.info("health_endpoint", extra={"host": host, "port": port})
 
     def close(self) -> None:
         """Answer no more, and let the port go."""
-        if self._thread.ident is not None:
-            self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
     def forget(self) -> None:
         """Let go of the port in a process that was forked off: the one that took it goes on answering."""
-        self._server.socket.close()
+        self._server.forget()
 
-
-class _Server(ThreadingMixIn, TCPServer):
-    """A thread per request, few at once: one that never sends its request keeps no other waiting."""
-
-    allow_reuse_address = True
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, ask: Ask, counts: Counts | None, host: str, port: int) -> None:
-        self.ask, self.counts = ask, counts
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._room = threading.BoundedSemaphore(REQUESTS_AT_ONCE)
-        super().__init__((host, port), _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, or not at all where too many ask."""
-        if self._room.acquire(blocking=False):
-            try:
-                super().process_request(request, client_address)
-            except BaseException:
-                self._room.release()
-                raise
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and make room."""
+    def _answer(self, path: str) -> Reply:
+        route = self._routes.get(path)
+        if route is None:
+            *most, last = self._routes
+            return _json(HTTPStatus.NOT_FOUND, {"reasons": [f"ask for {', '.join(most)} or {last}"]})
         try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - the base class's
-        """Whoever asked is gone."""
-        log.debug("health_request_failed")
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = REQUEST_LIMIT_S
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path == "/counts" and self.server.counts is not None:
-            self._answer(HTTPStatus.OK, self.server.counts())
-            return
-        if path not in ("/live", "/ready"):
-            known = "/live or /ready" if self.server.counts is None else "/live, /ready or /counts"
-            self._answer(HTTPStatus.NOT_FOUND, {"reasons": [f"ask for {known}"]})
-            return
-        health = _asked(self.server.ask)
-        well = health.live if path == "/live" else health.ready
-        reasons = health.stuck if path == "/live" else (*health.stuck, *health.waits)
-        facts = {"live": health.live, "ready": health.ready, "reasons": [redact(reason) for reason in reasons]}
-        self._answer(HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE, facts)
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def version_string(self) -> str:
-        return "mqlayer"
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
-        """Probes are no events."""
-
-    def _answer(self, status: HTTPStatus, facts: object) -> None:
-        body = json.dumps(facts).encode() + b"\n"
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+            return route()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client has to get an answer
+            reason = f"it can't say: {type(error).__name__}"
+            return _json(HTTPStatus.INTERNAL_SERVER_ERROR, {"reasons": [reason]})
 
 
 @contextmanager
 def health_endpoint(
-    settings: Settings, ask: Ask, *, port: int | None = None, counts: Counts | None = None
+    settings: Settings,
+    ask: Ask,
+    *,
+    port: int | None = None,
+    counts: Counts | None = None,
+    routes: Mapping[str, Route] | None = None,
 ) -> Iterator[None]:
     """Answer for as long as the block runs, on the port given or else that of the settings; nothing where it is 0."""
     number = settings.health_port if port is None else port
     if not number:
         yield
         return
-    endpoint = HealthEndpoint(ask, host=settings.health_host, port=number, counts=counts)
+    endpoint = HealthEndpoint(ask, host=settings.health_host, port=number, counts=counts, routes=routes)
     endpoint.start()
     try:
         yield
@@ -162,10 +109,29 @@ def health_endpoint(
         endpoint.close()
 
 
+def _live(ask: Ask) -> Reply:
+    health = _asked(ask)
+    return _told(health, well=health.live, reasons=health.stuck)
+
+
+def _ready(ask: Ask) -> Reply:
+    health = _asked(ask)
+    return _told(health, well=health.ready, reasons=(*health.stuck, *health.waits))
+
+
+def _told(health: Health, *, well: bool, reasons: tuple[str, ...]) -> Reply:
+    facts = {"live": health.live, "ready": health.ready, "reasons": [redact(reason) for reason in reasons]}
+    return _json(HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE, facts)
+
+
+def _json(status: HTTPStatus, facts: object) -> Reply:
+    return Reply(status, json.dumps(facts).encode() + b"\n")
+
+
 def _asked(ask: Ask) -> Health:
     try:
         return ask()
-    except Exception as error:  # noqa: BLE001 - whatever it is, whoever asks has to get an answer
+    except Exception as error:  # noqa: BLE001 - whatever it is, the client has to get an answer
         return Health(stuck=(f"it can't say: {type(error).__name__}",))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Iterator
 
@@ -11,9 +10,8 @@ import pytest
 
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.health import Health, HealthEndpoint, Turns, health_endpoint, stuck_after_s
-from mqlayer.health.endpoint import REQUESTS_AT_ONCE
 from mqlayer.settings import Settings
-from tests.fixtures.asking import Answer, ask, ask_until, free_ports
+from tests.fixtures.asking import Answer, ask, free_ports
 
 
 class Process:
@@ -66,16 +64,6 @@ def test_a_fault_of_whoever_is_asked_is_an_answer_and_names_no_detail() -> None:
     with health_endpoint(Settings(health_port=port), fails):
         answer = ask(port, "/live")
     assert (answer.status, answer.reasons) == (503, "it can't say: KeyError")
-
-
-def test_clients_that_send_nothing_keep_nobody_waiting(process: Process) -> None:
-    idle = [socket.create_connection(("127.0.0.1", process.port)) for _ in range(REQUESTS_AT_ONCE - 1)]
-    assert ask(process.port, "/live").status == 200
-    # With no room left whoever asks is sent away, and asks again.
-    more = [socket.create_connection(("127.0.0.1", process.port)) for _ in range(REQUESTS_AT_ONCE)]
-    for one in (*idle, *more):
-        one.close()
-    ask_until(process.port, "/live", 200)
 
 
 def test_without_a_port_there_is_no_thread() -> None:
