@@ -16,6 +16,7 @@ MqlayerError
 ├── SchemaMismatch          the database's schema is missing, older or newer
 ├── SparkMissing            Spark or its Java is not there: says what to install
 ├── StoreUnavailable        Redis or Postgres can't be reached: try again
+│   ├── AccessDenied        the Redis does not let this process in, or its user lacks a right: says which
 │   └── NodeNotArmed        the Redis answers, but it is not the one Postgres knows
 ├── PublishError
 │   ├── BacklogFull         flow control: the partition holds its limit
@@ -223,6 +224,14 @@ class StoreUnavailable(MqlayerError):
 
 class NodeNotArmed(StoreUnavailable):
     """The server at a node's address is not the run that Postgres recorded."""
+
+
+class AccessDenied(StoreUnavailable):
+    """A node does not let this process in, or refuses a command or a key to its user. It is tried again, because rights
+    are given while processes run, and told each time."""
+
+    def __str__(self) -> str:
+        return f"{self.address} refuses this process: {self.reason.strip()}"
 
 
 class PublishError(MqlayerError):

@@ -22,6 +22,24 @@ class Settings(BaseSettings):
     """Postgres with the application schema (outbox, fence); the control database where not given."""
     broker_url: SecretStr = SecretStr("redis://127.0.0.1:6379/0")
     """Celery's broker: another Redis than the partitions' nodes."""
+    broker_user: str = ""
+    broker_password: SecretStr = SecretStr("")
+    broker_password_file: str = ""
+    """How to log in to the broker, where its URL does not say; the file is read anew at each connection."""
+    redis_user: str = ""
+    """This process's user on the nodes; `mqlayer node acl ROLE` prints what it may need. One for the whole process."""
+    redis_password: SecretStr = SecretStr("")
+    redis_password_file: str = ""
+    """The file that holds it, read anew at each connection; `{node}` in its path stands for the node's name."""
+    redis_sentinel_user: str = ""
+    redis_sentinel_password: SecretStr = SecretStr("")
+    redis_sentinel_password_file: str = ""
+    """The same for Sentinels, which have users of their own."""
+    redis_ca_file: str = ""
+    """Whose certificates are believed of nodes at rediss://; the system's authorities where not given."""
+    redis_cert_file: str = ""
+    redis_key_file: str = ""
+    """The certificate that this process shows to nodes that ask for one."""
     key_prefix: str = Field(default="mq", pattern=r"^[a-z][a-z0-9_.-]{0,31}$")
     """First part of every Redis key; lets several systems share a node."""
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from celery import Celery
 
+from mqlayer.redis.access import broker_access, broker_url
 from mqlayer.settings import Settings
 from mqlayer.workers import logs as logs  # noqa: PLC0414  # connects to Celery's signals
 from mqlayer.workers.bootstep import host_consumers
@@ -24,8 +25,10 @@ TASK_TIME_LIMIT_S: Final = 600
 
 
 def _configuration(settings: Settings) -> dict[str, Any]:
+    url = broker_url(settings)
     return {
-        "broker_url": settings.broker_url.get_secret_value(),
+        "broker_url": url,
+        **({"broker_use_ssl": broker_access(settings).tls()} if url.startswith("rediss:") else {}),
         "broker_transport_options": {"visibility_timeout": VISIBILITY_TIMEOUT_S},
         "broker_connection_retry_on_startup": True,
         # For ever: a worker also hosts consumers, which need no broker.

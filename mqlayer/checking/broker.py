@@ -7,19 +7,20 @@ from collections.abc import Sequence
 from mqlayer.checking.findings import Finding, Verdict
 from mqlayer.checking.nodes import AskedNode
 from mqlayer.errors import MqlayerError, redact
+from mqlayer.redis.access import NodeAccess
 from mqlayer.redis.asking import ServerAnswers, ask_server
 
 
-def ask_broker(url: str, *, timeout_s: float) -> tuple[ServerAnswers | None, Finding]:
+def ask_broker(url: str, *, timeout_s: float, access: NodeAccess | None = None) -> tuple[ServerAnswers | None, Finding]:
     """Ask the broker whether it is there; only a Redis can be asked."""
     subject = broker_subject(url)
     if not url.startswith(("redis://", "rediss://", "unix://")):
         fix = "see it with its own tools; only a Redis is asked here"
         return None, Finding("reachable", subject, Verdict.UNKNOWN, "not a Redis", fix)
     try:
-        answers = ask_server(url, timeout_s=timeout_s)
+        answers = ask_server(url, timeout_s=timeout_s, access=access or NodeAccess())
     except MqlayerError as error:
-        fix = "start it, or set MQLAYER_BROKER_URL as the workers have it: periodic work stands still, messages don't"
+        fix = "start it, or set MQLAYER_BROKER_* as the workers have it: periodic work stands still, messages don't"
         return None, Finding("reachable", subject, Verdict.BROKEN, str(error), fix)
     return answers, Finding("reachable", subject, Verdict.OK, f"answers in {answers.round_trip_s * 1000:.1f} ms")
 

@@ -19,6 +19,7 @@ from mqlayer.errors import MqlayerError, SchemaMismatch
 from mqlayer.postgres.database import address_of, connect, driver_errors
 from mqlayer.postgres.migrations import SchemaName, check_schema
 from mqlayer.postgres.queries import query
+from mqlayer.redis.access import NodeAccess, broker_access
 from mqlayer.redis.asking import ServerAnswers, ask_server
 from mqlayer.redis.nodes import Node
 from mqlayer.settings import Settings
@@ -70,7 +71,7 @@ def examine_node(node: Node, lost_at: datetime | None, limits: Limits) -> Report
     """Check a node."""
     name = node_subject(node)
     try:
-        answers = ask_server(node.url, timeout_s=limits.connect_s)
+        answers = ask_server(node.url, timeout_s=limits.connect_s, node=node.name)
     except MqlayerError as error:
         if lost_at is not None:
             return Report([Finding("reachable", name, Verdict.OK, "it was given up as lost, and does not answer")])
@@ -82,9 +83,9 @@ def examine_node(node: Node, lost_at: datetime | None, limits: Limits) -> Report
     return Report([first, *run_checks(nodes.CHECKS, asked, name, limits)], node=asked)
 
 
-def examine_broker(url: str, limits: Limits) -> Report:
+def examine_broker(url: str, access: NodeAccess, limits: Limits) -> Report:
     """Ask Celery's broker whether it is there."""
-    answers, finding = ask_broker(url, timeout_s=limits.connect_s)
+    answers, finding = ask_broker(url, timeout_s=limits.connect_s, access=access)
     return Report([finding], broker=answers)
 
 
@@ -133,7 +134,7 @@ def _store_work(settings: Settings, limits: Limits) -> Work:
             work[name] = partial(examine_database, dsn, name, schemas, limits)
     if "broker_url" in settings.model_fields_set:
         url = settings.broker_url.get_secret_value()
-        work[broker_subject(url)] = partial(examine_broker, url, limits)
+        work[broker_subject(url)] = partial(examine_broker, url, broker_access(settings), limits)
     return work
 
 

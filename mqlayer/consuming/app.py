@@ -53,6 +53,7 @@ from mqlayer.membership.starts import Start
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.postgres.notices import GROUP, Notices
+from mqlayer.redis.access import use_access
 from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import Settings
 
@@ -84,6 +85,8 @@ class App:
     """The consumers of an application, and their life in this process."""
 
     def __init__(self, settings: Settings | None = None) -> None:
+        if settings is not None:
+            use_access(settings)
         self._settings = settings
         self.consumers: list[Consumer] = []
         self.members: list[Member | SharedMember] = []

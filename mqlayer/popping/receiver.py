@@ -35,6 +35,7 @@ from mqlayer.popping.turns import Turns
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.postgres.notices import GROUP, Notices
+from mqlayer.redis.access import use_access
 from mqlayer.redis.popping import BATCH_LIMIT, Wish
 from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import Settings
@@ -205,6 +206,7 @@ class Receiver:
 
     def _open(self, cleanup: ExitStack) -> _Parts:
         settings = self._settings or Settings()
+        use_access(settings)
         wait_s, prefix = settings.connect_timeout_s, settings.key_prefix
         name = "mqlayer receiver"
         control = settings.control_dsn()

@@ -6,15 +6,19 @@ database that is newer than this code.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import psycopg
 from psycopg import sql
 
 from mqlayer.errors import SchemaMismatch
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, address_of, connect, driver_errors
 from mqlayer.resources import sql_names, sql_source
+
+log = logging.getLogger(__name__)
 
 SchemaName = Literal["control", "application"]
 SCHEMAS: Final[dict[SchemaName, str]] = {"control": "mqlayer", "application": "mqlayer_app"}
@@ -70,9 +74,16 @@ def migrate(dsn: str, *, schema: SchemaName | None = None) -> list[Migration]:
     """
     done: list[Migration] = []
     with connect(dsn, application="mqlayer migrate") as connection, driver_errors(address_of(dsn)):
+        connection.add_notice_handler(_tell)
         for name in SCHEMAS if schema is None else (schema,):
             done += _migrate_schema(connection, name, address_of(dsn))
     return done
+
+
+def _tell(notice: psycopg.errors.Diagnostic) -> None:
+    """Pass on what a migration has to say to people."""
+    if notice.severity_nonlocalized == "WARNING":
+        log.warning("migration_says", extra={"text": notice.message_primary})
 
 
 def script(*, schema: SchemaName | None = None) -> str:

@@ -34,6 +34,7 @@ from mqlayer.producing.messages import (
 from mqlayer.producing.parcels import Listener, Oneway, Parcel, Promise, Receipt
 from mqlayer.producing.upkeep import Upkeep, open_source
 from mqlayer.producing.waiting import await_one
+from mqlayer.redis.access import use_access
 from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import Settings
 
@@ -88,6 +89,7 @@ class Producer:
     ) -> None:
         check_name("producer", name)
         settings = settings or Settings()
+        use_access(settings)
         if replicas < 0 or not 1 <= in_flight <= 16 or not 0 < replica_timeout_s < settings.socket_timeout_s:
             raise InvalidInput("replicas is 0 or more, in_flight 1 to 16, replica_timeout_s below the socket timeout")
         if min(max_pending_messages, max_pending_bytes) < 1:

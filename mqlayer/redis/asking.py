@@ -9,8 +9,10 @@ from typing import Any, Final
 import redis
 
 from mqlayer.domain.runs import run_of
-from mqlayer.errors import StoreUnavailable, redact
+from mqlayer.errors import InvalidInput, redact
+from mqlayer.redis.access import NodeAccess
 from mqlayer.redis.addresses import Line
+from mqlayer.redis.denials import not_reached
 
 ASKED_SETTINGS: Final = ("appendfsync", "no-appendfsync-on-rewrite", "aof-load-truncated", "min-replicas-to-write")
 """What INFO does not tell. Managed servers may forbid to ask."""
@@ -49,16 +51,19 @@ class ServerAnswers:
         return int(text) if text.isdecimal() else 0
 
 
-def ask_server(url: str, *, timeout_s: float) -> ServerAnswers:
-    """Ask a Redis for what it says of itself. Raises StoreUnavailable, InvalidInput for a URL that is none."""
-    way = Line(url, connect_timeout_s=timeout_s, timeout_s=timeout_s)
+def ask_server(url: str, *, timeout_s: float, node: str = "", access: NodeAccess | None = None) -> ServerAnswers:
+    """Ask a Redis for what it says of itself; `node` is its name, `access` how to log in where it is none.
+
+    Raises StoreUnavailable, InvalidInput for a URL that is none.
+    """
+    way = Line(url, connect_timeout_s=timeout_s, timeout_s=timeout_s, node=node, access=access)
     line = way.connection
     try:
         way.aim()
         line.connect()
         return _ask(line)
-    except (redis.RedisError, OSError) as error:
-        raise StoreUnavailable(redact(url), str(error) or type(error).__name__) from error
+    except (redis.RedisError, OSError, InvalidInput) as error:
+        raise not_reached(redact(url), error) from error
     finally:
         line.disconnect()
 

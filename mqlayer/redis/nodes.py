@@ -16,8 +16,17 @@ import redis
 
 from mqlayer.domain.routing import NodeId
 from mqlayer.domain.runs import run_of
-from mqlayer.errors import ConfigurationRefused, NodeNotArmed, NodeOutOfMemory, StoreUnavailable, redact
+from mqlayer.errors import (
+    AccessDenied,
+    ConfigurationRefused,
+    InvalidInput,
+    NodeNotArmed,
+    NodeOutOfMemory,
+    StoreUnavailable,
+    redact,
+)
 from mqlayer.redis.addresses import Line
+from mqlayer.redis.denials import RIGHTS_HINT, is_denial, not_reached
 from mqlayer.redis.scripts import script_digests, script_texts
 
 OLDEST: Final = (6, 2, 0)
@@ -81,7 +90,7 @@ class NodeConnection:
         self.node = node
         self.facts: ServerFacts | None = None
         self._any_run, self._unsafe = any_run, unsafe
-        self._timeouts = {"connect_timeout_s": connect_timeout_s, "timeout_s": timeout_s}
+        self._connect_timeout_s, self._timeout_s = connect_timeout_s, timeout_s
         self._digests: dict[str, bytes] = {}
         self._demoted = False
         self._open_line(node.url)
@@ -103,9 +112,9 @@ class NodeConnection:
                 self._open_line(node.url)
             self._aim()
             self._line.connect()
-        except (redis.RedisError, OSError) as error:
+        except (redis.RedisError, OSError, InvalidInput) as error:
             self.close()
-            raise StoreUnavailable(node.address, str(error) or type(error).__name__) from error
+            raise not_reached(node.address, error) from error
         except BaseException:
             self.close()
             raise
@@ -116,7 +125,7 @@ class NodeConnection:
         return facts
 
     def _open_line(self, url: str) -> None:
-        line = Line(url, **self._timeouts)
+        line = Line(url, node=self.node.name, connect_timeout_s=self._connect_timeout_s, timeout_s=self._timeout_s)
         self._url, self._aim, self._line = url, line.aim, line.connection
         # The driver connects by itself where it finds its line closed: it must not get round the checks.
         self._line.redis_connect_func = self._greet
@@ -153,7 +162,7 @@ class NodeConnection:
             self._line.send_packed_command(self._line.pack_commands(commands), check_health=False)
         except (redis.RedisError, OSError) as error:
             self.close()
-            raise StoreUnavailable(self.node.address, str(error)) from error
+            raise not_reached(self.node.address, error) from error
         except BaseException:
             self.close()
             raise
@@ -165,7 +174,7 @@ class NodeConnection:
             self._line.send_packed_command((packet,), check_health=False)
         except (redis.RedisError, OSError) as error:
             self.close()
-            raise StoreUnavailable(self.node.address, str(error)) from error
+            raise not_reached(self.node.address, error) from error
         except BaseException:
             # Part of a request may be on the wire; what followed would be read as its rest.
             self.close()
@@ -183,7 +192,7 @@ class NodeConnection:
             return bool(self._line.can_read(timeout_s))
         except (redis.RedisError, OSError) as error:
             self.close()
-            raise StoreUnavailable(self.node.address, str(error) or type(error).__name__) from error
+            raise not_reached(self.node.address, error) from error
 
     def receive(self, count: int) -> list[Any]:
         """Return the next `count` replies; an error reply is an exception in the list."""
@@ -199,7 +208,7 @@ class NodeConnection:
                     replies.append(error)
         except (redis.RedisError, OSError) as error:
             self.close()
-            raise StoreUnavailable(self.node.address, str(error) or type(error).__name__) from error
+            raise not_reached(self.node.address, error) from error
         except BaseException:
             # Replies that nobody has read would be taken for those of later commands.
             self.close()
@@ -233,7 +242,7 @@ class NodeConnection:
             self._load_scripts(version)
         except (redis.RedisError, OSError) as error:
             self.close()
-            raise StoreUnavailable(self.node.address, str(error) or type(error).__name__) from error
+            raise not_reached(self.node.address, error) from error
 
     def _ask_facts(self) -> ServerFacts:
         commands: list[Command] = [("INFO", "server"), ("INFO", "replication")]
@@ -286,6 +295,8 @@ def raise_for_reply(reply: Any, address: str) -> Any:
         return reply
     if isinstance(reply, redis.exceptions.OutOfMemoryError) or "OOM" in str(reply):
         raise NodeOutOfMemory(address) from reply
+    if is_denial(reply):
+        raise AccessDenied(address, f"{reply}: {RIGHTS_HINT}") from reply
     raise StoreUnavailable(address, str(reply)) from reply
 
 

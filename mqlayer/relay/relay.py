@@ -19,6 +19,7 @@ from tenacity.nap import sleep_using_event
 from mqlayer.errors import StoreUnavailable, TransactionConflict
 from mqlayer.health import Health, Turns, stuck_after_s
 from mqlayer.postgres.database import Database
+from mqlayer.redis.access import use_access
 from mqlayer.relay.leases import LpSets
 from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.pauses import pause_s
@@ -44,6 +45,7 @@ class Relay:
     """
 
     def __init__(self, settings: Settings, *, limits: RelayLimits | None = None, relay_id: str | None = None) -> None:
+        use_access(settings)
         self._settings = settings
         self._limits = limits or RelayLimits(
             chunk_rows=settings.relay_chunk_rows, chunk_bytes=settings.relay_chunk_bytes

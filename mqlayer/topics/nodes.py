@@ -15,7 +15,7 @@ from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.addresses import parse_address
+from mqlayer.redis.addresses import parse_address, refuse_secrets
 from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import end_sources, raise_command
 from mqlayer.routes.cache import load_nodes
@@ -34,7 +34,8 @@ PATIENCE: Final = {"lock_wait": "10s", "idle": "30s"}
 def register_node(database: Database, *, name: str, url: str, actor: str = "api", unsafe: bool = False) -> Node:
     """Register a Redis as a node and arm its present run. The same name and URL again changes nothing.
 
-    Raises ConfigurationRefused for settings that void the promise, Conflict for a name with another URL.
+    Raises ConfigurationRefused for settings that void the promise, Conflict for a name with another URL, InvalidInput
+    for a URL that holds a user or a password.
     """
     check_name("node", name)
     with NodeConnection(_candidate(name, url), any_run=True, unsafe=unsafe) as line:
@@ -128,6 +129,7 @@ def set_node_address(
     is new and what only the old one held is lost; and what `rearm_node` raises.
     """
     parse_address(url)
+    refuse_secrets(url)
     options: dict[str, Any] = {"prefix": prefix, "application": application, "accept_loss": accept_loss}
     options["empty"] = empty
 
@@ -265,4 +267,5 @@ class _Arming:
 
 def _candidate(name: str, url: str) -> Node:
     parse_address(url)
+    refuse_secrets(url)
     return Node(NodeId(0), name, url, None)

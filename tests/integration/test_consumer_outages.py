@@ -252,11 +252,16 @@ def test_what_fails_while_a_node_is_armed_ends_no_thread(
 
 
 def test_a_user_that_may_not_scan_is_told_so_and_goes_on_when_it_may(
-    start_stage: StartStage, start_redis: StartRedis, caplog: pytest.LogCaptureFixture
+    start_stage: StartStage,
+    start_redis: StartRedis,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A node that restarted without its partitions is looked through for another prefix before they are made again."""
     server = start_redis(options={"user": f"limited on >{PASSWORD} ~* +@all -scan"})
-    stage = start_stage(server.url.replace("redis://", f"redis://limited:{PASSWORD}@"))
+    monkeypatch.setenv("MQLAYER_REDIS_USER", "limited")
+    monkeypatch.setenv("MQLAYER_REDIS_PASSWORD", PASSWORD)
+    stage = start_stage(server.url)
     recorder = Recorder()
     stage.consume(recorder)
     stage.send_numbers(keys=5, each=2)

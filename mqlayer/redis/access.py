@@ -1,0 +1,177 @@
+"""How this process logs in to nodes: its Redis user, where the password is, and whose certificates it believes.
+
+A node's address in Postgres says where it is and nothing else. The user, the password and the files of TLS are settings
+of each process, because each process has its own rights. They come from ``MQLAYER_REDIS_*`` variables, or from Settings
+that the program gives; a process has one set of them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, Literal
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from mqlayer.errors import Conflict, InvalidInput
+from mqlayer.settings import Settings
+
+NODE: Final = "{node}"
+"""Stands for the node's name in the path of a password file: nodes with passwords of their own."""
+VARIABLES: Final = tuple(f"MQLAYER_{name.upper()}" for name in Settings.model_fields if name.startswith("redis_"))
+
+Server = Literal["redis", "sentinel"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAccess:
+    """The settings `redis_*` of a process. Shows no password."""
+
+    user: str = ""
+    password: str = field(default="", repr=False)
+    password_file: str = ""
+    sentinel_user: str = ""
+    sentinel_password: str = field(default="", repr=False)
+    sentinel_password_file: str = ""
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    setting: str = "MQLAYER_REDIS_"
+
+    def credentials(self, server: Server, node: str = "") -> tuple[str, ...]:
+        """Return what AUTH takes: nothing, a password, or a user and a password.
+
+        A password file is read anew at each call, so a new password counts from the next connection on. Raises
+        InvalidInput for a file that can't be read, or for a user without a password.
+        """
+        user, password, file = self.user, self.password, self.password_file
+        if server == "sentinel":
+            user, password, file = self.sentinel_user, self.sentinel_password, self.sentinel_password_file
+        if file:
+            password = read_secret(file.replace(NODE, node))
+        if user and not password:
+            name = f"{self.setting}{'SENTINEL_' if server == 'sentinel' else ''}PASSWORD"
+            raise InvalidInput(f"Redis user {user!r} has no password: set {name}_FILE or {name}")
+        return tuple(part for part in (user, password) if part)
+
+    def logs_in(self, server: Server) -> bool:
+        """Say whether there is anything to log in with."""
+        if server == "sentinel":
+            return bool(self.sentinel_user or self.sentinel_password or self.sentinel_password_file)
+        return bool(self.user or self.password or self.password_file)
+
+    def tls(self) -> dict[str, Any]:
+        """Return the driver's arguments for TLS: the certificate and the host's name are always verified."""
+        files = {"ssl_ca_certs": self.ca_file, "ssl_certfile": self.cert_file, "ssl_keyfile": self.key_file}
+        return {"ssl_cert_reqs": "required", "ssl_check_hostname": True} | {k: v for k, v in files.items() if v}
+
+    def check_files(self) -> None:
+        """Raise InvalidInput for a file of TLS that can't be read."""
+        for name in ("ca_file", "cert_file", "key_file"):
+            path = getattr(self, name)
+            if path and not os.access(path, os.R_OK):
+                raise InvalidInput(f"{path} can't be read: see MQLAYER_REDIS_{name.upper()}")
+
+
+def read_secret(path: str) -> str:
+    """Return the password in a file, without the line's end. Raises InvalidInput, which never shows it."""
+    try:
+        found = Path(path).read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"password file {path} can't be read ({type(error).__name__}): see the setting") from None
+    if not found:
+        raise InvalidInput(f"password file {path} is empty: write the password into it")
+    return found
+
+
+def broker_access(settings: Settings) -> NodeAccess:
+    """Return how to log in to Celery's broker; what its URL says itself counts where the settings say nothing."""
+    return NodeAccess(
+        user=settings.broker_user,
+        password=settings.broker_password.get_secret_value(),
+        password_file=settings.broker_password_file,
+        ca_file=settings.redis_ca_file,
+        cert_file=settings.redis_cert_file,
+        key_file=settings.redis_key_file,
+        setting="MQLAYER_BROKER_",
+    )
+
+
+def broker_url(settings: Settings) -> str:
+    """Return the broker's URL with its credentials, to be given to Celery only. Raises InvalidInput."""
+    url = settings.broker_url.get_secret_value()
+    found = broker_access(settings).credentials("redis")
+    if not found:
+        return url
+    parts = urlsplit(url)
+    user, password = ["", *found][-2:]
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{quote(user, safe='')}:{quote(password, safe='')}@{host}"))
+
+
+def access_of(settings: Settings) -> NodeAccess:
+    """Return how settings say that nodes are logged in to."""
+    return NodeAccess(
+        user=settings.redis_user,
+        password=settings.redis_password.get_secret_value(),
+        password_file=settings.redis_password_file,
+        sentinel_user=settings.redis_sentinel_user,
+        sentinel_password=settings.redis_sentinel_password.get_secret_value(),
+        sentinel_password_file=settings.redis_sentinel_password_file,
+        ca_file=settings.redis_ca_file,
+        cert_file=settings.redis_cert_file,
+        key_file=settings.redis_key_file,
+    )
+
+
+class _Given:
+    """What the program gave in place of the environment; one for the process."""
+
+    def __init__(self) -> None:
+        self.access: NodeAccess | None = None
+        self.lock = threading.Lock()
+
+
+_given = _Given()
+
+
+def use_access(settings: Settings) -> None:
+    """Log in to nodes as these settings say from now on, in the whole process; without any `redis_*` as before.
+
+    Raises Conflict where the program gave others before: a process has one Redis user.
+    """
+    access = access_of(settings)
+    if access == NodeAccess() or access == access_here():
+        return
+    with _given.lock:
+        if _given.access is not None:
+            raise Conflict(
+                f"this process logs in to nodes as {_given.access.user or 'the default user'!r} already",
+                "a process has one Redis user: give all its Settings the same redis_* values",
+            )
+        _given.access = access
+
+
+def forget_access() -> None:
+    """Go back to what the environment says."""
+    with _given.lock:
+        _given.access = None
+
+
+def access_here() -> NodeAccess:
+    """Return how this process logs in to nodes."""
+    return _given.access or _from_environment(tuple(os.environ.get(name) for name in VARIABLES))
+
+
+@lru_cache(maxsize=8)
+def _from_environment(values: tuple[str | None, ...]) -> NodeAccess:
+    # Not Settings(): another variable that is wrong is told where that one is used.
+    present: Mapping[str, str] = {
+        name.removeprefix("MQLAYER_REDIS_").lower(): value
+        for name, value in zip(VARIABLES, values, strict=True)
+        if value is not None
+    }
+    return NodeAccess(**present)

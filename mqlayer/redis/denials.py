@@ -1,0 +1,45 @@
+"""What a server or its TLS answers to a process that it does not let in, and what to set then."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import redis
+
+from mqlayer.errors import AccessDenied, InvalidInput, StoreUnavailable
+
+IN_SCRIPTS: Final = ("The user executing the script can't", "ACL failure in script")
+"""A script meets the rights of its caller at each of its commands, and no code says so."""
+TLS_HINTS: Final = (
+    ("unable to get local issuer", "set MQLAYER_REDIS_CA_FILE to the authority that signed its certificate"),
+    ("self-signed", "set MQLAYER_REDIS_CA_FILE to the authority that signed its certificate"),
+    ("self signed", "set MQLAYER_REDIS_CA_FILE to the authority that signed its certificate"),
+    ("doesn't match", "let the node's URL name a host that its certificate has"),
+    ("mismatch", "let the node's URL name a host that its certificate has"),
+    ("certificate required", "set MQLAYER_REDIS_CERT_FILE and MQLAYER_REDIS_KEY_FILE"),
+    ("handshake failure", "set MQLAYER_REDIS_CERT_FILE and MQLAYER_REDIS_KEY_FILE, if it asks for a certificate"),
+    ("WRONG_VERSION_NUMBER", "it does not speak TLS on this port: let the node's URL be redis://"),
+)
+LOGIN_HINT: Final = "set MQLAYER_REDIS_USER and MQLAYER_REDIS_PASSWORD_FILE"
+RIGHTS_HINT: Final = "`mqlayer node acl ROLE` prints what its user needs"
+
+
+def is_denial(reply: object) -> bool:
+    """Say whether a reply or error is the server's "no permission", also from within a script."""
+    if isinstance(reply, redis.exceptions.NoPermissionError):
+        return True
+    return isinstance(reply, redis.ResponseError) and any(text in str(reply) for text in IN_SCRIPTS)
+
+
+def not_reached(address: str, error: Exception) -> StoreUnavailable:
+    """Return what the failure of a connection means for its user: what to set, where something is to be set."""
+    if isinstance(error, InvalidInput):
+        return AccessDenied(address, str(error))
+    reason = str(error) or type(error).__name__
+    if is_denial(error):
+        return AccessDenied(address, f"{reason}: {RIGHTS_HINT}")
+    if isinstance(error, redis.AuthenticationError):
+        return AccessDenied(address, f"{reason}: {LOGIN_HINT}")
+    if hint := next((hint for text, hint in TLS_HINTS if "SSL" in reason.upper() and text in reason), ""):
+        return AccessDenied(address, f"{reason}: {hint}")
+    return StoreUnavailable(address, reason)

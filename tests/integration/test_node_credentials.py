@@ -1,0 +1,190 @@
+"""Postgres knows where nodes are; how to log in to them is a setting of each process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from mqlayer.errors import AccessDenied, Conflict, InvalidInput
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.migrations import Migration, SchemaName, migrate, migrations
+from mqlayer.redis.access import NodeAccess, access_here, broker_url, forget_access, use_access
+from mqlayer.redis.nodes import NodeConnection
+from mqlayer.settings import Settings
+from mqlayer.stack import RedisServer
+from mqlayer.topics import list_nodes, register_node, set_node_address
+from tests.fixtures.commands import Commands
+from tests.fixtures.servers import StartRedis
+
+PASSWORD = "first-p@ss/w%"
+SECOND = "second-p@ss"
+
+
+@pytest.fixture
+def database(database_dsn: str) -> Iterator[Database]:
+    with Database(database_dsn) as found:
+        yield found
+
+
+@pytest.fixture
+def commands(database_dsn: str, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> Commands:
+    monkeypatch.setenv("MQLAYER_DSN", database_dsn)
+    return Commands()
+
+
+@pytest.fixture
+def guarded(start_redis: StartRedis) -> RedisServer:
+    """A Redis that lets nobody in but user app."""
+    return start_redis(options={"user": f"app on >{PASSWORD} ~* +@all", "requirepass": "another"})
+
+
+@pytest.fixture
+def password_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "redis-n1"
+    path.write_text(f"{PASSWORD}\n")
+    monkeypatch.setenv("MQLAYER_REDIS_USER", "app")
+    monkeypatch.setenv("MQLAYER_REDIS_PASSWORD_FILE", str(tmp_path / "redis-{node}"))
+    return path
+
+
+def test_a_url_with_a_password_is_refused_and_nothing_of_it_is_kept_or_shown(
+    database: Database, guarded: RedisServer, commands: Commands
+) -> None:
+    url = guarded.url.replace("redis://", "redis://app:s3cr3t@")
+    with pytest.raises(InvalidInput, match="MQLAYER_REDIS_USER") as refused:
+        register_node(database, name="n1", url=url)
+    assert "s3cr3t" not in str(refused.value)
+    said = commands("node", "register", "n1", url)
+    assert said.exit_code == 1
+    assert "MQLAYER_REDIS_PASSWORD_FILE" in said.output
+    assert "s3cr3t" not in said.output
+    assert list_nodes(database) == []
+
+
+def test_a_node_is_registered_with_the_password_of_its_own_file(
+    database: Database, database_dsn: str, guarded: RedisServer, password_file: Path
+) -> None:
+    node = register_node(database, name="n1", url=guarded.url)
+    assert node.url == guarded.url
+    with psycopg.connect(database_dsn) as connection:
+        rows = connection.execute("SELECT n::text FROM mqlayer.node n UNION ALL SELECT a::text FROM mqlayer.audit a")
+        assert not any("app" in text or PASSWORD in text for (text,) in rows)
+    with pytest.raises(InvalidInput, match="MQLAYER_REDIS_USER"):
+        set_node_address(database, "n1", guarded.url.replace("//", "//u:p@"), prefix="mq")
+
+
+def test_a_new_password_counts_from_the_next_connection_on(
+    database: Database, guarded: RedisServer, password_file: Path
+) -> None:
+    node = register_node(database, name="n1", url=guarded.url)
+    with NodeConnection(node) as line:
+        assert line.call([("ACL", "SETUSER", "app", f">{SECOND}", f"<{PASSWORD}")]) == [b"OK"]
+        line.close()
+        with pytest.raises(AccessDenied, match="MQLAYER_REDIS_USER") as denied:
+            line.connect()
+        assert PASSWORD not in str(denied.value)
+        password_file.write_text(SECOND)
+        assert line.call([("ACL", "WHOAMI")]) == [b"app"]
+
+
+@pytest.mark.parametrize("fault", ["missing", "empty"])
+def test_a_password_file_that_can_not_be_used_is_named(
+    database: Database, guarded: RedisServer, password_file: Path, fault: str
+) -> None:
+    if fault == "missing":
+        password_file.unlink()
+    else:
+        password_file.write_text("\n")
+    with pytest.raises(AccessDenied, match=str(password_file)):
+        register_node(database, name="n1", url=guarded.url)
+
+
+def test_a_user_without_a_password_is_told_what_to_set(
+    database: Database, guarded: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MQLAYER_REDIS_USER", "app")
+    with pytest.raises(AccessDenied, match="MQLAYER_REDIS_PASSWORD_FILE"):
+        register_node(database, name="n1", url=guarded.url)
+
+
+def test_no_login_at_all_is_told_what_to_set(database: Database, guarded: RedisServer) -> None:
+    with pytest.raises(AccessDenied, match="MQLAYER_REDIS_USER"):
+        register_node(database, name="n1", url=guarded.url)
+
+
+def test_settings_of_the_program_count_for_the_whole_process() -> None:
+    first = Settings(redis_user="one", redis_password="x")  # type: ignore[arg-type]  # pydantic makes it a secret
+    try:
+        use_access(first)
+        use_access(first)
+        use_access(Settings())
+        assert access_here().credentials("redis") == ("one", "x")
+        assert "'x'" not in repr(access_here())
+        with pytest.raises(Conflict, match="one Redis user"):
+            use_access(Settings(redis_user="two", redis_password="y"))  # type: ignore[arg-type]
+    finally:
+        forget_access()
+    assert access_here() == NodeAccess()
+
+
+def test_the_brokers_password_comes_from_a_file_too(tmp_path: Path) -> None:
+    file = tmp_path / "broker"
+    file.write_text("p@ss/w\n")
+    settings = Settings(broker_url="redis://b:1/0", broker_user="celery", broker_password_file=str(file))  # type: ignore[arg-type]
+    assert broker_url(settings) == "redis://celery:p%40ss%2Fw@b:1/0"
+    assert "p%40ss" not in repr(settings)
+    assert broker_url(Settings(broker_url="redis://u:p@b/0")) == "redis://u:p@b/0"  # type: ignore[arg-type]
+
+
+URLS = {
+    "redis://u:p%40ss@h:1/0": "redis://h:1/0",
+    "redis://u:p@ss@h:1/0": "redis://h:1/0",
+    "rediss://:p@h/2?socket_timeout=3": "rediss://h/2?socket_timeout=3",
+    "redis://h/0?password=p&socket_timeout=3": "redis://h/0?socket_timeout=3",
+    "redis://h/0?socket_timeout=3&username=u&password=p": "redis://h/0?socket_timeout=3",
+    "redis://h/0?username=u&password=p": "redis://h/0",
+    "sentinel://u:p@h1:1,h2:2/orders/0?sentinel_username=s&sentinel_password=p": "sentinel://h1:1,h2:2/orders/0",
+    "redis://h:6379/0?a=1&password=p&b=2": "redis://h:6379/0?a=1&b=2",
+    "redis://h:6379/0": "redis://h:6379/0",
+}
+
+
+def test_a_migration_takes_credentials_out_of_known_nodes_and_says_so(
+    empty_database_dsn: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def before(schema: SchemaName) -> list[Migration]:
+        steps = migrations(schema)
+        ends = [number for number, step in enumerate(steps) if step.name.endswith("node_credentials")]
+        return steps[: ends[0]] if ends else steps
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mqlayer.postgres.migrations.migrations", before)
+        migrate(empty_database_dsn)
+    with psycopg.connect(empty_database_dsn, autocommit=True) as connection:
+        for number, url in enumerate(URLS):
+            connection.execute("INSERT INTO mqlayer.node (name, url) VALUES (%s, %s)", (f"n{number}", url))
+        connection.execute(
+            "INSERT INTO mqlayer.audit (actor, act, object, facts) VALUES ('a', 'node set', 'n0', %s)",
+            ('{"from": "redis://u:***@ss@h/0", "to": "redis://u:***@h/0", "epochs": 2}',),
+        )
+        with caplog.at_level(logging.WARNING):
+            migrate(empty_database_dsn)
+        found = [url for (url,) in connection.execute("SELECT url FROM mqlayer.node ORDER BY node_id")]
+        facts = connection.execute("SELECT facts FROM mqlayer.audit WHERE act = 'node set'").fetchone()
+    assert found == list(URLS.values())
+    assert facts == ({"from": "redis://h/0", "to": "redis://h/0", "epochs": 2},)
+    told = [str(record.__dict__.get("text")) for record in caplog.records if record.message == "migration_says"]
+    assert len(told) == sum(url != plain for url, plain in URLS.items())
+    assert all("MQLAYER_REDIS_USER" in text for text in told)
+    assert "ss@" not in caplog.text
+
+
+def test_no_older_program_can_write_credentials_into_a_nodes_row(database_dsn: str) -> None:
+    with psycopg.connect(database_dsn, autocommit=True) as connection:
+        for url in ("redis://u:p@h/0", "redis://h/0?password=p", "sentinel://h/o/0?a=1&sentinel_password=p"):
+            with pytest.raises(psycopg.errors.CheckViolation):
+                connection.execute("INSERT INTO mqlayer.node (name, url) VALUES ('n1', %s)", (url,))
