@@ -12,7 +12,9 @@ from statistics import median
 import pytest
 
 from mqlayer import App, Context
+from mqlayer.consuming.member import Member
 from mqlayer.membership.members import Beat
+from mqlayer.membership.steering import set_group
 from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
 from tests.fixtures.waiting import wait_until
 
@@ -90,14 +92,70 @@ def test_one_more_member_under_load_moves_few_partitions_and_the_others_go_on(
         assert max(later - earlier for earlier, later in pairwise(times)) < 2.0, "it stood still"
 
 
-def test_an_answer_of_an_earlier_allocation_that_comes_late_is_ignored(stage: Stage) -> None:
-    """Case 49."""
-    app = stage.consume(Recorder())
-    member = member_of(app)
-    wait_until(lambda: len(member.holdings()) == 2, what="both partitions")
-    held = member.holdings()
-    member.follow(Beat(known=True, replaced=False, allocation=member._allocation - 1, assignments=()))
-    assert member.holdings() == held
+class LateAnswers:
+    """Has a member hear each answer of its heartbeats once more, behind every later one."""
+
+    def __init__(self, member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.heard: list[Beat] = []
+        self.late, self.changes = 0, list[str]()
+        self._member, self._follow = member, member.follow
+        monkeypatch.setattr(member, "follow", self._hear)
+
+    def _hear(self, answer: Beat) -> None:
+        self._follow(answer)
+        wanted = {assigned.partition for assigned in answer.assignments if not assigned.release}
+        for late in self.heard:
+            if late.allocation < answer.allocation:
+                before, held = self._settings(), self._held()
+                self._follow(late)
+                self.late += 1
+                after = self._held()
+                if before != self._settings():
+                    self.changes.append(f"settings of {late}")
+                if not after.items() <= held.items():
+                    self.changes.append(f"taken by {late}")
+                if wanted & (held.keys() - after.keys()):
+                    self.changes.append(f"dropped by {late}")
+        self.heard.append(answer)
+
+    def _settings(self) -> tuple[object, ...]:
+        member = self._member
+        return (member.rules, member.tag_filter, member.archived, member._assigned, member.allowance.limit)
+
+    def _held(self) -> dict[int, int]:
+        return {int(held.partition): held.epoch for held in self._member.all_holdings()}
+
+
+def test_an_answer_of_an_earlier_allocation_that_comes_late_is_ignored(
+    start_stage: StartStage, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 49: it takes nothing, drops nothing and sets nothing, whatever was assigned or set since."""
+    stage = start_stage(redis_url, partitions=4)
+    recorder = Recorder()
+    first = member_of(stage.consume(recorder))
+    wait_until(lambda: len(first.holdings()) == 4, what="all partitions")
+    answers = LateAnswers(first, monkeypatch)
+    heard = answers.heard
+    wait_until(lambda: heard, what="an answer that is late later on")
+    second = stage.consume(recorder)
+    other = member_of(second)
+    wait_until(lambda: [len(first.holdings()), len(other.holdings())] == [2, 2], what="half each")
+    stage.send_numbers(keys=8, each=20)
+    set_group(stage.database, stage.topic, "g", actor="a test", attempt_limit=5, rate_limit=1e6)
+    wait_until(lambda: first.rules.attempt_limit == 5, what="the new settings")
+    second.stop()
+    wait_until(lambda: len(first.holdings()) == 4, what="all partitions again")
+    stage.send_numbers(keys=8, each=20, first=21)
+    stage.wait_settled()
+    beats = len(heard)
+    wait_until(lambda: len(heard) > beats, what="one more heartbeat")
+    assert len({answer.allocation for answer in heard}) > 2
+    assert answers.late > 2
+    assert answers.changes == []
+    recorder.assert_in_order()
+    assert recorder.count() == 8 * 40
+    epochs = {partition: epoch for partition, _, epoch, _ in stage.assignments()}
+    assert {int(held.partition): held.epoch for held in first.all_holdings()} == epochs
 
 
 def test_a_waiting_member_wakes_at_once_when_something_is_published(stage: Stage) -> None:
