@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
+from typing import Final
 
 import psycopg
 import pytest
@@ -23,7 +26,8 @@ from mqlayer.membership.rebalance import ALONE_S, change_group
 from mqlayer.postgres.database import Database
 from mqlayer.routes.cache import RouteCache
 from mqlayer.workers.claims import claimed
-from tests.fixtures.consuming import Recorder, Stage, StartStage
+from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
+from tests.fixtures.forking import start_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 
@@ -223,12 +227,110 @@ def test_a_worker_with_its_beat_notices_a_silent_death(stage: Stage, worker: Pat
         timeout_s=40,
         what=f"a first scan:\n{worker.read_text()}",
     )
-    a, b = joined(stage, "a"), joined(stage, "b")
-    hand_over(stage, a, b)
-    assert shares(stage) == {"a": 2, "b": 2}
-    expire(stage, "a")
-    wait_until(lambda: shares(stage) == {"b": 4}, timeout_s=20, what="the scan")
+    waits = [scanned_after_s(stage) for _ in range(3)]
+    # The job's own period; a machine that others keep busy may be late now and then.
+    assert min(waits) < REBALANCE.every_s + 0.5, waits
     assert "Traceback" not in worker.read_text()
+
+
+def scanned_after_s(stage: Stage) -> float:
+    """Let a lease end beside a member that does not beat; return how long its partitions waited, by the database."""
+    a, b = joined(stage, "a"), joined(stage, "b")
+    for _ in range(2):
+        hand_over(stage, a, b)
+    assert shares(stage) == {"a": 2, "b": 2}
+    ((ended,),) = run_sql(
+        stage, "UPDATE mqlayer.member SET lease_until = clock_timestamp() WHERE member_id = 'a' RETURNING lease_until"
+    )
+    wait_until(lambda: shares(stage) == {"b": 4}, timeout_s=20, what="the scan")
+    ((waited_s,),) = run_sql(
+        stage, "SELECT extract(epoch FROM max(changed_at) - %s)::float8 FROM mqlayer.assignment", ended
+    )
+    assert isinstance(waited_s, float)
+    return waited_s
+
+
+def targets(stage: Stage) -> dict[str | None, int]:
+    """Return how many partitions each member has or is to be given."""
+    return dict(Counter(target or owner for _, owner, _, target in stage.assignments()))
+
+
+def test_a_member_that_comes_or_leaves_is_reallocated_for_in_that_very_transaction(stage: Stage) -> None:
+    """Case 46: the switch waits for no heartbeat and no scan; only the hand-over is to come."""
+    a = joined(stage, "a")
+    assert targets(stage) == {"a": 4}
+    b = joined(stage, "b")
+    assert targets(stage) == {"a": 2, "b": 2}
+    hand_over(stage, a, b)
+    start_leaving(stage.database, a)
+    assert targets(stage) == {"b": 4}
+    leave(stage.database, a)
+    assert shares(stage) == {"b": 4}
+
+
+def test_a_member_that_starts_or_stops_has_handed_over_within_two_seconds(stage: Stage) -> None:
+    """Case 46, over the whole switch, hand-over and reading included: by the median of five, under load."""
+    recorder = Recorder()
+    stage.consume(recorder, backoff_s=DEFAULT_BACKOFF_S, settings=stage.settings(lease_s=30.0))
+    wait_until(lambda: list(shares(stage).values()) == [4], what="the first member has all")
+    came, went = list[float](), list[float]()
+    for number in range(5):
+        stage.send_numbers(keys=12, each=20, first=20 * number + 1)
+        began = time.monotonic()
+        second = stage.consume(recorder, backoff_s=DEFAULT_BACKOFF_S, settings=stage.settings(lease_s=30.0))
+        wait_until(lambda app=second: len(member_of(app).holdings()) == 2, what="the second reads its share")  # type: ignore[misc]
+        came.append(time.monotonic() - began)
+        began = time.monotonic()
+        second.stop()
+        wait_until(lambda: list(shares(stage).values()) == [4], what="the first one has all again")
+        went.append(time.monotonic() - began)
+    assert median(came) < 2.0, came
+    assert median(went) < 2.0, went
+    stage.wait_settled()
+    recorder.assert_in_order()
+
+
+SILENT: Final = """
+import sys, threading
+import mqlayer
+
+app = mqlayer.App()
+
+@app.consumer(sys.argv[1], group="g", start="earliest")
+def handle(body: bytes, ctx: mqlayer.Context) -> None:
+    pass
+
+app.start()
+threading.Event().wait()
+"""
+
+
+def test_a_killed_member_is_reallocated_for_within_its_lease_and_a_heartbeat(stage: Stage) -> None:
+    """Case 46, silent death, where another member beats: no worker is needed."""
+    recorder, waits = Recorder(), list[float]()
+    beating = member_of(stage.consume(recorder, backoff_s=DEFAULT_BACKOFF_S)).member_id
+    for _ in range(3):
+        environment = {"MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix, "MQLAYER_LEASE_S": "1.0"}
+        silent = start_python("-c", SILENT, stage.topic, env=os.environ | environment)
+        try:
+            wait_until(lambda: sorted(shares(stage).values()) == [2, 2], timeout_s=30, what="it has its share")
+        finally:
+            silent.kill()
+            silent.wait()
+        ends_sql = "SELECT lease_until FROM mqlayer.member WHERE lease_until > '-infinity' AND member_id <> %s"
+        lease = run_sql(stage, ends_sql, beating)
+        wait_until(lambda: list(shares(stage).values()) == [4], timeout_s=30, what="the other has all")
+        # Looked at too late, it is noted as run out already.
+        for (ends,) in lease:
+            ((waited_s,),) = run_sql(
+                stage, "SELECT extract(epoch FROM max(changed_at) - %s)::float8 FROM mqlayer.assignment", ends
+            )
+            assert isinstance(waited_s, float)
+            waits.append(waited_s)
+    assert min(waits) < REBALANCE.every_s, waits
+    stage.send_numbers(keys=8, each=5)
+    stage.wait_settled()
+    recorder.assert_in_order()
 
 
 def test_without_any_worker_members_join_and_leave_in_order_and_the_jobs_are_late(stage: Stage) -> None:
