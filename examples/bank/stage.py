@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Final
 
 import psycopg
 from psycopg import sql
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from examples.bank.effects import TOPIC
 from examples.bank.receivers import READY
@@ -42,6 +43,7 @@ class Stage:
     def __init__(self, directory: Path, *, pop: bool = False) -> None:
         self.directory = directory
         self._pop = pop
+        self._password = secrets.token_urlsafe(16)
         self._stack = Stack(directory / "stack", node_count=2)
         self._processes: list[BackgroundProcess] = []
         self._consumers: list[BackgroundProcess] = []
@@ -74,7 +76,7 @@ class Stage:
         migrate(self.bank_dsn, schema="application")
         with psycopg.connect(self.bank_dsn, autocommit=True) as connection:
             role = sql.Identifier(ROLE)
-            connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(role))
+            connection.execute(sql.SQL("CREATE ROLE {} LOGIN PASSWORD {}").format(role, sql.Literal(self._password)))
             connection.execute(sql.SQL("GRANT CREATE ON SCHEMA public TO {}").format(role))
             grant(self.bank_dsn, ROLE)
             with Database(self._up.dsn) as control, Database(self.bank_dsn) as bank:
@@ -101,7 +103,7 @@ class Stage:
         if rate:
             options += ["--rate", str(rate)]
         with self.load_log.open("wb") as log:
-            return subprocess.Popen(self._pgbench_command(*options), stdout=log, stderr=log)
+            return subprocess.Popen(self._pgbench_command(*options), stdout=log, stderr=log, env=self._teller())
 
     @property
     def load_log(self) -> Path:
@@ -144,12 +146,19 @@ class Stage:
         return BackgroundProcess(self.directory / name, arguments, environment, ready_line)
 
     def _pgbench(self, *options: str) -> None:
-        done = subprocess.run(self._pgbench_command(*options), capture_output=True, text=True, check=False)
+        command, environment = self._pgbench_command(*options), self._teller()
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"pgbench failed: {done.stderr.strip()}")
 
     def _pgbench_command(self, *options: str) -> list[str]:
-        return [str(pgbench_program()), *options, make_conninfo(self.bank_dsn, user=ROLE)]
+        parts = conninfo_to_dict(self.bank_dsn)
+        address = make_conninfo(host=parts["host"], port=parts["port"], dbname=DATABASE, user=ROLE)
+        return [str(pgbench_program()), *options, address]
+
+    def _teller(self) -> dict[str, str]:
+        """Return pgbench's environment: its password is in no argument, which every account of the machine sees."""
+        return {**os.environ, "PGPASSWORD": self._password}
 
 
 def pgbench_program() -> Path:

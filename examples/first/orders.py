@@ -1,6 +1,7 @@
 """A first program. Orders are placed in transactions; a consumer books each of them once, a customer's in order.
 
-mqlayer up                                    # and export what it prints
+mqlayer up
+source .mqlayer/env                           # its addresses, with the passwords that it made
 mqlayer topic create orders
 python -m examples.first.orders               # places three orders
 mqlayer consume examples.first.orders:app     # books them

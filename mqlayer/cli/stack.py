@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mqlayer.settings import Settings
-from mqlayer.stack import Addresses, ComponentStatus, GivenAddresses, Stack
+from mqlayer.stack import ComponentStatus, GivenAddresses, Stack
 
 DirectoryOption = Annotated[Path, typer.Option("--directory", "-d", help="Where the stack keeps its data and logs.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line and nothing else.")]
@@ -40,13 +39,14 @@ def up(
     """Start the stack, or what of it is down, and print its addresses. Data of earlier runs are kept.
 
     Servers named by MQLAYER_DSN, MQLAYER_REDIS_URL (several by commas) and MQLAYER_BROKER_URL are used as they are.
+    Our own ask for passwords, which are in files of the directory that only you can read.
     """
     stack = _stack(directory, node_count=nodes)
-    addresses = stack.up(servers_only=servers_only)
+    stack.up(servers_only=servers_only)
     _show(stack.status(), as_json=as_json)
     if not as_json:
         typer.echo(f"data and logs: {directory}")
-        _show_exports(addresses)
+        typer.echo(f"to use it from a program: source {shlex.quote(str(directory / stack.environment_file.name))}")
 
 
 def down(
@@ -80,13 +80,6 @@ def _stack(directory: Path, *, node_count: int = 2) -> Stack:
         key_prefix=settings.key_prefix,
         allow_unsafe_redis=settings.allow_unsafe_redis,
     )
-
-
-def _show_exports(addresses: Addresses) -> None:
-    """Print what to export to use the stack from elsewhere; what the environment has already may hold a password."""
-    for name, value in addresses.environment().items():
-        if name not in os.environ:
-            typer.echo(f"export {name}={shlex.quote(value)}")
 
 
 def _show(parts: list[ComponentStatus], *, as_json: bool) -> None:

@@ -7,7 +7,7 @@ import pwd
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 CANDIDATES: Final = ("postgres", "nobody")
 
@@ -45,6 +45,13 @@ def give(directory: Path, account: Account | None) -> None:
     if account is not None:
         os.chown(directory, account.uid, account.gid)
     directory.chmod(0o700)
+
+
+def run_as(account: Account | None) -> dict[str, Any]:
+    """Return the arguments that have `subprocess` run a program under the account and no other group."""
+    if account is None:
+        return {}
+    return {"user": account.uid, "group": account.gid, "extra_groups": []}
 
 
 def _may_pass(directory: Path, account: Account) -> bool:

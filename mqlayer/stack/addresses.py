@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
@@ -26,6 +27,10 @@ class Addresses:
         """Return the environment variables that make a process use this stack."""
         return {"MQLAYER_DSN": self.dsn, "MQLAYER_BROKER_URL": self.broker_url}
 
+    def exports(self) -> str:
+        """Return the same as lines that a shell reads with `source`."""
+        return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.environment().items())
+
 
 @dataclass(frozen=True, slots=True)
 class GivenAddresses:
@@ -41,6 +46,11 @@ class GivenAddresses:
         source = os.environ if environment is None else environment
         urls = tuple(url.strip() for url in source.get("MQLAYER_REDIS_URL", "").split(",") if url.strip())
         return cls(source.get("MQLAYER_DSN", ""), urls, source.get("MQLAYER_BROKER_URL", ""))
+
+    @property
+    def complete(self) -> bool:
+        """Whether no server is left for us to run."""
+        return bool(self.dsn and self.redis_urls and self.broker_url)
 
     def names(self, nodes: Iterable[str]) -> tuple[str, ...]:
         """Return which of a stack's servers are given, where its nodes have these names."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mqlayer.stack import processes
+from mqlayer.stack.closed import FILE_MODE, closed_directory
 from mqlayer.stack.deadlines import comes_true
 from mqlayer.stack.errors import ServerFailed
 from mqlayer.stack.records import ProcessRecord
@@ -47,8 +48,8 @@ class BackgroundProcess:
         """Return when the process says that it serves; one that runs is left as it is."""
         if self.running:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.log.touch()
+        closed_directory(self.directory)
+        self.log.touch(mode=FILE_MODE)
         seen = self.log.stat().st_size
         process = processes.spawn([sys.executable, *self.arguments], log=self.log, environment=self.environment)
         ProcessRecord(process=process).save(self.directory)

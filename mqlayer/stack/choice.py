@@ -9,28 +9,29 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mqlayer.stack.containers import PostgresContainer, RedisContainer, docker_answers
+from mqlayer.stack.credentials import Login
 from mqlayer.stack.errors import NoServerProgram
 from mqlayer.stack.postgres_server import PostgresServer
 from mqlayer.stack.programs import Origin, best_postgres, best_redis
 from mqlayer.stack.records import ProcessRecord
-from mqlayer.stack.redis_server import RedisServer
+from mqlayer.stack.redis_server import OPEN, RedisServer
 
 AnyRedis = RedisServer | RedisContainer
 AnyPostgres = PostgresServer | PostgresContainer
 
 
-def redis_for(directory: Path, *, options: Mapping[str, str] | None = None) -> AnyRedis:
+def redis_for(directory: Path, *, options: Mapping[str, str] | None = None, login: Login = OPEN) -> AnyRedis:
     """Return the Redis of a directory, not started. Raises NoServerProgram."""
     if _in_container(directory, best_redis_origin()):
-        return RedisContainer(directory, options=options)
-    return RedisServer(directory, options=options)
+        return RedisContainer(directory, options=options, login=login)
+    return RedisServer(directory, options=options, login=login)
 
 
-def postgres_for(directory: Path, *, options: Mapping[str, str] | None = None) -> AnyPostgres:
+def postgres_for(directory: Path, *, options: Mapping[str, str] | None = None, password: str = "") -> AnyPostgres:
     """Return the Postgres of a directory, not started. Raises NoServerProgram."""
     if _in_container(directory, best_postgres_origin()):
-        return PostgresContainer(directory, options=options)
-    return PostgresServer(directory, options=options)
+        return PostgresContainer(directory, options=options, password=password)
+    return PostgresServer(directory, options=options, password=password)
 
 
 def best_redis_origin() -> Origin | None:

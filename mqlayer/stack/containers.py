@@ -1,7 +1,8 @@
 """Servers in containers, where a Docker engine answers and no program is on the machine.
 
 A container belongs to a directory as a process does: its name and its port on 127.0.0.1 are recorded there. It is
-stopped, not removed, so that its data survive, and started again on the same port.
+stopped, not removed, so that its data survive, and started again on the same port. Its password comes in by its
+environment, which only those see who command the engine.
 """
 
 from __future__ import annotations
@@ -15,18 +16,28 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
+from mqlayer.stack.closed import closed_directory, write_closed
+from mqlayer.stack.credentials import SUPERUSER, Login
 from mqlayer.stack.databases import PostgresDatabases
 from mqlayer.stack.deadlines import comes_true
-from mqlayer.stack.errors import ServerFailed
+from mqlayer.stack.errors import DirectoryRefused, ServerFailed
 from mqlayer.stack.ports import free_port
-from mqlayer.stack.postgres_server import DEFAULT_OPTIONS, SUPERUSER
+from mqlayer.stack.postgres_server import DEFAULT_OPTIONS
 from mqlayer.stack.records import ProcessRecord
-from mqlayer.stack.redis_server import DURABLE_OPTIONS, answers_ping
+from mqlayer.stack.redis_server import DURABLE_OPTIONS, OPEN, answers_ping
 
 REDIS_IMAGE: Final = "redis:8"
 POSTGRES_IMAGE: Final = "postgres:18"
 READY_WITHIN_S: Final = 120.0
+GIVEN_BY: Final = "REDIS_PASSWORD"
+WITH_PASSWORD: Final = f"""\
+exec docker-entrypoint.sh redis-server - "$@" <<END
+requirepass ${GIVEN_BY}
+END
+"""
+"""The password by standard input: arguments are seen by every account of the machine."""
 
 
 @cache
@@ -90,12 +101,18 @@ class ServerContainer:
 
     def start(self, *, within_s: float = READY_WITHIN_S) -> None:
         """Return when the server answers; one that runs is left as it is."""
-        if self.running:
-            return
-        self.directory.mkdir(parents=True, exist_ok=True)
+        closed_directory(self.directory)
         found = self._container()
         if found is None:
             self._create()
+        elif not self._asks_for_login(found.attrs["Config"]["Env"]):
+            raise DirectoryRefused(
+                self.directory,
+                f"container {self.name} asks for no password, or for another one: `mqlayer down --erase` removes the "
+                "stack with its data; save first what you need",
+            )
+        elif found.status == "running":
+            return
         else:
             found.start()
         if not comes_true(self._ready, within_s=within_s):
@@ -146,7 +163,7 @@ class ServerContainer:
             return None
 
     def _give_up(self, within_s: float) -> None:
-        self.log.write_bytes(self._container().logs(tail=200))
+        write_closed(self.log, self._container().logs(tail=200))
         raise ServerFailed(self.name, f"was not ready within {within_s:g} s", self.log)
 
     def _ready(self) -> bool:
@@ -156,7 +173,11 @@ class ServerContainer:
         raise NotImplementedError
 
     def _environment(self) -> dict[str, str]:
-        return {}
+        raise NotImplementedError
+
+    def _asks_for_login(self, environment: Sequence[str]) -> bool:
+        """Return whether a container with this environment was made with our login."""
+        return {f"{name}={value}" for name, value in self._environment().items()} <= set(environment)
 
 
 class RedisContainer(ServerContainer):
@@ -165,20 +186,27 @@ class RedisContainer(ServerContainer):
     image = REDIS_IMAGE
     inner_port = 6379
 
-    def __init__(self, directory: Path, *, options: Mapping[str, str] | None = None) -> None:
+    def __init__(self, directory: Path, *, options: Mapping[str, str] | None = None, login: Login = OPEN) -> None:
         super().__init__(directory, options={**DURABLE_OPTIONS, **(options or {})})
+        self._login = login
 
     @property
     def url(self) -> str:
-        """The address for clients, database 0."""
-        return f"redis://127.0.0.1:{self.port}/0"
+        """The address for clients, database 0, with the login: for the driver only."""
+        return self._login.in_url(f"redis://127.0.0.1:{self.port}/0")
 
     def _ready(self) -> bool:
-        return answers_ping(self.port)
+        return answers_ping(self.port, self._login)
 
     def _command(self) -> Sequence[str]:
         pairs = ([f"--{name}", value] for name, value in self.options.items())
-        return ["redis-server", *(word for pair in pairs for word in pair)]
+        options = [word for pair in pairs for word in pair]
+        if not self._login.password:
+            return ["redis-server", *options]
+        return ["sh", "-c", WITH_PASSWORD, "sh", *options]
+
+    def _environment(self) -> dict[str, str]:
+        return {GIVEN_BY: self._login.password} if self._login.password else {}
 
 
 class PostgresContainer(ServerContainer):
@@ -187,17 +215,19 @@ class PostgresContainer(ServerContainer):
     image = POSTGRES_IMAGE
     inner_port = 5432
 
-    def __init__(self, directory: Path, *, options: Mapping[str, str] | None = None) -> None:
+    def __init__(self, directory: Path, *, options: Mapping[str, str] | None = None, password: str = "") -> None:
         super().__init__(directory, options={**DEFAULT_OPTIONS, "listen_addresses": "*", **(options or {})})
+        self._login = Login(SUPERUSER, password)
 
     @property
     def databases(self) -> PostgresDatabases:
         """The databases of the server."""
-        return PostgresDatabases(f"postgresql://{SUPERUSER}@127.0.0.1:{self.port}/")
+        return PostgresDatabases(self.dsn())
 
     def dsn(self, dbname: str = "postgres") -> str:
-        """Return the address of one database, as its superuser."""
-        return f"postgresql://{SUPERUSER}@127.0.0.1:{self.port}/{dbname}"
+        """Return the address of one database, as its superuser: for the driver only."""
+        password = f":{quote(self._login.password, safe='')}" if self._login.password else ""
+        return f"postgresql://{SUPERUSER}{password}@127.0.0.1:{self.port}/{dbname}"
 
     def create_database(self, name: str, *, template: str | None = None) -> str:
         """Create a database, as a copy of the template where one is given, and return its DSN."""
@@ -219,4 +249,6 @@ class PostgresContainer(ServerContainer):
         return ["postgres", *(word for pair in pairs for word in pair)]
 
     def _environment(self) -> dict[str, str]:
-        return {"POSTGRES_HOST_AUTH_METHOD": "trust"}
+        if not self._login.password:
+            return {"POSTGRES_HOST_AUTH_METHOD": "trust"}
+        return {"POSTGRES_PASSWORD": self._login.password, "POSTGRES_INITDB_ARGS": "--auth=scram-sha-256"}

@@ -9,6 +9,8 @@ from typing import Final, Self
 import msgspec
 
 from mqlayer.stack.addresses import Addresses, GivenAddresses
+from mqlayer.stack.closed import write_closed
+from mqlayer.stack.credentials import Logins
 from mqlayer.stack.errors import DirectoryRefused
 
 FILE_NAME: Final = "stack.json"
@@ -28,16 +30,23 @@ class StackContents:
             return msgspec.json.decode((directory / FILE_NAME).read_bytes(), type=cls)
         except FileNotFoundError:
             return None
+        except PermissionError:
+            raise DirectoryRefused(directory, "belongs to another account of this machine") from None
         except msgspec.MsgspecError as error:
             raise DirectoryRefused(directory, f"{FILE_NAME} is not readable ({error}): remove it") from error
 
     def save(self, directory: Path) -> None:
-        """Write the file for its owner only: a given address may hold a password."""
-        draft = directory / f"{FILE_NAME}.new"
-        draft.unlink(missing_ok=True)
-        draft.touch(mode=0o600)
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
-        draft.replace(directory / FILE_NAME)
+        """Write the file for its owner only: addresses hold passwords."""
+        write_closed(directory / FILE_NAME, msgspec.json.format(msgspec.json.encode(self)))
+
+    def addresses_for(self, logins: Logins) -> Addresses:
+        """Return the addresses with these logins for our own servers; those of given servers are as they were given."""
+        known = self.addresses
+        return Addresses(
+            dsn=known.dsn if "postgres" in self.given else logins.postgres.in_dsn(known.dsn),
+            nodes={n: url if n in self.given else logins.node.in_url(url) for n, url in known.nodes.items()},
+            broker_url=known.broker_url if "broker" in self.given else logins.broker.in_url(known.broker_url),
+        )
 
     def names(self) -> list[str]:
         """Return the servers' names."""

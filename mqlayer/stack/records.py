@@ -8,6 +8,7 @@ from typing import Self
 
 import msgspec
 
+from mqlayer.stack.closed import write_closed
 from mqlayer.stack.errors import DirectoryRefused
 from mqlayer.stack.processes import ProcessId, is_running
 
@@ -34,9 +35,7 @@ class ProcessRecord:
 
     def save(self, directory: Path) -> None:
         """Write the record; a reader sees the old one or the new one, never a part."""
-        draft = directory / f"{FILE_NAME}.new"
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
-        draft.replace(directory / FILE_NAME)
+        write_closed(directory / FILE_NAME, msgspec.json.format(msgspec.json.encode(self)))
 
     def with_process(self, process: ProcessId | None) -> Self:
         """Return the record with another process."""

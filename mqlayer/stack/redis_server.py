@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Final, Self
 
 from mqlayer.stack import processes
+from mqlayer.stack.closed import closed_tree, write_closed
+from mqlayer.stack.credentials import REDIS_DEFAULT_USER, Login
 from mqlayer.stack.deadlines import comes_true
 from mqlayer.stack.errors import ServerFailed
 from mqlayer.stack.ports import free_port, is_free
@@ -18,6 +20,8 @@ from mqlayer.stack.programs import RedisProgram, best_redis
 from mqlayer.stack.records import ProcessRecord
 
 START_TRIES: Final = 3
+OPEN: Final = Login(REDIS_DEFAULT_USER)
+"""For a Redis that asks for no password."""
 
 # An answered write is on disk, a rewrite doesn't suspend that, and no stream is ever evicted.
 DURABLE_OPTIONS: Final[Mapping[str, str]] = {
@@ -33,7 +37,7 @@ class RedisServer:
     """One Redis on 127.0.0.1 whose data, port and process belong to a directory.
 
     The directory is all the state there is: an object made on it later, even by another process, finds the
-    server running, stops it, or starts it again with its data on the same port.
+    server running, stops it, or starts it again with its data on the same port. It asks for the login's password.
     """
 
     def __init__(
@@ -43,11 +47,12 @@ class RedisServer:
         program: RedisProgram | None = None,
         port: int = 0,
         options: Mapping[str, str] | None = None,
+        login: Login = OPEN,
     ) -> None:
         self.directory = directory
         self.program = program or best_redis()
         self.options = {**DURABLE_OPTIONS, **(options or {})}
-        self._wanted_port = port
+        self._wanted_port, self._login = port, login
 
     def __enter__(self) -> Self:
         self.start()
@@ -78,8 +83,8 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """The address for clients, database 0."""
-        return f"redis://127.0.0.1:{self.port}/0"
+        """The address for clients, database 0, with the login: for the driver only."""
+        return self._login.in_url(f"redis://127.0.0.1:{self.port}/0")
 
     @property
     def log(self) -> Path:
@@ -87,12 +92,14 @@ class RedisServer:
         return self.directory / "redis.log"
 
     def start(self, *, within_s: float = 30.0) -> None:
-        """Return when the server answers; one that runs is left as it is.
+        """Return when the server answers; one that runs with this login is left as it is.
 
         Data of earlier runs are loaded. The port of the last run is taken again if it is free.
         """
+        if self.running and not self._asks_for_login():
+            self.stop()
         if not self.running:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            closed_tree(self.directory)
             self._start(within_s)
 
     def stop(self) -> None:
@@ -127,8 +134,8 @@ class RedisServer:
         wanted = self._record.port or self._wanted_port
         for _ in range(START_TRIES):
             self._launch(free_port(wanted))
-            comes_true(lambda: answers_ping(self.port) or not self.running, within_s=within_s)
-            if self.running and answers_ping(self.port):
+            comes_true(lambda: self._answers() or not self.running, within_s=within_s)
+            if self.running and self._answers():
                 return
             if self.running or "Address already in use" not in processes.last_lines(self.log):
                 break
@@ -138,14 +145,28 @@ class RedisServer:
         self._give_up(within_s)
 
     def _launch(self, port: int) -> None:
-        configuration = self.directory / "redis.conf"
-        configuration.write_text(self._configuration(port))
-        process = processes.spawn([self.program.path, configuration.resolve()], log=self.log)
+        write_closed(self._configuration_file, self._configuration(port).encode())
+        process = processes.spawn([self.program.path, self._configuration_file.resolve()], log=self.log)
         ProcessRecord(port, process).save(self.directory)
 
     def _configuration(self, port: int) -> str:
         fixed = {"bind": "127.0.0.1", "port": str(port), "dir": str(self.directory.resolve())}
-        return "".join(f"{name} {_quoted(value)}\n" for name, value in {**fixed, **self.options}.items())
+        lines = (f"{name} {_quoted(value)}\n" for name, value in {**fixed, **self.options}.items())
+        return "".join([*lines, *self._login_lines()])
+
+    def _login_lines(self) -> list[str]:
+        return [f"requirepass {_quoted(self._login.password)}\n"] if self._login.password else []
+
+    def _asks_for_login(self) -> bool:
+        """Return whether the run that is there was started with this login."""
+        return not self._login.password or self._configuration_file.read_text().endswith("".join(self._login_lines()))
+
+    @property
+    def _configuration_file(self) -> Path:
+        return self.directory / "redis.conf"
+
+    def _answers(self) -> bool:
+        return answers_ping(self.port, self._login)
 
     def _give_up(self, within_s: float) -> None:
         reason = f"was not ready within {within_s:g} s" if self.running else "ended at once"
@@ -159,14 +180,26 @@ class RedisServer:
             record.with_process(None).save(self.directory)
 
 
-def answers_ping(port: int) -> bool:
-    """Return whether a Redis on the port is ready: loaded, and answering without an error."""
+def answers_ping(port: int, login: Login = OPEN) -> bool:
+    """Return whether a Redis on the port is ready: loaded, and answering without an error.
+
+    One that loads says so only to those who know the password; to others it says NOAUTH at once.
+    """
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
-            connection.sendall(b"PING\r\n")
+            if login.password:
+                connection.sendall(_request("AUTH", login.user, login.password))
+                if not connection.recv(256).startswith(b"+OK"):
+                    return False
+            connection.sendall(_request("PING"))
             return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
     except OSError:
         return False
+
+
+def _request(*words: str) -> bytes:
+    encoded = (word.encode() for word in words)
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in encoded)
 
 
 def _quoted(value: str) -> str:

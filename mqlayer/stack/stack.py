@@ -3,11 +3,15 @@
 ```text
 .mqlayer/
   stack.json     the addresses, for everything that wants to use the stack
+  env            the same as shell variables: `source .mqlayer/env`
+  credentials.json   the passwords of our own servers, by kind of process
   postgres/      each component's data, log, and a record of its port and process
   node-1/ …
   broker/
   relay/  worker/
 ```
+
+All of it is for its owner only: files have the mode 0600, directories 0700.
 """
 
 from __future__ import annotations
@@ -25,17 +29,22 @@ from mqlayer.errors import StoreUnavailable, redact
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.redis.nodes import Node, NodeConnection
+from mqlayer.stack.accounts import unprivileged_account
 from mqlayer.stack.addresses import Addresses, GivenAddresses
 from mqlayer.stack.background import BackgroundProcess
 from mqlayer.stack.choice import AnyPostgres, AnyRedis, postgres_for, redis_for
+from mqlayer.stack.closed import open_closed, own_directory, write_closed
 from mqlayer.stack.contents import FILE_NAME as CONTENTS
 from mqlayer.stack.contents import StackContents
+from mqlayer.stack.credentials import FILE_NAME as CREDENTIALS
+from mqlayer.stack.credentials import ProcessKind, StackCredentials
 from mqlayer.stack.databases import PostgresDatabases
 from mqlayer.stack.errors import StackError
-from mqlayer.topics import rearm_node, register_node
+from mqlayer.topics import list_nodes, rearm_node, register_node, set_node_address
 
 DEFAULT_DIRECTORY: Final = Path(".mqlayer")
 LOCK: Final = "lock"
+ENVIRONMENT: Final = "env"
 DATABASE: Final = "mqlayer"
 DEFAULT_KEY_PREFIX: Final = "mq"
 
@@ -73,6 +82,7 @@ class Stack:
         self._node_count = node_count
         self._postgres_options = postgres_options
         self._given = given or GivenAddresses()
+        self._loaded: StackCredentials | None = None
 
     def up(self, *, servers_only: bool = False) -> Addresses:
         """Bring everything up that isn't, and return the addresses. Data of earlier runs are there again.
@@ -80,12 +90,13 @@ class Stack:
         The database is migrated, the nodes registered and armed for their present run; relay and worker come
         last, unless `servers_only`.
         """
+        own_directory(self.directory, passed_by=unprivileged_account())
         with self._locked():
             addresses = self._start_servers()
             migrate(addresses.dsn)
             self._register_nodes(addresses)
             if not servers_only:
-                self._start_processes(addresses)
+                self._start_processes()
             return addresses
 
     def down(self) -> None:
@@ -103,7 +114,7 @@ class Stack:
         with self._locked():
             for component in (*self._processes(), *self._own_servers()):
                 component.erase()
-            for name in (CONTENTS, LOCK):
+            for name in (CONTENTS, CREDENTIALS, ENVIRONMENT, LOCK):
                 (self.directory / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
@@ -122,9 +133,16 @@ class Stack:
         processes = [_own_status(process, "") for process in self._processes() if process.directory.exists()]
         return servers + processes
 
+    @property
+    def environment_file(self) -> Path:
+        """The file that a shell reads (`source`) to use the stack from elsewhere."""
+        return self.directory / ENVIRONMENT
+
     def _start_servers(self) -> Addresses:
         previous = StackContents.load(self.directory)
         given = previous.truly_given(self._given) if previous else self._given
+        if not given.complete:
+            self._loaded = StackCredentials.load_or_make(self.directory)
         nodes = self._start_nodes(given, len(previous.addresses.nodes) if previous else 0)
         addresses = Addresses(
             dsn=given.dsn or self._start_postgres(),
@@ -132,7 +150,14 @@ class Stack:
             broker_url=given.broker_url or self._start_redis("broker"),
         )
         StackContents(addresses, given=given.names(nodes)).save(self.directory)
+        write_closed(self.environment_file, addresses.exports().encode())
         return addresses
+
+    @property
+    def _credentials(self) -> StackCredentials:
+        if self._loaded is None:
+            self._loaded = StackCredentials.load(self.directory)
+        return self._loaded
 
     def _start_postgres(self) -> str:
         server = self._postgres()
@@ -155,19 +180,30 @@ class Stack:
 
     def _register_nodes(self, addresses: Addresses) -> None:
         """Register new nodes, and arm known ones again: after a restart each has another run id."""
+        contents = StackContents.load(self.directory)
+        given = contents.given if contents else ()
         with Database(addresses.dsn, application="mqlayer up") as database:
+            known = {node.name: node.url for node in list_nodes(database)}
             for name, url in addresses.nodes.items():
+                if name in known and known[name] != url and name not in given:
+                    # Our own server under another password, or on another port.
+                    set_node_address(database, name, url, prefix=self._key_prefix, actor="up", unsafe=self._unsafe)
                 register_node(database, name=name, url=url, actor="up", unsafe=self._unsafe)
                 rearm_node(database, name, prefix=self._key_prefix, actor="up", unsafe=self._unsafe)
 
-    def _start_processes(self, addresses: Addresses) -> None:
+    def _start_processes(self) -> None:
         """Start them side by side: each spends its first seconds on imports."""
         with ThreadPoolExecutor() as pool:
-            for started in [pool.submit(process.start) for process in self._processes(addresses.environment())]:
+            for started in [pool.submit(process.start) for process in self._processes()]:
                 started.result()
 
-    def _processes(self, environment: Mapping[str, str] | None = None) -> tuple[BackgroundProcess, ...]:
-        return (_worker(self.directory, environment or {}), _relay(self.directory, environment or {}))
+    def _processes(self) -> tuple[BackgroundProcess, ...]:
+        contents = StackContents.load(self.directory)
+
+        def environment(kind: ProcessKind) -> dict[str, str]:
+            return contents.addresses_for(self._credentials.of(kind)).environment() if contents else {}
+
+        return (_worker(self.directory, environment("worker")), _relay(self.directory, environment("relay")))
 
     def _own_servers(self) -> Iterator[Component]:
         """Yield the servers that have a directory here: ours, also those of an `up` that failed half-way."""
@@ -178,10 +214,12 @@ class Stack:
                 yield self._redis(place.name)
 
     def _postgres(self) -> AnyPostgres:
-        return postgres_for(self.directory / "postgres", options=self._postgres_options)
+        password = self._credentials.of("owner").postgres.password
+        return postgres_for(self.directory / "postgres", options=self._postgres_options, password=password)
 
     def _redis(self, name: str) -> AnyRedis:
-        return redis_for(self.directory / name)
+        logins = self._credentials.of("owner")
+        return redis_for(self.directory / name, login=logins.broker if name == "broker" else logins.node)
 
     def _server_status(self, name: str, contents: StackContents) -> ComponentStatus:
         address = contents.address(name)
@@ -194,8 +232,7 @@ class Stack:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Let one command at a time change the stack."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with (self.directory / LOCK).open("w") as lock:
+        with open(self.directory / LOCK, "w", opener=open_closed) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -147,7 +147,7 @@ def test_given_servers_are_used_and_left_running(
 
     assert addresses.dsn == empty_database_dsn
     assert addresses.nodes == {"node-1": redis_url}
-    assert {path.name for path in place.iterdir()} == {"lock", "stack.json"}
+    assert {path.name for path in place.iterdir()} == {"env", "lock", "stack.json"}
     run("down", "--directory", place)
     assert set(states(place).values()) == {"running"}
 
@@ -200,6 +200,7 @@ def test_a_later_owner_of_a_recorded_pid_is_not_taken_for_the_server(place: Path
 
 
 def test_two_commands_at_once_do_not_change_one_stack(place: Path) -> None:
+    place.mkdir()
     with Stack(place)._locked():
         assert "another `up` or `down`" in run("up", "--directory", place, code=1).stderr
 

@@ -1,0 +1,97 @@
+"""The passwords of a stack's own servers: random, made at the first start, kept in one file for its owner only.
+
+Each kind of process has its logins there; whatever connects, and the environment of each child, is made from them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, Self
+from urllib.parse import quote, urlsplit, urlunsplit
+
+import msgspec
+from psycopg.conninfo import make_conninfo
+
+from mqlayer.stack.closed import write_closed
+from mqlayer.stack.errors import DirectoryRefused
+
+FILE_NAME: Final = "credentials.json"
+PASSWORD_BYTES: Final = 24
+SUPERUSER: Final = "postgres"
+REDIS_DEFAULT_USER: Final = "default"
+
+ProcessKind = Literal["owner", "relay", "worker"]
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """A user of a server with its password; without a password the server asks for none."""
+
+    user: str
+    password: str = field(default="", repr=False)
+
+    def in_dsn(self, dsn: str) -> str:
+        """Return a DSN of Postgres with this login in the place of any other."""
+        return make_conninfo(dsn, user=self.user, password=self.password) if self.password else dsn
+
+    def in_url(self, url: str) -> str:
+        """Return a URL of a Redis with this login in the place of any other."""
+        if not self.password:
+            return url
+        parts = urlsplit(url)
+        place = parts.netloc.rpartition("@")[2]
+        login = f"{quote(self.user, safe='')}:{quote(self.password, safe='')}"
+        return urlunsplit(parts._replace(netloc=f"{login}@{place}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Logins:
+    """As whom one kind of process reaches the servers of a stack."""
+
+    postgres: Login = Login(SUPERUSER)
+    node: Login = Login(REDIS_DEFAULT_USER)
+    broker: Login = Login(REDIS_DEFAULT_USER)
+
+
+@dataclass(frozen=True, slots=True)
+class StackCredentials:
+    """Logins by kind of process. The owner's are those that the servers are made with."""
+
+    kinds: dict[ProcessKind, Logins] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Return what the directory holds; before the first start of a server, logins without passwords."""
+        try:
+            return msgspec.json.decode((directory / FILE_NAME).read_bytes(), type=cls)
+        except FileNotFoundError:
+            return cls()
+        except PermissionError:
+            raise DirectoryRefused(directory, "belongs to another account of this machine") from None
+        except msgspec.MsgspecError as error:
+            # The error's text names the place, never the content.
+            raise DirectoryRefused(directory, f"{FILE_NAME} is not readable ({error}): remove it") from error
+
+    @classmethod
+    def load_or_make(cls, directory: Path) -> Self:
+        """Return what the directory holds; make and keep new passwords where it holds none."""
+        found = cls.load(directory)
+        if "owner" in found.kinds:
+            return found
+        made = cls({**found.kinds, "owner": _random_logins()})
+        write_closed(directory / FILE_NAME, msgspec.json.format(msgspec.json.encode(made)))
+        return made
+
+    def of(self, kind: ProcessKind) -> Logins:
+        """Return the logins of a kind of process; the owner's where it has none of its own."""
+        return self.kinds.get(kind) or self.kinds.get("owner") or Logins()
+
+
+def _random_logins() -> Logins:
+    return Logins(
+        postgres=Login(SUPERUSER, secrets.token_urlsafe(PASSWORD_BYTES)),
+        node=Login(REDIS_DEFAULT_USER, secrets.token_urlsafe(PASSWORD_BYTES)),
+        broker=Login(REDIS_DEFAULT_USER, secrets.token_urlsafe(PASSWORD_BYTES)),
+    )

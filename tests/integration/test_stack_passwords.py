@@ -1,0 +1,260 @@
+"""The stack's own servers ask for passwords, and no other account of the machine gets at those, or at the data."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+import redis
+from psycopg.conninfo import conninfo_to_dict
+from typer.testing import CliRunner
+
+from mqlayer.cli.main import app
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.migrations import migrate
+from mqlayer.stack import Addresses, PostgresServer, RedisServer, Stack
+from mqlayer.stack.accounts import unprivileged_account
+from mqlayer.stack.containers import PostgresContainer, RedisContainer
+from mqlayer.stack.contents import StackContents
+from mqlayer.stack.credentials import Login, StackCredentials
+from mqlayer.topics import list_nodes, register_node
+from tests.fixtures.servers import StartRedis
+
+STRANGER = 65_533
+"""An account that owns nothing here: no program of ours runs under it."""
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another account")
+
+
+@pytest.fixture
+def place(server_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory for a stack, in one that everybody may enter, as a project's often is."""
+    for name in ("MQLAYER_DSN", "MQLAYER_REDIS_URL", "MQLAYER_BROKER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    home = Path(tempfile.mkdtemp(dir=server_directory, prefix="stack-"))
+    home.chmod(0o755)
+    yield home / ".mqlayer"
+    Stack(home / ".mqlayer").erase()
+
+
+@pytest.fixture
+def addresses(place: Path) -> Addresses:
+    """The addresses of a stack that runs."""
+    return up(place)
+
+
+def up(place: Path, *, servers_only: bool = True) -> Addresses:
+    return Stack(place, node_count=1).up(servers_only=servers_only)
+
+
+def passwords(place: Path) -> set[str]:
+    logins = StackCredentials.load(place).of("owner")
+    found = {logins.postgres.password, logins.node.password, logins.broker.password}
+    assert len(found) == 3
+    assert all(len(password) >= 32 for password in found)
+    return found
+
+
+def urls_without_password(addresses: Addresses) -> list[str]:
+    urls = [*addresses.nodes.values(), addresses.broker_url]
+    return [f"redis://{url.rpartition('@')[2]}" for url in urls]
+
+
+def refusals(place: Path, addresses: Addresses) -> list[str]:
+    """Try what somebody without the passwords can try; return what was not refused."""
+    parts = conninfo_to_dict(addresses.dsn)
+    hosts = [str(parts["host"]), str(place / "postgres" / "home")]
+    tries: dict[str, Callable[[], object]] = {}
+    for host in hosts:
+        for user in ("postgres", "root", "nobody"):
+            tries[f"postgres at {host} as {user}"] = lambda host=host, user=user: psycopg.connect(  # type: ignore[misc]
+                host=host, port=parts["port"], user=user, dbname="mqlayer", password="", passfile="/nowhere"
+            )
+    for url in urls_without_password(addresses):
+        tries[url] = lambda url=url: redis.Redis.from_url(url).ping()  # type: ignore[misc]
+        tries[f"{url} wrong"] = lambda url=url: redis.Redis.from_url(url, password="x").ping()  # type: ignore[misc]
+    return [name for name, attempt in tries.items() if not refused(attempt)]
+
+
+def refused(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except (psycopg.OperationalError, redis.AuthenticationError, PermissionError):
+        return True
+    return False
+
+
+def as_stranger(work: Callable[[], list[str]]) -> list[str]:
+    """Return what `work` returns in a process of another account of the machine."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(STRANGER)
+            os.setuid(STRANGER)
+            answer = work()
+        except BaseException:  # noqa: BLE001 - the parent shows it
+            answer = [traceback.format_exc()]
+        os.write(writer, json.dumps(answer).encode()[:60_000])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as answers:
+        said = answers.read()
+    os.waitpid(child, 0)
+    return list(json.loads(said))
+
+
+def test_no_server_of_the_stack_lets_anybody_in_without_its_password(place: Path, addresses: Addresses) -> None:
+    assert refusals(place, addresses) == []
+    with psycopg.connect(addresses.dsn) as connection:
+        assert connection.execute("SHOW password_encryption").fetchone() == ("scram-sha-256",)
+        rules = connection.execute("SELECT DISTINCT auth_method FROM pg_hba_file_rules").fetchall()
+    assert rules == [("scram-sha-256",)]
+
+
+def test_files_of_the_stack_are_for_their_owner_only(place: Path) -> None:
+    up(place, servers_only=False)
+    account = unprivileged_account()
+    for path in (place, *place.rglob("*")):
+        facts = path.lstat()
+        if not path.is_symlink():
+            passed_by_server = path.is_dir() and account is not None and facts.st_gid == account.gid
+            assert facts.st_mode & (0o067 if passed_by_server else 0o077) == 0, path
+
+
+@needs_root
+def test_another_account_of_the_machine_gets_at_no_server_and_no_file(place: Path) -> None:
+    addresses = up(place, servers_only=False)
+    pids = [part.pid for part in Stack(place).status()]
+    files = [path for path in place.rglob("*") if path.is_file()]
+    environments = [Path(f"/proc/{pid}/environ") for pid in pids]
+    assert len(files) > 1_000
+    assert all(pids)
+
+    def work() -> list[str]:
+        told = [str(path) for path in (*files, *environments) if not refused(path.read_bytes)]
+        closed = (place, place / "postgres", place / "node-1")
+        told += [str(path) for path in closed if not refused(lambda path=path: list(path.iterdir()))]  # type: ignore[misc]
+        return told + refusals(place, addresses)
+
+    assert as_stranger(work) == []
+
+
+def test_no_password_is_in_arguments_logs_or_output(place: Path) -> None:
+    result = CliRunner().invoke(app, ["up", "--nodes", "1", "--directory", str(place)])
+    assert result.exit_code == 0, result.output
+    status = CliRunner().invoke(app, ["status", "--json", "--directory", str(place)])
+    arguments = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    logs = [path.read_bytes() for path in place.rglob("*.log")]
+    assert logs
+    for password in passwords(place):
+        assert password not in result.output + status.output
+        assert not [text for text in arguments + logs if password.encode() in text]
+
+
+def test_what_up_tells_to_source_is_what_a_program_needs(place: Path) -> None:
+    result = CliRunner().invoke(app, ["up", "--servers-only", "--nodes", "1", "--directory", str(place)])
+    line = next(line for line in result.stdout.splitlines() if "source" in line)
+    command = line.partition("program: ")[2]
+    said = subprocess.run(
+        ["bash", "-c", f'{command} && printf "%s\\n%s" "$MQLAYER_DSN" "$MQLAYER_BROKER_URL"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    dsn, broker_url = said.stdout.split("\n")
+    with psycopg.connect(dsn) as connection, redis.Redis.from_url(broker_url) as broker:
+        assert connection.execute("SELECT 1").fetchone() == (1,)
+        assert broker.ping()
+
+
+def test_a_stack_without_passwords_keeps_its_data_and_asks_for_passwords_from_then_on(place: Path) -> None:
+    """As an earlier version left it, still running and readable by all."""
+    place.mkdir(mode=0o755)
+    postgres, node, broker = (
+        PostgresServer(place / "postgres"),
+        RedisServer(place / "node-1"),
+        RedisServer(place / "broker"),
+    )
+    for server in (postgres, node, broker):
+        server.start()
+        (place / server.directory.name).chmod(0o755)
+    dsn = postgres.create_database("mqlayer")
+    migrate(dsn)
+    with Database(dsn) as database:
+        register_node(database, name="node-1", url=node.url)
+        with database.connection() as connection:
+            connection.execute("CREATE TABLE kept AS SELECT 42 AS answer")
+    with redis.Redis.from_url(node.url) as client:
+        client.set("kept", "yes")
+    StackContents(Addresses(dsn, {"node-1": node.url}, broker.url)).save(place)
+
+    addresses = up(place)
+
+    assert refusals(place, addresses) == []
+    with Database(addresses.dsn) as database, database.connection() as connection:
+        assert connection.execute("SELECT answer FROM kept").fetchone() == (42,)
+        assert [found.url for found in list_nodes(database)] == [addresses.nodes["node-1"]]
+    with redis.Redis.from_url(addresses.nodes["node-1"]) as client:
+        assert client.get("kept") == b"yes"
+    assert (place / "node-1").stat().st_mode & 0o077 == 0
+
+
+def test_passwords_that_were_lost_are_made_anew(place: Path, addresses: Addresses) -> None:
+    before = passwords(place)
+    (place / "credentials.json").unlink()
+    after = up(place)
+    assert passwords(place).isdisjoint(before)
+    assert refusals(place, after) == []
+    with pytest.raises(psycopg.OperationalError), psycopg.connect(addresses.dsn):
+        pass
+    with psycopg.connect(after.dsn), redis.Redis.from_url(after.nodes["node-1"]) as node:
+        assert node.ping()
+
+
+def test_up_again_keeps_passwords_and_processes(place: Path, addresses: Addresses) -> None:
+    pids = [part.pid for part in Stack(place).status()]
+    assert up(place) == addresses
+    assert [part.pid for part in Stack(place).status()] == pids
+
+
+def test_a_directory_that_others_may_write_in_is_refused(place: Path) -> None:
+    place.mkdir()
+    place.chmod(0o777)
+    result = CliRunner().invoke(app, ["up", "--directory", str(place)])
+    assert result.exit_code == 1
+    assert f"chmod go-w {place}" in result.stderr
+
+
+def test_a_container_gets_its_password_by_its_environment_alone(tmp_path: Path) -> None:
+    """Arguments of a container's program are seen by every account of the machine."""
+    login = Login("default", "s3cret")
+    for container in (
+        RedisContainer(tmp_path / "node-1", login=login),
+        PostgresContainer(tmp_path / "postgres", password=login.password),
+    ):
+        assert login.password in container._environment().values()
+        assert login.password not in " ".join(container._command())
+        assert container._asks_for_login([f"{n}={v}" for n, v in container._environment().items()])
+        assert not container._asks_for_login(["POSTGRES_HOST_AUTH_METHOD=trust"])
+
+
+def test_a_server_asks_for_passwords_with_any_character(start_redis: StartRedis, server_directory: Path) -> None:
+    """Of a random one no character matters, of one that people wrote into the file each does."""
+    awkward = """a@b:c/d?e#f%20 g"h'i\\j=ü"""
+    server = RedisServer(server_directory / "redis-awkward", login=Login("default", awkward))
+    try:
+        server.start()
+        with redis.Redis.from_url(server.url) as client:
+            assert client.ping()
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis.from_url(f"redis://127.0.0.1:{server.port}").ping()
+    finally:
+        server.erase()
