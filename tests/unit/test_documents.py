@@ -1,0 +1,110 @@
+"""What the documents name is there: commands with their options, tests and modules, tables, and how often jobs run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from typer.main import get_command
+
+from mqlayer.cli.main import app
+from mqlayer.domain.jobs import JOBS
+
+ROOT: Final = Path(__file__).parents[2]
+PAGES: Final = [
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+BLOCK: Final = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+INLINE: Final = re.compile(r"`([^`\n]+)`")
+PATH: Final = re.compile(r"(?:(?:tests|unit|property|integration|chaos|proof|fixtures|bench|sql|lua)/)[\w/.]+")
+LINK: Final = re.compile(r"\]\(([\w./-]+\.md)[)#]")
+SLOT: Final = re.compile(r"outbox_\d")
+IN_UNIT_S: Final = {"s": 1.0, "second": 1.0, "seconds": 1.0, "min": 60.0, "minute": 60.0, "minutes": 60.0}
+LATER: Final = re.compile(
+    r"\b(?:with|in|by) (?:a |the )?(?:later|future|coming|next) (?:versions?|releases?)\b", re.IGNORECASE
+)
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def inline(page: Path) -> list[str]:
+    """Return what a page has in the type of code between its words."""
+    return INLINE.findall(BLOCK.sub("", page.read_text("utf-8")))
+
+
+def spelled_out(text: str) -> Iterator[list[str]]:
+    """Yield the words of a command that a page shows; of `topic create|list`, of each."""
+    words = [word.split("|") for word in text.split()]
+    longest = max(map(len, words))
+    for number in range(longest):
+        yield [one[number % len(one)] for one in words]
+
+
+@cache
+def program() -> Any:
+    """Return our program."""
+    return get_command(app)
+
+
+def unknown_of(words: list[str]) -> list[str]:
+    """Return the words of a command that our program does not know."""
+    command = program()
+    rest = words[1:]
+    while rest and hasattr(command, "commands"):
+        if rest[0] not in command.commands:
+            return [] if rest[0].startswith(("-", "…")) else rest[:1]
+        command = command.commands[rest.pop(0)]
+    options = {"--help", *(one for param in command.params for one in (*param.opts, *param.secondary_opts))}
+    return [word for word in rest if word.startswith("--") and word.partition("=")[0] not in options]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_command_and_option_that_a_page_names_is_there(page: Path) -> None:
+    shown = [words for text in inline(page) if text.startswith("mqlayer ") for words in spelled_out(text)]
+    assert {" ".join(words): unknown for words in shown if (unknown := unknown_of(words))} == {}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    named = [path for text in inline(page) if (path := text.rstrip("/")) and PATH.fullmatch(path)]
+    missing = [path for path in named if not any((place / path).exists() for place in (ROOT, ROOT / "tests"))]
+    missing += [link for link in LINK.findall(page.read_text("utf-8")) if not (page.parent / link).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_no_page_puts_off_to_later_what_is_to_be_told_as_it_is(page: Path) -> None:
+    """Of a change that comes, its page speaks once it is there."""
+    found = LATER.findall(page.read_text("utf-8"))
+    assert found == [] or page.name == "CHANGELOG.md"
+
+
+def test_a_period_that_a_page_names_with_a_job_is_the_jobs() -> None:
+    every = {job.name: job.every_s for job in JOBS}
+    amount = r"(?:every )?(?:(\d+) )?(s|seconds?|min|minutes?)\b"
+    told = 0
+    for page in PAGES:
+        for line in page.read_text("utf-8").splitlines():
+            for name, after in re.findall(r"[Jj]ob `(\w+)`([^`]*)", line) + re.findall(r"^\| `(\w+)` (\| .*)", line):
+                found = re.match(rf"^\| {amount} \||.*?\bevery {amount}", after)
+                if name in every and found:
+                    number, unit = next((found[at], found[at + 1]) for at in (1, 3) if found[at + 1])
+                    assert float(number or 1) * IN_UNIT_S[unit] == every[name], f"{page.name}: {name} {after[:60]}"
+                    told += 1
+    assert told >= 6
+
+
+def test_every_table_is_in_the_catalogue() -> None:
+    """Also those of the archive; the slots of the outbox are said with it."""
+    text = "\n".join(path.read_text("utf-8") for path in sorted((ROOT / "sql" / "migrations").rglob("*.sql")))
+    made = set(re.findall(r"CREATE TABLE (?:IF NOT EXISTS )?mqlayer\w*\.(\w+)", text))
+    made -= set(re.findall(r"DROP TABLE (?:IF EXISTS )?mqlayer\w*\.(\w+)", text))
+    told = {name.rpartition(".")[2] for name in inline(ROOT / "ARCHITECTURE.md")}
+    assert {name for name in made - told if not SLOT.fullmatch(name)} == set()
