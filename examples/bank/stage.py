@@ -18,6 +18,7 @@ from examples.bank.effects import TOPIC
 from examples.bank.receivers import READY
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import grant, migrate
+from mqlayer.redis.access import use_only
 from mqlayer.stack import Addresses, NoServerProgram, PostgresDatabases, Stack, postgres_programs
 from mqlayer.stack.background import BackgroundProcess
 from mqlayer.topics import create_topic
@@ -69,6 +70,7 @@ class Stage:
     def start_servers(self) -> None:
         """Start two partition nodes, a broker and Postgres, each with data of its own."""
         self._addresses = self._stack.up(servers_only=True)
+        use_only(self._addresses.node_access)
 
     def prepare(self) -> None:
         """Make the bank: its database, the topic, pgbench's tables, trigger and read model."""

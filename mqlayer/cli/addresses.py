@@ -7,28 +7,46 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from mqlayer.redis.access import access_of, use_only
 from mqlayer.settings import Settings
-from mqlayer.stack import Stack
+from mqlayer.stack import Addresses, DirectoryRefused, Stack
 
 
 def settings_here(directory: Path | None = None) -> Settings:
     """Return the process's settings; addresses that MQLAYER_* doesn't give are those of the stack here."""
     settings = Settings()
-    if settings.control_dsn():
-        return settings
-    addresses = (Stack() if directory is None else Stack(directory)).addresses()
+    use_only(None)
+    addresses = _addresses_here(settings, directory)
     if addresses is None:
         return settings
-    found = {"dsn": SecretStr(addresses.dsn), "broker_url": SecretStr(addresses.broker_url)}
-    missing = {name: address for name, address in found.items() if name not in settings.model_fields_set}
-    return settings.model_copy(update=missing)
+    found: dict[str, str | SecretStr] = {
+        "dsn": SecretStr(addresses.dsn),
+        "broker_url": SecretStr(addresses.broker_url),
+        "redis_user": addresses.node_login.user,
+        "redis_password": SecretStr(addresses.node_login.password),
+    }
+    missing = {name: value for name, value in found.items() if name not in settings.model_fields_set}
+    settings = settings.model_copy(update=missing)
+    if addresses.node_login.password:
+        use_only(access_of(settings))
+    return settings
 
 
 def use_stack_here() -> None:
     """Let the rest of this process, and what it starts, find the stack here; addresses given already stay."""
-    if Settings().control_dsn():
-        return
-    addresses = Stack().addresses()
+    addresses = _addresses_here(Settings())
     if addresses is not None:
         for name, value in addresses.environment().items():
             os.environ.setdefault(name, value)
+
+
+def _addresses_here(settings: Settings, directory: Path | None = None) -> Addresses | None:
+    """Return the stack's addresses, unless another database is given: that one's nodes are other nodes."""
+    given = settings.control_dsn()
+    try:
+        addresses = (Stack() if directory is None else Stack(directory)).addresses()
+    except DirectoryRefused:
+        if given:
+            return None
+        raise
+    return None if addresses is None or given not in ("", addresses.dsn) else addresses

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -159,6 +160,30 @@ def forget_access() -> None:
     """Go back to what the environment says."""
     with _given.lock:
         _given.access = None
+
+
+@contextmanager
+def acting_as(access: NodeAccess | None) -> Iterator[None]:
+    """Log in to nodes like this for a while, in the whole process, whatever else it was given; None: as it does."""
+    if access is None:
+        yield
+        return
+    with _given.lock:
+        before, _given.access = _given.access, access
+    try:
+        yield
+    finally:
+        with _given.lock:
+            _given.access = before
+
+
+def use_only(access: NodeAccess | None) -> None:
+    """Log in to nodes like this from now on, whatever the process was given before; None: as the environment says.
+
+    For a command, which is the whole process; a library asks by `use_access`.
+    """
+    with _given.lock:
+        _given.access = access
 
 
 def access_here() -> NodeAccess:

@@ -6,9 +6,13 @@ import os
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Final, Self
 
 from mqlayer.errors import redact
+from mqlayer.redis.access import NodeAccess
+from mqlayer.stack.credentials import REDIS_DEFAULT_USER, Login
+
+NO_LOGIN: Final = Login(REDIS_DEFAULT_USER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,8 @@ class Addresses:
     dsn: str
     nodes: dict[str, str]
     broker_url: str
+    node_login: Login = NO_LOGIN
+    """How our own nodes are logged in to; their addresses stand in Postgres and hold no password."""
 
     def __repr__(self) -> str:
         nodes = {name: redact(url) for name, url in self.nodes.items()}
@@ -25,7 +31,23 @@ class Addresses:
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables that make a process use this stack."""
-        return {"MQLAYER_DSN": self.dsn, "MQLAYER_BROKER_URL": self.broker_url}
+        found = {"MQLAYER_DSN": self.dsn, "MQLAYER_BROKER_URL": self.broker_url}
+        if self.node_login.password:
+            found |= {
+                "MQLAYER_REDIS_USER": self.node_login.user,
+                "MQLAYER_REDIS_PASSWORD": self.node_login.password,
+            }
+        return found
+
+    def node_url(self, name: str) -> str:
+        """Return a node's address with the login: for the driver only."""
+        return self.node_login.in_url(self.nodes[name])
+
+    @property
+    def node_access(self) -> NodeAccess | None:
+        """How a process logs in to our own nodes; None where it does as its settings say."""
+        login = self.node_login
+        return NodeAccess(user=login.user, password=login.password) if login.password else None
 
     def exports(self) -> str:
         """Return the same as lines that a shell reads with `source`."""

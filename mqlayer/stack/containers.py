@@ -193,7 +193,12 @@ class RedisContainer(ServerContainer):
     @property
     def url(self) -> str:
         """The address for clients, database 0, with the login: for the driver only."""
-        return self._login.in_url(f"redis://127.0.0.1:{self.port}/0")
+        return self._login.in_url(self.address)
+
+    @property
+    def address(self) -> str:
+        """Where the server is, without the login."""
+        return f"redis://127.0.0.1:{self.port}/0"
 
     def _ready(self) -> bool:
         return answers_ping(self.port, self._login)

@@ -39,13 +39,19 @@ class StackContents:
         """Write the file for its owner only: addresses hold passwords."""
         write_closed(directory / FILE_NAME, msgspec.json.format(msgspec.json.encode(self)))
 
+    @property
+    def nodes_given(self) -> bool:
+        """Whether someone else runs the nodes."""
+        return bool(set(self.addresses.nodes) & set(self.given))
+
     def addresses_for(self, logins: Logins) -> Addresses:
         """Return the addresses with these logins for our own servers; those of given servers are as they were given."""
         known = self.addresses
         return Addresses(
             dsn=known.dsn if "postgres" in self.given else logins.postgres.in_dsn(known.dsn),
-            nodes={n: url if n in self.given else logins.node.in_url(url) for n, url in known.nodes.items()},
+            nodes=known.nodes,
             broker_url=known.broker_url if "broker" in self.given else logins.broker.in_url(known.broker_url),
+            node_login=known.node_login if self.nodes_given else logins.node,
         )
 
     def names(self) -> list[str]:

@@ -84,7 +84,12 @@ class RedisServer:
     @property
     def url(self) -> str:
         """The address for clients, database 0, with the login: for the driver only."""
-        return self._login.in_url(f"redis://127.0.0.1:{self.port}/0")
+        return self._login.in_url(self.address)
+
+    @property
+    def address(self) -> str:
+        """Where the server is, without the login."""
+        return f"redis://127.0.0.1:{self.port}/0"
 
     @property
     def log(self) -> Path:

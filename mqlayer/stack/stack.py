@@ -28,6 +28,7 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.errors import StoreUnavailable, redact
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
+from mqlayer.redis.access import acting_as
 from mqlayer.redis.nodes import Node, NodeConnection
 from mqlayer.stack.accounts import unprivileged_account
 from mqlayer.stack.addresses import Addresses, GivenAddresses
@@ -37,7 +38,7 @@ from mqlayer.stack.closed import open_closed, own_directory, write_closed
 from mqlayer.stack.contents import FILE_NAME as CONTENTS
 from mqlayer.stack.contents import StackContents
 from mqlayer.stack.credentials import FILE_NAME as CREDENTIALS
-from mqlayer.stack.credentials import ProcessKind, StackCredentials
+from mqlayer.stack.credentials import REDIS_DEFAULT_USER, Login, ProcessKind, StackCredentials
 from mqlayer.stack.databases import PostgresDatabases
 from mqlayer.stack.errors import StackError
 from mqlayer.topics import list_nodes, rearm_node, register_node, set_node_address
@@ -94,7 +95,8 @@ class Stack:
         with self._locked():
             addresses = self._start_servers()
             migrate(addresses.dsn)
-            self._register_nodes(addresses)
+            with acting_as(addresses.node_access):
+                self._register_nodes(addresses)
             if not servers_only:
                 self._start_processes()
             return addresses
@@ -147,7 +149,8 @@ class Stack:
         addresses = Addresses(
             dsn=given.dsn or self._start_postgres(),
             nodes=nodes,
-            broker_url=given.broker_url or self._start_redis("broker"),
+            broker_url=given.broker_url or self._start_redis("broker").url,
+            node_login=Login(REDIS_DEFAULT_USER) if given.redis_urls else self._credentials.of("owner").node,
         )
         StackContents(addresses, given=given.names(nodes)).save(self.directory)
         write_closed(self.environment_file, addresses.exports().encode())
@@ -171,12 +174,12 @@ class Stack:
         if given.redis_urls:
             return {f"node-{number}": url for number, url in enumerate(given.redis_urls, start=1)}
         names = [f"node-{number}" for number in range(1, max(self._node_count, known_count) + 1)]
-        return {name: self._start_redis(name) for name in names}
+        return {name: self._start_redis(name).address for name in names}
 
-    def _start_redis(self, name: str) -> str:
+    def _start_redis(self, name: str) -> AnyRedis:
         server = self._redis(name)
         server.start()
-        return server.url
+        return server
 
     def _register_nodes(self, addresses: Addresses) -> None:
         """Register new nodes, and arm known ones again: after a restart each has another run id."""
@@ -186,7 +189,7 @@ class Stack:
             known = {node.name: node.url for node in list_nodes(database)}
             for name, url in addresses.nodes.items():
                 if name in known and known[name] != url and name not in given:
-                    # Our own server under another password, or on another port.
+                    # Our own server, on another port than before.
                     set_node_address(database, name, url, prefix=self._key_prefix, actor="up", unsafe=self._unsafe)
                 register_node(database, name=name, url=url, actor="up", unsafe=self._unsafe)
                 rearm_node(database, name, prefix=self._key_prefix, actor="up", unsafe=self._unsafe)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.main import app
+from mqlayer.redis.access import forget_access
 from mqlayer.stack import Addresses, GivenAddresses, Stack
 from mqlayer.stack.processes import ProcessId
 from mqlayer.stack.records import ProcessRecord
@@ -30,6 +31,7 @@ def place(server_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     home = Path(tempfile.mkdtemp(dir=server_directory, prefix="stack-"))
     home.chmod(0o755)
     yield home / ".mqlayer"
+    forget_access()
     Stack(home / ".mqlayer").erase()
 
 
@@ -70,7 +72,7 @@ def test_data_and_addresses_survive_down_and_up(place: Path) -> None:
     before = up(place)
     with psycopg.connect(before.dsn) as connection:
         connection.execute("CREATE TABLE kept AS SELECT 42 AS answer")
-    with redis.Redis.from_url(before.nodes["node-2"]) as node:
+    with redis.Redis.from_url(before.node_url("node-2")) as node:
         node.set("kept", "yes")
 
     run("down", "--directory", place)
@@ -81,7 +83,7 @@ def test_data_and_addresses_survive_down_and_up(place: Path) -> None:
     assert after == before
     with psycopg.connect(after.dsn) as connection:
         assert connection.execute("SELECT answer FROM kept").fetchone() == (42,)
-    with redis.Redis.from_url(after.nodes["node-2"]) as node:
+    with redis.Redis.from_url(after.node_url("node-2")) as node:
         assert node.get("kept") == b"yes"
 
 
@@ -92,8 +94,8 @@ def test_nodes_are_armed_for_their_present_run_after_a_restart(place: Path) -> N
 
     with psycopg.connect(addresses.dsn) as connection:
         armed: dict[str, str] = dict(connection.execute("SELECT name, armed_run_id FROM mqlayer.node").fetchall())
-    for name, url in addresses.nodes.items():
-        with redis.Redis.from_url(url, decode_responses=True) as node:
+    for name in addresses.nodes:
+        with redis.Redis.from_url(addresses.node_url(name), decode_responses=True) as node:
             assert armed[name] == node.info("server")["run_id"]
 
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from mqlayer.cli.main import app
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
+from mqlayer.redis.access import forget_access
 from mqlayer.stack import Addresses, PostgresServer, RedisServer, Stack
 from mqlayer.stack.accounts import unprivileged_account
 from mqlayer.stack.containers import PostgresContainer, RedisContainer
@@ -40,6 +41,7 @@ def place(server_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     home = Path(tempfile.mkdtemp(dir=server_directory, prefix="stack-"))
     home.chmod(0o755)
     yield home / ".mqlayer"
+    forget_access()
     Stack(home / ".mqlayer").erase()
 
 
@@ -63,7 +65,7 @@ def passwords(place: Path) -> set[str]:
 
 def urls_without_password(addresses: Addresses) -> list[str]:
     urls = [*addresses.nodes.values(), addresses.broker_url]
-    return [f"redis://{url.rpartition('@')[2]}" for url in urls]
+    return [f"redis://{url.removeprefix('redis://').rpartition('@')[2]}" for url in urls]
 
 
 def refusals(place: Path, addresses: Addresses) -> list[str]:
@@ -202,7 +204,7 @@ def test_a_stack_without_passwords_keeps_its_data_and_asks_for_passwords_from_th
     with Database(addresses.dsn) as database, database.connection() as connection:
         assert connection.execute("SELECT answer FROM kept").fetchone() == (42,)
         assert [found.url for found in list_nodes(database)] == [addresses.nodes["node-1"]]
-    with redis.Redis.from_url(addresses.nodes["node-1"]) as client:
+    with redis.Redis.from_url(addresses.node_url("node-1")) as client:
         assert client.get("kept") == b"yes"
     assert (place / "node-1").stat().st_mode & 0o077 == 0
 
@@ -215,7 +217,7 @@ def test_passwords_that_were_lost_are_made_anew(place: Path, addresses: Addresse
     assert refusals(place, after) == []
     with pytest.raises(psycopg.OperationalError), psycopg.connect(addresses.dsn):
         pass
-    with psycopg.connect(after.dsn), redis.Redis.from_url(after.nodes["node-1"]) as node:
+    with psycopg.connect(after.dsn), redis.Redis.from_url(after.node_url("node-1")) as node:
         assert node.ping()
 
 
