@@ -6,7 +6,8 @@ MqlayerError
 │   ├── InvalidName
 │   ├── KeyTooLarge
 │   ├── BodyTooLarge
-│   └── ReservedHeader
+│   ├── ReservedHeader
+│   └── OutOfRange          a number, size or length outside of its bounds
 ├── NotFound                a topic, group, node or partition that nobody created
 ├── Conflict                it exists already, otherwise; nothing was changed
 │   ├── GroupRetired        the group is retired: nobody consumes for it any more
@@ -123,6 +124,17 @@ class ReservedHeader(InvalidInput):
 
     def __str__(self) -> str:
         return f"bad headers: {self.reason}"
+
+
+class OutOfRange(InvalidInput):
+    """A number, size or length outside of its bounds; nothing was changed."""
+
+    def __init__(self, reason: str, hint: str = "") -> None:
+        super().__init__(reason, hint)
+        self.reason, self.hint = reason, hint
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.hint}" if self.hint else self.reason
 
 
 class NotFound(MqlayerError):

@@ -30,6 +30,10 @@ def migrate(
         bool, typer.Option("--sql", help="Print the SQL for a database administrator; run nothing.")
     ] = False,
     schema: Annotated[Schema | None, typer.Option(help="Only this schema; else both, each in its database.")] = None,
+    owner: Annotated[
+        str | None,
+        typer.Option(metavar="ROLE", help="The role that owns the schemas; without, theirs of now, or mqlayer_owner."),
+    ] = None,
     grant_to: Annotated[
         str | None, typer.Option(metavar="ROLE", help="Then let this role publish and use the fence, nothing else.")
     ] = None,
@@ -38,14 +42,16 @@ def migrate(
 
     The control schema goes to MQLAYER_DSN, the application's to MQLAYER_APP_DSN, or to the same where that is not set.
     Safe to run twice and at once. A database that is newer than this code is refused and left alone.
+    The schemas belong to a role without login that is no superuser: made where it is not there, and given what belongs
+    to another one.
     """
     chosen: tuple[SchemaName, ...] = ("control", "application") if schema is None else (schema.value,)
     if sql:
         for name in chosen:
-            typer.echo(migrations.script(schema=name), nl=False)
+            typer.echo(migrations.script(schema=name, owner=owner), nl=False)
         return
     settings = settings_here()
-    done = [step for name in chosen for step in migrations.migrate(_dsn(settings, name), schema=name)]
+    done = [step for name in chosen for step in migrations.migrate(_dsn(settings, name), schema=name, owner=owner)]
     for step in done:
         typer.echo(f"{step.schema} {step.number:04d} {step.name}")
     if not done:

@@ -156,8 +156,8 @@ class Versions:
             return int(run_one(connection, query("version_set"), facts)[0])
 
     def _event(self, message: Carrier, entity: str, version: int) -> Mapping[str, Any]:
-        if type(version) is not int or not 0 <= version < 2**63:
-            raise InvalidInput(f"a version is a whole number from 0 on, not {version!r}")
+        if type(version) is not int or not 0 <= version < 2**53:
+            raise InvalidInput(f"a version is a whole number from 0 to 2**53 - 1, not {version!r}")
         return {
             **self._facts,
             "entity": check_id("entity", entity),

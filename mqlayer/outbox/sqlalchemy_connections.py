@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox.messages import Message
-from mqlayer.outbox.sending import statement_for
+from mqlayer.outbox.sending import statements_for
 from mqlayer.postgres.sessions import caller_errors
 
 _SAVEPOINT_STATEMENT: Final = re.compile(
@@ -84,7 +84,8 @@ class Collector:
             return
         try:
             with caller_errors(connection):
-                connection.exec_driver_sql(*statement_for(messages))
+                for statement in statements_for(messages):
+                    connection.exec_driver_sql(*statement)
         except BaseException:
             # SQLAlchemy takes a transaction whose COMMIT failed as ended by the server; this one is still open.
             with suppress(Exception):
@@ -110,7 +111,8 @@ def publish(connection: Any, message: Message) -> None:
     if getattr(core.connection.driver_connection, "autocommit", False):
         # Nobody has to call commit() then, so nothing may wait for it.
         with caller_errors(core):
-            core.exec_driver_sql(*statement_for([message]))
+            for statement in statements_for([message]):
+                core.exec_driver_sql(*statement)
         return
     if not core.in_transaction():
         core.begin()

@@ -21,6 +21,7 @@ from mqlayer.errors import (
     KeyTooLarge,
     MqlayerError,
     NotFound,
+    OutOfRange,
     ReservedHeader,
     SchemaMismatch,
     StoreUnavailable,
@@ -212,6 +213,8 @@ def _published_error(error: Exception, state: str, text: str) -> MqlayerError:
         return BodyTooLarge(text.split('"')[1], numbers[0], numbers[-1])
     if state == "MQ004":
         return ReservedHeader(text)
+    if state == "MQ009":
+        return OutOfRange(text, hint)
     return InvalidInput(f"{text}: {hint}" if hint else text)
 
 

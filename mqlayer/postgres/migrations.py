@@ -2,18 +2,24 @@
 
 The runner takes an advisory lock, so that two at once run each migration once, sets a lock timeout, and refuses a
 database that is newer than this code.
+
+The schemas and all in them belong to a role that nobody logs in as and that is no superuser: functions run with its
+rights, so a flaw in one reaches no further than the schemas. The runner makes the role, hands over what belongs to
+another one, and migrates as the role (sql/owner/prepare.sql); an owner that is there and is no superuser stays.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import psycopg
 from psycopg import sql
 
-from mqlayer.errors import SchemaMismatch
+from mqlayer.errors import ConfigurationRefused, SchemaMismatch
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, address_of, connect, driver_errors
 from mqlayer.resources import sql_names, sql_source
@@ -22,6 +28,10 @@ log = logging.getLogger(__name__)
 
 SchemaName = Literal["control", "application"]
 SCHEMAS: Final[dict[SchemaName, str]] = {"control": "mqlayer", "application": "mqlayer_app"}
+
+DEFAULT_OWNER: Final = "mqlayer_owner"
+# Names of types and tables are looked up in pg_temp first where it is left out.
+SEARCH_PATH: Final = "SET LOCAL search_path = pg_catalog, pg_temp"
 
 # Taken for the time of a migration; anybody else's use of these two numbers would only make us wait.
 ADVISORY_LOCK: Final = (0x6D71, 0x6C79)
@@ -67,16 +77,18 @@ def latest(schema: SchemaName) -> int:
     return migrations(schema)[-1].number
 
 
-def migrate(dsn: str, *, schema: SchemaName | None = None) -> list[Migration]:
+def migrate(dsn: str, *, schema: SchemaName | None = None, owner: str | None = None) -> list[Migration]:
     """Bring a database up to this code; return what was run. Safe to run twice and at once.
 
-    Without `schema`, both. Raises SchemaMismatch for a newer database, StoreUnavailable when it can't be reached.
+    Without `schema`, both. `owner`: the role that the schemas belong to; without, the one that they have, or
+    `mqlayer_owner`. Raises SchemaMismatch for a newer database, ConfigurationRefused for one that is not UTF-8 and for
+    an owner that is a superuser or can't be made, StoreUnavailable when the database can't be reached.
     """
     done: list[Migration] = []
     with connect(dsn, application="mqlayer migrate") as connection, driver_errors(address_of(dsn)):
         connection.add_notice_handler(_tell)
         for name in SCHEMAS if schema is None else (schema,):
-            done += _migrate_schema(connection, name, address_of(dsn))
+            done += _migrate_schema(connection, name, address_of(dsn), owner)
     return done
 
 
@@ -86,10 +98,12 @@ def _tell(notice: psycopg.errors.Diagnostic) -> None:
         log.warning("migration_says", extra={"text": notice.message_primary})
 
 
-def script(*, schema: SchemaName | None = None) -> str:
+def script(*, schema: SchemaName | None = None, owner: str | None = None) -> str:
     """Return all migrations as one SQL script for a database administrator."""
-    parts = ["-- Run as the owner of the database, in one go.", "BEGIN;"]
+    parts = ["-- Run in one go, as a superuser, or as the owner of the database with CREATEROLE.", "BEGIN;"]
     for name in SCHEMAS if schema is None else (schema,):
+        parts += [f"{SEARCH_PATH};", _owner_script(name, owner)]
+        parts.append("SELECT set_config('role', current_setting('mqlayer.owner'), true);")
         for migration in migrations(name):
             parts += [f"-- {name} {migration.number:04d} {migration.name}", migration.text]
             if migration.number == 1:
@@ -97,6 +111,7 @@ def script(*, schema: SchemaName | None = None) -> str:
             parts.append(
                 f"INSERT INTO {SCHEMAS[name]}.migration (number, name) VALUES ({migration.number}, '{migration.name}');"
             )
+        parts.append("RESET ROLE;")
     return "\n".join([*parts, "COMMIT;"]) + "\n"
 
 
@@ -121,29 +136,58 @@ def check_schema(connection: Connection, schema: SchemaName, address: str) -> No
     raise SchemaMismatch(address, shown, f"{schema} {wanted}", "run `mqlayer migrate`")
 
 
-def _migrate_schema(connection: Connection, schema: SchemaName, address: str) -> list[Migration]:
+def _migrate_schema(connection: Connection, schema: SchemaName, address: str, owner: str | None) -> list[Migration]:
     connection.execute("SELECT pg_advisory_lock(%s, %s)", ADVISORY_LOCK)
     try:
-        at, wanted = _number(connection, schema), latest(schema)
-        if at > wanted:
-            raise SchemaMismatch(
-                address,
-                f"{schema} {at}",
-                f"{schema} {wanted}",
-                "upgrade mqlayer; the database was not touched",
-            )
+        at = _prepare_owner(connection, schema, address, owner)
         pending = [migration for migration in migrations(schema) if migration.number > at]
         for migration in pending:
             _run(connection, migration)
         return pending
     finally:
         if not connection.closed:
+            connection.execute("RESET ROLE")
             connection.execute("SELECT pg_advisory_unlock(%s, %s)", ADVISORY_LOCK)
+
+
+def _prepare_owner(connection: Connection, schema: SchemaName, address: str, owner: str | None) -> int:
+    """Have the schema belong to its owner, and go on as that one; return the schema's last migration."""
+    with _refusals(address), connection.transaction():
+        connection.execute("SET LOCAL lock_timeout = '5s'")
+        connection.execute(SEARCH_PATH)
+        connection.execute(_owner_script(schema, owner))
+        connection.execute("SELECT set_config('role', current_setting('mqlayer.owner'), false)")
+        at, wanted = _number(connection, schema), latest(schema)
+        if at > wanted:
+            hint = "upgrade mqlayer; the database was not touched"
+            raise SchemaMismatch(address, f"{schema} {at}", f"{schema} {wanted}", hint)
+    return at
+
+
+def _owner_script(schema: SchemaName, owner: str | None) -> str:
+    settings = {"mqlayer.schema": SCHEMAS[schema], "mqlayer.owner": owner or ""}
+    parts = [f"SELECT set_config('{name}', {sql.quote(value)}, false);" for name, value in settings.items()]
+    return "\n".join([*parts, sql_source("owner/prepare.sql")])
+
+
+@contextmanager
+def _refusals(address: str) -> Iterator[None]:
+    """Turn what the preparation refuses into an error that says what to do."""
+    try:
+        yield
+    except psycopg.Error as error:
+        if error.sqlstate not in ("MQ010", "MQ011"):
+            raise
+        setting = "encoding" if error.sqlstate == "MQ010" else "the owner of the schemas"
+        raise ConfigurationRefused(
+            address, setting, error.diag.message_primary or "", error.diag.message_hint or ""
+        ) from error
 
 
 def _run(connection: Connection, migration: Migration) -> None:
     with connection.transaction():
         connection.execute("SET LOCAL lock_timeout = '5s'")
+        connection.execute(SEARCH_PATH)
         connection.execute(migration.text)
         if migration.number == 1:
             connection.execute(_table_text(migration.schema))

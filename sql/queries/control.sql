@@ -261,6 +261,7 @@ INSERT INTO mqlayer.audit (actor, act, object, facts) VALUES (%(actor)s, %(act)s
 SELECT EXISTS (
     SELECT FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
     WHERE n.nspname = 'mqlayer' AND p.proname = 'server_seen_v1' AND has_schema_privilege(n.oid, 'USAGE')
+      AND has_function_privilege(p.oid, 'EXECUTE')
       AND (pg_is_in_recovery() OR NOT current_setting('transaction_read_only')::boolean)
 );
 

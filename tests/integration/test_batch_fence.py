@@ -231,7 +231,7 @@ def test_it_answers_as_the_fence_of_single_messages_does(database_dsn: str) -> N
             # All messages of a holding have one replay.
             replay = rng.choice([0, 0, 0, 1])
             messages = [
-                (rng.randrange(2), rng.choice([1, 1, 2, -1]), rng.choice(["a", "b", "ä", None]), rng.randint(1, 40), 5,
+                (rng.randrange(2), rng.choice([1, 1, 2, 3]), rng.choice(["a", "b", "ä", None]), rng.randint(1, 40), 5,
                  replay)
                 for _ in range(rng.randint(1, 12))
             ]  # fmt: skip

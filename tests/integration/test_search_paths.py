@@ -1,0 +1,315 @@
+"""Names in our SQL functions: a caller can have none of them mean something of his."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any, Final
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from mqlayer.postgres.database import connect
+from mqlayer.postgres.migrations import migrate
+from mqlayer.postgres.queries import query
+from tests.fixtures.functions import GOOD, call, signatures
+from tests.fixtures.servers import Postgres
+
+ROLE: Final = "mqlayer_test_intruder"
+Signatures = dict[str, dict[str, str]]
+SHORT: Final = {
+    "smallint": "int2", "integer": "int4", "bigint": "int8", "double precision": "float8", "boolean": "bool",
+    "timestamp with time zone": "timestamptz",
+}  # fmt: skip
+SCHEMAS: Final = ["mqlayer", "mqlayer_app", "mqlayer_archive"]
+# Functions that run with their owner's rights and are granted to no application.
+INNER: Final = {
+    "mqlayer.timeline_v1": "SELECT mqlayer.timeline_v1()",
+    "mqlayer.system_v1": "SELECT mqlayer.system_v1()",
+    "mqlayer.server_seen_v1": "SELECT mqlayer.server_seen_v1()",
+    "mqlayer.server_replaced_v1": "SELECT mqlayer.server_replaced_v1('{}')",
+    "mqlayer_app.timeline_v1": "SELECT mqlayer_app.timeline_v1()",
+    "mqlayer_archive.day_make_v1": "SELECT mqlayer_archive.day_make_v1(date '2030-01-01')",
+    "mqlayer_archive.day_drop_v1": "SELECT mqlayer_archive.day_drop_v1(date '2030-01-01')",
+    "mqlayer_archive.lock_v1": "SELECT mqlayer_archive.lock_v1()",
+}
+TRAP: Final = """
+CREATE FUNCTION intruder.trap() RETURNS boolean LANGUAGE plpgsql SET search_path = pg_catalog AS $$
+BEGIN
+    IF current_user <> 'mqlayer_test_intruder' THEN
+        RAISE NOTICE 'trapped %', current_user;
+        BEGIN
+            EXECUTE 'ALTER ROLE mqlayer_test_intruder SUPERUSER';
+        EXCEPTION WHEN OTHERS THEN NULL;
+        END;
+    END IF;
+    RETURN true;
+END $$
+"""
+
+
+def rows(connection: psycopg.Connection, statement: str, *parameters: Any) -> list[Any]:
+    return connection.execute(statement, parameters).fetchall()
+
+
+# -- the rule --------------------------------------------------------------------------------------------------------
+
+
+def test_every_function_of_ours_looks_its_names_up_in_pg_temp_last(database_dsn: str) -> None:
+    """Left out of a path, pg_temp comes first for types and tables, whatever the rest of the path is.
+
+    A function that is parsed when it is made looks no name up later; only such a one may be without a path.
+    """
+    with connect(database_dsn) as connection:
+        found = rows(
+            connection,
+            "SELECT p.oid::regprocedure::text, n.nspname, "
+            "(SELECT setting FROM unnest(p.proconfig) AS c(setting) WHERE setting LIKE 'search_path=%%'), "
+            "p.prosqlbody IS NOT NULL FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace "
+            "WHERE n.nspname = ANY(%s)",
+            SCHEMAS,
+        )
+    assert len(found) >= 40
+    wrong = [
+        name
+        for name, schema, path, parsed in found
+        if path != f"search_path=pg_catalog, {schema}, pg_temp" and not (parsed and path is None)
+    ]
+    assert wrong == []
+
+
+def test_no_function_with_its_owners_rights_is_everybodys(database_dsn: str) -> None:
+    with connect(database_dsn) as connection:
+        found = rows(
+            connection,
+            "SELECT p.oid::regprocedure::text FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace "
+            "WHERE n.nspname = ANY(%s) AND p.prosecdef AND (p.proacl IS NULL OR EXISTS "
+            "(SELECT FROM aclexplode(p.proacl) AS acl WHERE acl.grantee = 0))",
+            SCHEMAS,
+        )
+    assert found == []
+
+
+def test_no_text_in_a_function_depends_on_how_backslashes_are_read(database_dsn: str) -> None:
+    """Where standard_conforming_strings is off in a caller's session, a backslash in a text begins an escape."""
+    with connect(database_dsn) as connection:
+        found = rows(
+            connection,
+            "SELECT p.oid::regprocedure::text FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace "
+            r"WHERE n.nspname = ANY(%s) AND p.prosqlbody IS NULL AND strpos(p.prosrc, '\') > 0",
+            SCHEMAS,
+        )
+    assert found == []
+
+
+# -- each kind of name, in front of each function --------------------------------------------------------------------
+
+
+def shadow_types(connection: psycopg.Connection, schema: str) -> None:
+    """A domain of the name of each type, whose check is the caller's code."""
+    types = rows(
+        connection,
+        "SELECT typname FROM pg_type WHERE typnamespace = 'pg_catalog'::regnamespace AND typtype = 'b' "
+        "AND typelem = 0 AND typname !~ '^pg_|^_|^reg' AND typname <> 'cstring'",
+    )
+    for (name,) in types:
+        text = "CREATE DOMAIN {}.{} AS pg_catalog.{} CHECK (intruder.trap())"
+        names = map(sql.Identifier, (schema, name, name))
+        connection.execute(sql.SQL(text).format(*names))  # type: ignore[arg-type]
+
+
+def shadow_functions(connection: psycopg.Connection, schema: str) -> None:
+    """A function of the name and arguments of each one that ours name."""
+    functions = rows(
+        connection,
+        "SELECT format('%%I.%%I(%%s) RETURNS %%s%%s', %s::text, f.proname, pg_get_function_identity_arguments(f.oid), "
+        "CASE WHEN f.proretset THEN 'SETOF ' ELSE '' END, format_type(f.prorettype, NULL)), "
+        "f.proretset OR f.prorettype = 'void'::regtype "
+        "FROM pg_proc f WHERE f.pronamespace = 'pg_catalog'::regnamespace AND f.prokind = 'f' "
+        "AND f.provariadic = 0 AND NOT f.prorettype = ANY(ARRAY['internal', 'trigger', 'record']::regtype[]) "
+        "AND NOT 'internal'::regtype = ANY(f.proargtypes) AND NOT 'cstring'::regtype = ANY(f.proargtypes) "
+        "AND f.proargmodes IS NULL AND EXISTS (SELECT FROM pg_proc ours "
+        "WHERE ours.pronamespace::regnamespace::text LIKE 'mqlayer%%' AND ours.prosrc ~ ('\\m' || f.proname || '\\M'))",
+        schema,
+    )
+    assert len(functions) > 100
+    for signature, bare in functions:
+        body = "PERFORM intruder.trap(); RETURN" + (";" if bare else " NULL;")
+        connection.execute(f"CREATE FUNCTION {signature} LANGUAGE plpgsql AS $$ BEGIN {body} END $$")
+
+
+def shadow_operators(connection: psycopg.Connection, schema: str) -> None:
+    """An operator of the name and types of each one that ours may use."""
+    types = ["int2", "int4", "int8", "text", "bytea", "bool", "jsonb", "timestamptz", "interval", "float8", "numeric"]
+    operators = rows(
+        connection,
+        "SELECT o.oprname, format_type(o.oprleft, NULL), format_type(o.oprright, NULL), format_type(o.oprresult, NULL) "
+        "FROM pg_operator o WHERE o.oprnamespace = 'pg_catalog'::regnamespace AND o.oprkind = 'b' "
+        "AND o.oprleft = ANY(%s::regtype[]) AND o.oprright = ANY(%s::regtype[])",
+        types,
+        types,
+    )
+    assert len(operators) > 200
+    for number, (name, left, right, result) in enumerate(operators):
+        connection.execute(
+            f"CREATE FUNCTION {schema}.operator_{number}({left}, {right}) RETURNS {result} LANGUAGE plpgsql "
+            "AS $$ BEGIN PERFORM intruder.trap(); RETURN NULL; END $$"
+        )
+        connection.execute(
+            f"CREATE OPERATOR {schema}.{name} (LEFTARG = {left}, RIGHTARG = {right}, "
+            f"FUNCTION = {schema}.operator_{number})"
+        )
+
+
+def shadow_relations(connection: psycopg.Connection, schema: str) -> None:
+    """A view of the name of each table, view and sequence of ours, and of the catalogues that ours name."""
+    relations = rows(
+        connection,
+        "SELECT DISTINCT relname FROM pg_class WHERE relkind IN ('r', 'p', 'v', 'S') AND relname <> 'migration' "
+        "AND (relnamespace::regnamespace::text LIKE 'mqlayer%%' "
+        "OR relname IN ('pg_class', 'pg_proc', 'pg_sequences', 'pg_namespace'))",
+    )
+    for (name,) in relations:
+        text = sql.SQL("CREATE VIEW {}.{} AS SELECT intruder.trap() AS trap")
+        connection.execute(text.format(sql.Identifier(schema), sql.Identifier(name)))
+
+
+def shadow_casts(connection: psycopg.Connection, schema: str) -> None:
+    """A type that becomes text, and text that becomes it, by the caller's code."""
+    connection.execute(f"CREATE TYPE {schema}.sneaky AS ENUM ('orders')")
+    for source, target in (("sneaky", "text"), ("text", "sneaky")):
+        names = [f"{schema}.{one}" if one == "sneaky" else one for one in (source, target)]
+        connection.execute(
+            f"CREATE FUNCTION {schema}.cast_to_{target}({names[0]}) RETURNS {names[1]} LANGUAGE plpgsql AS $$ BEGIN "
+            f"PERFORM intruder.trap(); RETURN {'NULL' if target == 'sneaky' else chr(39) + 'orders' + chr(39)}; END $$"
+        )
+        kind = "IMPLICIT" if target == "text" else "ASSIGNMENT"
+        connection.execute(
+            f"CREATE CAST ({names[0]} AS {names[1]}) WITH FUNCTION {schema}.cast_to_{target}({names[0]}) AS {kind}"
+        )
+
+
+def shadow_collations(connection: psycopg.Connection, schema: str) -> None:
+    """Collations hold no code; another order of the same name could still part what has to be locked in one order."""
+    for name in ("C", "POSIX", "ucs_basic"):
+        connection.execute(f"""CREATE COLLATION {schema}."{name}" (provider = icu, locale = 'de')""")
+
+
+KINDS: Final[dict[str, Callable[[psycopg.Connection, str], None]]] = {
+    "type": shadow_types,
+    "function": shadow_functions,
+    "operator": shadow_operators,
+    "relation": shadow_relations,
+    "cast": shadow_casts,
+    "collation": shadow_collations,
+}
+
+
+@pytest.fixture(scope="module")
+def intruded(postgres_server: Postgres) -> Iterator[str]:
+    """A database in which a role may call every function, and has a schema of its own; nothing else."""
+    name = "mqlayer_test_intruder"
+    postgres_server.drop_database(name)
+    dsn = postgres_server.create_database(name)
+    migrate(dsn)
+    with connect(dsn) as owner:
+        owner.execute(f"DROP ROLE IF EXISTS {ROLE}")
+        owner.execute(f"CREATE ROLE {ROLE}")
+        for schema in SCHEMAS:
+            owner.execute(f"GRANT USAGE ON SCHEMA {schema} TO {ROLE}")
+            owner.execute(f"GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {ROLE}")
+        owner.execute(query("outbox_topic_put"), {"topic_id": 1, "name": "orders", "body_limit": 1_000_000})
+        owner.execute(query("outbox_counters_put"), {"topic_id": 1})
+    yield dsn
+    postgres_server.drop_database(name)
+    with connect(postgres_server.dsn("postgres")) as owner:
+        owner.execute(f"DROP ROLE {ROLE}")
+
+
+@pytest.fixture
+def intruder(intruded: str) -> Iterator[psycopg.Connection]:
+    """A connection of the role, with the trap in its schema."""
+    with closing(psycopg.connect(intruded, autocommit=True)) as connection:
+        connection.execute("DROP SCHEMA IF EXISTS intruder CASCADE")
+        connection.execute(f"CREATE SCHEMA intruder AUTHORIZATION {ROLE}")
+        connection.execute(f"SET SESSION AUTHORIZATION {ROLE}")
+        connection.execute(TRAP)
+        yield connection
+        assert not connection.closed
+
+
+@pytest.fixture
+def types(intruded: str) -> Signatures:
+    """The arguments of each function to call, with types that no path can change."""
+
+    def plain(type_: str) -> str:
+        name = type_.removesuffix("[]")
+        return f"pg_catalog.{SHORT.get(name, name)}" + ("[]" if type_.endswith("[]") else "")
+
+    with connect(intruded) as connection:
+        found = signatures(connection, ROLE)
+    assert set(GOOD) <= set(found)
+    return {function: {name: plain(one) for name, one in found[function].items()} for function in GOOD}
+
+
+def call_all(connection: psycopg.Connection, types: Signatures) -> list[str]:
+    """Call each function of ours that runs with its owner's rights, or is granted; return how the trap was sprung."""
+    notices: list[str] = []
+    connection.add_notice_handler(lambda notice: notices.append(notice.message_primary or ""))
+    for function, of in types.items():
+        before = len(notices)
+        with connection.transaction(force_rollback=True):
+            try:
+                call(connection, function, GOOD[function], of)
+            except psycopg.errors.InsufficientPrivilege:
+                # Those of workers run with their caller's rights.
+                assert function not in DEFINERS
+        if len(notices) > before:
+            notices.append(function)
+    for text in INNER.values():
+        with connection.transaction(force_rollback=True):
+            connection.execute(text.replace("date '", "pg_catalog.date '"))
+    return [notice for notice in notices if "trapped" in notice or notice in GOOD]
+
+
+DEFINERS: Final = set(GOOD) - {"fence_clean_v1", "delayed_release_v1", "outbox_rotate_v1", "tags_v1"}
+
+
+def test_every_function_with_its_owners_rights_is_called_here(intruder: psycopg.Connection) -> None:
+    found = rows(
+        intruder,
+        "SELECT n.nspname || '.' || p.proname FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace "
+        "WHERE n.nspname = ANY(%s) AND p.prosecdef",
+        SCHEMAS,
+    )
+    assert {name for (name,) in found} == set(INNER) | {f"mqlayer_app.{name}" for name in DEFINERS}
+
+
+@pytest.mark.parametrize("schema", ["pg_temp", "intruder"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_the_callers_runs_as_the_owner(
+    intruder: psycopg.Connection, types: Signatures, kind: str, schema: str
+) -> None:
+    KINDS[kind](intruder, schema)
+    intruder.execute("SET search_path = pg_temp, intruder, pg_catalog")
+    assert call_all(intruder, types) == []
+    intruder.execute("RESET search_path")
+    assert rows(intruder, "SELECT rolsuper FROM pg_roles WHERE rolname = %s", ROLE) == [(False,)]
+
+
+def test_the_trap_is_sprung_where_a_function_leaves_pg_temp_out(
+    intruded: str, intruder: psycopg.Connection, types: Signatures
+) -> None:
+    """What the rule prevents; without it the tests above would notice nothing."""
+    with connect(intruded) as owner:
+        of_publish = "ALTER FUNCTION mqlayer_app.publish_v1 SET search_path = pg_catalog, mqlayer_app"
+        owner.execute(of_publish)
+        shadow_types(intruder, "pg_temp")
+        intruder.execute("SET search_path = pg_temp, intruder, pg_catalog")
+        sprung = call_all(intruder, types)
+        intruder.execute("RESET search_path")
+        assert "trapped mqlayer_owner" in sprung
+        assert "publish_v1" in sprung
+        assert rows(intruder, "SELECT rolsuper FROM pg_roles WHERE rolname = %s", ROLE) == [(False,)], "no superuser"
+        owner.execute(of_publish + ", pg_temp")
