@@ -100,7 +100,11 @@ def _tell(notice: psycopg.errors.Diagnostic) -> None:
 
 def script(*, schema: SchemaName | None = None, owner: str | None = None) -> str:
     """Return all migrations as one SQL script for a database administrator."""
-    parts = ["-- Run in one go, as a superuser, or as the owner of the database with CREATEROLE.", "BEGIN;"]
+    parts = [
+        "-- Run in one go, as a superuser, or as the owner of the database with CREATEROLE.",
+        "BEGIN;",
+        "SET LOCAL client_encoding = 'UTF8';",
+    ]
     for name in SCHEMAS if schema is None else (schema,):
         parts += [f"{SEARCH_PATH};", _owner_script(name, owner)]
         parts.append("SELECT set_config('role', current_setting('mqlayer.owner'), true);")
@@ -152,6 +156,8 @@ def _migrate_schema(connection: Connection, schema: SchemaName, address: str, ow
 
 def _prepare_owner(connection: Connection, schema: SchemaName, address: str, owner: str | None) -> int:
     """Have the schema belong to its owner, and go on as that one; return the schema's last migration."""
+    # A database of another encoding has its sessions talk in that, unless they say otherwise.
+    connection.execute("SET client_encoding = 'UTF8'")
     with _refusals(address), connection.transaction():
         connection.execute("SET LOCAL lock_timeout = '5s'")
         connection.execute(SEARCH_PATH)

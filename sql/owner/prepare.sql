@@ -11,7 +11,7 @@ DECLARE
 BEGIN
     IF current_setting('server_encoding') <> 'UTF8' THEN
         RAISE EXCEPTION 'server_encoding is %', current_setting('server_encoding') USING ERRCODE = 'MQ010',
-            HINT = 'make the database with CREATE DATABASE … ENCODING ''UTF8'' TEMPLATE template0';
+            HINT = 'make the database with CREATE DATABASE name ENCODING ''UTF8'' TEMPLATE template0';
     END IF;
     IF v_owner = '' THEN
         v_owner := coalesce((SELECT r.rolname FROM pg_catalog.pg_namespace n

@@ -166,7 +166,7 @@ def test_more_messages_than_a_call_takes_go_in_several_of_one_transaction(connec
         for number in range(20_500):
             tx.publish("orders", key=f"key-{number % 40}" if number % 3 else None, body=str(number))
     rows = connection.execute("SELECT key, convert_from(body, 'UTF8')::int FROM mqlayer_app.outbox ORDER BY lp, seq")
-    by_key: dict[str, list[int]] = {}
+    by_key: dict[str | None, list[int]] = {}
     for key, number in rows.fetchall():
         by_key.setdefault(key, []).append(number)
     assert sum(map(len, by_key.values())) == 20_500

@@ -116,7 +116,7 @@ def shadow_types(connection: psycopg.Connection, schema: str) -> None:
     for (name,) in types:
         text = "CREATE DOMAIN {}.{} AS pg_catalog.{} CHECK (intruder.trap())"
         names = map(sql.Identifier, (schema, name, name))
-        connection.execute(sql.SQL(text).format(*names))  # type: ignore[arg-type]
+        connection.execute(sql.SQL(text).format(*names))
 
 
 def shadow_functions(connection: psycopg.Connection, schema: str) -> None:
