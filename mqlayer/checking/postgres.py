@@ -98,6 +98,20 @@ def check_prepared(asked: AskedDatabase, limits: Limits) -> list[Finding]:
     return found or [Finding("prepared", asked.subject, Verdict.OK, "no old prepared transaction")]
 
 
+def check_functions(asked: AskedDatabase, _: Limits) -> list[Finding]:
+    """Functions run with the rights of the schemas' owner: no caller may mislead them, and the owner has few."""
+    open_count, one, of_superusers = asked.row("check_functions")
+    fix = "mqlayer migrate"
+    found = []
+    if open_count:
+        seen = f"{open_count} functions, such as {one}, may run a caller's code with their owner's rights"
+        found.append(Finding("functions", asked.subject, Verdict.BROKEN, seen, fix))
+    if of_superusers:
+        seen = f"a superuser owns {of_superusers}, and their functions run with its rights"
+        found.append(Finding("functions", asked.subject, Verdict.WARNING, seen, fix))
+    return found or [Finding("functions", asked.subject, Verdict.OK, "no caller can mislead them; no superuser's")]
+
+
 def check_clock(asked: AskedDatabase, limits: Limits) -> list[Finding]:
     """Its clock against ours."""
     sent, sent_at = time.monotonic(), time.time()
@@ -112,6 +126,7 @@ CHECKS: Final[dict[str, Check[AskedDatabase]]] = {
     "connections": check_connections,
     "transactions": check_transactions,
     "prepared": check_prepared,
+    "functions": check_functions,
     "clock": check_clock,
 }
 

@@ -115,7 +115,7 @@ def script(*, schema: SchemaName | None = None, owner: str | None = None) -> str
             parts.append(
                 f"INSERT INTO {SCHEMAS[name]}.migration (number, name) VALUES ({migration.number}, '{migration.name}');"
             )
-        parts.append("RESET ROLE;")
+        parts += [sql_source("owner/paths.sql"), "RESET ROLE;"]
     return "\n".join([*parts, "COMMIT;"]) + "\n"
 
 
@@ -167,6 +167,7 @@ def _prepare_owner(connection: Connection, schema: SchemaName, address: str, own
         if at > wanted:
             hint = "upgrade mqlayer; the database was not touched"
             raise SchemaMismatch(address, f"{schema} {at}", f"{schema} {wanted}", hint)
+        connection.execute(sql_source("owner/paths.sql"))
     return at
 
 
@@ -195,6 +196,7 @@ def _run(connection: Connection, migration: Migration) -> None:
         connection.execute("SET LOCAL lock_timeout = '5s'")
         connection.execute(SEARCH_PATH)
         connection.execute(migration.text)
+        connection.execute(sql_source("owner/paths.sql"))
         if migration.number == 1:
             connection.execute(_table_text(migration.schema))
         failpoint("migrate.before_record")

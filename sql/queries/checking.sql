@@ -56,6 +56,20 @@ WHERE r.rolcanlogin AND (NOT r.rolsuper OR r.rolname = current_user)
                     AND one NOT IN ('idle_in_transaction_session_timeout=0', 'idle_in_transaction_session_timeout=0s'))
 ORDER BY r.rolname;
 
+-- name: check_functions
+-- How many of our functions look names up in pg_temp first, or where their caller says; one of them; and which of our
+-- schemas a superuser owns, so that those who mislead a function have the whole server.
+SELECT count(*) FILTER (WHERE open) AS open, min(name) FILTER (WHERE open) AS one,
+       (SELECT string_agg(n.nspname, ', ' ORDER BY n.nspname) FROM pg_namespace n JOIN pg_roles r ON r.oid = n.nspowner
+        WHERE n.nspname IN ('mqlayer', 'mqlayer_app', 'mqlayer_archive') AND r.rolsuper) AS of_superusers
+FROM (
+    SELECT n.nspname || '.' || p.proname AS name,
+           NOT coalesce(array_to_string(p.proconfig, ' ') LIKE '%%pg_temp', false)
+           AND (p.proconfig IS NOT NULL OR p.prosqlbody IS NULL) AS open
+    FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+    WHERE n.nspname IN ('mqlayer', 'mqlayer_app', 'mqlayer_archive')
+) AS functions;
+
 -- name: check_nodes
 -- All nodes, the given-up ones too.
 SELECT node_id, name, url, armed_run_id, lost_at FROM mqlayer.node ORDER BY node_id;

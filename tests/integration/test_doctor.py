@@ -16,13 +16,13 @@ import redis
 from mqlayer import failpoints
 from mqlayer.changes import finish_changes, split
 from mqlayer.checking import Finding, Limits, examine, nodes
-from mqlayer.checking.findings import LIMITS, run_checks
+from mqlayer.checking.findings import LIMITS, Verdict, run_checks
 from mqlayer.checking.nodes import AskedNode
 from mqlayer.domain.jobs import CLEAN_FENCE, JOBS, TRIM
 from mqlayer.domain.routing import NodeId
 from mqlayer.membership.groups import GroupSettings, ensure_group
 from mqlayer.membership.members import join
-from mqlayer.postgres.database import Database
+from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.migrations import migrate
 from mqlayer.redis.asking import ask_server
 from mqlayer.redis.nodes import Node
@@ -128,8 +128,8 @@ def test_of_a_well_installation_nothing_is_broken(
         shown = doctor("doctor")
     assert {line["check"] for line in found if line["verdict"] != "ok"} <= {"version"}
     assert {line["check"] for line in found} == {
-        "reachable", "version", "durability", "connections", "transactions", "prepared", "clock", "control schema",
-        "replaced", "unarmed", "beat", "routes", "groups", "parked", "pauses", "archive", "application schema",
+        "reachable", "version", "durability", "connections", "transactions", "prepared", "functions", "clock",
+        "control schema", "replaced", "unarmed", "beat", "routes", "groups", "parked", "pauses", "archive", "application schema",
             "relay", "recovery", "set aside",
         "publishers", "versions", "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
     }  # fmt: skip
@@ -327,6 +327,24 @@ def test_a_role_whose_idle_transactions_are_never_ended_is_named(ward: Ward) -> 
     assert "ALTER ROLE postgres SET idle_in_transaction_session_timeout" in finding.fix
     ward.world.rows(f"ALTER DATABASE {name} SET idle_in_transaction_session_timeout = '30s'")
     assert ward.findings("publishers") == []
+
+
+def test_functions_that_a_caller_can_mislead_and_a_superusers_schema_are_told_until_the_next_migration(
+    ward: Ward,
+) -> None:
+    assert ward.findings("functions") == []
+    with connect(ward.world.dsn) as connection:
+        connection.execute("ALTER FUNCTION mqlayer_app.publish_v1 SET search_path = pg_catalog, mqlayer_app")
+        connection.execute("ALTER SCHEMA mqlayer_archive OWNER TO CURRENT_USER")
+    found = ward.findings("functions")
+    assert [(finding.verdict, finding.fix) for finding in found] == [
+        (Verdict.BROKEN, "mqlayer migrate"),
+        (Verdict.WARNING, "mqlayer migrate"),
+    ]
+    assert "1 functions, such as mqlayer_app.publish_v1," in found[0].seen
+    assert "a superuser owns mqlayer_archive," in found[1].seen
+    migrate(ward.world.dsn)
+    assert ward.findings("functions") == []
 
 
 def test_few_free_connections_are_a_warning(ward: Ward) -> None:

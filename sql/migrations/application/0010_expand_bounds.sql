@@ -1,7 +1,6 @@
 -- What a caller can do to the functions of this schema, and what his session can: nothing beyond what they promise.
 --
--- 1. Names are looked up in pg_temp last. Left out of a search path it comes first, for types and tables: a caller's
---    temporary domain of the name of a type would run his code with the owner's rights.
+-- 1. Names are looked up in pg_temp last, see sql/owner/paths.sql.
 -- 2. Every argument has bounds. One that is out of them is refused as MQ009.
 -- 3. What publishes, releases or fences commits synchronously, whatever the session, its role or the database says. Set
 --    within the functions, for the transaction: a SET clause of a function ends with the function, before the commit.
@@ -874,20 +873,6 @@ BEGIN
     EXECUTE format('TRUNCATE %s', v_table);
     RETURN 'emptied';
 END $$;
-
--- Those that were not written anew above, and what they call, whether they run with the owner's rights or the caller's. A
--- function whose body was parsed when it was made, and that says nothing of a path, needs none, and is inlined for that.
-DO $do$
-DECLARE
-    v_one regprocedure;
-BEGIN
-    FOR v_one IN
-        SELECT p.oid FROM pg_catalog.pg_proc p
-        WHERE p.pronamespace = 'mqlayer_app'::regnamespace AND (p.prosqlbody IS NULL OR p.proconfig IS NOT NULL)
-    LOOP
-        EXECUTE format('ALTER FUNCTION %s SET search_path = pg_catalog, mqlayer_app, pg_temp', v_one);
-    END LOOP;
-END $do$;
 
 -- Everybody could call fence_many_v1, who may use the schema: what 0008 made was said of none.
 REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA mqlayer_app FROM PUBLIC;

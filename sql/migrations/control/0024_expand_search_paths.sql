@@ -1,4 +1,4 @@
--- What a caller can do to the functions of these schemas: names are looked up in pg_temp last, see application 0010.
+-- What a caller can do to the functions of these schemas: names are looked up in pg_temp last, see sql/owner/paths.sql.
 
 -- As of 0010, without a text that means something else where standard_conforming_strings is off.
 CREATE OR REPLACE FUNCTION mqlayer.parked_count_v1() RETURNS trigger LANGUAGE plpgsql
@@ -79,19 +79,6 @@ BEGIN
     EXECUTE format('DROP TABLE IF EXISTS mqlayer_archive.%I, mqlayer_archive.%I',
                    'record' || to_char(p_day, '_YYYYMMDD'), 'outcome' || to_char(p_day, '_YYYYMMDD'));
 END $$;
-
-DO $do$
-DECLARE
-    v_one record;
-BEGIN
-    FOR v_one IN
-        SELECT p.oid::regprocedure AS function, n.nspname AS schema FROM pg_catalog.pg_proc p
-        JOIN pg_catalog.pg_namespace n ON n.oid = p.pronamespace
-        WHERE n.nspname IN ('mqlayer', 'mqlayer_archive') AND (p.prosqlbody IS NULL OR p.proconfig IS NOT NULL)
-    LOOP
-        EXECUTE format('ALTER FUNCTION %s SET search_path = pg_catalog, %I, pg_temp', v_one.function, v_one.schema);
-    END LOOP;
-END $do$;
 
 -- Who may look at this schema may not have its numbers leap.
 REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA mqlayer FROM PUBLIC;
