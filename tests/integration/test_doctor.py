@@ -129,7 +129,8 @@ def test_of_a_well_installation_nothing_is_broken(
     assert {line["check"] for line in found if line["verdict"] != "ok"} <= {"version"}
     assert {line["check"] for line in found} == {
         "reachable", "version", "durability", "connections", "transactions", "prepared", "functions", "clock",
-        "control schema", "replaced", "unarmed", "beat", "routes", "groups", "parked", "pauses", "archive", "application schema",
+        "control schema", "replaced", "unarmed", "beat", "routes", "groups", "parked", "pauses", "archive",
+        "application schema",
             "relay", "recovery", "set aside",
         "publishers", "versions", "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
     }  # fmt: skip
