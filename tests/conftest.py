@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests.fixtures.lacking import parts_left_out
 
@@ -44,9 +45,17 @@ SLOW = {
 MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}
 
 
-# Where CI is set, Hypothesis tries the same examples each time, and keeps to itself how a failing one is made again.
-settings.register_profile("ci", settings.get_profile("default"), derandomize=False, print_blob=True)
-settings.load_profile("ci" if os.environ.get("CI") else "default")
+# How long an example takes, or drawing one, is the machine's business: a busy one is no failure.
+settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# By itself Hypothesis tries the same examples each time where CI is set, and keeps none that failed.
+settings.register_profile(
+    "ci",
+    settings.get_profile("here"),
+    derandomize=False,
+    print_blob=True,
+    database=DirectoryBasedExampleDatabase(TESTS.parent / ".hypothesis" / "examples"),
+)
+settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
