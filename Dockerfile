@@ -1,15 +1,24 @@
 # One image for every process of mqlayer: relay, Celery worker, beat, consumers.
-FROM python:3.13-slim
+# All packages come by the hashes of requirements/; `scripts/sbom` lists them.
+FROM python:3.13-slim AS build
 
 WORKDIR /app
+COPY requirements/build.lock requirements/build.lock
+RUN pip install --no-cache-dir --require-hashes --requirement requirements/build.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY mqlayer mqlayer
 COPY workers workers
 COPY spark spark
 COPY lua lua
 COPY sql sql
-RUN pip install --no-cache-dir . && useradd --system --no-create-home mqlayer
-# What was installed is used, not the sources: Python looks into the working directory first.
+RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
+
+FROM python:3.13-slim
+
+COPY requirements/image.lock /tmp/image.lock
+RUN pip install --no-cache-dir --require-hashes --requirement /tmp/image.lock && rm /tmp/image.lock
+RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
+    pip install --no-cache-dir --no-deps --no-index /wheels/*.whl && useradd --system --no-create-home mqlayer
 WORKDIR /home
 USER mqlayer
 ENTRYPOINT ["mqlayer"]

