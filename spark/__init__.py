@@ -3,7 +3,10 @@
 if __name__ != "mqlayer.spark":
     raise ImportError("import this package as mqlayer.spark", name=__name__)
 
-from mqlayer.spark.reading import read_snapshot, register
-from mqlayer.spark.session import session
+try:
+    from mqlayer.spark.reading import read_snapshot, register
+    from mqlayer.spark.session import session
+except ModuleNotFoundError as error:
+    raise ImportError("Spark needs more packages: pip install 'mqlayer[spark]'", name=error.name) from error
 
 __all__ = ["read_snapshot", "register", "session"]

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.database import DirectoryBasedExampleDatabase
+from hypothesis import settings
 
 from tests.fixtures.lacking import parts_left_out
 
@@ -20,6 +19,7 @@ pytest_plugins = [
     "tests.fixtures.consuming",
     "tests.fixtures.dead_nodes",
     "tests.fixtures.outboxes",
+    "tests.fixtures.plain_install",
     "tests.fixtures.power",
     "tests.fixtures.servers",
     "tests.fixtures.spark",
@@ -45,17 +45,9 @@ SLOW = {
 MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}
 
 
-# How long an example takes, or drawing one, is the machine's business: a busy one is no failure.
-settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# By itself Hypothesis tries the same examples each time where CI is set, and keeps none that failed.
-settings.register_profile(
-    "ci",
-    settings.get_profile("here"),
-    derandomize=False,
-    print_blob=True,
-    database=DirectoryBasedExampleDatabase(TESTS.parent / ".hypothesis" / "examples"),
-)
-settings.load_profile("ci" if os.environ.get("CI") else "here")
+# Where CI is set, Hypothesis tries the same examples each time, and keeps to itself how a failing one is made again.
+settings.register_profile("ci", settings.get_profile("default"), derandomize=False, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

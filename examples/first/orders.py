@@ -1,11 +1,4 @@
-"""A first program. Orders are placed in transactions; a consumer books each of them once, a customer's in order.
-
-mqlayer up
-source .mqlayer/env                           # its addresses, with the passwords that it made
-mqlayer topic create orders
-python -m examples.first.orders               # places three orders
-mqlayer consume examples.first.orders:app     # books them
-"""
+"""The README's first program. Orders are placed in transactions; a consumer books each once, a customer's in order."""
 
 import msgspec
 import psycopg
@@ -36,6 +29,7 @@ def book(order: Order, ctx: mqlayer.Context) -> None:
     with psycopg.connect(app.settings.application_dsn()) as connection:
         ctx.fence(connection)
         connection.execute("INSERT INTO ledger VALUES (%s, %s)", (order.customer, order.amount))
+    print(f"booked {order.amount} for {order.customer}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-import pyarrow as pa
+try:
+    import pyarrow as pa
+except ModuleNotFoundError as error:
+    raise ImportError("exports need more packages: pip install 'mqlayer[parquet]'", name=error.name) from error
 
 TYPES: Final[Mapping[str, pa.DataType]] = {
     "string": pa.string(),

@@ -148,8 +148,10 @@ class ServerContainer:
         testcontainers_config.ryuk_disabled = True
         port = free_port(self.port)
         container = DockerContainer(self.image, name=self.name, env=self._environment())
-        container.ports[f"{self.inner_port}/tcp"] = ("127.0.0.1", port)
-        container.with_command(self._command()).start()
+        # The engine's library takes an address with the port; the container's annotation leaves that out.
+        ports: dict[str, Any] = container.ports
+        ports[f"{self.inner_port}/tcp"] = ("127.0.0.1", port)
+        container.with_command(list(self._command())).start()
         ProcessRecord(port, container=self.name).save(self.directory)
 
     def _container(self) -> Any:

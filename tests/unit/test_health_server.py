@@ -19,10 +19,10 @@ from tests.fixtures.asking import ask, free_ports
 from tests.fixtures.waiting import wait_until
 
 SLOW_CLIENTS = 200
-PROBE_LIMIT_S = 2.0
-"""Orchestrators give a probe a second or more; this machine may be busy with other tests."""
+PROBE_LIMIT_S = 4.0
+"""It takes milliseconds; this machine may be busy with other tests. Less than the deadline of a slow client."""
 
-HUGE = b"x" * 1_000_000
+HUGE = b"x" * 300_000
 """More than fits between a server and a client with a small window that does not read."""
 
 Connect = Callable[[], socket.socket]
@@ -130,16 +130,19 @@ def test_sockets_are_bounded_and_the_oldest_makes_room(port: int, connect: Conne
 def ends_here(port: int) -> int:
     """Count the connections of this port that this process has the serving end of."""
     wanted, found = f":{port:04X}", 0
-    own = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        # The server closes some at this moment.
-        with suppress(FileNotFoundError):
-            own.add(str(entry.readlink()))
+    own = set(open_files())
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
         listens = fields[3] == "0A"
         found += fields[1].endswith(wanted) and not listens and f"socket:[{fields[9]}]" in own
     return found
+
+
+def open_files() -> Iterator[str]:
+    """Yield what this process has open; some of it is closed while this looks."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            yield str(entry.readlink())
 
 
 @pytest.mark.parametrize("slow", [silent, half_a_head, unread_answer])
@@ -204,17 +207,17 @@ def test_a_whole_answer_reaches_a_client_that_reads(connect: Connect) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_keeps_no_connection_open(connect: Connect, short_limit: float) -> None:
+def test_a_forked_child_keeps_no_connection_open(port: int, connect: Connect, short_limit: float) -> None:
     """A connection that the parent ends would otherwise stay open for as long as the child lives."""
     client = half_a_head(connect)
-    wait_until(lambda: ends_here(client.getpeername()[1]) == 1, what="accepted")
+    # Connections are accepted in turn: after this answer, that one was.
+    assert ask(port, "/live").status == 200
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         os.close(write)
         os.read(read, 1)
         os._exit(0)
     try:
-        client.settimeout(short_limit + PROBE_LIMIT_S)
         with suppress(ConnectionResetError):
             assert client.recv(1) == b""
     finally:

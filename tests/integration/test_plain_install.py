@@ -1,0 +1,177 @@
+"""What a user installs runs by itself: the wheel in an empty environment, with each extra, as the documents say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import threading
+import tomllib
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.fixtures.plain_install import LOCKS, ROOT, PlainEnvironment
+from tests.fixtures.waiting import wait_until
+
+pytestmark = [pytest.mark.xdist_group("plain_install"), pytest.mark.timeout(600)]
+
+IMPORT_ALL = """
+import importlib, pkgutil, mqlayer
+missed = []
+for module in pkgutil.walk_packages(mqlayer.__path__, "mqlayer.", onerror=lambda name: None):
+    if not module.name.endswith("__main__"):
+        try:
+            importlib.import_module(module.name)
+        except ImportError as error:
+            missed.append(f"{module.name}: {error}")
+print(*missed, sep="\\n")
+"""
+"""Prints a line for each module that can't be imported."""
+
+
+def test_the_first_program_runs_as_printed_from_a_plain_install(
+    plain_with_pip: PlainEnvironment, built_wheel: Path, locked_wheels: Path
+) -> None:
+    """Every step of the README's section, in an empty folder, from the install to the handled messages."""
+    plain = plain_with_pip
+    section = (ROOT / "README.md").read_text("utf-8").split("## A first program\n")[1].split("\n## ")[0]
+    shell = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    name, program = re.findall(r"Save this as `(\S+)`:\n\n```python\n(.*?)```", section, re.DOTALL)[0]
+    (plain.home / name).write_text(program)
+    *steps, last = "".join(shell).splitlines()
+    assert last.startswith("mqlayer consume ")
+    places = shlex.quote(f"{built_wheel.parent} {locked_wheels}")
+    # No registry is asked: a package of this name there would be somebody else's.
+    script = "\n".join([f"set -e; export PIP_NO_INDEX=1 PIP_FIND_LINKS={places}", *steps, f"exec {last}"])
+    heard: list[str] = []
+    try:
+        with subprocess.Popen(
+            ["/bin/bash", "-c", script],
+            cwd=plain.home, env=plain.variables(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            listener = threading.Thread(target=heard.extend, args=(process.stdout,))
+            listener.start()
+            try:
+                wait_until(
+                    lambda: booked(heard) == ["10", "20", "30"] or process.poll() is not None,
+                    timeout_s=240,
+                    what="three orders booked",
+                )
+            finally:
+                process.send_signal(signal.SIGINT)
+                listener.join(30)
+            assert booked(heard) == ["10", "20", "30"], "".join(heard)
+            assert process.wait(30) == 0, "".join(heard)
+        states = plain.run(plain.programs / "mqlayer", "status", "--json")
+        assert '"name":"worker"' in states.replace(" ", "")
+    finally:
+        plain.run(plain.programs / "mqlayer", "down", "--erase")
+
+
+def booked(lines: list[str]) -> list[str]:
+    """Return the amounts that the program says it booked."""
+    return [match[1] for line in list(lines) if (match := re.match(r"booked (\d+) for customer-1$", line))]
+
+
+def test_every_module_is_imported_from_a_plain_install_or_says_which_extra_it_needs(
+    plain: PlainEnvironment, built_wheel: Path
+) -> None:
+    plain.install("--constraint", LOCKS / "dev.lock", built_wheel)
+    missed = plain.tries(IMPORT_ALL).splitlines()
+    assert [line.split(":")[0] for line in missed] == ["mqlayer.archiving.forming", "mqlayer.spark"]
+    assert "pip install 'mqlayer[parquet]'" in missed[0]
+    assert "pip install 'mqlayer[spark]'" in missed[1]
+
+
+def test_a_worker_of_the_image_has_all_that_it_imports(
+    plain: PlainEnvironment, built_wheel: Path, database_dsn: str, redis_url: str
+) -> None:
+    """What the Dockerfile installs: the lock file with hashes, and the wheel without another look at dependencies."""
+    plain.install("--require-hashes", "--requirement", LOCKS / "image.lock")
+    plain.install("--no-deps", built_wheel)
+    program = """
+from mqlayer.workers.app import app
+app.loader.import_default_modules()
+with app.connection_for_write() as connection:
+    connection.ensure_connection(max_retries=1)
+print(len([name for name in app.tasks if name.startswith("mqlayer.")]))
+"""
+    assert int(plain.tries(program, MQLAYER_DSN=database_dsn, MQLAYER_BROKER_URL=redis_url)) > 10
+
+
+def test_the_sbom_lists_what_the_image_installs() -> None:
+    """Each package of the lock file that this Python takes, in its version, with a licence; and nothing else."""
+    bom = json.loads(subprocess.run([ROOT / "scripts" / "sbom"], stdout=subprocess.PIPE, check=True).stdout)
+    assert (bom["bomFormat"], bom["metadata"]["component"]["name"]) == ("CycloneDX", "mqlayer")
+    listed = {canonicalize_name(one["name"]): one["version"] for one in bom["components"]}
+    entries = re.findall(r"^([\w.-]+)==(\S+)(?: ; (.*?))? \\$", (LOCKS / "image.lock").read_text("utf-8"), re.MULTILINE)
+    assert listed == {name: version for name, version, marker in entries if not marker or Marker(marker).evaluate()}
+    assert [one["name"] for one in bom["components"] if not one.get("licenses")] == []
+    (ours,) = (one for one in bom["dependencies"] if one["ref"] == bom["metadata"]["component"]["bom-ref"])
+    direct = {Requirement(line).name for line in project()["dependencies"]}
+    assert {reference.split("==")[0] for reference in ours["dependsOn"]} == direct
+
+
+def test_the_parquet_extra_reads_as_arrow(plain: PlainEnvironment, built_wheel: Path, database_dsn: str) -> None:
+    plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[parquet]")
+    program = """
+from mqlayer.postgres.reading import arrow_batches, read_address
+import mqlayer.archiving.forming, os, pyarrow.parquet
+with arrow_batches(read_address(os.environ["MQLAYER_DSN"]), ["SELECT 42 AS answer"], application="test") as batches:
+    print([batch.to_pylist() for batch in batches])
+"""
+    assert "[[{'answer': 42}]]" in plain.tries(program, MQLAYER_DSN=database_dsn)
+
+
+def test_the_containers_extra_finds_an_engine_or_goes_on_without(plain: PlainEnvironment, built_wheel: Path) -> None:
+    """Where an engine answers, a Redis is started in it; elsewhere the imports that this takes are tried."""
+    plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[containers]")
+    program = """
+from pathlib import Path
+import docker
+from testcontainers.core.config import testcontainers_config
+from testcontainers.core.container import DockerContainer
+from mqlayer.stack.containers import RedisContainer, docker_answers
+if docker_answers():
+    server = RedisContainer(Path("node").resolve())
+    try:
+        server.start()
+        print("running", server.running)
+    finally:
+        server.erase()
+else:
+    print("no engine")
+"""
+    assert plain.tries(program).strip() in ("running True", "no engine")
+
+
+def test_the_spark_extra_runs_a_session(
+    plain: PlainEnvironment, built_wheel: Path, request: pytest.FixtureRequest
+) -> None:
+    """Its package has 400 MB: without `--long`, only what the extra declares is looked at."""
+    spark = [Requirement(line) for line in requires("mqlayer") or () if 'extra == "spark"' in line]
+    assert {one.name for one in spark} == {"adbc-driver-postgresql", "pyarrow", "pyspark"}
+    if request.config.getoption("--long"):
+        plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[spark]")
+        program = "import mqlayer.spark; print(mqlayer.spark.session(master='local[1]').range(3).count())"
+        variables = {"PATH": f"{plain.programs}:/usr/bin:/bin"}
+        assert plain.tries(program, **variables).strip() == "3"
+
+
+def test_every_extra_has_a_test_here() -> None:
+    tested = set(re.findall(r"\[(\w+)\]\"\)", Path(__file__).read_text("utf-8"))) | {"embedded"}
+    assert tested | {"dev"} == set(project()["optional-dependencies"])
+
+
+def project() -> dict[str, Any]:
+    facts: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    return facts
