@@ -14,7 +14,7 @@ class Settings(BaseSettings):
     Durations are seconds; sizes are bytes.
     """
 
-    model_config = SettingsConfigDict(env_prefix="MQLAYER_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix="MQLAYER_", frozen=True, extra="forbid", hide_input_in_errors=True)
 
     dsn: SecretStr = SecretStr("")
     """Postgres with the control schema (nodes, topics, routes, groups)."""

@@ -14,6 +14,7 @@ from typing import Any, Final
 from celery import Celery
 
 from mqlayer.redis.access import broker_access, broker_url
+from mqlayer.redis.addresses import check_broker_url
 from mqlayer.settings import Settings
 from mqlayer.workers import logs as logs  # noqa: PLC0414  # connects to Celery's signals
 from mqlayer.workers.bootstep import host_consumers
@@ -25,7 +26,7 @@ TASK_TIME_LIMIT_S: Final = 600
 
 
 def _configuration(settings: Settings) -> dict[str, Any]:
-    url = broker_url(settings)
+    url = check_broker_url(broker_url(settings))
     return {
         "broker_url": url,
         **({"broker_use_ssl": broker_access(settings).tls()} if url.startswith("rediss:") else {}),

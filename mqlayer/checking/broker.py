@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from mqlayer.checking.findings import Finding, Verdict
 from mqlayer.checking.nodes import AskedNode
-from mqlayer.errors import MqlayerError, redact
+from mqlayer.errors import MqlayerError
 from mqlayer.redis.access import NodeAccess
+from mqlayer.redis.addresses import shown_broker_url
 from mqlayer.redis.asking import ServerAnswers, ask_server
 
 
@@ -37,4 +38,4 @@ def check_apart(url: str, broker: ServerAnswers, nodes: Sequence[AskedNode]) -> 
 
 def broker_subject(url: str) -> str:
     """Return how a finding names the broker."""
-    return f"broker ({redact(url)})"
+    return f"broker ({shown_broker_url(url)})"

@@ -10,7 +10,6 @@ from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg import errors as pg_errors
-from psycopg.conninfo import conninfo_to_dict
 from psycopg_pool import ConnectionPool, PoolTimeout
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
@@ -26,7 +25,9 @@ from mqlayer.errors import (
     SchemaMismatch,
     StoreUnavailable,
     TransactionConflict,
+    redact,
 )
+from mqlayer.postgres.addresses import address_of, parse_dsn
 from mqlayer.postgres.server import meet_server
 
 Result = TypeVar("Result")
@@ -44,16 +45,6 @@ LONGEST_TRY_S: Final = 0.5
 """For how long a try waits for a connection, the first one and at most; so soon a server that is back is found."""
 _NUMBER: Final = re.compile(r"\b\d+\b")
 _RETRYABLE: Final = (pg_errors.SerializationFailure, pg_errors.DeadlockDetected, pg_errors.LockNotAvailable)
-
-
-def address_of(dsn: str) -> str:
-    """Return host, port and database of a DSN, for messages: no user, no password."""
-    try:
-        parts = conninfo_to_dict(dsn)
-    except psycopg.ProgrammingError:
-        return "postgres (the DSN can't be parsed)"
-    host, port = parts.get("host") or "localhost", parts.get("port") or 5432
-    return f"postgres at {host}:{port}/{parts.get('dbname') or parts.get('user') or ''}"
 
 
 def connect(dsn: str, *, autocommit: bool = True, application: str = "mqlayer") -> Connection:
@@ -187,7 +178,7 @@ def driver_errors(address: str) -> Iterator[None]:
 def translate(error: Exception, address: str = "postgres") -> MqlayerError:
     """Return mqlayer's error for one of the driver's."""
     state = getattr(error, "sqlstate", None) or ""
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    text = redact(str(error).splitlines()[0]) if str(error) else type(error).__name__
     if isinstance(error, _RETRYABLE):
         return TransactionConflict(state, text)
     if state.startswith("MQ"):
@@ -220,10 +211,7 @@ def _published_error(error: Exception, state: str, text: str) -> MqlayerError:
 
 def _arguments(dsn: str, application: str) -> dict[str, Any]:
     """Return connection arguments that the DSN leaves open."""
-    try:
-        given = conninfo_to_dict(dsn)
-    except psycopg.ProgrammingError:
-        raise InvalidInput("MQLAYER_DSN can't be parsed: give postgresql://user@host:port/database") from None
+    given = parse_dsn(dsn)
     return {"application_name": application} | {k: v for k, v in _KEEPALIVE.items() if k not in given}
 
 

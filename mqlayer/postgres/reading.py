@@ -46,7 +46,7 @@ class ReadAddress:
     """A database as it was reached once: every parameter in force, wherever it came from (DSN, service, environment,
     password file), so that another process reaches the same without them. Never shows its password."""
 
-    parameters: Mapping[str, str]
+    parameters: Mapping[str, str] = field(repr=False)
     password: str = field(repr=False)
 
     @property

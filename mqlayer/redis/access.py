@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from mqlayer.errors import Conflict, InvalidInput
+from mqlayer.secrecy import keep_secret
 from mqlayer.settings import Settings
 
 NODE: Final = "{node}"
@@ -53,6 +54,7 @@ class NodeAccess:
             user, password, file = self.sentinel_user, self.sentinel_password, self.sentinel_password_file
         if file:
             password = read_secret(file.replace(NODE, node))
+        keep_secret(password)
         if user and not password:
             name = f"{self.setting}{'SENTINEL_' if server == 'sentinel' else ''}PASSWORD"
             raise InvalidInput(f"Redis user {user!r} has no password: set {name}_FILE or {name}")

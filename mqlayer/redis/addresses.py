@@ -14,8 +14,9 @@ process (see `access`). Celery's broker is no node: its URL is a setting, and ma
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 import redis
 import redis.sentinel
@@ -24,6 +25,7 @@ from redis.retry import Retry
 
 from mqlayer.errors import InvalidInput
 from mqlayer.redis.access import NodeAccess, Server, access_here
+from mqlayer.secrecy import keep_secret
 
 SENTINEL_PORT: Final = 26379
 SCHEMES: Final = {
@@ -38,6 +40,9 @@ SECRET_OPTIONS: Final = frozenset(
 UNVERIFIED_OPTIONS: Final = frozenset({"ssl_cert_reqs", "ssl_check_hostname"})
 """TLS without them is TLS with whoever answers: an address can't turn it off for all processes."""
 FORM: Final = "use redis://host:port/db, rediss://… or sentinel://host:26379,host2:26379/service/db"
+
+ENCODE: Final = "write @ : / ? # % and blanks in a password as %40 %3A %2F %3F %23 %25 %20"
+PLAIN_SCHEMES: Final = ("redis", "rediss")
 
 Host = tuple[str, int]
 
@@ -57,14 +62,85 @@ class Address(NamedTuple):
 
 
 def parse_address(url: str) -> Address:
-    """Take a node's URL apart. Raises InvalidInput, which never shows the URL."""
-    try:
-        address = _parse(url)
-        redis.ConnectionPool.from_url(address.url)
-    except ValueError:
-        # The driver's words may hold a part of the URL.
-        raise InvalidInput(f"bad Redis URL: {FORM}") from None
+    """Take a node's URL apart. Raises InvalidInput, which never shows the URL.
+
+    One whose parts could be meant otherwise is refused too: with a bare `/` in its password, a part of that would be
+    taken for the host, and shown as such.
+    """
+    address = _parsed(url)
+    if address is None:
+        raise InvalidInput(f"bad Redis URL: {FORM}; {ENCODE}")
+    keep_secret(*_secrets_in(url))
     return address
+
+
+def shown_url(url: str) -> str:
+    """Return where a Redis is, for messages: scheme, hosts and database; no user, no password, no option."""
+    if _parsed(url) is None:
+        return "a Redis (its URL can't be parsed)"
+    return _place(url)
+
+
+def check_broker_url(url: str) -> str:
+    """Return the URL of Celery's broker, or several with semicolons. Raises InvalidInput, which never shows it."""
+    for part in url.split(";"):
+        if not _is_clear_broker(part):
+            raise InvalidInput(
+                f"MQLAYER_BROKER_URL can't be parsed: give redis://host:port/db; {ENCODE}, or set "
+                "MQLAYER_BROKER_PASSWORD_FILE"
+            )
+        keep_secret(*_secrets_in(part))
+    return url
+
+
+def shown_broker_url(url: str) -> str:
+    """Return where the broker is, for messages: no user, no password, no option."""
+    parts = url.split(";")
+    return ";".join(_place(part) if _is_clear_broker(part) else "(a URL that can't be parsed)" for part in parts)
+
+
+def _is_clear_broker(url: str) -> bool:
+    if url.startswith(("redis://", "rediss://", "unix://")):
+        return _parsed(url) is not None
+    try:
+        # Asking for the port parses it.
+        return _is_clear(url) and bool(urlsplit(url).scheme) and urlsplit(url).port != 0
+    except ValueError:
+        return False
+
+
+def _place(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _parsed(url: str) -> Address | None:
+    try:
+        address = _parse(url) if _is_clear(url) else None
+        if address is not None:
+            # Connects to nothing; an option that the driver does not know is a TypeError.
+            redis.ConnectionPool.from_url(address.url).make_connection()
+    except (ValueError, TypeError, redis.RedisError):
+        # The driver's words may hold a part of the URL.
+        return None
+    return address
+
+
+def _is_clear(url: str) -> bool:
+    """Return whether the parts of a URL end where they seem to."""
+    parts = urlsplit(url)
+    if "#" in url or "@" in parts.path + parts.query or parts.netloc.count("@") > 1:
+        return False
+    if parts.query and not parse_qsl(parts.query, strict_parsing=True, keep_blank_values=True):
+        return False
+    return parts.scheme not in PLAIN_SCHEMES or not parts.path.strip("/") or parts.path.strip("/").isdecimal()
+
+
+def _secrets_in(url: str) -> Iterator[str]:
+    parts = urlsplit(url)
+    login = parts.netloc.rpartition("@")[0]
+    yield unquote(login.partition(":")[2])
+    yield from (value for name, value in parse_qsl(parts.query) if "password" in name)
 
 
 def refuse_secrets(url: str) -> None:

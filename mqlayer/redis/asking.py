@@ -9,9 +9,9 @@ from typing import Any, Final
 import redis
 
 from mqlayer.domain.runs import run_of
-from mqlayer.errors import InvalidInput, redact
+from mqlayer.errors import InvalidInput
 from mqlayer.redis.access import NodeAccess
-from mqlayer.redis.addresses import Line
+from mqlayer.redis.addresses import Line, shown_url
 from mqlayer.redis.denials import not_reached
 
 ASKED_SETTINGS: Final = ("appendfsync", "no-appendfsync-on-rewrite", "aof-load-truncated", "min-replicas-to-write")
@@ -63,7 +63,7 @@ def ask_server(url: str, *, timeout_s: float, node: str = "", access: NodeAccess
         line.connect()
         return _ask(line)
     except (redis.RedisError, OSError, InvalidInput) as error:
-        raise not_reached(redact(url), error) from error
+        raise not_reached(shown_url(url), error) from error
     finally:
         line.disconnect()
 

@@ -8,7 +8,7 @@ was promoted or was replaced is another run and serves nothing until it is armed
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
@@ -23,9 +23,8 @@ from mqlayer.errors import (
     NodeNotArmed,
     NodeOutOfMemory,
     StoreUnavailable,
-    redact,
 )
-from mqlayer.redis.addresses import Line
+from mqlayer.redis.addresses import Line, shown_url
 from mqlayer.redis.denials import RIGHTS_HINT, is_denial, not_reached
 from mqlayer.redis.scripts import script_digests, script_texts
 
@@ -41,7 +40,7 @@ Command = Sequence[Any]
 
 
 # Asked for with every reply that is judged.
-_shown = lru_cache(maxsize=256)(redact)
+_shown = lru_cache(maxsize=256)(shown_url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +49,12 @@ class Node:
 
     node_id: NodeId
     name: str
-    url: str
+    url: str = field(repr=False)
     armed_run_id: str | None
 
     @property
     def address(self) -> str:
-        """The URL without its password, for messages."""
+        """Where it is, for messages: no user, no password, no option."""
         return _shown(self.url)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from mqlayer.errors import StoreUnavailable
+from mqlayer.errors import InvalidInput, StoreUnavailable
+from mqlayer.postgres.addresses import parse_dsn
 from mqlayer.postgres.database import Connection, connect
 
 
@@ -15,11 +16,11 @@ from mqlayer.postgres.database import Connection, connect
 class PostgresDatabases:
     """The databases of a server, reached with a DSN whose database name is replaced."""
 
-    base_dsn: str
+    base_dsn: str = field(repr=False)
 
     def dsn(self, dbname: str = "postgres") -> str:
         """Return the address of one database, for the driver only: it may hold a password."""
-        return make_conninfo(self.base_dsn, dbname=dbname)
+        return make_conninfo("", **parse_dsn(self.base_dsn) | {"dbname": dbname})
 
     def create_database(self, name: str, *, template: str | None = None) -> str:
         """Create a database, as a copy of the template where one is given, and return its DSN."""
@@ -44,7 +45,7 @@ class PostgresDatabases:
         try:
             with self._connection():
                 return True
-        except StoreUnavailable:
+        except (StoreUnavailable, InvalidInput):
             return False
 
     def _execute(self, statement: sql.Composed) -> None:

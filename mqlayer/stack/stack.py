@@ -25,10 +25,12 @@ from pathlib import Path
 from typing import Final, Literal
 
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import StoreUnavailable, redact
+from mqlayer.errors import InvalidInput, StoreUnavailable
+from mqlayer.postgres.addresses import address_of
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.redis.access import acting_as
+from mqlayer.redis.addresses import shown_broker_url, shown_url
 from mqlayer.redis.nodes import Node, NodeConnection
 from mqlayer.stack.accounts import unprivileged_account
 from mqlayer.stack.addresses import Addresses, GivenAddresses
@@ -228,9 +230,9 @@ class Stack:
         address = contents.address(name)
         if name in contents.given:
             state: State = "running" if _answers(name, address) else "not reached"
-            return ComponentStatus(name, redact(address), state, None, None)
+            return ComponentStatus(name, _shown(name, address), state, None, None)
         server = self._postgres() if name == "postgres" else self._redis(name)
-        return _own_status(server, redact(address))
+        return _own_status(server, _shown(name, address))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -254,13 +256,18 @@ def _worker(directory: Path, environment: Mapping[str, str]) -> BackgroundProces
     return BackgroundProcess(directory / "worker", arguments, environment, ready_line=" ready.")
 
 
+def _shown(name: str, address: str) -> str:
+    show = {"postgres": address_of, "broker": shown_broker_url}.get(name, shown_url)
+    return show(address)
+
+
 def _answers(name: str, address: str) -> bool:
     if name == "postgres":
         return PostgresDatabases(address).answers()
     try:
         with NodeConnection(Node(NodeId(0), name, address, None), any_run=True, unsafe=True) as line:
             line.connect()
-    except StoreUnavailable:
+    except (StoreUnavailable, InvalidInput):
         return False
     return True
 

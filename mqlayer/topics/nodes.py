@@ -10,12 +10,12 @@ from typing import Any, Final
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId
 from mqlayer.domain.runs import is_former
-from mqlayer.errors import Conflict, NodeNotArmed, NotFound, StoreUnavailable, redact
+from mqlayer.errors import Conflict, NodeNotArmed, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.addresses import parse_address, refuse_secrets
+from mqlayer.redis.addresses import parse_address, refuse_secrets, shown_url
 from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import end_sources, raise_command
 from mqlayer.routes.cache import load_nodes
@@ -44,7 +44,7 @@ def register_node(database: Database, *, name: str, url: str, actor: str = "api"
     def work(connection: Connection) -> None:
         new = connection.execute(query("node_insert"), {"name": name, "url": url, "run_id": run_id}).fetchone()
         if new is not None:
-            note(connection, actor, "node register", name, {"url": redact(url)})
+            note(connection, actor, "node register", name, {"url": shown_url(url)})
 
     database.transaction(work)
     node = find_node(database, name)
@@ -138,7 +138,7 @@ def set_node_address(
         if node.url == url:
             arming = _Arming(connection, node, formers, unsafe=unsafe, former=former, lowered=lowered)
             return arming.run(options, actor=actor, act="node rearm", facts={}, always=False)
-        facts = {"from": redact(node.url), "to": redact(url)}
+        facts = {"from": shown_url(node.url), "to": shown_url(url)}
         there = replace(node, url=url)
         arming = _Arming(connection, there, formers, unsafe=unsafe, former=former, empty=empty, lowered=lowered)
         epochs = arming.run(options, actor=actor, act="node set", facts=facts, always=True)

@@ -42,7 +42,7 @@ def test_what_waits_is_live_and_not_ready(process: Process) -> None:
     process.health = Health(waits=("redis://:s3cret@h is away",)).named("group g")
     assert ask(process.port, "/live") == Answer(200, {"live": True, "ready": False, "reasons": []})
     answer = ask(process.port, "/ready")
-    assert answer == Answer(503, {"live": True, "ready": False, "reasons": ["group g: redis://:***@h is away"]})
+    assert answer == Answer(503, {"live": True, "ready": False, "reasons": ["group g: redis://***@h is away"]})
 
 
 def test_what_is_stuck_is_neither(process: Process) -> None:
