@@ -3,7 +3,8 @@
 group_forget: drop what a retired group has at one partition; first all but a lock that refuses its late owners.
 
 The group may have come back meanwhile, under a higher epoch: then nothing is touched. What became of messages stays as
-long as no archiver has fetched it.
+long as no archiver has fetched it. The epoch comes first and the lock goes last: whatever is left by a call that ended
+in its middle, late owners are refused, and the next call removes it.
 
 KEYS
   1 meta_key      hash    state of the partition; of one that is retired nothing but its tombstone may be left
@@ -35,12 +36,15 @@ local held = tonumber(redis.call('HGET', lock_key, 'epoch') or '0')
 if held >= epoch then return {'kept', held} end
 local state = redis.call('HGET', meta_key, 'state')
 local untold = archived and redis.call('XLEN', outcomes_key) > 0
+redis.call('HSET', lock_key, 'owner', '', 'epoch', string.format('%d', epoch - 1))
 local native = redis.call('HGET', lock_key, 'shared')
-if native then redis.pcall('XGROUP', 'DESTROY', log_key, native) end
+if native and redis.call('EXISTS', log_key) == 1 then redis.call('XGROUP', 'DESTROY', log_key, native) end
 if not untold then redis.call('UNLINK', outcomes_key) end
 for i = 5, #KEYS do redis.call('UNLINK', KEYS[i]) end
-redis.call('UNLINK', lock_key)
-if not state or state == 'deleted' then return {untold and 'untold' or 'forgotten'} end
-if for_good and not untold then return {'forgotten'} end
-redis.call('HSET', lock_key, 'owner', '', 'epoch', string.format('%d', epoch - 1))
+if not state or state == 'deleted' or (for_good and not untold) then
+  redis.call('UNLINK', lock_key)
+  return {untold and 'untold' or 'forgotten'}
+end
+redis.call('HDEL', lock_key, 'refreshed_at', 'committed', 'base', 'top', 'seek', 'told', 'deaths', 'suspect', 'shared', 'swept',
+  'pop', 'wakes', 'seen', 'rest')
 return {untold and 'untold' or 'resting'}

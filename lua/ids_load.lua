@@ -31,8 +31,9 @@ if meta[1] ~= 'importing' or meta[2] ~= change then return {'conflict', meta[1]}
 local now = redis.call('TIME')
 local now_ms = tonumber(now[1]) * 1000 + math.floor(tonumber(now[2]) / 1000)
 for i = 3, #ARGV, 3 do
-  redis.call('HSETNX', ids_key, ARGV[i], ARGV[i + 1])
+  -- The age first: an id without one would be known for ever.
   redis.call('ZADD', ages_key, 'NX', string.format('%.0f', now_ms - tonumber(ARGV[i + 2])), ARGV[i])
+  redis.call('HSETNX', ids_key, ARGV[i], ARGV[i + 1])
 end
 if redis.call('PTTL', ages_key) < window_ms then
   redis.call('PEXPIRE', ids_key, window_ms)

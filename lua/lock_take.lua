@@ -9,12 +9,16 @@ An owner that did not release the lock died, as far as is known. Where that happ
 past what the one before may have had in hand, one of these messages may have killed both: the next owner is to start
 them with care.
 
+A lock and a bitmap that are not of each other say nothing: without what the lock tells, the group starts anew, and
+without its bitmap, at committed. What was settled above that comes again then, in order.
+
 KEYS
   1 meta_key      hash    state and next offset of the partition
   2 lock_key      hash    owner, epoch, last refresh, committed, base of the ack bitmap, seek; deaths: how many owners
                           in a row died, and suspect: the offset that the group was to come past in between
   3 acks_key      string  ack bitmap: bit i is offset base + i
   4 attempts_key  hash    offset -> failed attempts and when (see attempt_count)
+  5 log_key       stream  the partition's records
 
 ARGV
   1 member        string  who asks
@@ -28,12 +32,13 @@ RETURNS
   {"taken", committed, next, base, bits, {offset, failures, ...}, suspect}   ours now; suspect: start what lies below
                                                       it with care, 0 for nothing
   {"fenced", epoch}                                   another epoch is in force: stop
-  {"absent"}                                          no such partition on this node
+  {"absent"}                                          no such partition on this node, or its records are gone
 ]]
 local meta_key = KEYS[1]
 local lock_key = KEYS[2]
 local acks_key = KEYS[3]
 local attempts_key = KEYS[4]
+local log_key = KEYS[5]
 local member = ARGV[1]
 local epoch = tonumber(ARGV[2])
 local start = tonumber(ARGV[3])
@@ -42,6 +47,8 @@ local seek = tonumber(ARGV[5])
 
 -- More than a member has in hand of a partition.
 local IN_HAND = 20000
+
+-- include bits_lost
 
 local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
@@ -59,28 +66,33 @@ elseif held >= epoch then
   return {'fenced', held}
 end
 
-local committed = tonumber(lock[4] or '0')
-local base = tonumber(lock[5] or '0')
-if tonumber(lock[6] or '0') < seek then
+if meta[2] ~= '1' and redis.call('EXISTS', log_key) == 0 then return {'absent'} end
+
+local committed, base, top = tonumber(lock[4] or '0'), tonumber(lock[5] or '0'), tonumber(lock[7] or '0')
+local bits = ''
+if committed == 0 or tonumber(lock[6] or '0') < seek then
+  -- Whatever is there is of a lock that is gone, or of before the seek.
   redis.call('DEL', acks_key, attempts_key)
-  redis.call('HSET', lock_key, 'seek', string.format('%d', seek), 'top', '0')
-  committed, lock[7] = 0, '0'
-end
-if committed == 0 then
   -- A partition that fell back below the start begins anew: what comes now is new to the group.
   committed = math.max(math.min(start, tonumber(meta[2])), tonumber(meta[3] or '1'))
-  base = committed
+  base, top = committed, 0
+else
+  bits = redis.call('GET', acks_key) or ''
+  if top <= committed or bits_lost(#bits, committed, base, top) then
+    if bits ~= '' then redis.call('DEL', acks_key) end
+    base, top, bits = committed, 0, ''
+  end
 end
 local deaths, suspect = 0, tonumber(lock[9] or '0')
 if held < epoch and (lock[1] or '') ~= '' then
   deaths = committed < suspect and tonumber(lock[8] or '0') + 1 or 1
-  suspect = math.min(tonumber(meta[2]), math.max(committed, tonumber(lock[7] or '0')) + IN_HAND)
+  suspect = math.min(tonumber(meta[2]), math.max(committed, top) + IN_HAND)
 elseif held == epoch then
   deaths = tonumber(lock[8] or '0')
 end
-redis.call('HSET', lock_key, 'deaths', string.format('%d', deaths), 'suspect', string.format('%d', suspect))
 redis.call('HSET', lock_key, 'owner', member, 'epoch', string.format('%d', epoch),
   'refreshed_at', string.format('%d', now), 'committed', string.format('%d', committed),
-  'base', string.format('%d', base))
-return {'taken', committed, tonumber(meta[2]), base, redis.call('GET', acks_key) or '', redis.call('HGETALL', attempts_key),
-  deaths >= 2 and suspect or 0}
+  'base', string.format('%d', base), 'top', string.format('%d', top),
+  'seek', string.format('%d', math.max(seek, tonumber(lock[6] or '0'))),
+  'deaths', string.format('%d', deaths), 'suspect', string.format('%d', suspect))
+return {'taken', committed, tonumber(meta[2]), base, bits, redis.call('HGETALL', attempts_key), deaths >= 2 and suspect or 0}

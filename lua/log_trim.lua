@@ -22,7 +22,7 @@ local log_key = KEYS[2]
 local entry_limit = tonumber(ARGV[1])
 local floor = tonumber(ARGV[2])
 
-local meta = redis.call('HMGET', meta_key, 'state', 'next')
+local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
 -- The command of a sealed partition stays: its id is below that of a next record.
 if meta[1] == 'sealed' then floor = math.min(floor, tonumber(meta[2]) - 1) end
@@ -36,5 +36,6 @@ local count = redis.call('XTRIM', log_key, 'MINID', '~', string.format('%d-0', f
 local head = redis.call('XRANGE', log_key, '-', '+', 'COUNT', 1)
 local first = tonumber(meta[2])
 if head[1] then first = tonumber(string.match(head[1][1], '^%d+')) end
-if count > 0 then redis.call('HSET', meta_key, 'first', string.format('%d', first)) end
+-- Also where an earlier call removed them, and ended here.
+if string.format('%d', first) ~= meta[3] then redis.call('HSET', meta_key, 'first', string.format('%d', first)) end
 return {'trimmed', count, first}

@@ -6,7 +6,7 @@ Only where the mark is still the one that was looked at: a caller that was stopp
 another has raised since, nor count again.
 
 KEYS
-  1 meta_key    hash    lost: messages that were given up
+  1 meta_key    hash    lost: messages that were given up; passing: the last seqs that are counted in it
   2 marks_key   hash    <source>:<lp> -> highest seq
 
 ARGV
@@ -26,5 +26,12 @@ local to = tonumber(ARGV[3])
 
 local mark = tonumber(redis.call('HGET', marks_key, field) or '0')
 if mark ~= after then return {'moved', mark} end
+local meta = redis.call('HMGET', meta_key, 'lost', 'passing')
+local lost, passing = tonumber(meta[1] or '0'), string.format('%s:%d:%d', field, after, to)
+-- Counted in the command that says so: where the call ends before the mark, the next one does not count again.
+if meta[2] ~= passing then
+  lost = lost + to - after
+  redis.call('HSET', meta_key, 'lost', string.format('%d', lost), 'passing', passing)
+end
 redis.call('HSET', marks_key, field, string.format('%d', to))
-return {'passed', redis.call('HINCRBY', meta_key, 'lost', string.format('%d', to - after))}
+return {'passed', lost}

@@ -9,6 +9,10 @@ Of an archived topic, what was not settled before is told in one entry of a stre
 the node's clock, h ranges that were handled, u ranges that the group's filter leaves out, r when they were given, a
 offset:failed attempts, x how many told offsets were dropped, the oldest first, because nobody fetched them.
 
+It is told first, then the bits are set, then the lock says so: where the call ends in between, the same call again does
+the rest, and may tell it twice. Bits that the lock does not tell of are void, and a bitmap that is not the one that the
+lock tells of gives the lock up: the next owner starts at committed.
+
 KEYS
   1 meta_key      hash    state and next offset of the partition
   2 lock_key      hash    owner, epoch, last refresh, committed, base of the ack bitmap
@@ -26,7 +30,7 @@ ARGV
 
 RETURNS
   {"settled", committed}    done
-  {"fenced", epoch}         another epoch is in force; nothing was changed
+  {"fenced", epoch}         another epoch is in force, or the bitmap is lost; nothing was settled
   {"unknown", next}         an offset at or above next; nothing was changed
   {"beyond", limit}         an offset at or above the end of the window; nothing was changed
   {"absent"}                no such partition on this node
@@ -44,6 +48,9 @@ local told = ARGV[4]
 local WINDOW = 1048576
 local KEEP_BYTES = 1024
 local format = string.format
+
+-- include bits_lost
+-- include tell_outcome
 
 local next_offset = tonumber(redis.call('HGET', meta_key, 'next') or '0')
 if next_offset == 0 then return {'absent'} end
@@ -64,88 +71,53 @@ for i = 1, range_count do
   if last >= committed + WINDOW then return {'beyond', committed + WINDOW} end
 end
 
+local bits_kept = top > committed
+if bits_kept and bits_lost(redis.call('STRLEN', acks_key), committed, base, top) then
+  redis.call('HSET', lock_key, 'owner', '', 'base', format('%d', committed), 'top', '0')
+  return {'fenced', held}
+end
+
 -- What is settled by this call and no earlier one, by its letter: first and last offset in turn.
 local fresh = {h = {}, u = {}}
 local function tell(line, first, last)
   local n = #line
   if line[n] == first - 1 then line[n] = last else line[n + 1], line[n + 2] = first, last end
 end
-
-local bits_kept = top > committed
-local function set_bit(at, line)
-  if redis.call('SETBIT', acks_key, at, 1) == 0 and line then tell(line, base + at, base + at) end
-end
-local function tell_clear(from, whole, line)
-  local before = redis.call('GETRANGE', acks_key, from / 8, from / 8 + whole - 1)
-  if not string.find(before, '%Z') then return tell(line, base + from, base + from + 8 * whole - 1) end
-  for i = 1, whole do
-    local byte, at = string.byte(before, i) or 0, base + from + 8 * (i - 1)
-    for bit = 7, 0, -1 do
-      if byte % 2 ^ (bit + 1) < 2 ^ bit then tell(line, at + 7 - bit, at + 7 - bit) end
-    end
-  end
-end
-local function set_bits(first, last, line)
+local function tell_clear(line, first, last)
   local from, to = first - base, last - base
-  while from <= to and from % 8 ~= 0 do
-    set_bit(from, line)
-    from = from + 1
-  end
-  local whole = math.floor((to - from + 1) / 8)
-  if whole > 0 then
-    if line then tell_clear(from, whole, line) end
-    redis.call('SETRANGE', acks_key, from / 8, string.rep('\255', whole))
-    from = from + 8 * whole
-  end
-  while from <= to do
-    set_bit(from, line)
-    from = from + 1
-  end
-end
-
-for i = 1, range_count do
-  local first, last = math.max(tonumber(ARGV[2 * i + 3]), committed), tonumber(ARGV[2 * i + 4])
-  local line = words and fresh[string.sub(words, i, i)]
-  if first <= last then
-    if not bits_kept and first == committed then
-      if line then tell(line, first, last) end
-      committed = last + 1
-      base = committed
-    else
-      if not bits_kept then
-        bits_kept = true
-        base = committed
-      end
-      set_bits(first, last, line)
-      top = math.max(top, last + 1)
-      if first == committed then committed = last + 1 end
+  local low, high = math.floor(from / 8), math.floor(to / 8)
+  local bytes = redis.call('GETRANGE', acks_key, low, high)
+  if not string.find(bytes, '%Z') then return tell(line, first, last) end
+  for at = low, high do
+    local byte = string.byte(bytes, at - low + 1) or 0
+    for bit = math.max(from, 8 * at), math.min(to, 8 * at + 7) do
+      if byte % 2 ^ (8 - bit % 8) < 2 ^ (7 - bit % 8) then tell(line, base + bit, base + bit) end
     end
   end
 end
-if bits_kept then
-  -- Every bit below committed is set, so the first clear one from its byte on is the new committed.
-  local clear = redis.call('BITPOS', acks_key, 0, math.floor((committed - base) / 8))
-  if clear >= 0 then committed = base + clear end
-  local spent = math.floor((committed - base) / 8)
-  if committed >= top then
-    redis.call('DEL', acks_key)
-    base = committed
-    top = 0
-  elseif spent > KEEP_BYTES then
-    redis.call('SET', acks_key, redis.call('GETRANGE', acks_key, spent, -1))
-    base = base + 8 * spent
+local function tell_range(i, at, line, first, last)
+  -- But for what earlier ranges of the call have.
+  for j = at, i - 1 do
+    local from, to = tonumber(ARGV[2 * j + 3]), tonumber(ARGV[2 * j + 4])
+    if from <= last and to >= first then
+      if first < from then tell_range(i, j + 1, line, first, from - 1) end
+      if to >= last then return end
+      first = to + 1
+    end
   end
+  if bits_kept then tell_clear(line, first, last) else tell(line, first, last) end
 end
-redis.call('HSET', lock_key, 'committed', format('%d', committed), 'base', format('%d', base),
-  'top', format('%d', top))
-local failed = {}
-for i = 5 + 2 * range_count, #ARGV do
-  local count = words and string.match(redis.call('HGET', attempts_key, ARGV[i]) or '0', '^%d+') or '0'
-  if count ~= '0' then failed[#failed + 1] = ARGV[i] .. ':' .. count end
-  redis.call('HDEL', attempts_key, ARGV[i])
+for i = 1, words and range_count or 0 do
+  local first, last = math.max(tonumber(ARGV[2 * i + 3]), committed), tonumber(ARGV[2 * i + 4])
+  local line = fresh[string.sub(words, i, i)]
+  if line and first <= last then tell_range(i, 1, line, first, last) end
 end
-
 if #fresh.h > 0 or #fresh.u > 0 then
+  local failed = {}
+  for i = 5 + 2 * range_count, #ARGV do
+    local count = string.match(redis.call('HGET', attempts_key, ARGV[i]) or '0', '^%d+')
+    if count ~= '0' then failed[#failed + 1] = ARGV[i] .. ':' .. count end
+  end
   local time = redis.call('TIME')
   local entry = {'m', member, 't', format('%d', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))}
   local function add(name, value)
@@ -158,21 +130,65 @@ if #fresh.h > 0 or #fresh.u > 0 then
   end
   add('r', reads)
   add('a', table.concat(failed, ','))
-  -- What is dropped is counted in the new entry; an entry that goes leaves its count to the next one.
-  local dropped = 0
-  while redis.call('XLEN', outcomes_key) >= tonumber(kept) do
-    local oldest = redis.call('XRANGE', outcomes_key, '-', '+', 'COUNT', 1)[1]
-    local fields = oldest[2]
-    for i = 1, #fields, 2 do
-      if fields[i] == 'x' then dropped = dropped + tonumber(fields[i + 1]) end
-      if fields[i] == 'h' or fields[i] == 'u' then
-        for first, last in string.gmatch(fields[i + 1], '(%d+)-(%d+)') do dropped = dropped + last - first + 1 end
-      end
-    end
-    redis.call('XDEL', outcomes_key, oldest[1])
-  end
-  add('x', dropped > 0 and format('%d', dropped) or '')
-  local place = redis.call('HINCRBY', lock_key, 'told', 1)
-  redis.call('XADD', outcomes_key, format('%d-%d', epoch, place), unpack(entry))
+  tell_outcome(outcomes_key, lock_key, epoch, tonumber(kept), entry)
 end
+
+local function set_bits(first, last)
+  local from, to = first - base, last - base
+  while from <= to and from % 8 ~= 0 do
+    redis.call('SETBIT', acks_key, from, 1)
+    from = from + 1
+  end
+  local whole = math.floor((to - from + 1) / 8)
+  if whole > 0 then
+    redis.call('SETRANGE', acks_key, from / 8, string.rep('\255', whole))
+    from = from + 8 * whole
+  end
+  while from <= to do
+    redis.call('SETBIT', acks_key, from, 1)
+    from = from + 1
+  end
+end
+
+for i = 1, range_count do
+  local first, last = math.max(tonumber(ARGV[2 * i + 3]), committed), tonumber(ARGV[2 * i + 4])
+  if first <= last then
+    if not bits_kept and first == committed then
+      committed = last + 1
+      base = committed
+    else
+      if not bits_kept then
+        -- Bits of before are void: the lock tells of none.
+        redis.call('DEL', acks_key)
+        bits_kept = true
+        base = committed
+      end
+      set_bits(first, last)
+      top = math.max(top, last + 1)
+      if first == committed then committed = last + 1 end
+    end
+  end
+end
+local spent = 0
+if bits_kept then
+  -- Every bit below committed is set, so the first clear one from its byte on is the new committed.
+  local clear = redis.call('BITPOS', acks_key, 0, math.floor((committed - base) / 8))
+  if clear >= 0 then committed = base + clear end
+  if committed >= top then
+    base = committed
+    top = 0
+  else
+    spent = math.floor((committed - base) / 8)
+    if spent <= KEEP_BYTES then spent = 0 end
+    base = base + 8 * spent
+  end
+end
+redis.call('HSET', lock_key, 'committed', format('%d', committed), 'base', format('%d', base),
+  'top', format('%d', top))
+if bits_kept and top == 0 then
+  redis.call('DEL', acks_key)
+elseif spent > 0 then
+  redis.call('SET', acks_key, redis.call('GETRANGE', acks_key, spent, -1))
+end
+for i = 5 + 2 * range_count, #ARGV do redis.call('HDEL', attempts_key, ARGV[i]) end
 return {'settled', committed}

@@ -2,8 +2,8 @@
 --[[
 partition_open: load marks into a successor that waits for them, and open it.
 
-Called several times where there are many marks: only the last call opens. Loading is idempotent, and nobody else writes
-to a partition that is importing.
+Called several times where there are many marks: only the last call opens. Loading is idempotent and lowers none, and
+nobody else writes to a partition that is importing.
 
 KEYS
   1 meta_key    hash    state, the change it is made for
@@ -31,7 +31,11 @@ if not state then return {'absent'} end
 if meta[2] ~= change then return {'conflict', state} end
 if state == 'open' then return {'open'} end
 if state ~= 'importing' then return {'conflict', state} end
-for i = 3, #ARGV, 2 do redis.call('HSET', marks_key, ARGV[i], ARGV[i + 1]) end
+for i = 3, #ARGV, 2 do
+  if tonumber(redis.call('HGET', marks_key, ARGV[i]) or '-1') < tonumber(ARGV[i + 1]) then
+    redis.call('HSET', marks_key, ARGV[i], ARGV[i + 1])
+  end
+end
 if not last then return {'loaded'} end
 redis.call('HSET', meta_key, 'state', 'open')
 return {'open'}

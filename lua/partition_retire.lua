@@ -2,7 +2,8 @@
 --[[
 partition_retire: leave of a partition nothing but a tombstone, which answers every publisher "deleted" for ever.
 
-What became of its messages stays besides, as long as no archiver has fetched it: then call it again.
+What became of its messages stays besides, as long as no archiver has fetched it: then call it again. The tombstone comes
+first, so a call that ends in its middle leaves no more than keys that the next one removes.
 
 KEYS
   1 meta_key    hash    what becomes the tombstone
@@ -18,14 +19,15 @@ RETURNS
 local meta_key = KEYS[1]
 local streams = tonumber(ARGV[1])
 
+redis.call('HSET', meta_key, 'state', 'deleted')
 local untold = 0
-for i = 1, #KEYS do
+for i = 2, #KEYS do
   if i > #KEYS - streams and redis.call('XLEN', KEYS[i]) > 0 then
     untold = untold + 1
   else
     redis.call('UNLINK', KEYS[i])
   end
 end
-redis.call('HSET', meta_key, 'state', 'deleted')
+redis.call('HDEL', meta_key, 'topic', 'lp_from', 'lp_to', 'next', 'first', 'change', 'sealed_for', 'seal', 'lost', 'passing')
 if untold > 0 then return {'untold', untold} end
 return {'retired'}

@@ -5,6 +5,9 @@ partition_seal: close one partition for a route change, and append the command r
 The marks are frozen from then on. The command's entry id is that of the last record with 1 behind the dash, so that
 offsets of messages stay dense and the command takes none; its field b is the seal id, which names this very command.
 
+Records behind `next`, which a call left that ended in its middle, are counted first. The state comes before the command:
+where the call ends between them, the partition is closed, and the next call for this change appends the command.
+
 KEYS
   1 log_key     stream  the partition's records
   2 meta_key    hash    state, change that sealed it, seal id, next offset
@@ -18,7 +21,7 @@ ARGV
 RETURNS
   {"sealed", seal, next, {field, seq, ...}}   closed now, or before by this change: then with the seal it got
   {"conflict", state, change}                 not open, and not sealed by this change; nothing was changed
-  {"absent"}                                  no such partition on this node
+  {"absent"}                                  no such partition on this node, or its records are gone
 ]]
 local log_key = KEYS[1]
 local meta_key = KEYS[2]
@@ -27,13 +30,24 @@ local change = ARGV[1]
 local seal = ARGV[2]
 local brief = ARGV[3] == '1'
 
+-- include count_tail
+
 local meta = redis.call('HMGET', meta_key, 'state', 'next', 'sealed_for', 'seal')
 local state, next_offset = meta[1], meta[2]
 if not state then return {'absent'} end
-if state == 'sealed' and meta[3] == change then
+if state ~= 'open' and not (state == 'sealed' and meta[3] == change) then return {'conflict', state, meta[3] or ''} end
+if next_offset ~= '1' and redis.call('EXISTS', log_key) == 0 then return {'absent'} end
+local last = redis.call('XREVRANGE', log_key, '+', '-', 'COUNT', 1)[1]
+local function put_command(name)
+  redis.call('XADD', log_key, string.format('%d-1', tonumber(next_offset) - 1), 'm', 'command', 'k', change, 'b', name)
+end
+if state == 'sealed' then
+  if not last or string.sub(last[1], -2) ~= '-1' then put_command(meta[4]) end
   return {'sealed', meta[4], tonumber(next_offset), brief and {} or redis.call('HGETALL', marks_key)}
 end
-if state ~= 'open' then return {'conflict', state, meta[3] or ''} end
-redis.call('XADD', log_key, string.format('%d-1', tonumber(next_offset) - 1), 'm', 'command', 'k', change, 'b', seal)
+if last and tonumber(string.match(last[1], '^%d+')) >= tonumber(next_offset) then
+  next_offset = count_tail(log_key, meta_key, marks_key, tonumber(next_offset), 500)
+end
 redis.call('HSET', meta_key, 'state', 'sealed', 'sealed_for', change, 'seal', seal)
+put_command(seal)
 return {'sealed', seal, tonumber(next_offset), brief and {} or redis.call('HGETALL', marks_key)}

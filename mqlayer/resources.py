@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.resources import files
 
 
+_INCLUDE = re.compile(r"^-- include (\w+)\n", re.MULTILINE)
+
+
 @cache
 def lua_source(name: str) -> str:
-    """Return the text of ``lua/<name>.lua``."""
-    return (files("mqlayer") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    """Return the text of ``lua/<name>.lua``, with ``lua/lib/<part>.lua`` in place of each line ``-- include <part>``."""
+    text = (files("mqlayer") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    return _INCLUDE.sub(lambda found: _lua_part(found[1]), text)
+
+
+def _lua_part(part: str) -> str:
+    return (files("mqlayer") / "lua" / "lib" / f"{part}.lua").read_text(encoding="utf-8")
 
 
 def lua_names() -> list[str]:

@@ -345,7 +345,7 @@ def take_command(line: NodeConnection, holder: Holder, *, start: int, seek: int 
     keys, group = partition_keys(holder.prefix, holder.partition), _group(holder)
     return line.script(
         "lock_take",
-        (keys.meta, group.lock, group.acks, group.attempts),
+        (keys.meta, group.lock, group.acks, group.attempts, keys.log),
         holder.member,
         holder.epoch,
         start,

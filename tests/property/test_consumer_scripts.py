@@ -420,7 +420,7 @@ class ConsumerScripts(RuleBasedStateMachine):
         assert count <= len(settled_by_all)
         self.model.log = self.model.log[count:]
         assert first == (self.model.log[0] if self.model.log else self.model.next)
-        self.model.first = first if count else self.model.first
+        self.model.first = first
 
     @invariant()
     def the_servers_state_is_the_models(self) -> None:
@@ -533,7 +533,9 @@ class Partition:
         self.line, self.holder = line, Holder(prefix, 1, GROUP, "a", 5)
         self.acks = group_keys(prefix, 1, GROUP).acks
         create(line, prefix, 1, "t", 0, 1024, "open", "")
-        line.call([("HSET", partition_keys(prefix, 1).meta, "next", next_offset)])
+        keys = partition_keys(prefix, 1)
+        line.call([("XADD", keys.log, f"{next_offset - 1}-0", "m", "1:0:1:0", "k", "k", "b", "b")])
+        line.call([("HSET", keys.meta, "next", next_offset)])
         self.take()
 
     def take(self) -> Taken:
