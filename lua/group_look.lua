@@ -30,10 +30,12 @@ local attempts_key = KEYS[5]
 local start = tonumber(ARGV[1])
 local seek = tonumber(ARGV[2])
 
+-- include bits_lost
+
 local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
 local next_offset = tonumber(meta[2])
-local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'base', 'seek', 'shared')
+local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'base', 'seek', 'shared', 'top')
 local position, settled = tonumber(lock[3] or '0'), 0
 if position == 0 or tonumber(lock[5] or '0') < seek then
   position = math.max(math.min(start, next_offset), tonumber(meta[3] or '1'))
@@ -48,7 +50,8 @@ elseif lock[6] then
       settled = math.max(0, given - position - named['pending'])
     end
   end
-else
+elseif tonumber(lock[7] or '0') > position
+  and not bits_lost(redis.call('STRLEN', acks_key), position, tonumber(lock[4]), tonumber(lock[7])) then
   -- Every bit from base up to committed is set.
   settled = math.max(0, redis.call('BITCOUNT', acks_key) - (position - tonumber(lock[4] or '0')))
 end

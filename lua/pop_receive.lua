@@ -7,11 +7,15 @@ A lane's messages that are not settled stand in `lines`; those at its front may 
 invisible, or waits for its delay, nothing of the lane is given out. Each message is looked at once when it is new
 (`seen`), so one lane that waits does not make the others dear.
 
+The lanes are written first and `seen` last: where the call ends in between, what it looked at is looked at again. Where the
+lock or what stands in lanes was removed, all that is not below committed is given again, in order, once those who may have
+some of it are not waited for any more (`rest`).
+
 KEYS
   1 meta_key      hash    state, next and first offset of the partition, seal id
   2 log_key       stream  the partition's records
   3 lock_key      hash    owner ("pop"), epoch, committed, base, top, seek; pop: number of the last batch, wakes, seen:
-                          the first offset that was not looked at
+                          the first offset that was not looked at, rest: ms until when nothing is given out
   4 acks_key      string  ack bitmap: bit i is offset base + i
   5 attempts_key  hash    offset -> <times given out>:<ms of the first>:<ms of the last>
   6 pops_key      hash    offset -> <batch that it is out with, 0: given back>:<ms when it is visible>:<lane>
@@ -41,7 +45,7 @@ RETURNS
   {"blocked", left, next, wakes}   nothing, whatever is appended; left is also the time until the rate gives a message
   {"drained", seal}                everything before the command record is settled
   {"fenced", epoch}                a higher epoch is in force; nothing was changed
-  {"absent"}                       no such partition on this node
+  {"absent"}                       no such partition on this node, or its records are gone
 ]]
 local meta_key = KEYS[1]
 local log_key = KEYS[2]
@@ -73,12 +77,14 @@ local CHUNK = 50
 local KEPT_BATCHES = 256
 local format = string.format
 
+-- include pop_torn
+
 if limit < 1 or limit > WIDTH then return redis.error_reply('ERR pop_receive: 1 to 500 messages') end
 if scope ~= 'key' and scope ~= 'partition' then return redis.error_reply('ERR pop_receive: no such scope') end
 local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first', 'seal')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
 local next_offset = tonumber(meta[2])
-local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'seek', 'pop', 'wakes', 'seen')
+local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'seek', 'pop', 'wakes', 'seen', 'base', 'top', 'rest')
 local held = tonumber(lock[2] or '0')
 local in_force = held == epoch and lock[1] == 'pop'
 if not in_force and held >= epoch then return {'fenced', held} end
@@ -88,15 +94,25 @@ local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local until_ms = now + invisible_ms
 
+local rest, at_first = tonumber(lock[10] or '0'), format('%d', committed)
 if committed == 0 or tonumber(lock[4] or '0') < seek then
-  redis.call('UNLINK', acks_key, attempts_key, pops_key, lines_key, due_key, batches_key)
+  local gone = redis.call('UNLINK', acks_key, attempts_key, pops_key, lines_key, due_key, batches_key)
+  -- Without a lock, it was removed: receivers may have some of what is given again.
+  if not lock[3] and gone > 0 then rest = until_ms end
   -- A partition that fell back below the start begins anew: what comes now is new to the group.
   committed = math.max(math.min(start, next_offset), tonumber(meta[3] or '1'))
-  seen = committed
-  local at = format('%d', committed)
-  redis.call('HSET', lock_key, 'seek', format('%d', seek), 'committed', at, 'base', at, 'top', '0', 'seen', at)
+  at_first, seen = format('%d', committed), committed
+  redis.call('HSET', lock_key, 'seek', format('%d', seek), 'committed', at_first, 'base', at_first, 'top', '0',
+    'seen', at_first, 'rest', format('%d', rest))
+elseif pop_torn(log_key, acks_key, lines_key, due_key, committed, tonumber(lock[8]), tonumber(lock[9] or '0'), seen) then
+  rest, seen = until_ms, committed
+  redis.call('HSET', lock_key, 'rest', format('%d', rest))
+  redis.call('UNLINK', acks_key, pops_key, lines_key, due_key, batches_key)
+  redis.call('HSET', lock_key, 'base', at_first, 'top', '0', 'seen', at_first)
 end
 if not in_force then redis.call('HSET', lock_key, 'owner', 'pop', 'epoch', format('%d', epoch)) end
+
+if rest > now then return {'blocked', rest - now, next_offset, wakes} end
 
 -- A lane may hold zero bytes, at which %s ends.
 local function prefix_of(lane) return format('%03d', #lane) .. lane end
@@ -159,6 +175,8 @@ end
 -- What is given: offset, lane and record each. Of a lane, "whole": all of it that was looked at is given, or there is
 -- none; "part": something of it stays behind.
 local given, states, dropped, held_back, size = {}, {}, {}, {}, 0
+-- What stands in lanes beyond `seen`: by a call that ended in its middle.
+local ahead = {}
 local function has_room() return #given < limit and size < bytes end
 local function give(offset, lane, record)
   given[#given + 1] = {offset, lane, record}
@@ -172,8 +190,11 @@ if not only_again then
     local prefix = prefix_of(lane)
     local members = redis.call('ZRANGEBYLEX', lines_key, '[' .. prefix .. '0', '(' .. prefix .. ':', 'LIMIT', 0, WIDTH)
     states[lane] = #members < WIDTH and 'whole' or 'part'
+    -- A call that ended in its middle left the time of a lane in which nothing stands.
+    if #members == 0 then redis.call('ZREM', due_key, lane) end
     for _, member in ipairs(members) do
       local offset = tonumber(string.sub(member, -16))
+      if offset >= seen then ahead[offset] = true end
       local record = states[lane] ~= 'stuck' and has_room() and record_at(offset)
       if record then
         give(offset, lane, record)
@@ -198,14 +219,19 @@ while may_look and has_room() and at < next_offset and looked < LOOK_LIMIT do
   -- Behind what is held back, nobody knows how much is to be given.
   local count = #held_back > 0 and CHUNK or math.min(CHUNK, limit - #given)
   local entries = redis.call('XRANGE', log_key, format('%d-0', at), format('%d-0', next_offset - 1), 'COUNT', count)
-  if #entries == 0 then break end
+  if #entries == 0 then
+    if redis.call('EXISTS', log_key) == 0 then return {'absent'} end
+    break
+  end
   for _, entry in ipairs(entries) do
     if not has_room() then break end
     local offset, record = tonumber(string.match(entry[1], '^%d+')), entry[2]
     local lane = ''
     if scope == 'key' then lane = record[4] == '\255' and '\255' .. format('%d', offset) or record[4] end
     if not states[lane] then states[lane] = redis.call('ZSCORE', due_key, lane) and 'part' or 'whole' end
-    if states[lane] == 'whole' then
+    if ahead[offset] then
+      -- It was found in its lane already.
+    elseif states[lane] == 'whole' then
       give(offset, lane, record)
     else
       held_back[#held_back + 1] = prefix_of(lane) .. format('%016d', offset)
@@ -229,12 +255,10 @@ for _, member in ipairs(held_back) do
   lines[#lines + 1] = '0'
   lines[#lines + 1] = member
 end
-if at > seen then redis.call('HSET', lock_key, 'seen', format('%d', at)) end
-
 if #given > 0 and per_s > 0 then note_rate(rate_left - #given) end
 if #given > 0 then
   batch = batch + 1
-  local offsets, pops, due, counts, reply = {}, {}, {}, {}, {}
+  local offsets, pops, lane_due, due, counts, reply = {}, {}, {}, {}, {}, {}
   for i, one in ipairs(given) do offsets[i] = format('%d', one[1]) end
   local times = redis.call('HMGET', attempts_key, unpack(offsets))
   for i, one in ipairs(given) do
@@ -245,17 +269,18 @@ if #given > 0 then
     counts[2 * i - 1], counts[2 * i] = offset, format('%d:%s:%d', told, first or format('%d', now), now)
     lines[#lines + 1] = '0'
     lines[#lines + 1] = prefix_of(lane) .. format('%016d', one[1])
-    if not due[lane] then
-      due[lane] = true
-      redis.call('ZADD', due_key, format('%d', until_ms), lane)
+    if not lane_due[lane] then
+      lane_due[lane] = true
+      due[#due + 1], due[#due + 2] = format('%d', until_ms), lane
     end
     local n = #reply
     reply[n + 1], reply[n + 2], reply[n + 3], reply[n + 4], reply[n + 5] = one[1], told, record[2], record[4], record[6]
   end
+  -- The lanes are closed before anything is said to be out.
+  redis.call('ZADD', due_key, unpack(due))
+  for i = 1, #lines, 2 * WIDTH do redis.call('ZADD', lines_key, unpack(lines, i, math.min(i + 2 * WIDTH - 1, #lines))) end
   redis.call('HSET', pops_key, unpack(pops))
   redis.call('HSET', attempts_key, unpack(counts))
-  redis.call('HSET', lock_key, 'pop', format('%d', batch))
-  redis.call('ZADD', lines_key, unpack(lines))
   local slot = format('#%d', batch % KEPT_BATCHES)
   local oldest = redis.call('HGET', batches_key, slot)
   if oldest then
@@ -265,10 +290,12 @@ if #given > 0 then
     end
   end
   redis.call('HSET', batches_key, slot, attempt, attempt, format('%d:%s', batch, table.concat(offsets, ',')))
+  redis.call('HSET', lock_key, 'pop', format('%d', batch), 'seen', format('%d', math.max(at, seen)))
   return {'given', batch, reply}
 end
 
-if #lines > 0 then redis.call('ZADD', lines_key, unpack(lines)) end
+for i = 1, #lines, 2 * WIDTH do redis.call('ZADD', lines_key, unpack(lines, i, math.min(i + 2 * WIDTH - 1, #lines))) end
+if at > seen then redis.call('HSET', lock_key, 'seen', format('%d', at)) end
 if meta[1] == 'sealed' and committed >= next_offset then return {'drained', meta[4]} end
 local soonest = redis.call('ZRANGEBYSCORE', due_key, format('(%d', now), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
 local left = soonest[2] and tonumber(soonest[2]) - now or -1

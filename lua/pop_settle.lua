@@ -7,9 +7,12 @@ and told. What is settled already is settled: that is no error, whoever says it.
 
 Of an archived topic, what is acknowledged is told in one entry of a stream, in the form of offsets_settle.
 
+What is acknowledged is told first, then settled, and leaves its lane last: where the call ends in between, it is given
+again, or the same call again does the rest. While what stands in lanes is not whole, nothing is taken (see pop_receive).
+
 KEYS
   1 meta_key      hash    state and next offset of the partition
-  2 lock_key      hash    owner ("pop"), epoch, committed, base, top; wakes
+  2 lock_key      hash    owner ("pop"), epoch, committed, base, top, seen; wakes
   3 acks_key      string  ack bitmap: bit i is offset base + i; absent while nothing above committed is settled
   4 attempts_key  hash    offset -> times given out and when (see pop_receive)
   5 pops_key      hash    offset -> <batch that it is out with, 0: given back>:<ms when it is visible>:<lane>
@@ -17,6 +20,7 @@ KEYS
   7 due_key       zset    lane -> ms when it may be given out
   8 wake_key      stream  one entry, <wakes>-0: a lane got free, or will be sooner
   9 outcomes_key  stream  what became of offsets, until an archiver has fetched it
+  10 log_key      stream  the partition's records
 
 ARGV
   1 epoch         int     the epoch under which they were given
@@ -42,6 +46,7 @@ local lines_key = KEYS[6]
 local due_key = KEYS[7]
 local wake_key = KEYS[8]
 local outcomes_key = KEYS[9]
+local log_key = KEYS[10]
 local epoch = tonumber(ARGV[1])
 local word = ARGV[2]
 local ms = tonumber(ARGV[3])
@@ -52,10 +57,13 @@ local WIDTH = 500
 local KEEP_BYTES = 1024
 local format = string.format
 
+-- include pop_torn
+-- include tell_outcome
+
 local meta = redis.call('HMGET', meta_key, 'state', 'next')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
 local next_offset = tonumber(meta[2])
-local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'base', 'top')
+local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'base', 'top', 'seen')
 local held = tonumber(lock[2] or '0')
 if lock[1] ~= 'pop' or held ~= epoch then return {'fenced', held} end
 if count < 1 or count > WIDTH then return redis.error_reply('ERR pop_settle: 1 to 500 messages') end
@@ -68,6 +76,11 @@ for i = 1, count do
   if offset < 1 then return redis.error_reply('ERR pop_settle: bad offset') end
   if offset >= next_offset then return {'unknown', next_offset} end
   offsets[i] = ARGV[2 * i + 5]
+end
+if pop_torn(log_key, acks_key, lines_key, due_key, committed, base, top, tonumber(lock[6] or '0')) then
+  local all = {}
+  for i = 1, count do all[i] = i end
+  return {'settled', committed, all}
 end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -121,36 +134,22 @@ local function tell()
   for i, read in ipairs(reads) do reads[i] = format('%d:%s', read[1], read[2]) end
   local entry = {'m', who, 't', format('%d', now), 'h', table.concat(ranges, ','), 'r', table.concat(reads, ',')}
   if #failed > 0 then entry[#entry + 1], entry[#entry + 2] = 'a', table.concat(failed, ',') end
-  -- What is dropped is counted in the new entry; an entry that goes leaves its count to the next one.
-  local dropped = 0
-  while redis.call('XLEN', outcomes_key) >= tonumber(kept) do
-    local oldest = redis.call('XRANGE', outcomes_key, '-', '+', 'COUNT', 1)[1]
-    local fields = oldest[2]
-    for i = 1, #fields, 2 do
-      if fields[i] == 'x' then dropped = dropped + tonumber(fields[i + 1]) end
-      if fields[i] == 'h' then
-        for first, last in string.gmatch(fields[i + 1], '(%d+)-(%d+)') do dropped = dropped + last - first + 1 end
-      end
-    end
-    redis.call('XDEL', outcomes_key, oldest[1])
-  end
-  if dropped > 0 then entry[#entry + 1], entry[#entry + 2] = 'x', format('%d', dropped) end
-  local place = redis.call('HINCRBY', lock_key, 'told', 1)
-  redis.call('XADD', outcomes_key, format('%d-%d', epoch, place), unpack(entry))
+  tell_outcome(outcomes_key, lock_key, epoch, tonumber(kept), entry)
 end
 
 if #ours > 0 and word == 'ack' then
   if told ~= '' then tell() end
-  redis.call('HDEL', pops_key, unpack(changes))
-  redis.call('HDEL', attempts_key, unpack(changes))
-  redis.call('ZREM', lines_key, unpack(removed))
   for _, one in ipairs(ours) do
     local offset = one[1]
-    if not bits_kept and offset == committed then
+    if offset < committed then
+      -- Settled by a call that ended before it left its lane.
+    elseif not bits_kept and offset == committed then
       committed = offset + 1
       base = committed
     else
       if not bits_kept then
+        -- Bits of before are void: the lock tells of none.
+        redis.call('DEL', acks_key)
         bits_kept = true
         base = committed
       end
@@ -159,22 +158,30 @@ if #ours > 0 and word == 'ack' then
       if offset == committed then committed = offset + 1 end
     end
   end
+  local spent = 0
   if bits_kept then
     -- Every bit below committed is set, so the first clear one from its byte on is the new committed.
     local clear = redis.call('BITPOS', acks_key, 0, math.floor((committed - base) / 8))
     if clear >= 0 then committed = base + clear end
-    local spent = math.floor((committed - base) / 8)
     if committed >= top then
-      redis.call('DEL', acks_key)
       base = committed
       top = 0
-    elseif spent > KEEP_BYTES then
-      redis.call('SET', acks_key, redis.call('GETRANGE', acks_key, spent, -1))
+    else
+      spent = math.floor((committed - base) / 8)
+      if spent <= KEEP_BYTES then spent = 0 end
       base = base + 8 * spent
     end
   end
   redis.call('HSET', lock_key, 'committed', format('%d', committed), 'base', format('%d', base),
     'top', format('%d', top))
+  if bits_kept and top == 0 then
+    redis.call('DEL', acks_key)
+  elseif spent > 0 then
+    redis.call('SET', acks_key, redis.call('GETRANGE', acks_key, spent, -1))
+  end
+  redis.call('HDEL', attempts_key, unpack(changes))
+  redis.call('ZREM', lines_key, unpack(removed))
+  redis.call('HDEL', pops_key, unpack(changes))
 elseif word == 'nack' then
   for _, one in ipairs(ours) do
     -- The first one of a lane decides for all behind it: they must not go on before it.
@@ -220,6 +227,11 @@ for lane, _ in pairs(lanes) do
 end
 if wake or (#ours > 0 and meta[1] == 'sealed' and committed >= next_offset) then
   local wakes = redis.call('HINCRBY', lock_key, 'wakes', 1)
-  redis.call('XADD', wake_key, 'MAXLEN', 1, format('%d-0', wakes), 'w', '1')
+  local woke = redis.pcall('XADD', wake_key, 'MAXLEN', 1, format('%d-0', wakes), 'w', '1')
+  if type(woke) == 'table' and woke.err then
+    -- The lock was removed, and began to count anew.
+    redis.call('DEL', wake_key)
+    redis.call('XADD', wake_key, 'MAXLEN', 1, format('%d-0', wakes), 'w', '1')
+  end
 end
 return {'settled', committed, stale}

@@ -40,7 +40,6 @@ local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local due = redis.call('ZRANGEBYSCORE', due_key, '-inf', format('%d', now), 'LIMIT', 0, limit)
 local entries, notes, missing = {}, {}, {}
 if #due == 0 then return {'again', entries, notes, missing} end
-redis.call('ZREM', due_key, unpack(due))
 local ids = {}
 for i, offset in ipairs(due) do ids[i] = offset .. '-0' end
 local given = {}
@@ -53,6 +52,8 @@ for _, entry in ipairs(redis.call('XCLAIM', log_key, group, member, 0, unpack(id
     notes[#entries] = redis.call('HGET', attempts_key, offset) or ''
   end
 end
+-- Last: what is with nobody and not due either would never be given again.
+redis.call('ZREM', due_key, unpack(due))
 for _, offset in ipairs(due) do
   if not given[offset] then missing[#missing + 1] = tonumber(offset) end
 end

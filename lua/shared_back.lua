@@ -47,12 +47,13 @@ for i = 1, count do
   local id = offset .. '-0'
   local pending = redis.call('XPENDING', log_key, group, id, id, 1)[1]
   if pending and pending[2] == member then
-    redis.call('XCLAIM', log_key, group, '-', 0, id, 'JUSTID')
     redis.call('ZADD', due_key, format('%d', now + wait), offset)
     if attempts ~= '' then
       local first = string.match(redis.call('HGET', attempts_key, offset) or '', '^%d+:(%d+)')
       redis.call('HSET', attempts_key, offset, format('%s:%s:%d', attempts, first or format('%d', now), now))
     end
+    -- Last: what is with nobody and not due would never be given again.
+    redis.call('XCLAIM', log_key, group, '-', 0, id, 'JUSTID')
     done = done + 1
   end
 end

@@ -3,11 +3,11 @@
 shared_reclaim: take messages of a shared group from members that were not heard of for a while, to be given again at once.
 
 Whoever gets one of them starts it with care: it may have ended its member's process. Consumers of members that are long
-gone are forgotten.
+gone are forgotten. What is with nobody and is not due, since that was removed, is due now.
 
 KEYS
   1 log_key       stream  the partition's records, with the native consumer group
-  2 lock_key      hash    owner ("shared") and epoch
+  2 lock_key      hash    owner ("shared") and epoch; swept: up to which offset what is with nobody was looked at
   3 attempts_key  hash    offset -> failed attempts and when (see shared_back)
   4 due_key       zset    offset -> ms when it may be given again
 
@@ -46,7 +46,14 @@ for _, facts in ipairs(consumers) do
   local named = {}
   for i = 1, #facts, 2 do named[facts[i]] = facts[i + 1] end
   local name = named['name']
-  if name ~= '-' and named['pending'] == 0 and named['idle'] > FORGET_MS then
+  if name == '-' and named['pending'] > redis.call('ZCARD', due_key) then
+    -- It is with nobody, and what said when it is due is gone: it is due now.
+    local from = redis.call('HGET', lock_key, 'swept') or '0'
+    local page = redis.call('XPENDING', log_key, group, '(' .. from .. '-0', '+', limit, '-')
+    for _, one in ipairs(page) do redis.call('ZADD', due_key, 'NX', now, string.match(one[1], '^%d+')) end
+    local swept = #page == limit and string.match(page[limit][1], '^%d+') or '0'
+    redis.call('HSET', lock_key, 'swept', swept)
+  elseif name ~= '-' and named['pending'] == 0 and named['idle'] > FORGET_MS then
     redis.call('XGROUP', 'DELCONSUMER', log_key, group, name)
   elseif name ~= '-' and named['pending'] > 0 and done < limit then
     local late = redis.call('XPENDING', log_key, group, 'IDLE', invisible, '-', '+', limit - done, name)
@@ -58,9 +65,9 @@ for _, facts in ipairs(consumers) do
         redis.call('XACK', log_key, group, id)
       else
         local count, first, last = string.match(redis.call('HGET', attempts_key, offset) or '', '^(%d+):(%d+):(%d+)')
-        redis.call('XCLAIM', log_key, group, '-', 0, id, 'JUSTID')
         redis.call('ZADD', due_key, now, offset)
         redis.call('HSET', attempts_key, offset, format('%s:%s:%s:t', count or '0', first or now, last or now))
+        redis.call('XCLAIM', log_key, group, '-', 0, id, 'JUSTID')
         done = done + 1
       end
     end

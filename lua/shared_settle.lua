@@ -5,6 +5,9 @@ shared_settle: settle messages of a shared group, and move committed to the firs
 Idempotent; whoever handled a message may say so, also where others have it meanwhile. All calls carry the epoch in force,
 so none of before a fall-back of the node settles a message that got an old offset.
 
+It is told first, then acknowledged, then forgotten where it was noted: where the call ends in between, the same call again
+does the rest, and may tell it twice.
+
 Of an archived topic, what was not settled before is told in one entry of a stream, in the form of offsets_settle.
 
 KEYS
@@ -46,6 +49,10 @@ local range_count = tonumber(ARGV[6])
 
 local LIMIT = 1000
 local format = string.format
+
+-- include tell_outcome
+-- include settled_upto
+
 local meta = redis.call('HMGET', meta_key, 'state', 'next')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
 local next_offset = tonumber(meta[2])
@@ -92,41 +99,13 @@ local offsets = {}
 if noted or back then
   for i, id in ipairs(ids) do offsets[i] = string.sub(id, 1, -3) end
 end
-if noted then
-  if words then
-    local counts = redis.call('HMGET', attempts_key, unpack(offsets))
-    for i, offset in ipairs(offsets) do
-      local count = counts[i] and string.match(counts[i], '^%d+') or '0'
-      if count ~= '0' then failed[#failed + 1] = offset .. ':' .. count end
-    end
+if noted and words then
+  local counts = redis.call('HMGET', attempts_key, unpack(offsets))
+  for i, offset in ipairs(offsets) do
+    local count = counts[i] and string.match(counts[i], '^%d+') or '0'
+    if count ~= '0' then failed[#failed + 1] = offset .. ':' .. count end
   end
-  redis.call('HDEL', attempts_key, unpack(offsets))
 end
-if back then redis.call('ZREM', due_key, unpack(offsets)) end
-local count = 0
-if #ids > 0 then count = redis.call('XACK', log_key, group, unpack(ids)) end
-if command ~= '' then redis.call('XACK', log_key, group, command) end
-
--- All that was given and is not pending is settled.
-local committed = tonumber(lock[3])
-local pending = redis.call('XPENDING', log_key, group)
-local low = pending[2]
-if pending[1] == 0 then
-  for _, facts in ipairs(redis.call('XINFO', 'GROUPS', log_key)) do
-    local named = {}
-    for i = 1, #facts, 2 do named[facts[i]] = facts[i + 1] end
-    if named['name'] == group then low = named['last-delivered-id'] end
-  end
-  if low then committed = math.max(committed, tonumber(string.match(low, '^%d+')) + 1) end
-elseif string.sub(low, -2) == '-0' then
-  committed = math.max(committed, tonumber(string.match(low, '^%d+')))
-else
-  committed = math.max(committed, tonumber(string.match(low, '^%d+')) + 1)
-end
-if committed > tonumber(lock[3]) then
-  redis.call('HSET', lock_key, 'committed', format('%d', committed), 'base', format('%d', committed))
-end
-
 if #fresh.h > 0 or #fresh.u > 0 then
   local time = redis.call('TIME')
   local entry = {'m', member, 't', format('%d', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))}
@@ -140,21 +119,16 @@ if #fresh.h > 0 or #fresh.u > 0 then
   end
   add('r', reads)
   add('a', table.concat(failed, ','))
-  -- What is dropped is counted in the new entry; an entry that goes leaves its count to the next one.
-  local dropped = 0
-  while redis.call('XLEN', outcomes_key) >= tonumber(kept) do
-    local oldest = redis.call('XRANGE', outcomes_key, '-', '+', 'COUNT', 1)[1]
-    local fields = oldest[2]
-    for i = 1, #fields, 2 do
-      if fields[i] == 'x' then dropped = dropped + tonumber(fields[i + 1]) end
-      if fields[i] == 'h' or fields[i] == 'u' then
-        for first, last in string.gmatch(fields[i + 1], '(%d+)-(%d+)') do dropped = dropped + last - first + 1 end
-      end
-    end
-    redis.call('XDEL', outcomes_key, oldest[1])
-  end
-  add('x', dropped > 0 and format('%d', dropped) or '')
-  local place = redis.call('HINCRBY', lock_key, 'told', 1)
-  redis.call('XADD', outcomes_key, format('%d-%d', epoch, place), unpack(entry))
+  tell_outcome(outcomes_key, lock_key, epoch, tonumber(kept), entry)
+end
+local count = 0
+if #ids > 0 then count = redis.call('XACK', log_key, group, unpack(ids)) end
+if command ~= '' then redis.call('XACK', log_key, group, command) end
+if noted then redis.call('HDEL', attempts_key, unpack(offsets)) end
+if back then redis.call('ZREM', due_key, unpack(offsets)) end
+
+local committed = settled_upto(log_key, group, tonumber(lock[3]))
+if committed > tonumber(lock[3]) then
+  redis.call('HSET', lock_key, 'committed', format('%d', committed), 'base', format('%d', committed))
 end
 return {'settled', committed, count}

@@ -3,7 +3,8 @@
 shared_take: put the epoch of a shared group in force in one partition, or check that it is.
 
 All members of the group share the epoch. The native consumer group is made where it is missing, at the first offset that
-is not settled: what was settled above that comes again then.
+is not settled: what was settled above that comes again then. The lock comes last: where the call ends before it, the next
+one does all of it again.
 
 KEYS
   1 meta_key      hash    state, next and first offset of the partition; seal id
@@ -24,7 +25,7 @@ RETURNS
   {"taken", committed}         in force now, and the native group is there
   {"drained", seal id}         everything before the command record of a sealed partition is settled
   {"fenced", epoch}            a higher epoch has been seen
-  {"absent"}                   no such partition on this node
+  {"absent"}                   no such partition on this node, or its records are gone
 ]]
 local meta_key = KEYS[1]
 local log_key = KEYS[2]
@@ -38,6 +39,9 @@ local seek = tonumber(ARGV[4])
 local afresh = ARGV[5] == '1'
 
 local format = string.format
+
+-- include settled_upto
+
 local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first', 'seal')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
 local next_offset = tonumber(meta[2])
@@ -48,7 +52,17 @@ if not in_force and held >= epoch then return {'fenced', held} end
 
 local committed = tonumber(lock[3] or '0')
 if in_force and not afresh then
-  if meta[1] == 'sealed' and committed >= next_offset then return {'drained', meta[4] or ''} end
+  if meta[1] == 'sealed' then
+    -- Who settled the last message may have ended before it could say so.
+    if committed < next_offset then
+      local upto = settled_upto(log_key, group, committed)
+      if upto > committed then
+        committed = upto
+        redis.call('HSET', lock_key, 'committed', format('%d', committed), 'base', format('%d', committed))
+      end
+    end
+    if committed >= next_offset then return {'drained', meta[4] or ''} end
+  end
   local head = redis.call('ZRANGE', due_key, 0, 0, 'WITHSCORES')
   if not head[1] then return {'kept', committed, -1} end
   local time = redis.call('TIME')
@@ -56,19 +70,26 @@ if in_force and not afresh then
   return {'kept', committed, math.max(0, tonumber(head[2]) - now)}
 end
 
+local is_there = redis.call('EXISTS', log_key) == 1
+if next_offset > 1 and not is_there then return {'absent'} end
+local native = false
+for _, facts in ipairs(is_there and redis.call('XINFO', 'GROUPS', log_key) or {}) do
+  for i = 1, #facts, 2 do native = native or (facts[i] == 'name' and facts[i + 1] == group) end
+end
 if tonumber(lock[4] or '0') < seek then
-  redis.pcall('XGROUP', 'DESTROY', log_key, group)
+  if native then redis.call('XGROUP', 'DESTROY', log_key, group) end
   redis.call('DEL', attempts_key, due_key)
-  committed = 0
+  committed, native = 0, false
 end
 if committed == 0 then
   -- A partition that fell back below the start begins anew: what comes now is new to the group.
   committed = math.max(math.min(start, next_offset), tonumber(meta[3] or '1'))
 end
-local made = redis.pcall('XGROUP', 'CREATE', log_key, group, format('%d-0', committed - 1), 'MKSTREAM')
-if made.err and not string.find(made.err, 'BUSYGROUP') then return made end
--- What was back of a former native group is read anew: it must not be taken from whoever gets it then.
-if not made.err then redis.call('DEL', due_key) end
+if not native then
+  -- What was back of a former native group is read anew: it must not be taken from whoever gets it then.
+  redis.call('DEL', due_key)
+  redis.call('XGROUP', 'CREATE', log_key, group, format('%d-0', committed - 1), 'MKSTREAM')
+end
 redis.call('HSET', lock_key, 'owner', 'shared', 'epoch', format('%d', epoch), 'shared', group,
   'committed', format('%d', committed), 'base', format('%d', committed), 'seek', format('%d', seek))
 return {'taken', committed}

@@ -13,12 +13,12 @@ _INCLUDE = re.compile(r"^-- include (\w+)\n", re.MULTILINE)
 @cache
 def lua_source(name: str) -> str:
     """Return the text of ``lua/<name>.lua``, with ``lua/lib/<part>.lua`` in place of each line ``-- include <part>``."""
-    text = (files("mqlayer") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
-    return _INCLUDE.sub(lambda found: _lua_part(found[1]), text)
+    return _with_parts(f"{name}.lua")
 
 
-def _lua_part(part: str) -> str:
-    return (files("mqlayer") / "lua" / "lib" / f"{part}.lua").read_text(encoding="utf-8")
+def _with_parts(*path: str) -> str:
+    text = (files("mqlayer") / "lua").joinpath(*path).read_text(encoding="utf-8")
+    return _INCLUDE.sub(lambda found: _with_parts("lib", f"{found[1]}.lua"), text)
 
 
 def lua_names() -> list[str]:

@@ -242,6 +242,68 @@ def reopen_command(line: NodeConnection, prefix: str, partition: int, seal_id: s
     return line.script("partition_reopen", (keys.log, keys.meta, keys.marks), seal_id, name, mark)
 
 
+def drop_marks_command(line: NodeConnection, prefix: str, partition: int, names: Sequence[bytes]) -> Command:
+    """Return the command that removes marks (`<source>:<lp>`) of sources that are closed."""
+    keys = partition_keys(prefix, partition)
+    return line.script("marks_drop", (keys.meta, keys.marks), *names)
+
+
+class LogEnds(NamedTuple):
+    """How far a partition's records and its meta go together (see log_ends); `state` is empty where there is no meta."""
+
+    state: str
+    seal_id: str
+    next_offset: int
+    records: int
+    has_marks: bool
+    behind: int
+    command: str
+
+
+def ends_command(line: NodeConnection, prefix: str, partition: int) -> Command:
+    """Return the command that asks how far a partition's records and its meta go together."""
+    keys = partition_keys(prefix, partition)
+    return line.script("log_ends", (keys.log, keys.meta, keys.marks))
+
+
+def ends_reply(reply: Any, address: str) -> LogEnds:
+    """Return what log_ends says. Raises StoreUnavailable."""
+    state, seal, next_offset, records, marks, behind, command = raise_for_reply(reply, address)
+    return LogEnds(state.decode(), seal.decode(), next_offset, records, marks == 1, behind, command.decode())
+
+
+COUNTED_PER_CALL: Final = 500
+"""How many records one call of log_count looks at: more than any call appends that may end in its middle."""
+
+
+def count_command(
+    line: NodeConnection, prefix: str, partition: int, *, start: int = 0, marks: Mapping[str, int] | None = None
+) -> Command:
+    """Return the command that counts records which a partition holds and does not tell of, from an offset on.
+
+    0: from behind the last one that it tells of. `marks`: what it must have besides, MARKS_PER_CALL at most.
+    """
+    keys = partition_keys(prefix, partition)
+    flat = [part for pair in (marks or {}).items() for part in pair]
+    return line.script("log_count", (keys.log, keys.meta, keys.marks), start, COUNTED_PER_CALL, *flat)
+
+
+def count_reply(reply: Any, address: str) -> tuple[int, int] | Refused:
+    """Return which offset is next, and behind which one nothing was looked at."""
+    reply = raise_for_reply(reply, address)
+    return (reply[1], reply[2]) if reply[0] == b"counted" else _refused(reply)
+
+
+def clear_commands(
+    line: NodeConnection, prefix: str, partition: int, groups: Iterable[int], *, whole: bool = False
+) -> list[Command]:
+    """Return the commands that leave nothing at all of a partition which lost its records."""
+    keys = partition_keys(prefix, partition)
+    form = line.whole_script if whole else line.script
+    retire = form("partition_retire", _retired_keys(prefix, partition, groups), 0)
+    return [retire, ("HDEL", keys.meta, "state")]
+
+
 def pass_command(
     line: NodeConnection, prefix: str, partition: int, source: int, lp: int, after: int, to: int
 ) -> Command:
@@ -254,17 +316,18 @@ def retire_command(
     line: NodeConnection, prefix: str, partition: int, groups: Iterable[int], *, archived: bool = False
 ) -> Command:
     """Return the command that leaves nothing of a partition but its tombstone; `archived`: and outcomes not fetched."""
+    groups = list(groups)
+    return line.script("partition_retire", _retired_keys(prefix, partition, groups), len(groups) * archived)
+
+
+def _retired_keys(prefix: str, partition: int, groups: Iterable[int]) -> tuple[bytes, ...]:
     keys, groups = partition_keys(prefix, partition), list(groups)
     of_groups = [
         key for group in groups for keys_of in (group_keys, pop_keys) for key in keys_of(prefix, partition, group)
     ]
     of_groups += [rate_key(prefix, partition, group) for group in groups]
     streams = [outcomes_key(prefix, partition, group) for group in groups]
-    return line.script(
-        "partition_retire",
-        (keys.meta, keys.log, keys.marks, keys.ids, keys.ages, *of_groups, *streams),
-        len(streams) * archived,
-    )
+    return (keys.meta, keys.log, keys.marks, keys.ids, keys.ages, *of_groups, *streams)
 
 
 def retire_reply(reply: Any, address: str) -> bool:

@@ -152,6 +152,7 @@ def pop_settle_command(
             pops.due,
             pops.wake,
             outcomes_key(place.prefix, place.partition, place.group_id),
+            keys.log,
         ),
         place.epoch,
         word,

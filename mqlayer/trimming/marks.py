@@ -12,8 +12,8 @@ from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.nodes import Command, Node, NodeConnection, raise_for_reply
+from mqlayer.redis.nodes import Command, Node, NodeConnection, is_missing_script, raise_for_reply
+from mqlayer.redis.partitions import drop_marks_command
 from mqlayer.routes.cache import load_nodes
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def drop_closed_marks(
     nodes = {node.node_id: node for node in load_nodes(database)}
     # Every node is asked, also after one that is away.
     took = [
-        _drop(nodes[node_id], drop_commands(prefix, sources, places), unsafe=unsafe)
+        _drop(nodes[node_id], prefix, sources, places, unsafe=unsafe)
         for node_id, places in by_node.items()
     ]
     if not all(took):
@@ -67,21 +67,26 @@ def drop_closed_marks(
     return len(sources)
 
 
-def drop_commands(prefix: str, sources: Sequence[int], places: Iterable[Place]) -> Iterator[Command]:
+def drop_commands(
+    line: NodeConnection, prefix: str, sources: Sequence[int], places: Iterable[Place]
+) -> Iterator[Command]:
     """Yield commands that remove the sources' marks from partitions, each of bounded size."""
     for place in places:
-        marks = partition_keys(prefix, place.partition).marks
         names = (b"%d:%d" % (source, lp) for source in sources for lp in range(place.lp_from, place.lp_to))
         for some in _slices(names, FIELDS_PER_COMMAND):
-            yield ("HDEL", marks, *some)
+            yield drop_marks_command(line, prefix, place.partition, some)
 
 
-def _drop(node: Node, commands: Iterator[Command], *, unsafe: bool) -> bool:
+def _drop(node: Node, prefix: str, sources: Sequence[int], places: Iterable[Place], *, unsafe: bool) -> bool:
     """Send the commands in bounded writes; say whether the node took them."""
     try:
         with NodeConnection(node, unsafe=unsafe) as line:
-            for some in _slices(commands, COMMANDS_PER_WRITE):
-                for reply in line.call(some):
+            for some in _slices(drop_commands(line, prefix, sources, places), COMMANDS_PER_WRITE):
+                replies = line.call(some)
+                if any(map(is_missing_script, replies)):
+                    line.reload_scripts()
+                    replies = line.call(some)
+                for reply in replies:
                     raise_for_reply(reply, node.address)
     except MqlayerError as error:
         log.warning("marks_node_passed_by", extra={"node": node.name, "reason": str(error)})
