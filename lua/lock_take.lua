@@ -78,9 +78,24 @@ if committed == 0 or tonumber(lock[6] or '0') < seek then
   base, top = committed, 0
 else
   bits = redis.call('GET', acks_key) or ''
-  if top <= committed or bits_lost(#bits, committed, base, top) then
+  if top > committed and not bits_lost(#bits, committed, base, top) then
+    -- Who set the last bits may have ended before it could say how far that is.
+    committed = math.max(committed, base + redis.call('BITPOS', acks_key, 0, math.floor((committed - base) / 8)))
+  else
+    top = 0
+  end
+  if committed >= top then
     if bits ~= '' then redis.call('DEL', acks_key) end
     base, top, bits = committed, 0, ''
+  end
+end
+local noted, attempts = redis.call('HGETALL', attempts_key), {}
+for i = 1, #noted, 2 do
+  if tonumber(noted[i]) < committed then
+    -- Of a call that ended between settling and forgetting.
+    redis.call('HDEL', attempts_key, noted[i])
+  else
+    attempts[#attempts + 1], attempts[#attempts + 2] = noted[i], noted[i + 1]
   end
 end
 local deaths, suspect = 0, tonumber(lock[9] or '0')
@@ -95,4 +110,4 @@ redis.call('HSET', lock_key, 'owner', member, 'epoch', string.format('%d', epoch
   'base', string.format('%d', base), 'top', string.format('%d', top),
   'seek', string.format('%d', math.max(seek, tonumber(lock[6] or '0'))),
   'deaths', string.format('%d', deaths), 'suspect', string.format('%d', suspect))
-return {'taken', committed, tonumber(meta[2]), base, bits, redis.call('HGETALL', attempts_key), deaths >= 2 and suspect or 0}
+return {'taken', committed, tonumber(meta[2]), base, bits, attempts, deaths >= 2 and suspect or 0}

@@ -6,13 +6,12 @@ import re
 from functools import cache
 from importlib.resources import files
 
-
 _INCLUDE = re.compile(r"^-- include (\w+)\n", re.MULTILINE)
 
 
 @cache
 def lua_source(name: str) -> str:
-    """Return the text of ``lua/<name>.lua``, with ``lua/lib/<part>.lua`` in place of each line ``-- include <part>``."""
+    """Return the text of ``lua/<name>.lua``, with ``lua/lib/<part>.lua`` for each line ``-- include <part>``."""
     return _with_parts(f"{name}.lua")
 
 

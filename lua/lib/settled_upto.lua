@@ -1,7 +1,8 @@
 -- Return the first offset that a native group has not settled, or `committed` where that is higher: all that was given and
--- is not pending is settled.
+-- is not pending is settled. Without the native group nobody knows.
 local function settled_upto(log_key, group, committed)
-  local pending = redis.call('XPENDING', log_key, group)
+  local pending = redis.pcall('XPENDING', log_key, group)
+  if pending.err then return committed end
   local low = pending[2]
   if pending[1] > 0 then
     local offset, part = string.match(low, '^(%d+)-(%d+)$')

@@ -17,15 +17,14 @@ local function tell_outcome(outcomes_key, lock_key, epoch, kept, entry)
   local id = string.format('%d-%d', epoch, redis.call('HINCRBY', lock_key, 'told', 1))
   local added = redis.pcall('XADD', outcomes_key, 'MAXLEN', '=', kept, id, unpack(entry))
   if type(added) ~= 'table' or not added.err then return end
-  if string.find(added.err, 'equal or smaller', 1, true) then
-    -- The lock was lost, and its count with it: go on behind the last place that was given out.
-    local facts = redis.call('XINFO', 'STREAM', outcomes_key)
-    for i = 1, #facts, 2 do
-      if facts[i] == 'last-generated-id' then
-        local of, place = string.match(facts[i + 1], '^(%d+)-(%d+)$')
-        id = string.format('%s-%d', of, tonumber(place) + 1)
-        redis.call('HSET', lock_key, 'told', string.format('%d', tonumber(place) + 1))
-      end
+  if not string.find(added.err, 'equal or smaller', 1, true) then error(added.err) end
+  -- The lock was lost, and its count with it: go on behind the last place that was given out.
+  local facts = redis.call('XINFO', 'STREAM', outcomes_key)
+  for i = 1, #facts, 2 do
+    if facts[i] == 'last-generated-id' then
+      local of, place = string.match(facts[i + 1], '^(%d+)-(%d+)$')
+      id = string.format('%s-%d', of, tonumber(place) + 1)
+      redis.call('HSET', lock_key, 'told', string.format('%d', tonumber(place) + 1))
     end
   end
   redis.call('XADD', outcomes_key, 'MAXLEN', '=', kept, id, unpack(entry))

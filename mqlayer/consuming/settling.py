@@ -27,6 +27,7 @@ from mqlayer.redis.partitions import (
     Refused,
     attempt_command,
     attempt_reply,
+    count_command,
     release_command,
     settle_command,
     settle_reply,
@@ -207,6 +208,9 @@ class Settler(NodeThread):
             # Offsets that the node never gave out, or no such partition: it fell back under us. Nothing was changed.
             facts = {"partition": held.partition, "word": answer.word, "fact": answer.fact}
             log.error("settling_refused", extra=facts)
+            if answer.word == "unknown":
+                # Or an append ended in its middle: what we read of it is counted, and comes again.
+                self._line.call([count_command(self._line, held.holder.prefix, held.partition)])
         self._owner.fenced(held, "settle")
 
     def _idle(self, held: Held) -> bool:

@@ -249,7 +249,7 @@ def drop_marks_command(line: NodeConnection, prefix: str, partition: int, names:
 
 
 class LogEnds(NamedTuple):
-    """How far a partition's records and its meta go together (see log_ends); `state` is empty where there is no meta."""
+    """How far a partition's records and its meta go together (see log_ends); no `state`: there is no meta."""
 
     state: str
     seal_id: str

@@ -5,6 +5,11 @@ Runs inside of re-arming: under the node's row lock, before the run is armed, so
 | Postgres says | Redis has | what is done |
 |---|---|---|
 | open | nothing | made again with the marks that its LPs came with; relays send the rest |
+| open or sealed | its records, no meta | its meta is made from the records: nothing of it is lost |
+| open or sealed | its records, no marks | its marks are counted from them, on top of those that its LPs came with |
+| open or sealed | records behind the last one that it tells of | they are counted: a call ended in its middle |
+| open or sealed | a meta that tells of records, no records | as nothing; what groups have there goes too |
+| sealed | its seal, no command record | the command is appended again |
 | open, or about to be | importing | its marks are loaded, it is opened |
 | sealed | not sealed | sealed anew, and resent from the outbox up to the recorded marks |
 | sealed | sealed by another seal | resent in the same way |
@@ -23,7 +28,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from psycopg.types.json import Jsonb
 
@@ -33,15 +38,23 @@ from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
+from mqlayer.redis.nodes import Command, NodeConnection, is_missing_script, raise_for_reply
 from mqlayer.redis.partitions import (
     AS_BEFORE,
+    MARKS_PER_CALL,
+    LogEnds,
+    Refused,
     Run,
     Sealed,
     append_command,
     brief_seal_command,
     check_appended,
+    clear_commands,
+    count_command,
+    count_reply,
     create_command,
+    ends_command,
+    ends_reply,
     load_commands,
     open_command,
     pass_command,
@@ -58,6 +71,8 @@ from mqlayer.topics.resending import Lent, lost_runs
 log = logging.getLogger(__name__)
 
 SCAN_ROUNDS: Final = 1_000
+EMPTY: Final = 1 << 52
+"""An offset behind all records."""
 TOMBSTONES_PER_WRITE: Final = 500
 SEEN_EVERY_S: Final = 5.0
 
@@ -82,28 +97,55 @@ class Wanted:
         return "" if self.born_in is None else self.born_in
 
 
+Flaw = Literal["", "meta", "marks", "tail", "command"]
+"""What does not go together in a partition that has its records: meta or marks are gone, the end is not counted, or the
+command is not there."""
+
+
 class Found(NamedTuple):
-    """What a partition is on the node: no state where there is none."""
+    """What a partition is on the node: no state where there is none, or where its records are gone."""
 
     state: str | None
     seal_id: str
     next_offset: int
+    flaw: Flaw = ""
+
+    @classmethod
+    def of(cls, ends: LogEnds) -> Found:
+        """Return what its records, its marks and its meta come to."""
+        if not ends.state:
+            return cls(None, "", 1) if ends.records < 0 else cls("torn", "", max(1, ends.behind), "meta")
+        if ends.state == "deleted":
+            return cls(ends.state, "", 1)
+        if ends.records < 0 and ends.next_offset > 1:
+            return cls(None, "", 1)
+        return cls(ends.state, ends.seal_id, max(ends.next_offset, ends.behind), _flaw(ends))
+
+
+def _flaw(ends: LogEnds) -> Flaw:
+    if ends.records > 0 and not ends.has_marks:
+        return "marks"
+    if ends.behind > ends.next_offset:
+        return "tail"
+    return "command" if ends.state == "sealed" and not ends.command else ""
 
 
 @dataclass(slots=True)
 class Mended:
-    """What was done: partitions made again, opened again with their parents' marks, sealed again; messages that nobody
-    can bring back."""
+    """What was done: partitions made again, opened again with their parents' marks, sealed again, counted again from
+    their records; messages that nobody can bring back."""
 
     remade: list[int] = field(default_factory=list)
     opened: list[int] = field(default_factory=list)
     sealed: list[int] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)
     lost: dict[int, int] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
         """Return it for an audit row."""
         lost = {str(partition): count for partition, count in self.lost.items()}
-        return {"partitions_remade": self.remade, "opened": self.opened, "sealed": self.sealed, "lost": lost}
+        done = {"partitions_remade": self.remade, "opened": self.opened, "sealed": self.sealed, "lost": lost}
+        return done | ({"counted": self.counted} if self.counted else {})
 
 
 class Mender:
@@ -153,7 +195,7 @@ class Mender:
 
         Unless one of them is another system's: numbers are the same in all, topics and ranges seldom.
         """
-        for other in _prefixes(self._line, self._wanted[0].partition):
+        for other in _prefixes(self._line, self._wanted[0].partition) - {self._prefix}:
             keys = [partition_keys(other, wanted.partition).meta for wanted in self._wanted]
             replies = self._line.call([("HMGET", key, "topic", "lp_from", "lp_to") for key in keys])
             there = [tuple(raise_for_reply(reply, self._line.node.address)) for reply in replies]
@@ -225,22 +267,28 @@ class Mender:
                 raise_for_reply(reply, self._line.node.address)
 
     def _look(self) -> dict[int, Found]:
-        keys = [partition_keys(self._prefix, wanted.partition).meta for wanted in self._wanted]
-        replies = self._line.call([("HMGET", key, "state", "seal", "next") for key in keys]) if keys else []
-        facts = [raise_for_reply(reply, self._line.node.address) for reply in replies]
-        return {
-            wanted.partition: Found(state.decode() if state else None, (seal or b"").decode(), int(next_offset or 1))
-            for wanted, (state, seal, next_offset) in zip(self._wanted, facts, strict=True)
-        }
+        return dict(zip([wanted.partition for wanted in self._wanted], self._look_at(self._wanted), strict=True))
+
+    def _look_at(self, some: Sequence[Wanted]) -> list[Found]:
+        commands = [ends_command(self._line, self._prefix, wanted.partition) for wanted in some]
+        replies = self._line.call(commands) if commands else []
+        if any(map(is_missing_script, replies)):
+            self._line.reload_scripts()
+            replies = self._line.call(commands)
+        return [Found.of(ends_reply(reply, self._line.node.address)) for reply in replies]
 
     def _is_right(self, wanted: Wanted) -> bool:
-        state, seal, _ = self._found[wanted.partition]
+        state, seal, _, flaw = self._found[wanted.partition]
         if wanted.seal_id:
-            return state == "sealed" and seal == wanted.seal_id
+            return state == "sealed" and seal == wanted.seal_id and not flaw
         # Sealed for a change that Postgres has not recorded as sealed: whoever drives it goes on from there.
-        return state in ("open", "sealed")
+        return state in ("open", "sealed") and flaw in ("", "command")
 
     def _mend_one(self, wanted: Wanted) -> None:
+        if self._found[wanted.partition].flaw:
+            self._mend_flaw(wanted)
+            if self._is_right(wanted):
+                return
         state = self._found[wanted.partition].state
         if state == "deleted" and wanted.seal_id and self._is_retired(wanted):
             return
@@ -256,6 +304,43 @@ class Mender:
             self._open(wanted)
         failpoint("mend.after_one")
 
+    def _mend_flaw(self, wanted: Wanted) -> None:
+        """Have a partition tell of the records that it holds; look what it is then."""
+        found = self._found[wanted.partition]
+        if found.flaw == "command":
+            change = wanted.change_id or 0
+            seal = seal_command(self._line, self._prefix, wanted.partition, change, str(uuid.uuid4()))
+            self._line.call([seal])
+        else:
+            self._count(wanted, found)
+            self.mended.counted.append(wanted.partition)
+        (self._found[wanted.partition],) = self._look_at([wanted])
+
+    def _count(self, wanted: Wanted, found: Found) -> None:
+        """Count what a partition holds, from its first record where its meta or its marks are gone."""
+        line, address, partition = self._line, self._line.node.address, wanted.partition
+        marks: list[tuple[str, int]] = []
+        start = 0
+        if found.flaw != "tail":
+            marks, start = list(self._came_with(wanted).items()), 1
+        if found.flaw == "meta":
+            # Not open before all is counted: whoever appends goes by it.
+            self._create(wanted)
+        for at in range(0, len(marks), MARKS_PER_CALL):
+            some = dict(marks[at : at + MARKS_PER_CALL])
+            raise_for_reply(
+                line.call([count_command(line, self._prefix, partition, start=EMPTY, marks=some)])[0], address
+            )
+        while True:
+            answer = count_reply(line.call([count_command(line, self._prefix, partition, start=start)])[0], address)
+            if isinstance(answer, Refused):
+                raise StoreUnavailable(address, f"partition {partition} can't be counted: {answer.word}")
+            if answer[1] == start or start == 0:
+                break
+            start = answer[1]
+        if found.flaw == "meta" and not wanted.seal_id:
+            self._open(wanted)
+
     def _is_retired(self, wanted: Wanted) -> bool:
         facts = {"partition_id": wanted.partition}
         if not self._connection.execute(query("partition_retired_before"), facts).rowcount:
@@ -270,21 +355,33 @@ class Mender:
             for group, partition, epoch in self._raised
             if partition == wanted.partition
         ]
+        # What groups have there goes by offsets of records that are gone: they are given out again.
+        groups = [row[0] for row in self._connection.execute(query("forgotten_groups"), {"topic_id": wanted.topic_id})]
+        clear = clear_commands(self._line, self._prefix, wanted.partition, groups, whole=True)
+        self._create(wanted, *clear, *epochs)
+
+    def _create(self, wanted: Wanted, *before: Command) -> None:
+        """Make a partition's meta, not open yet, with nobody's calls between that and what is done before."""
         made = create_command(
             self._line, self._prefix, wanted.partition, wanted.topic, wanted.lp_from, wanted.lp_to, "importing",
             wanted.change,
         )  # fmt: skip
-        word = word_of(self._in_one([*epochs, made])[-1], self._line.node.address)
+        word = word_of(self._in_one([*before, made])[-1], self._line.node.address)
         if word == "conflict":
             raise Conflict(f"partition {wanted.partition} is on {self._line.node.address} otherwise than it has to be")
 
     def _load(self, wanted: Wanted) -> None:
         """Give a partition that is not open yet the marks that its LPs came with."""
         if wanted.born_in is not None:
-            rows = self._connection.execute(query("seal_marks_of"), {"change_id": wanted.born_in}).fetchall()
-            marks = marks_within((row[0] for row in rows), wanted.lp_from, wanted.lp_to)
+            marks = self._came_with(wanted)
             self._open_by(wanted, load_commands(self._line, self._prefix, wanted.partition, wanted.change, marks))
             self.mended.opened.append(wanted.partition)
+
+    def _came_with(self, wanted: Wanted) -> dict[str, int]:
+        if wanted.born_in is None:
+            return {}
+        rows = self._connection.execute(query("seal_marks_of"), {"change_id": wanted.born_in}).fetchall()
+        return dict(marks_within((row[0] for row in rows), wanted.lp_from, wanted.lp_to))
 
     def _open(self, wanted: Wanted) -> None:
         self._open_by(wanted, [self._open_command(wanted)])
@@ -310,7 +407,7 @@ class Mender:
 
     def _seal_again(self, wanted: Wanted) -> None:
         """Bring a sealed partition that fell back up to its recorded marks, sealed under a new name."""
-        state, seal_id, _ = self._found[wanted.partition]
+        state, seal_id, _, _ = self._found[wanted.partition]
         if state in (None, "importing"):
             # For others it goes from not being open to being closed.
             opened, seal_id = self._at_once(wanted, [self._open_command(wanted)])

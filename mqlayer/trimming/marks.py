@@ -54,10 +54,7 @@ def drop_closed_marks(
             by_node.setdefault(NodeId(node_id), []).append(Place(partition, lp_from, lp_to))
     nodes = {node.node_id: node for node in load_nodes(database)}
     # Every node is asked, also after one that is away.
-    took = [
-        _drop(nodes[node_id], prefix, sources, places, unsafe=unsafe)
-        for node_id, places in by_node.items()
-    ]
+    took = [_drop(nodes[node_id], prefix, sources, places, unsafe=unsafe) for node_id, places in by_node.items()]
     if not all(took):
         return 0
     failpoint("marks.before_record")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import redis
 
-from mqlayer.postgres.database import Database
 from mqlayer.domain.routing import NodeId
+from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.nodes import Node, NodeConnection
 from mqlayer.topics import rearm_node

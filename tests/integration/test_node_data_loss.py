@@ -71,7 +71,10 @@ def test_lost_partitions_are_made_again_under_epochs_that_no_old_ack_has(
 
 
 def test_a_partition_that_is_there_is_left_as_it_is(database: Database, client: redis.Redis, key_prefix: str) -> None:
-    client.hset(partition_keys(key_prefix, 1).meta, "next", "77")
+    keys = partition_keys(key_prefix, 1)
+    client.hset(keys.meta, "next", "77")
+    client.xadd(keys.log, {"m": "1:0:1:0", "k": "k", "b": "b"}, id="76-0")
+    client.hset(keys.marks, "1:0", "1")
     client.delete(partition_keys(key_prefix, 2).meta)
     rearm_node(database, "n1", prefix=key_prefix)
     assert meta(client, key_prefix, 1)[b"next"] == b"77"

@@ -50,7 +50,8 @@ class Chains:
 @dataclass(slots=True)
 class Held:
     """A partition on its node. `kept`: the offset of its oldest record, the next one where there is none; `first`: what
-    trimming says of that; `records`: how many there are, the command not counted."""
+    trimming says of that; `records`: how many there are, the command not counted; `behind`: the offset behind the last
+    of them; `has_command`: whether a command record is at the end."""
 
     state: str
     topic: str
@@ -65,6 +66,8 @@ class Held:
     kept: int
     looks: dict[int, Look]
     sealed_for: int = 0
+    behind: int = 0
+    has_command: bool = False
     chains: Chains | None = None
 
 
@@ -120,6 +123,8 @@ def _held(seen: list[Any], looks: dict[int, Look]) -> Held | None:
         kept=int(first_id.split(b"-")[0]) if records else following,
         looks=looks,
         sealed_for=int(meta.get("sealed_for", 0)),
+        behind=int(last_id.split(b"-")[0]) + 1 if last_id else 0,
+        has_command=command,
     )
 
 

@@ -62,11 +62,18 @@ def stream_rule(asked: Asked) -> Iterator[Finding]:
     """A stream has a record for every offset from where trimming came to."""
     fix = "somebody removed records by hand: they are in the outbox or the archive, or lost"
     for wanted, held in asked.judged():
-        if held.kept > held.first:
+        if held.behind > held.next:
+            seen = f"records up to offset {held.behind - 1}, it tells of {held.next - 1}: a call ended in its middle"
+            yield _wrong("stream", wanted, seen, REARM)
+        elif held.kept > held.first and not held.records:
+            yield _wrong("stream", wanted, f"it tells of {held.next - held.first} records, all are gone", REARM)
+        elif held.kept > held.first:
             yield _wrong("stream", wanted, f"it begins at offset {held.kept}, trimming came to {held.first}", fix)
         elif held.records != held.next - held.kept:
             seen = f"{held.records} records at offsets {held.kept} to {held.next - 1}"
             yield _wrong("stream", wanted, seen, fix)
+        if held.records > 0 and not held.marks:
+            yield _wrong("stream", wanted, "it has records and no marks: somebody removed these", REARM)
         if held.lost:
             seen = f"{held.lost} messages of it were given up by an operator"
             yield Finding(
@@ -85,6 +92,8 @@ def seal_rule(asked: Asked) -> Iterator[Finding]:
         if held.next != wanted.seal_next and not wanted.seal_cut:
             seen = f"it ends at offset {held.next - 1}, recorded is {wanted.seal_next - 1}"
             yield _wrong("seal", wanted, seen, REARM)
+        if not held.has_command:
+            yield _wrong("seal", wanted, "its command record is not there: no group can end with it", REARM)
         for name, seq in wanted.seal_marks.items():
             mark = held.marks.get(name)
             # Marks of closed producers are removed some time after their end.

@@ -19,7 +19,7 @@ from mqlayer.domain.offsets import Range, as_ranges
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.nodes import Command, NodeConnection, is_missing_script
 from mqlayer.redis.outcomes import RangeWord, told_of
-from mqlayer.redis.partitions import Fenced, Refused
+from mqlayer.redis.partitions import Fenced, Refused, count_command
 from mqlayer.redis.sharing import (
     AT_ONCE,
     SETTLE_LIMIT,
@@ -143,6 +143,9 @@ class SharedSettler(NodeThread):
         settling = call.item == "settle"
         answer = shared_settle_reply(reply, address) if settling else shared_count_reply(reply, address)
         if isinstance(answer, Fenced | Refused):
+            if isinstance(answer, Refused) and answer.word == "unknown":
+                # An append ended in its middle: what was read of it is counted, and comes again.
+                self._line.call([count_command(self._line, call.place.prefix, call.place.partition)])
             self._owner.spots.void(call.place)
             return
         for batch, offsets in call.ends:
