@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from mqlayer.errors import redact
+from mqlayer.visible import json_line, visible
 
 # What every record has by itself; the rest are the fields that the event was logged with. The last one is Celery's.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "data"}
@@ -27,7 +28,15 @@ class EventFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the base class's name
         """Return the line, its fields in the order in which they were given."""
         shown = (f" {name}={_shown(value)}" for name, value in fields_of(record).items())
-        return super().formatMessage(record) + "".join(shown)
+        return visible(super().formatMessage(record) + "".join(shown))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802  # the base class's name
+        """Return the trace, its own lines apart."""
+        return visible(super().formatException(ei), lines=True)
+
+    def formatStack(self, stack_info: str) -> str:  # noqa: N802  # the base class's name
+        """Return the stack, its own lines apart."""
+        return visible(super().formatStack(stack_info), lines=True)
 
 
 class JsonFormatter(logging.Formatter):
@@ -44,7 +53,7 @@ class JsonFormatter(logging.Formatter):
         line |= fields_of(record)
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
-        return redact(json.dumps(line, default=str))
+        return redact(json_line(line))
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:

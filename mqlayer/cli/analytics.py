@@ -9,7 +9,7 @@ import typer
 
 from mqlayer.archiving import find_snapshot
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.showing import JsonOption, show_rows, shown_key
+from mqlayer.cli.showing import JsonOption, say, show_rows, shown_key
 from mqlayer.cli.spark_programs import check_spark
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
@@ -85,15 +85,15 @@ def _settings(given: Any) -> dict[str, str]:
 
 def _show(found: Found) -> None:
     for title, rows in found.rows.items():
-        typer.echo(title)
+        say(title)
         shown = [{name: _shown(name, value) for name, value in row.items()} for row in rows[:SHOWN]]
         show_rows(shown, as_json=False, nothing="none")
         if len(rows) > SHOWN:
-            typer.echo(f"{len(rows) - SHOWN} more: --json, --html or --out has them")
-        typer.echo()
+            say(f"{len(rows) - SHOWN} more: --json, --html or --out has them")
+        say()
     if found.job == "audit":
-        typer.echo(f"order audit: {found.facts['verdict']}")
-        typer.echo()
+        say(f"order audit: {found.facts['verdict']}")
+        say()
 
 
 def _shown(name: str, value: Any) -> Any:

@@ -15,7 +15,7 @@ from mqlayer.archiving import ArchiveReport, accept_gaps, archive_pass, archive_
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import TopicArgument
-from mqlayer.cli.showing import JsonOption, counted, show_rows
+from mqlayer.cli.showing import JsonOption, counted, say, show_rows
 from mqlayer.errors import InvalidInput, MqlayerError
 from mqlayer.postgres.database import Database
 
@@ -54,7 +54,7 @@ def run(
                 )
                 idle = not report.total
             except MqlayerError as error:
-                typer.echo(str(error), err=True)
+                say(str(error), err=True)
                 idle = True
             if idle:
                 stopping.wait(IDLE_S)
@@ -68,7 +68,7 @@ def status(topic: SomeTopic = None, as_json: JsonOption = False) -> None:
         found = archive_status(database, prefix=settings.key_prefix, topic=topic, unsafe=settings.allow_unsafe_redis)
     for one in found:
         for name, reason in one.away.items():
-            typer.echo(f"node {name} was not asked: {reason}", err=True)
+            say(f"node {name} was not asked: {reason}", err=True)
     rows = ({name: fact for name, fact in asdict(one).items() if name != "away"} for one in found)
     show_rows(rows, as_json=as_json, nothing="no topic is archived: mqlayer topic set NAME --archived")
 
@@ -95,7 +95,7 @@ def accept_gap(
     """Let the archiver go on behind the gaps at which it waits. Later snapshots begin behind them, in their LPs."""
     with Database(settings_here().control_dsn()) as database:
         count = accept_gaps(database, topic, reason=reason, partition=partition, actor=actor())
-    typer.echo(f"{counted(count, 'gap')} accepted; the next pass goes on behind")
+    say(f"{counted(count, 'gap')} accepted; the next pass goes on behind")
 
 
 @archive.command("retain")
@@ -118,14 +118,14 @@ def _age(text: str) -> timedelta:
 
 def _tell(report: ArchiveReport) -> None:
     """Print what a pass did; exit code 1 where something is left that it could not archive."""
-    typer.echo(f"{counted(report.total, 'record')} archived, {counted(len(report.completed), 'partition')} completed")
+    say(f"{counted(report.total, 'record')} archived, {counted(len(report.completed), 'partition')} completed")
     for partition in report.stopped:
-        typer.echo(f"partition {partition} waits at a gap: mqlayer archive gaps --waiting", err=True)
+        say(f"partition {partition} waits at a gap: mqlayer archive gaps --waiting", err=True)
     for name, reason in report.passed_by.items():
-        typer.echo(f"node {name} was passed by: {reason}", err=True)
+        say(f"node {name} was passed by: {reason}", err=True)
     for name in report.held:
-        typer.echo(f"the archive of topic {name} is held by another process", err=True)
+        say(f"the archive of topic {name} is held by another process", err=True)
     for partition, reason in report.failed.items():
-        typer.echo(f"partition {partition} was not archived: {reason}", err=True)
+        say(f"partition {partition} was not archived: {reason}", err=True)
     if report.stopped or report.passed_by or report.held or report.failed:
         raise typer.Exit(1)

@@ -12,7 +12,7 @@ from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.giving import BackgroundOption, KeyOption, RateOption, last_columns, tell_end, work_here
 from mqlayer.cli.messages import LimitOption, RawOption, ReasonOption, show_message
 from mqlayer.cli.options import time_given
-from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_key
+from mqlayer.cli.showing import JsonOption, counted, say, show_rows, shown_key
 from mqlayer.errors import InvalidInput
 from mqlayer.failures import (
     DeadFilter,
@@ -71,7 +71,7 @@ def list_(
         found = dead_messages(database, wanted, topic=topic, group=group, redriven=redriven, after=after, limit=limit)
     show_rows(map(_facts if as_json else _row, found), as_json=as_json, nothing="no message is dead")
     if len(found) == limit and not as_json:
-        typer.echo(f"there may be more: --after {found[-1].dead_id}")
+        say(f"there may be more: --after {found[-1].dead_id}")
 
 
 @dead.command()
@@ -124,15 +124,15 @@ def redrive(
             raise InvalidInput("say which: --message, --key, --cause, --error, --since, --until; or --all of them")
         if plan:
             found, bodiless = count_dead(database, topic, group, wanted)
-            typer.echo(f"{counted(found, 'dead message')}, {bodiless} of them without a body to send; nothing was done")
+            say(f"{counted(found, 'dead message')}, {bodiless} of them without a body to send; nothing was done")
             return
         started = start_redrive(
             database, topic, group, wanted, per_s=rate, actor=actor(), worker=None if background else worker
         )
         if background:
-            typer.echo(f"redrive {started} is left to the worker: see mqlayer dead redrives")
+            say(f"redrive {started} is left to the worker: see mqlayer dead redrives")
             return
-        typer.echo(f"redrive {started}; if it is cut off: mqlayer dead redrive --resume {started}", err=True)
+        say(f"redrive {started}; if it is cut off: mqlayer dead redrive --resume {started}", err=True)
         _finish(database, started, worker, as_json=as_json)
 
 
@@ -172,7 +172,7 @@ def results(
     )
     show_rows(rows, as_json=as_json, nothing="no message behind that")
     if len(found) == limit and not as_json:
-        typer.echo(f"there may be more: --after {found[-1].dead_id}")
+        say(f"there may be more: --after {found[-1].dead_id}")
 
 
 @dead.command()
@@ -180,7 +180,7 @@ def cancel(redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The red
     """End a redrive, whoever works on it; what it gave back stays so."""
     with Database(settings_here().control_dsn()) as database:
         found = cancel_redrive(database, redrive_id, actor=actor())
-    typer.echo(f"redrive {redrive_id} is cancelled: {_counts(found)}")
+    say(f"redrive {redrive_id} is cancelled: {_counts(found)}")
 
 
 @dead.command()
@@ -189,7 +189,7 @@ def discard(message: NamedArgument, reason: ReasonOption, topic: OfTopic = None,
     with Database(settings_here().control_dsn()) as database:
         dead_id = find_dead(database, message, topic=topic, group=group)
         discard_dead(database, dead_id, reason=reason, actor=actor())
-    typer.echo(f"dead message {dead_id} is discarded")
+    say(f"dead message {dead_id} is discarded")
 
 
 def _finish(database: Database, redrive_id: int, worker: str, *, as_json: bool) -> None:
@@ -227,7 +227,7 @@ def _row(one: DeadMessage) -> dict[str, Any]:
         "key": shown_key(one.key),
         "bytes": one.bytes,
         "cause": one.cause,
-        "reason": "".join(c if c.isprintable() else "?" for c in reason[:100]),
+        "reason": reason[:100],
         "attempts": one.attempts,
         "died_at": one.died_at.isoformat(timespec="seconds"),
         "by": one.actor,

@@ -11,7 +11,7 @@ from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.messages import LimitOption
 from mqlayer.cli.options import TopicArgument
-from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_age, shown_key
+from mqlayer.cli.showing import JsonOption, counted, say, show_rows, shown_age, shown_key
 from mqlayer.domain.names import parse_identity
 from mqlayer.effects import (
     InboxStats,
@@ -118,14 +118,14 @@ def set_(
 ) -> None:
     """Let an entity go on behind a version, whether or not that came; what is held up to there is dropped."""
     dropped = _set(name, entity, version, reason, drop_held=drop_held)
-    typer.echo(f"{shown_key(entity)} goes on with {version + 1}; {counted(dropped, 'held event')} dropped")
+    say(f"{shown_key(entity)} goes on with {version + 1}; {counted(dropped, 'held event')} dropped")
 
 
 @versions.command()
 def forget(name: NameArgument, entity: EntityArgument, reason: WhyOption) -> None:
     """Forget an entity and what is held of it: it begins anew, as one that was never seen."""
     dropped = _set(name, entity, None, reason)
-    typer.echo(f"{shown_key(entity)} is forgotten; {counted(dropped, 'held event')} dropped")
+    say(f"{shown_key(entity)} is forgotten; {counted(dropped, 'held event')} dropped")
 
 
 def _set(name: str, entity: str, version: int | None, reason: str, *, drop_held: bool = False) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
+from mqlayer.cli.showing import console
 from mqlayer.errors import MqlayerError
+from mqlayer.visible import visible
 
 
 class FailureShowingGroup(TyperGroup):
@@ -24,5 +25,6 @@ class FailureShowingGroup(TyperGroup):
 
 
 def show_failure(error: MqlayerError) -> None:
-    """Write the error's message to standard error, as it is: not as markup, and not wrapped."""
-    Console(stderr=True, highlight=False).print(f"mqlayer: {error}", markup=False, soft_wrap=True)
+    """Write the error's message to standard error, not wrapped; its further lines are set in: none passes for ours."""
+    text = visible(f"mqlayer: {error}", lines=True).rstrip("\n").replace("\n", "\n  ")
+    console(stderr=True).print(text, soft_wrap=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from mqlayer.cli.showing import show_rows
+from mqlayer.cli.showing import say, show_rows
 from mqlayer.failures import Redrive, Replay
 
 KeyOption = Annotated[str | None, typer.Option(help="Only of this message key.")]
@@ -23,7 +23,7 @@ def work_here(work: Callable[[], Job], *, cancel: str) -> Job:
         return work()
     except KeyboardInterrupt:
         # Without a lease the worker's scan goes on with it: whoever breaks it off here wants it to rest or to end.
-        typer.echo(f"cut off; the worker goes on with it, or: {cancel}", err=True)
+        say(f"cut off; the worker goes on with it, or: {cancel}", err=True)
         raise
 
 
@@ -35,7 +35,7 @@ def tell_end(
         show_rows([row], as_json=True, nothing="")
         return
     over = "somebody else works on it" if done.state == "running" else done.state
-    typer.echo(f"{name} is {over}: {counts}; {see}")
+    say(f"{name} is {over}: {counts}; {see}")
 
 
 def last_columns(one: Redrive | Replay) -> dict[str, Any]:

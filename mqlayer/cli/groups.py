@@ -14,7 +14,7 @@ from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument, check_wish
 from mqlayer.cli.pauses import PartitionOption, WaitOption, say_partitions, say_under_way
-from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_age
+from mqlayer.cli.showing import JsonOption, counted, say, show_rows, shown_age
 from mqlayer.cli.standings import (
     failure_facts,
     group_row,
@@ -140,7 +140,7 @@ def set_(
         words += f", only messages with {changed.tag_filter.replace(':', ' of ')}"
     if changed.rate is not None:
         words += f", {changed.rate.per_s:g} messages/s, {changed.rate.burst:g} at once"
-    typer.echo(f"settings version {changed.settings_version}: {words}")
+    say(f"settings version {changed.settings_version}: {words}")
 
 
 @groups.command()
@@ -154,7 +154,7 @@ def pause(
             say_partitions(partition, changed, "is paused", "is paused already")
         else:
             done = pause_group(database, topic, group, actor=actor())
-            typer.echo(f"group {group} of topic {topic} {'is paused' if done else 'is paused already'}")
+            say(f"group {group} of topic {topic} {'is paused' if done else 'is paused already'}")
         say_under_way(wait_paused(database, topic, group, partition or None, timeout_s=wait))
 
 
@@ -167,7 +167,7 @@ def resume(topic: TopicArgument, group: GroupArgument, partition: PartitionOptio
             say_partitions(partition, changed, "goes on", "was not paused")
             return
         done = resume_group(database, topic, group, actor=actor())
-    typer.echo(f"group {group} of topic {topic} {'goes on' if done else 'was not paused'}")
+    say(f"group {group} of topic {topic} {'goes on' if done else 'was not paused'}")
 
 
 @groups.command()
@@ -179,7 +179,7 @@ def evict(
     """End one member: others get its partitions at once, its process stops consuming."""
     with Database(settings_here().control_dsn()) as database:
         evict_member(database, topic, group, member, actor=actor())
-    typer.echo(f"member {member} of group {group} of topic {topic} is out")
+    say(f"member {member} of group {group} of topic {topic} is out")
 
 
 @groups.command()
@@ -196,14 +196,14 @@ def retire(
     with Database(settings.control_dsn()) as database:
         if not yes:
             find_group(database, topic, group)
-            typer.echo(f"group {group} of topic {topic} would be retired; nothing was changed; --yes does this")
+            say(f"group {group} of topic {topic} would be retired; nothing was changed; --yes does this")
             return
         done = retire_group(database, topic, group, actor=actor(), drop_parked=drop_parked)
         forget_retired(database, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
     with_it = f", with {counted(done.instances, 'instance')}" if done.group.mode == "broadcast" else ""
     if done.parked:
         with_it += f"; {counted(done.parked, 'parked message')} dropped"
-    typer.echo(f"group {group} of topic {topic} is retired{with_it}")
+    say(f"group {group} of topic {topic} is retired{with_it}")
 
 
 @groups.command()
@@ -225,7 +225,7 @@ def create(
         ensure_group(database, routes, topic=topic, name=group, prefix=prefix, settings=said, unsafe=unsafe)
         (standing,) = group_standings(database, topic, group, prefix=prefix, unsafe=unsafe)
     given = "" if standing.replay is None else f"; first it is given the archive: replay {standing.replay.replay_id}"
-    typer.echo(f"group {group} of topic {topic} is {standing.facts.state}{given}")
+    say(f"group {group} of topic {topic} is {standing.facts.state}{given}")
 
 
 @groups.command("list")
@@ -251,7 +251,7 @@ def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False
         return
     for name, value in (settings | {"version": f"{settings['version']} of {settings['topic_version']}"}).items():
         if name not in ("topic_version", "away"):
-            typer.echo(f"{name.replace('_', ' ')}: {_words(value)}")
+            say(f"{name.replace('_', ' ')}: {_words(value)}")
     show_rows(map(partition_row, found.partitions), as_json=False, nothing="it has no partitions yet")
     _say_away(found)
 
@@ -296,7 +296,7 @@ def lag(
     for standing in found:
         _show_lag(standing)
     if not found:
-        typer.echo(f"topic {topic} has no groups: a group is created by its first member")
+        say(f"topic {topic} has no groups: a group is created by its first member")
 
 
 def _standings(topic: str | None, group: str | None = None) -> list[GroupStanding]:
@@ -323,23 +323,23 @@ def _lag_told(standing: GroupStanding) -> dict[str, Any]:
 def _show_lag(standing: GroupStanding) -> None:
     behind = [one for one in standing.undrained if one.lag != 0]
     oldest = f", the oldest {shown_age(standing.age_s)} old" if standing.age_s is not None else ""
-    typer.echo(f"group {standing.facts.name}: {counted(standing.lag, 'message')} not settled{oldest}")
+    say(f"group {standing.facts.name}: {counted(standing.lag, 'message')} not settled{oldest}")
     if (parked := standing.parked).keys:
         named = f"{standing.facts.topic} {standing.facts.name}"
-        typer.echo(
+        say(
             f"parked: {counted(parked.messages, 'message')} of {counted(parked.keys, 'key')}, {parked.waiting} of them "
             f"wait for an operator: mqlayer parked list {named}"
         )
     if (replay := standing.replay) is not None:
         how_far = f"{counted(replay.sent, 'message')} given, {replay.waiting} of them wait"
         place = f"batch {replay.at_batch} of {replay.upto_batch} of the archive"
-        typer.echo(f"{replay.kind} {replay.replay_id}: {how_far}; {place}: mqlayer replay show {replay.replay_id}")
+        say(f"{replay.kind} {replay.replay_id}: {how_far}; {place}: mqlayer replay show {replay.replay_id}")
     settled = len(standing.undrained) - len(behind)
     show_rows(map(version_row, standing.versions()), as_json=False, nothing="it has no partitions yet")
     if behind:
         show_rows(map(lag_row, behind), as_json=False, nothing="")
     if settled:
-        typer.echo(f"nothing waits in {counted(settled, 'partition')}")
+        say(f"nothing waits in {counted(settled, 'partition')}")
     if still := [one for one in behind if one.stall is not None]:
         show_rows(map(stall_row, still), as_json=False, nothing="")
     _say_away(standing)
@@ -347,7 +347,7 @@ def _show_lag(standing: GroupStanding) -> None:
 
 def _say_away(standing: GroupStanding) -> None:
     for name, reason in sorted(standing.away.items()):
-        typer.echo(f"node {name} does not answer: {reason}", err=True)
+        say(f"node {name} does not answer: {reason}", err=True)
 
 
 def _words(value: Any) -> str:
@@ -385,9 +385,9 @@ def seek(
                 unsafe=settings.allow_unsafe_redis,
             )
         for line in _plan_lines(planned, replay=replay):
-            typer.echo(line)
+            say(line)
         if not apply:
-            typer.echo("nothing was changed; --apply does this")
+            say("nothing was changed; --apply does this")
             return
         missed = apply_seek(
             database,
@@ -397,9 +397,9 @@ def seek(
             replay=replay,
             unsafe=settings.allow_unsafe_redis,
         )
-    typer.echo(f"group {group} of topic {topic} goes on from there")
+    say(f"group {group} of topic {topic} goes on from there")
     for name in missed:
-        typer.echo(f"node {name} does not answer: what earlier owners do there is refused once it does", err=True)
+        say(f"node {name} does not answer: what earlier owners do there is refused once it does", err=True)
 
 
 def _backoff(text: str) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.messages import MessageOption, ReasonOption, identity_given
 from mqlayer.cli.options import TopicArgument
-from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_age, shown_key
+from mqlayer.cli.showing import JsonOption, counted, say, show_rows, shown_age, shown_key
 from mqlayer.cli.standings import head_facts, partition_facts, waiting_words
 from mqlayer.failures import pause_key, resume_key, skip_head
 from mqlayer.inspecting import KeyStanding, ParkedKeyStanding, Search, explain_key
@@ -40,11 +40,11 @@ def explain(
     if as_json:
         show_rows([_told(found)], as_json=True, nothing="")
         return
-    typer.echo(f"key {shown_key(found.key)} of topic {topic}: LP {found.lp}, published to partition "
+    say(f"key {shown_key(found.key)} of topic {topic}: LP {found.lp}, published to partition "
                f"{found.publishes_to.partition} on {found.publishes_to.node}")  # fmt: skip
     show_rows(map(_crossed, map(asdict, found.crossings)), as_json=False, nothing="")
     for line in _lines(found):
-        typer.echo(line)
+        say(line)
 
 
 @keys.command("skip-head")
@@ -73,9 +73,9 @@ def skip_head_(
             application=application,
             unsafe=settings.allow_unsafe_redis,
         )
-    typer.echo(f"message {skipped.identity} is passed over: dead message {skipped.dead_id}")
+    say(f"message {skipped.identity} is passed over: dead message {skipped.dead_id}")
     if not skipped.fenced:
-        typer.echo("if a handler has it in hand, its effect may still commit; its ack is refused", err=True)
+        say("if a handler has it in hand, its effect may still commit; its ack is refused", err=True)
 
 
 @keys.command()
@@ -87,9 +87,7 @@ def pause(
     """Let a key rest: its messages wait in order, in Postgres, until it is resumed; other keys go on."""
     with Database(settings_here().control_dsn()) as database:
         done = pause_key(database, topic, group, key, actor=actor())
-    typer.echo(
-        f"key {shown_key(key)} {'is paused' if done else 'is paused already'} for group {group} of topic {topic}"
-    )
+    say(f"key {shown_key(key)} {'is paused' if done else 'is paused already'} for group {group} of topic {topic}")
 
 
 @keys.command()
@@ -101,7 +99,7 @@ def resume(
     """Let a paused key go on: first what waits of it."""
     with Database(settings_here().control_dsn()) as database:
         done = resume_key(database, topic, group, key, actor=actor())
-    typer.echo(f"key {shown_key(key)} {'goes on' if done else 'was not paused'} for group {group} of topic {topic}")
+    say(f"key {shown_key(key)} {'goes on' if done else 'was not paused'} for group {group} of topic {topic}")
 
 
 def _crossed(crossing: dict[str, Any]) -> dict[str, Any]:

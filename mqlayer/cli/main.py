@@ -34,6 +34,7 @@ from mqlayer.cli import (
 )
 from mqlayer.cli.failures import FailureShowingGroup
 from mqlayer.cli.logs import configure_logging
+from mqlayer.cli.showing import say
 
 app = typer.Typer(
     name="mqlayer",
@@ -48,7 +49,7 @@ app = typer.Typer(
 def show_version(wanted: bool) -> None:
     """Show the version and end."""
     if wanted:
-        typer.echo(mqlayer.__version__)
+        say(mqlayer.__version__)
         raise typer.Exit
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from mqlayer.cli.showing import show_rows, shown_key
+from mqlayer.cli.showing import say, show_rows, shown_key
 from mqlayer.domain.names import parse_identity
 from mqlayer.failures import Shown
 
@@ -35,22 +35,22 @@ def show_message(found: Shown, *, as_json: bool, raw: bool) -> None:
         show_rows([_told(found, kind, text)], as_json=True, nothing="")
         return
     for name, value in _facts(found):
-        typer.echo(f"{name}: {value}")
+        say(f"{name}: {value}")
     attempts = (
         {
             "attempt": one.attempt,
             "failed_at": one.failed_at.isoformat(timespec="milliseconds"),
             "member": one.member,
-            "error": _printable(one.error),
+            "error": one.error,
         }
         for one in found.attempts
     )
     show_rows(attempts, as_json=False, nothing="no failed attempt of it is known")
-    typer.echo(f"body: {'none is kept' if found.body is None else f'{len(found.body)} bytes, shown as {kind}'}")
+    say(f"body: {'none is kept' if found.body is None else f'{len(found.body)} bytes, shown as {kind}'}")
     if text is not None:
-        typer.echo(text[:SHOWN_LIMIT])
+        say(text[:SHOWN_LIMIT], lines=True)
         if len(text) > SHOWN_LIMIT:
-            typer.echo(f"… {len(text) - SHOWN_LIMIT} more characters; --raw writes all of it")
+            say(f"… {len(text) - SHOWN_LIMIT} more characters; --raw writes all of it")
 
 
 def decoded(body: bytes | None) -> tuple[str | None, str | None]:
@@ -62,14 +62,9 @@ def decoded(body: bytes | None) -> tuple[str | None, str | None]:
     except UnicodeDecodeError:
         return "hex", body.hex(" ")
     try:
-        return "json", _printable(json.dumps(json.loads(text), indent=2, ensure_ascii=False))
+        return "json", json.dumps(json.loads(text), indent=2, ensure_ascii=False)
     except (ValueError, RecursionError):
-        return "text", _printable(text)
-
-
-def _printable(text: str) -> str:
-    """Return text without what a terminal would take for a command."""
-    return "".join(one if one.isprintable() or one in "\n\t" else f"\\x{ord(one):02x}" for one in text)
+        return "text", text
 
 
 def _facts(found: Shown) -> Iterable[tuple[str, Any]]:
@@ -83,14 +78,14 @@ def _facts(found: Shown) -> Iterable[tuple[str, Any]]:
     if found.tags:
         yield "tags", ", ".join(found.tags)
     for name, value in found.headers.items():
-        yield f"header {_printable(name)}", _printable(value)
+        yield f"header {name}", value
     since = found.since.isoformat(timespec="seconds")
     if found.dead_id is None:
         due = "when an operator releases it" if found.due_at is None else found.due_at.isoformat(timespec="seconds")
         yield "parked", f"since {since}, cause {found.cause}; next attempt {due}"
         return
     yield "dead", f"since {since}, cause {found.cause}, by {found.actor}"
-    yield "reason", _printable(found.reason or "")
+    yield "reason", found.reason or ""
     if found.redriven:
         yield "redriven", "it was given back, and lives in its group"
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.showing import say
 from mqlayer.postgres import migrations
 from mqlayer.postgres.migrations import SchemaName
 from mqlayer.settings import Settings
@@ -53,12 +54,12 @@ def migrate(
     settings = settings_here()
     done = [step for name in chosen for step in migrations.migrate(_dsn(settings, name), schema=name, owner=owner)]
     for step in done:
-        typer.echo(f"{step.schema} {step.number:04d} {step.name}")
+        say(f"{step.schema} {step.number:04d} {step.name}")
     if not done:
-        typer.echo("nothing to do")
+        say("nothing to do")
     if grant_to is not None:
         migrations.grant(settings.application_dsn(), grant_to)
-        typer.echo(f"{grant_to} may publish and use the fence")
+        say(f"{grant_to} may publish and use the fence")
 
 
 def _dsn(settings: Settings, schema: SchemaName) -> str:

@@ -9,7 +9,7 @@ import typer
 from mqlayer.changes import give_up_node
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.showing import JsonOption, show_rows
+from mqlayer.cli.showing import JsonOption, say, show_rows
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.topics import list_nodes, rearm_node, register_node, set_node_address
@@ -34,7 +34,7 @@ def register(
     settings = settings_here()
     with Database(settings.control_dsn()) as database:
         node = register_node(database, name=name, url=url, actor=actor(), unsafe=settings.allow_unsafe_redis)
-    typer.echo(f"{node.name} is {node.address}")
+    say(f"{node.name} is {node.address}")
 
 
 @nodes.command("list")
@@ -67,7 +67,7 @@ def rearm(
             actor=actor(),
             unsafe=settings.allow_unsafe_redis,
         )
-    typer.echo(f"{node.name} is armed; {count} assignments got a new epoch")
+    say(f"{node.name} is armed; {count} assignments got a new epoch")
 
 
 @nodes.command("set")
@@ -93,7 +93,7 @@ def set_(
             actor=actor(),
             unsafe=settings.allow_unsafe_redis,
         )
-    typer.echo(f"{node.name} is {node.address}; {count} assignments got a new epoch")
+    say(f"{node.name} is {node.address}; {count} assignments got a new epoch")
 
 
 @nodes.command()
@@ -114,8 +114,8 @@ def lost(
             actor=actor(),
             unsafe=settings.allow_unsafe_redis,
         )
-    typer.echo(f"{len(loss.moved)} partitions moved, {len(loss.remade)} sealed ones made anew")
-    typer.echo(f"{loss.again} messages are sent again from the outbox; the fence knows those that were applied")
-    typer.echo(f"{loss.only_there} messages are in no outbox any more: what a group had not settled of them is lost")
+    say(f"{len(loss.moved)} partitions moved, {len(loss.remade)} sealed ones made anew")
+    say(f"{loss.again} messages are sent again from the outbox; the fence knows those that were applied")
+    say(f"{loss.only_there} messages are in no outbox any more: what a group had not settled of them is lost")
     if loss.direct:
-        typer.echo("direct producers published: what groups had not settled of their messages there is lost")
+        say("direct producers published: what groups had not settled of their messages there is lost")

@@ -9,7 +9,7 @@ import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.showing import JsonOption, show_rows
+from mqlayer.cli.showing import JsonOption, say, show_rows
 from mqlayer.errors import NotFound
 from mqlayer.outbox import (
     adopt,
@@ -59,9 +59,9 @@ def retry(
         chosen = retry_aside(database, topic=topic, lp=lp)
     for row in chosen:
         done = f"tried again from seq {row.seq}" if row.number is None else f"row {row.number} is published anew"
-        typer.echo(f"topic {row.topic or row.topic_id}, LP {row.lp}: {done}")
+        say(f"topic {row.topic or row.topic_id}, LP {row.lp}: {done}")
     if not chosen:
-        typer.echo("nothing is set aside")
+        say("nothing is set aside")
 
 
 @aside.command()
@@ -72,7 +72,7 @@ def discard(
     _confirm("Remove the message?", yes=yes)
     with _application() as database:
         discard_aside(database, number)
-    typer.echo(f"row {number} is discarded")
+    say(f"row {number} is discarded")
 
 
 @delayed.command("list")
@@ -94,7 +94,7 @@ def cancel(delayed_id: Annotated[int, typer.Argument(help="Its number, as publis
         gone = cancel_delayed(connection, delayed_id)
     if not gone:
         raise NotFound("delayed message", delayed_id, "it was published or cancelled before")
-    typer.echo(f"{delayed_id} is cancelled")
+    say(f"{delayed_id} is cancelled")
 
 
 @outbox.command("rotate")
@@ -102,7 +102,7 @@ def rotate_() -> None:
     """Empty the time slots whose rows are all relayed and old enough."""
     with _application() as database:
         for slot, answer in rotate(database).items():
-            typer.echo(f"slot {slot}: {answer}")
+            say(f"slot {slot}: {answer}")
 
 
 @outbox.command("recover")
@@ -119,14 +119,14 @@ def recover_(
     with _application() as application, Database(settings.control_dsn()) as control:
         recovered = recover_now(application, control, settings, unproven=unproven, anew=anew, actor=actor())
     if recovered is None:
-        typer.echo("nothing to do: the outbox is on the timeline that its relays know")
+        say("nothing to do: the outbox is on the timeline that its relays know")
         return
-    typer.echo(f"a new source from the next relay on; {recovered.waiting} messages wait for it")
+    say(f"a new source from the next relay on; {recovered.waiting} messages wait for it")
     if recovered.count:
-        typer.echo(f"{recovered.count} messages in Redis are in no commit, or can't be proven: see the audit")
+        say(f"{recovered.count} messages in Redis are in no commit, or can't be proven: see the audit")
     if recovered.gone:
-        typer.echo(f"{recovered.gone_count} messages that nodes lost are not in the outbox any more; their LPs wait:")
-        typer.echo("mqlayer outbox aside list names these, once a relay runs; see docs/failover.md for what goes on")
+        say(f"{recovered.gone_count} messages that nodes lost are not in the outbox any more; their LPs wait:")
+        say("mqlayer outbox aside list names these, once a relay runs; see docs/failover.md for what goes on")
 
 
 @outbox.command("adopt")
@@ -134,7 +134,7 @@ def adopt_(yes: YesOption = False) -> None:
     """Let a restored or moved database go on in its original's place: what may not be relayed is sent again."""
     _confirm("The original database is gone for good?", yes=yes)
     with _application() as database:
-        typer.echo(f"a new source from the next relay on; {adopt(database)} messages wait for it")
+        say(f"a new source from the next relay on; {adopt(database)} messages wait for it")
 
 
 @outbox.command("renew")
@@ -143,7 +143,7 @@ def renew_(yes: YesOption = False) -> None:
     _confirm("Remove all messages from this copy's outbox?", yes=yes)
     with _application() as database:
         renew(database)
-    typer.echo("the outbox is empty, with an identity of its own")
+    say("the outbox is empty, with an identity of its own")
 
 
 def _confirm(question: str, *, yes: bool) -> None:

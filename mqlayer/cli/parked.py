@@ -10,7 +10,7 @@ from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.messages import LimitOption, MessageOption, RawOption, ReasonOption, identity_given, show_message
 from mqlayer.cli.options import TopicArgument, time_given
-from mqlayer.cli.showing import JsonOption, counted, show_rows, shown_age, shown_key
+from mqlayer.cli.showing import JsonOption, counted, say, show_rows, shown_age, shown_key
 from mqlayer.cli.standings import failure_facts, failure_row
 from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.failures import (
@@ -57,7 +57,7 @@ def list_(
         found = parked_keys(database, wanted, after=after, limit=limit)
     show_rows(map(_facts if as_json else _row, found), as_json=as_json, nothing="nothing is parked")
     if len(found) == limit and not as_json:
-        typer.echo(f"there may be more: --after {found[-1].place}")
+        say(f"there may be more: --after {found[-1].place}")
 
 
 @parked.command()
@@ -110,10 +110,10 @@ def show(
         show_rows([_facts(keys[0]) | {"line": rows}], as_json=True, nothing="")
         return
     for name, value in _row(keys[0]).items():
-        typer.echo(f"{name.replace('_', ' ')}: {value}")
+        say(f"{name.replace('_', ' ')}: {value}")
     show_rows(rows, as_json=False, nothing="nothing waits in it: its owner ends that by itself")
     if keys[0].messages > len(rows):
-        typer.echo(f"and {counted(keys[0].messages - len(rows), 'message')} more")
+        say(f"and {counted(keys[0].messages - len(rows), 'message')} more")
 
 
 @parked.command()
@@ -129,12 +129,12 @@ def release(
     with Database(settings_here().control_dsn()) as database:
         if every and (key, message) == (None, None):
             count = release_all(database, topic, group, cause=cause, actor=actor())
-            typer.echo(f"{counted(count, 'parked key')} of group {group} of topic {topic} will be tried now")
+            say(f"{counted(count, 'parked key')} of group {group} of topic {topic} will be tried now")
             return
         if every or cause is not None:
             raise InvalidInput("choose one: a key, a message, or --all")
         release_parked(database, topic, group, key=key, message=identity_given(message), actor=actor())
-    typer.echo(f"{_named(key, message)} will be tried now")
+    say(f"{_named(key, message)} will be tried now")
 
 
 @parked.command()
@@ -151,9 +151,7 @@ def discard(
         count = discard_parked(
             database, topic, group, key=key, message=identity_given(message), head=head, reason=reason, actor=actor()
         )
-    typer.echo(
-        f"{counted(count, 'message')} of {_named(key, message)} discarded: see mqlayer dead list {topic} {group}"
-    )
+    say(f"{counted(count, 'message')} of {_named(key, message)} discarded: see mqlayer dead list {topic} {group}")
 
 
 def _named(key: str | None, message: str | None) -> str:

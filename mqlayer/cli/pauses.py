@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mqlayer.cli.showing import counted
+from mqlayer.cli.showing import counted, say
 
 PartitionOption = Annotated[
     list[int] | None, typer.Option("--partition", help="Only this partition; may be said several times.")
@@ -20,10 +20,10 @@ WaitOption = Annotated[
 def say_partitions(wanted: Sequence[int], changed: Sequence[int], done: str, already: str) -> None:
     """Say of each partition what became of it."""
     for partition in wanted:
-        typer.echo(f"partition {partition} {done if partition in changed else already}")
+        say(f"partition {partition} {done if partition in changed else already}")
 
 
 def say_under_way(left: int) -> None:
     """Say whether something of what was paused still runs."""
     if left:
-        typer.echo(f"what runs in {counted(left, 'partition')} is being finished: --wait S waits for that", err=True)
+        say(f"what runs in {counted(left, 'partition')} is being finished: --wait S waits for that", err=True)

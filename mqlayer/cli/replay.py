@@ -12,7 +12,7 @@ from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.giving import BackgroundOption, KeyOption, RateOption, last_columns, tell_end, work_here
 from mqlayer.cli.messages import LimitOption, identity_given
 from mqlayer.cli.options import TopicArgument, time_given
-from mqlayer.cli.showing import JsonOption, counted, show_rows
+from mqlayer.cli.showing import JsonOption, counted, say, show_rows
 from mqlayer.errors import InvalidInput
 from mqlayer.failures import (
     Replay,
@@ -66,7 +66,7 @@ def start(
     with Database(settings.control_dsn()) as database:
         if plan:
             found = count_archived(database, topic, group, wanted)
-            typer.echo(f"{counted(found, 'record')} of the archive; nothing was done")
+            say(f"{counted(found, 'record')} of the archive; nothing was done")
             return
         worker = new_worker()
         started = start_replay(
@@ -82,9 +82,9 @@ def start(
             unsafe=settings.allow_unsafe_redis,
         )
         if background:
-            typer.echo(f"replay {started} is left to the worker: see mqlayer replay show {started}")
+            say(f"replay {started} is left to the worker: see mqlayer replay show {started}")
             return
-        typer.echo(f"replay {started}; if it is cut off: mqlayer replay resume {started}", err=True)
+        say(f"replay {started}; if it is cut off: mqlayer replay resume {started}", err=True)
         _finish(database, started, worker, as_json=as_json)
 
 
@@ -120,7 +120,7 @@ def show(replay_id: IdArgument, as_json: JsonOption = False) -> None:
         show_rows([_row(found)], as_json=True, nothing="")
         return
     for name, value in _row(found).items():
-        typer.echo(f"{name.replace('_', ' ')}: {'' if value is None else value}")
+        say(f"{name.replace('_', ' ')}: {'' if value is None else value}")
 
 
 @replay.command()
@@ -140,7 +140,7 @@ def results(
     )
     show_rows(rows, as_json=as_json, nothing="no message behind that")
     if len(found) == limit and not as_json:
-        typer.echo(f"there may be more: --after {found[-1].identity}")
+        say(f"there may be more: --after {found[-1].identity}")
 
 
 @replay.command()
@@ -148,7 +148,7 @@ def cancel(replay_id: IdArgument) -> None:
     """End a replay or backfill, whoever works on it; what it gave is handled, the rest of the archive is not given."""
     with Database(settings_here().control_dsn()) as database:
         found = cancel_replay(database, replay_id, actor=actor())
-    typer.echo(f"{found.kind} {replay_id} is cancelled: {_counts(found)}")
+    say(f"{found.kind} {replay_id} is cancelled: {_counts(found)}")
 
 
 def _finish(database: Database, replay_id: int, worker: str, *, as_json: bool) -> None:

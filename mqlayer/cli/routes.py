@@ -31,7 +31,7 @@ from mqlayer.changes import (
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument, check_wish
-from mqlayer.cli.showing import JsonOption, show_rows
+from mqlayer.cli.showing import JsonOption, say, show_rows
 from mqlayer.cli.watching import watch_draining
 from mqlayer.domain.routing import LP_COUNT, NodeId
 from mqlayer.errors import InvalidInput
@@ -222,10 +222,10 @@ def repair(
         )
     waiting = {change: word for change, word in came_to.items() if word not in ("done", "dropped")}
     for change, word in came_to.items():
-        typer.echo(f"change {change} waits: {word}" if change in waiting else f"change {change} is {word}",
+        say(f"change {change} waits: {word}" if change in waiting else f"change {change} is {word}",
                    err=change in waiting)  # fmt: skip
     if not came_to:
-        typer.echo("no change is open")
+        say("no change is open")
     if waiting:
         raise typer.Exit(1)
 
@@ -244,11 +244,11 @@ def reopen(
             database, topic, prefix=settings.key_prefix, actor=actor(), unsafe=settings.allow_unsafe_redis
         )
     for partition, count in done.buried.items():
-        typer.echo(f"partition {partition}, which Postgres does not know, is buried; it had had {count} messages")
+        say(f"partition {partition}, which Postgres does not know, is buried; it had had {count} messages")
     for partition in done.opened:
-        typer.echo(f"partition {partition} is open again")
+        say(f"partition {partition} is open again")
     if not done.opened:
-        typer.echo("nothing is sealed for a change that is not known")
+        say("nothing is sealed for a change that is not known")
 
 
 @routes.command()
@@ -257,7 +257,7 @@ def drop(topic: TopicArgument) -> None:
     with Database(settings_here().control_dsn()) as database:
         load_route(database, topic)
         change = drop_change(database, topic, actor=actor())
-    typer.echo(f"change {change} is dropped; the route is as before")
+    say(f"change {change} is dropped; the route is as before")
 
 
 def _change(topic: str, planned: Callable[[Database, Settings], Plan], wish: Wish) -> None:
@@ -276,7 +276,7 @@ def _change(topic: str, planned: Callable[[Database, Settings], Plan], wish: Wis
         plan = planned(database, settings)
         _show_plans(database, [plan])
         if not wish.apply:
-            typer.echo("nothing was changed; --apply does this")
+            say("nothing was changed; --apply does this")
             return
         _apply(database, application, settings, plan)
         if wish.watch:
@@ -298,7 +298,7 @@ def _split_by_report(topic: str, partition: int | None, report: SplitReport, to:
         plans = planned(0)
         _show_plans(database, plans)
         if not wish.apply:
-            typer.echo("nothing was changed; --apply does this")
+            say("nothing was changed; --apply does this")
             return
         for done in range(len(plans)):
             _apply(database, application, settings, planned(done)[0])
@@ -310,7 +310,7 @@ def _show_plans(database: Database, plans: Iterable[Plan]) -> None:
     names = {node.node_id: node.name for node in load_nodes(database)}
     for plan in plans:
         for line in _plan_lines(plan, names):
-            typer.echo(line)
+            say(line)
 
 
 def _apply(database: Database, application: Database, settings: Settings, plan: Plan) -> None:
@@ -322,7 +322,7 @@ def _apply(database: Database, application: Database, settings: Settings, plan: 
         actor=actor(),
         unsafe=settings.allow_unsafe_redis,
     )
-    typer.echo(f"route version {route.version} of topic {plan.topic} is in force")
+    say(f"route version {route.version} of topic {plan.topic} is in force")
 
 
 def _plan_lines(plan: Plan, names: dict[NodeId, str]) -> Iterable[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final
@@ -10,6 +9,8 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from mqlayer.visible import is_visible, json_line, visible
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line and nothing else.")]
 
@@ -21,9 +22,9 @@ def show_rows(rows: Iterable[Mapping[str, Any]], *, as_json: bool, nothing: str)
     found = list(rows)
     if as_json:
         for row in found:
-            typer.echo(json.dumps(row, default=str))
+            typer.echo(json_line(row))
     elif not found:
-        typer.echo(nothing)
+        say(nothing)
     else:
         _table(found)
 
@@ -32,7 +33,7 @@ def shown_key(key: str | None) -> str:
     """Return a message key for a line on a terminal: quoted and escaped where it has what would not be seen there."""
     if key is None:
         return "(none)"
-    return key if key.isprintable() else json.dumps(key)
+    return key if is_visible(key) else json_line(key)
 
 
 def counted(count: int, what: str) -> str:
@@ -58,7 +59,21 @@ def _table(rows: list[Mapping[str, Any]]) -> None:
     for name in rows[0]:
         table.add_column(name.replace("_", " "), overflow="fold")
     for row in rows:
-        table.add_row(*("" if value is None else str(value) for value in row.values()))
+        table.add_row(*("" if value is None else visible(str(value)) for value in row.values()))
+    show_table(table)
+
+
+def show_table(table: Table) -> None:
+    """Print a table whose texts are visible ones, or rich's own Text."""
     # A terminal folds what is too wide for it; a file or a pipe gets whole lines.
-    width = None if sys.stdout.isatty() else NOT_A_TERMINAL_WIDTH
-    Console(highlight=False, markup=False, width=width).print(table)
+    console(width=None if sys.stdout.isatty() else NOT_A_TERMINAL_WIDTH).print(table)
+
+
+def console(*, width: int | None = None, stderr: bool = False) -> Console:
+    """Return a console that takes texts as they are: no markup, no names of emojis."""
+    return Console(highlight=False, markup=False, emoji=False, width=width, stderr=stderr)
+
+
+def say(text: object = "", *, err: bool = False, lines: bool = False) -> None:
+    """Print a line for people; what a terminal would obey in it is escaped, a newline too unless it has `lines`."""
+    typer.echo(visible(str(text), lines=lines), err=err)

@@ -12,7 +12,7 @@ from mqlayer.archiving.exporting import export_snapshot
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import time_given
-from mqlayer.cli.showing import JsonOption, counted, show_rows
+from mqlayer.cli.showing import JsonOption, counted, say, show_rows
 from mqlayer.postgres.database import Database
 
 snapshots = typer.Typer(no_args_is_help=True, help="Snapshots of the archive: create, list, show, export, drop.")
@@ -34,7 +34,7 @@ def create(
     """Cut the archive where it stands. What the snapshot covers never changes, and retention spares it."""
     with Database(settings_here().control_dsn()) as database:
         made = create_snapshot(database, name, topics=topic or None, at=time_given(at), actor=actor())
-    typer.echo(f"{name} has {counted(made.records, 'record')} of {counted(len(made.topics), 'topic')}")
+    say(f"{name} has {counted(made.records, 'record')} of {counted(len(made.topics), 'topic')}")
 
 
 @snapshots.command("list")
@@ -77,7 +77,7 @@ def show(
     )
     show_rows(rows, as_json=as_json, nothing=f"{name} holds no topic")
     for one in broken:
-        typer.echo(
+        say(
             f"{one.topic}, source {one.source}, LP {one.lp}: "
             f"{counted(one.rows, 'record')} of {counted(one.seqs, 'seq')} where there must be {one.wanted}",
             err=True,
@@ -85,7 +85,7 @@ def show(
     if broken:
         raise typer.Exit(1)
     if verify and not as_json:
-        typer.echo(f"verified: {counted(found.records, 'record')}, no gap, no duplicate")
+        say(f"verified: {counted(found.records, 'record')}, no gap, no duplicate")
 
 
 @snapshots.command()
@@ -98,7 +98,7 @@ def export(
     with Database(settings_here().control_dsn()) as database:
         done = export_snapshot(database, name, to, jobs=jobs, actor=actor())
     files = sum(map(len, done.files.values()))
-    typer.echo(f"{counted(done.snapshot.records, 'record')} in {counted(files, 'file')} of {done.bytes:,} bytes: {to}")
+    say(f"{counted(done.snapshot.records, 'record')} in {counted(files, 'file')} of {done.bytes:,} bytes: {to}")
 
 
 @snapshots.command()
@@ -106,4 +106,4 @@ def drop(name: NameArgument) -> None:
     """Forget a snapshot: retention may drop what it covered, and who reads it fails."""
     with Database(settings_here().control_dsn()) as database:
         drop_snapshot(database, name, actor=actor())
-    typer.echo(f"{name} is dropped; the archive keeps its records until retention comes by")
+    say(f"{name} is dropped; the archive keeps its records until retention comes by")

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from mqlayer.cli.showing import say, show_table
 from mqlayer.settings import Settings
 from mqlayer.stack import ComponentStatus, GivenAddresses, Stack
+from mqlayer.visible import json_line, visible
 
 DirectoryOption = Annotated[Path, typer.Option("--directory", "-d", help="Where the stack keeps its data and logs.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line and nothing else.")]
 
 DEFAULT_DIRECTORY: Final = Path(".mqlayer")
-WIDE: Final = 1000
 STATE_STYLES: Final = {"running": "green", "stopped": "red", "not reached": "red"}
 
 
@@ -45,8 +44,8 @@ def up(
     stack.up(servers_only=servers_only)
     _show(stack.status(), as_json=as_json)
     if not as_json:
-        typer.echo(f"data and logs: {directory}")
-        typer.echo(f"to use it from a program: source {shlex.quote(str(directory / stack.environment_file.name))}")
+        say(f"data and logs: {directory}")
+        say(f"to use it from a program: source {shlex.quote(str(directory / stack.environment_file.name))}")
 
 
 def down(
@@ -64,7 +63,7 @@ def status(directory: DirectoryOption = DEFAULT_DIRECTORY, as_json: JsonOption =
     """Show every part of the stack; exit code 1 if one of them is not running."""
     parts = _stack(directory).status()
     if not parts:
-        typer.echo(f"no stack in {directory}: start one with `mqlayer up`", err=True)
+        say(f"no stack in {directory}: start one with `mqlayer up`", err=True)
         raise typer.Exit(1)
     _show(parts, as_json=as_json)
     if any(part.state != "running" for part in parts):
@@ -85,15 +84,14 @@ def _stack(directory: Path, *, node_count: int = 2) -> Stack:
 def _show(parts: list[ComponentStatus], *, as_json: bool) -> None:
     if as_json:
         for part in parts:
-            typer.echo(json.dumps(_facts(part)))
+            typer.echo(json_line(_facts(part)))
         return
     table = Table("part", "state", "pid", box=None, header_style="bold", pad_edge=False)
     table.add_column("address", overflow="fold")
     for part in parts:
         style = STATE_STYLES[part.state]
-        table.add_row(part.name, f"[{style}]{part.state}[/]", str(part.pid or ""), part.address)
-    # A terminal folds what is too wide for it; a file or a pipe gets whole lines.
-    Console(width=None if sys.stdout.isatty() else WIDE).print(table)
+        table.add_row(part.name, Text(part.state, style), str(part.pid or ""), visible(part.address))
+    show_table(table)
 
 
 def _facts(part: ComponentStatus) -> dict[str, object]:

@@ -13,7 +13,7 @@ from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import TopicArgument
 from mqlayer.cli.pauses import WaitOption, say_under_way
-from mqlayer.cli.showing import JsonOption, show_rows
+from mqlayer.cli.showing import JsonOption, say, show_rows
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
@@ -66,7 +66,7 @@ def create(
             actor=actor(),
             unsafe=settings.allow_unsafe_redis,
         )
-    typer.echo(f"{name} has {len(route.ranges)} partitions, route version {route.version}")
+    say(f"{name} has {len(route.ranges)} partitions, route version {route.version}")
 
 
 @topics.command("set")
@@ -97,11 +97,11 @@ def set_(
         if retention is not None:
             changed = set_retention(database, name, days=days, actor=actor())
             kept = "for ever" if days is None else f"for {days} days"
-            typer.echo(f"the archive of topic {name} is kept {kept}{'' if changed else ', as before'}")
+            say(f"the archive of topic {name} is kept {kept}{'' if changed else ', as before'}")
         if archived is not None:
             changed = set_archived(database, name, archived=archived, actor=actor())
             is_now = "archived" if archived else "not archived"
-            typer.echo(f"topic {name} is {is_now}{'' if changed else ', as before'}")
+            say(f"topic {name} is {is_now}{'' if changed else ', as before'}")
 
 
 def _set_limits(name: str, limits: dict[str, int | None]) -> None:
@@ -109,7 +109,7 @@ def _set_limits(name: str, limits: dict[str, int | None]) -> None:
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
         changed = set_limits(database, name, **limits, application=application, actor=actor())
     said = ", ".join(f"{limit.replace('_', ' ')} {value}" for limit, value in limits.items() if value is not None)
-    typer.echo(f"topic {name} has {said}{'' if changed else ', as before'}")
+    say(f"topic {name} has {said}{'' if changed else ', as before'}")
 
 
 def _days(text: str) -> int:
@@ -124,7 +124,7 @@ def pause(name: TopicArgument, wait: WaitOption = 0.0) -> None:
     """Let all groups of a topic rest: what runs is finished, nothing more is started; publishing goes on."""
     with Database(settings_here().control_dsn()) as database:
         done = pause_topic(database, name, actor=actor())
-        typer.echo(f"topic {name} {'is paused' if done else 'is paused already'}")
+        say(f"topic {name} {'is paused' if done else 'is paused already'}")
         say_under_way(wait_paused(database, name, timeout_s=wait))
 
 
@@ -133,7 +133,7 @@ def resume(name: TopicArgument) -> None:
     """Let the groups of a paused topic go on, but for those that rest by themselves."""
     with Database(settings_here().control_dsn()) as database:
         done = resume_topic(database, name, actor=actor())
-    typer.echo(f"topic {name} {'goes on' if done else 'was not paused'}")
+    say(f"topic {name} {'goes on' if done else 'was not paused'}")
 
 
 @topics.command("list")

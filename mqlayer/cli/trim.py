@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.showing import say
 from mqlayer.postgres.database import Database
 from mqlayer.trimming import trim_pass
 
@@ -21,8 +22,8 @@ def trim(topic: Annotated[str | None, typer.Argument(help="Only this topic.")] =
     settings = settings_here()
     with Database(settings.control_dsn()) as database:
         report = trim_pass(database, prefix=settings.key_prefix, topic=topic, unsafe=settings.allow_unsafe_redis)
-    typer.echo(f"{report.total} records dropped from {len(report.dropped)} partitions")
+    say(f"{report.total} records dropped from {len(report.dropped)} partitions")
     for name, reason in report.passed_by.items():
-        typer.echo(f"node {name} was passed by: {reason}", err=True)
+        say(f"node {name} was passed by: {reason}", err=True)
     if report.passed_by:
         raise typer.Exit(1)

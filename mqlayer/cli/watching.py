@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from typing import Final, Protocol
 
 import typer
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from mqlayer.changes import DrainProgress, drain_progress
+from mqlayer.cli.showing import console, say
 from mqlayer.postgres.database import Database
 from mqlayer.settings import Settings
+from mqlayer.visible import visible
 
 LOOK_EVERY_S: Final = 0.5
 
@@ -38,18 +39,18 @@ def watch_draining(database: Database, settings: Settings, topic: str, timeout_s
             time.sleep(LOOK_EVERY_S)
     if left:
         waiting = ", ".join(sorted({progress.group for progress in left}))
-        typer.echo(f"mqlayer: not drained within {timeout_s:g} s by: {waiting}", err=True)
+        say(f"mqlayer: not drained within {timeout_s:g} s by: {waiting}", err=True)
         raise typer.Exit(1)
-    typer.echo(f"every group of topic {topic} has drained what is sealed")
+    say(f"every group of topic {topic} has drained what is sealed")
 
 
 @contextmanager
 def _display() -> Iterator[Display]:
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
+    shown = console()
+    if not shown.is_terminal:
         yield Lines()
         return
-    with Live(console=console, auto_refresh=False, transient=True) as live:
+    with Live(console=shown, auto_refresh=False, transient=True) as live:
         yield lambda left: live.update(_table(left), refresh=True)
 
 
@@ -66,17 +67,17 @@ class Lines:
             for one in left
         }
         for what in self._shown.keys() - now.keys():
-            typer.echo(f"{what}: drained")
+            say(f"{what}: drained")
         for what, how_much in now.items():
             if self._shown.get(what) != how_much:
-                typer.echo(f"{what}: {how_much}")
+                say(f"{what}: {how_much}")
         self._shown = now
 
 
 def _table(left: Sequence[DrainProgress]) -> Table:
     table = Table("group", "route version", "partition", "left to drain", box=None, pad_edge=False)
     for one in left:
-        table.add_row(one.group, str(one.group_version), str(one.partition), _left(one))
+        table.add_row(visible(one.group), str(one.group_version), str(one.partition), _left(one))
     return table
 
 

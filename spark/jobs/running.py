@@ -25,6 +25,7 @@ from mqlayer.spark.jobs.framework import RECORD_COLUMNS, Found, Tables, Wish
 from mqlayer.spark.reading import read_snapshot
 from mqlayer.spark.report import page
 from mqlayer.spark.session import session
+from mqlayer.visible import visible
 
 Job = Callable[[Tables, Wish], Found]
 
@@ -172,7 +173,7 @@ def submit(job: str, arguments: Sequence[str] | None = None) -> int:
             show=lambda found: print(as_json(wish.snapshot, found)),  # noqa: T201 - a program's answer
         )
     except MqlayerError as error:
-        sys.stderr.write(f"mqlayer: {error}\n")
+        sys.stderr.write(f"mqlayer: {visible(str(error))}\n")
         return 1
     return 0 if all(found.good for found in done) else 1
 

@@ -139,7 +139,7 @@ def test_dead_messages_are_listed_shown_and_discarded(failing: Failing, typed: C
         (None, None, None),
         (b"", "text", ""),
         (b'{"b":1,"a":[]}', "json", '{\n  "b": 1,\n  "a": []\n}'),
-        (b"\x1b[31mred", "text", "\\x1b[31mred"),
+        (b"\x1b[31mred", "text", "\x1b[31mred"),
         ("J\u00f6rg\nlives".encode(), "text", "J\u00f6rg\nlives"),
         (b"\xff\x01", "hex", "ff 01"),
         (b"[" * 100_000, "text", "[" * 100_000),
