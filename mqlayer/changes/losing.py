@@ -87,8 +87,8 @@ class _GivingUp:
         return loss
 
     def _refuse_if_it_answers(self) -> None:
-        node, patience = self.node, {"connect_timeout_s": ANSWER_WITHIN_S, "timeout_s": ANSWER_WITHIN_S}
-        line = NodeConnection(node, any_run=True, unsafe=self.unsafe, **patience)
+        node, wait_s = self.node, ANSWER_WITHIN_S
+        line = NodeConnection(node, any_run=True, unsafe=self.unsafe, connect_timeout_s=wait_s, timeout_s=wait_s)
         try:
             line.connect()
         except StoreUnavailable:

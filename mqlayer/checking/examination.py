@@ -15,6 +15,7 @@ from mqlayer.checking.broker import ask_broker, broker_subject, check_apart
 from mqlayer.checking.findings import LIMITS, Finding, Limits, Verdict, run_checks
 from mqlayer.checking.nodes import AskedNode, node_subject
 from mqlayer.checking.postgres import AskedDatabase
+from mqlayer.checking.rights import check_default_user, check_own_rights
 from mqlayer.errors import MqlayerError, SchemaMismatch
 from mqlayer.postgres.database import address_of, connect, driver_errors
 from mqlayer.postgres.migrations import SchemaName, check_schema
@@ -45,7 +46,7 @@ def examine(settings: Settings, *, limits: Limits = LIMITS) -> list[Finding]:
     """Run all checks. Raises nothing that a server did: what can't be asked is a finding that says so."""
     stores = side_by_side(_store_work(settings, limits), limits)
     registered = next((report.registered for report in stores if report.registered is not None), None)
-    found = side_by_side(_node_work(registered or [], limits), limits)
+    found = side_by_side(_node_work(registered or [], settings.key_prefix, limits), limits)
     broker = next((report.broker for report in stores if report.broker is not None), None)
     return [
         *(finding for report in (*stores, *found) for finding in report.findings),
@@ -67,7 +68,7 @@ def examine_database(dsn: str, subject: str, schemas: tuple[SchemaName, ...], li
     return report
 
 
-def examine_node(node: Node, lost_at: datetime | None, limits: Limits) -> Report:
+def examine_node(node: Node, lost_at: datetime | None, prefix: str, limits: Limits) -> Report:
     """Check a node."""
     name = node_subject(node)
     try:
@@ -80,7 +81,9 @@ def examine_node(node: Node, lost_at: datetime | None, limits: Limits) -> Report
     asked = AskedNode(node, lost_at, answers)
     seen = f"answers in {answers.round_trip_s * 1000:.1f} ms"
     first = Finding("reachable", name, Verdict.OK, seen)
-    return Report([first, *run_checks(nodes.CHECKS, asked, name, limits)], node=asked)
+    rights = check_own_rights(node, name, prefix, limits)
+    guarded = check_default_user(node, name, prefix, limits)
+    return Report([first, rights, *guarded, *run_checks(nodes.CHECKS, asked, name, limits)], node=asked)
 
 
 def examine_broker(url: str, access: NodeAccess, limits: Limits) -> Report:
@@ -138,8 +141,8 @@ def _store_work(settings: Settings, limits: Limits) -> Work:
     return work
 
 
-def _node_work(registered: list[tuple[Node, datetime | None]], limits: Limits) -> Work:
-    return {node_subject(node): partial(examine_node, node, lost_at, limits) for node, lost_at in registered}
+def _node_work(registered: list[tuple[Node, datetime | None]], prefix: str, limits: Limits) -> Work:
+    return {node_subject(node): partial(examine_node, node, lost_at, prefix, limits) for node, lost_at in registered}
 
 
 def _check_whole(

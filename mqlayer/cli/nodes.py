@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,10 +14,35 @@ from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.showing import JsonOption, say, show_rows
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
+from mqlayer.redis.access import read_secret
+from mqlayer.redis.asking import ask_rights, shown_rights
+from mqlayer.redis.permissions import Duty
+from mqlayer.redis.rights import setuser_line, user_line
+from mqlayer.redis.roles import RedisRole
+from mqlayer.settings import Settings
 from mqlayer.topics import list_nodes, rearm_node, register_node, set_node_address
 
 AcceptLossOption = Annotated[bool, typer.Option(help="Go on without what no outbox holds any more.")]
 FormerOption = Annotated[bool, typer.Option(help="Take an old primary back, with what it lacks.")]
+
+
+class Role(StrEnum):
+    """The roles that users are made for."""
+
+    PUBLISHER = "publisher"
+    CONSUMER = "consumer"
+    RELAY = "relay"
+    WORKER = "worker"
+    VIEWER = "viewer"
+    OPERATOR = "operator"
+
+
+class Server(StrEnum):
+    """Servers whose rules differ."""
+
+    SIX = "6.2"
+    SEVEN = "7.0"
+
 
 nodes = typer.Typer(no_args_is_help=True, help="Redis nodes: register, list, arm again, give another address.")
 
@@ -33,7 +60,14 @@ def register(
     """Register a Redis as a node and arm it. The same again changes nothing."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database:
-        node = register_node(database, name=name, url=url, actor=actor(), unsafe=settings.allow_unsafe_redis)
+        node = register_node(
+            database,
+            name=name,
+            url=url,
+            prefix=settings.key_prefix,
+            actor=actor(),
+            unsafe=settings.allow_unsafe_redis,
+        )
     say(f"{node.name} is {node.address}")
 
 
@@ -68,6 +102,51 @@ def rearm(
             unsafe=settings.allow_unsafe_redis,
         )
     say(f"{node.name} is armed; {count} assignments got a new epoch")
+
+
+@nodes.command()
+def acl(
+    roles: Annotated[list[Role], typer.Argument(help="What the user's processes are; several have the rights of all.")],
+    user: Annotated[str, typer.Option(help="The user's name; else mqlayer- and the first role.")] = "",
+    password_file: Annotated[Path | None, typer.Option(help="The file that holds the password.")] = None,
+    password_stdin: Annotated[bool, typer.Option("--password-stdin", help="Read the password from stdin.")] = False,
+    acl_file: Annotated[bool, typer.Option("--acl-file", help="Print a line for an ACL file.")] = False,
+    redis: Annotated[Server, typer.Option(help="The oldest version that has to take it.")] = Server.SEVEN,
+    check: Annotated[bool, typer.Option("--check", help="Ask every node whether the user may do all that.")] = False,
+) -> None:
+    """Print the rules of a Redis user: what its processes need on a node, and nothing else.
+
+    The password is shown as its hash; without one a word stands there to be replaced. `--check` changes nothing.
+    """
+    settings, chosen = settings_here(), [RedisRole(role.value) for role in roles]
+    name = user or f"mqlayer-{chosen[0]}"
+    if check:
+        _check(settings, chosen, name)
+        return
+    if password_stdin and password_file:
+        raise InvalidInput("choose one: --password-file or --password-stdin")
+    password = read_secret(str(password_file)) if password_file else None
+    if password_stdin:
+        password = typer.get_text_stream("stdin").readline().rstrip("\r\n")
+        if not password:
+            raise InvalidInput("there is no password on stdin")
+    form = user_line if acl_file else setuser_line
+    version = (6, 2, 0) if redis is Server.SIX else (7, 0, 0)
+    say(form(name, chosen, prefix=settings.key_prefix, password=password, version=version))
+
+
+def _check(settings: Settings, roles: list[RedisRole], user: str) -> None:
+    """Ask all nodes; say what is missing, and fail where something is."""
+    failed = False
+    with Database(settings.control_dsn()) as database:
+        found = list_nodes(database)
+    for node in found:
+        for role in roles:
+            rights = ask_rights(node, Duty(role, settings.key_prefix), user=user)
+            failed = failed or bool(rights.missing)
+            say(f"{node.name} ({node.address}), {role}: {shown_rights(rights, Duty(role, settings.key_prefix))}")
+    if failed:
+        raise typer.Exit(1)
 
 
 @nodes.command("set")

@@ -49,11 +49,12 @@ from mqlayer.membership.members import Assigned, Beat
 from mqlayer.parking import AttemptNote, Burial, KeyEntry, KeyRef, Ledger, ParkingLimit
 from mqlayer.postgres.database import Connection, Database, driver_errors
 from mqlayer.postgres.queries import query
-from mqlayer.redis.nodes import Node, NodeConnection
+from mqlayer.redis.nodes import Node, NodeConnection, connection_of
 from mqlayer.redis.partitions import Holder, Taken
+from mqlayer.redis.roles import RedisRole
 from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import Settings
-from mqlayer.topics.nodes import rearm_node
+from mqlayer.topics.nodes import arm_if_allowed
 
 log = logging.getLogger(__name__)
 
@@ -429,7 +430,7 @@ class Member:
 
     def _repair(self, link: Link, node_id: NodeId) -> None:
         node = self._node(node_id)
-        armed, _ = rearm_node(
+        armed = arm_if_allowed(
             self._database,
             node.name,
             prefix=self.settings.key_prefix,
@@ -640,12 +641,7 @@ class Member:
             raise NotFound("node", node_id, "it was removed while its partitions are in use") from None
 
     def _connect(self, node: Node) -> NodeConnection:
-        return NodeConnection(
-            node,
-            connect_timeout_s=self.settings.connect_timeout_s,
-            timeout_s=self.settings.socket_timeout_s,
-            unsafe=self.settings.allow_unsafe_redis,
-        )
+        return connection_of(node, self.settings, RedisRole.CONSUMER)
 
 
 def new_member_id() -> str:

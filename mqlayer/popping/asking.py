@@ -28,7 +28,7 @@ from mqlayer.redis.partitions import Fenced, Refused
 from mqlayer.redis.popping import Drained, Given, Nothing, Wish, receive_command, receive_reply
 from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import Settings
-from mqlayer.topics.nodes import rearm_node
+from mqlayer.topics.nodes import arm_if_allowed
 
 log = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ class Asker:
     def _mend(self, node_id: NodeId) -> None:
         """Arm a node that restarted or lost something, unless somebody did. Raises nothing."""
         try:
-            rearm_node(
+            arm_if_allowed(
                 self._database,
                 self._routes.node(node_id).name,
                 prefix=self._settings.key_prefix,

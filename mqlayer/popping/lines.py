@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mqlayer.domain.routing import NodeId
-from mqlayer.redis.nodes import Command, NodeConnection, is_missing_script
+from mqlayer.redis.nodes import Command, NodeConnection, connection_of, is_missing_script
+from mqlayer.redis.roles import RedisRole
 from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import Settings
 
@@ -23,12 +24,7 @@ class Lines:
         line = self._by_node.get(node_id)
         if line is None:
             settings = self._settings
-            line = self._by_node[node_id] = NodeConnection(
-                node,
-                connect_timeout_s=settings.connect_timeout_s,
-                timeout_s=settings.socket_timeout_s,
-                unsafe=settings.allow_unsafe_redis,
-            )
+            line = self._by_node[node_id] = connection_of(node, settings, RedisRole.CONSUMER)
         line.node = node
         return line
 

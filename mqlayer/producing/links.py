@@ -11,15 +11,23 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mqlayer.domain.routing import Lp, NodeId
-from mqlayer.errors import BacklogFull, ConfigurationRefused, MqlayerError, NodeOutOfMemory, StoreUnavailable
+from mqlayer.errors import (
+    AccessDenied,
+    BacklogFull,
+    ConfigurationRefused,
+    MqlayerError,
+    NodeOutOfMemory,
+    StoreUnavailable,
+)
 from mqlayer.failpoints import failpoint
 from mqlayer.producing.lanes import Batch, Lane, Slot, TopicLanes
 from mqlayer.producing.ledger import Ledger, tell_all
 from mqlayer.producing.parcels import Listener, Parcel
 from mqlayer.producing.pauses import pause_s
-from mqlayer.redis.nodes import Node, NodeConnection, is_missing_script
+from mqlayer.redis.nodes import Node, NodeConnection, connection_of, is_missing_script
 from mqlayer.redis.packets import append_once_packet, append_packet, wait_packet
 from mqlayer.redis.partitions import Appended, OnceOutcome, Refused, append_once_reply, append_reply
+from mqlayer.redis.roles import RedisRole
 from mqlayer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -387,7 +395,7 @@ class Link:
                 self._scripts_missing = False
         except MqlayerError as error:
             told = []
-            if isinstance(error, ConfigurationRefused):
+            if isinstance(error, AccessDenied | ConfigurationRefused):
                 with self._ledger.lock:
                     told = self._ledger.fail_certain(self.slots, error)
             self._lose(error)
@@ -417,9 +425,4 @@ class Link:
 
     def _new_line(self, node: Node) -> NodeConnection:
         settings = self._options.settings
-        return NodeConnection(
-            node,
-            connect_timeout_s=settings.connect_timeout_s,
-            timeout_s=settings.socket_timeout_s,
-            unsafe=settings.allow_unsafe_redis,
-        )
+        return connection_of(node, settings, RedisRole.PUBLISHER)

@@ -24,7 +24,8 @@ from mqlayer.producing.looks import Looks
 from mqlayer.producing.lookup import find_on_nodes
 from mqlayer.producing.parcels import Found, Parcel, Place
 from mqlayer.producing.pauses import pause_s, route_pause_s
-from mqlayer.redis.nodes import Node, NodeConnection
+from mqlayer.redis.nodes import Node, NodeConnection, connection_of
+from mqlayer.redis.roles import RedisRole
 from mqlayer.routes.cache import RouteCache
 
 log = logging.getLogger(__name__)
@@ -313,9 +314,4 @@ class Upkeep:
 
     def _lookup_line(self, node_id: NodeId) -> NodeConnection:
         settings = self._options.settings
-        return NodeConnection(
-            self._node(node_id),
-            connect_timeout_s=settings.connect_timeout_s,
-            timeout_s=settings.socket_timeout_s,
-            unsafe=settings.allow_unsafe_redis,
-        )
+        return connection_of(self._node(node_id), settings, RedisRole.PUBLISHER)

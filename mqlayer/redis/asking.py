@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import redis
 
 from mqlayer.domain.runs import run_of
-from mqlayer.errors import InvalidInput
-from mqlayer.redis.access import NodeAccess
+from mqlayer.errors import AccessDenied, InvalidInput
+from mqlayer.redis.access import NodeAccess, access_here
 from mqlayer.redis.addresses import Line, shown_url
 from mqlayer.redis.denials import not_reached
+from mqlayer.redis.nodes import Node
+from mqlayer.redis.permissions import Duty, Rights, rights_of
 
 ASKED_SETTINGS: Final = ("appendfsync", "no-appendfsync-on-rewrite", "aof-load-truncated", "min-replicas-to-write")
 """What INFO does not tell. Managed servers may forbid to ask."""
@@ -45,6 +48,12 @@ class ServerAnswers:
         major, minor, patch = [*numbers, 0, 0, 0][:3]
         return major, minor, patch
 
+    @property
+    def redis_version(self) -> tuple[int, int, int]:
+        """The version of Redis, or the one that a Valkey is compatible with."""
+        major, minor, patch = [*map(int, self.info.get("redis_version", "0.0.0").split(".")[:3]), 0, 0][:3]
+        return major, minor, patch
+
     def number(self, name: str) -> int:
         """Return a number of INFO, 0 where this version does not tell it."""
         text = self.info.get(name, "")
@@ -68,8 +77,52 @@ def ask_server(url: str, *, timeout_s: float, node: str = "", access: NodeAccess
         line.disconnect()
 
 
+def ask_rights(node: Node, duty: Duty, *, user: str = "", timeout_s: float = 5.0) -> Rights:
+    """Ask a node whether a user, this process's own where none is named, may do all that a duty needs.
+
+    Raises StoreUnavailable.
+    """
+    way = Line(node.url, connect_timeout_s=timeout_s, timeout_s=timeout_s, node=node.name)
+    line = way.connection
+    try:
+        way.aim()
+        line.connect()
+        version = ServerAnswers(_info(line), {}, 0.0, 0.0).redis_version
+        return rights_of(lambda commands: [_tried(line, command) for command in commands], duty, version, user)
+    except (redis.RedisError, OSError, InvalidInput) as error:
+        raise not_reached(node.address, error) from error
+    finally:
+        line.disconnect()
+
+
+def check_rights(node: Node, duty: Duty) -> None:
+    """Raise AccessDenied where this process's user may not do on a node all that a duty needs."""
+    if access_here().user:
+        rights = ask_rights(node, duty)
+        if rights.missing:
+            raise AccessDenied(node.address, rights.told(duty))
+
+
+def shown_rights(rights: Rights, duty: Duty) -> str:
+    """Return what was found, for people."""
+    if rights.missing is None:
+        return "not known: the server is older than Redis 7, or this user may not call ACL DRYRUN"
+    return rights.told(duty) if rights.missing else f"user {rights.user!r} may do all that it needs"
+
+
+def _tried(line: Any, command: Sequence[Any]) -> Any:
+    try:
+        return _call(line, *map(str, command))
+    except redis.ResponseError as error:
+        return error
+
+
+def _info(line: Any) -> dict[str, str]:
+    return dict(part.split(":", 1) for part in _call(line, "INFO").decode().splitlines() if ":" in part)
+
+
 def _ask(line: Any) -> ServerAnswers:
-    info = dict(part.split(":", 1) for part in _call(line, "INFO").decode().splitlines() if ":" in part)
+    info = _info(line)
     settings: dict[str, str] = {}
     for name in ASKED_SETTINGS:
         try:

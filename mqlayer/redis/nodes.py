@@ -7,7 +7,7 @@ was promoted or was replaced is another run and serves nothing until it is armed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
@@ -24,9 +24,13 @@ from mqlayer.errors import (
     NodeOutOfMemory,
     StoreUnavailable,
 )
+from mqlayer.redis.access import access_here
 from mqlayer.redis.addresses import Line, shown_url
 from mqlayer.redis.denials import RIGHTS_HINT, is_denial, not_reached
+from mqlayer.redis.permissions import CHECKED, DEFAULT_USER_ADVICE, Duty, loses_transactions, rights_of
+from mqlayer.redis.roles import PLAIN_COMMANDS, RedisRole
 from mqlayer.redis.scripts import script_digests, script_texts
+from mqlayer.settings import Settings
 
 OLDEST: Final = (6, 2, 0)
 WANTED: Final = {
@@ -35,6 +39,8 @@ WANTED: Final = {
     "maxmemory-policy": ("noeviction", "maxmemory-policy noeviction: any other evicts whole partitions"),
 }
 """Settings that the promise needs: the value, and what to tell who has another."""
+
+INFO_SECTIONS: Final = ("server", "replication", "persistence", "memory")
 
 Command = Sequence[Any]
 
@@ -74,7 +80,7 @@ class NodeConnection:
     `call` sends commands in one write and returns one reply each; an error reply is returned, not raised. When the
     line fails, what was sent has an unknown outcome and StoreUnavailable is raised.
     `node` may be given anew at any time, by any thread: a line to another run or address than that says is not used
-    any more.
+    any more. With a `duty`, the first connection asks whether this process's user may do all that it needs.
     """
 
     def __init__(
@@ -85,8 +91,9 @@ class NodeConnection:
         timeout_s: float = 10.0,
         any_run: bool = False,
         unsafe: bool = False,
+        duty: Duty | None = None,
     ) -> None:
-        self.node = node
+        self.node, self._duty = node, duty
         self.facts: ServerFacts | None = None
         self._any_run, self._unsafe = any_run, unsafe
         self._connect_timeout_s, self._timeout_s = connect_timeout_s, timeout_s
@@ -133,6 +140,7 @@ class NodeConnection:
         line.on_connect_check_health(check_health=False)
         facts = self._ask_facts()
         self._check(facts)
+        self._check_rights(facts)
         self._load_scripts(facts.version)
         self.facts, self._demoted = facts, False
 
@@ -244,21 +252,43 @@ class NodeConnection:
             raise not_reached(self.node.address, error) from error
 
     def _ask_facts(self) -> ServerFacts:
-        commands: list[Command] = [("INFO", "server"), ("INFO", "replication")]
-        commands += [("CONFIG", "GET", name) for name in WANTED]
-        self._line.send_packed_command(self._line.pack_commands(commands), check_health=False)
-        replies = self.receive(len(commands))
-        for reply in replies[:2]:
+        asked = WANTED if self._may_ask_settings() else {}
+        commands: list[Command] = [("INFO", section) for section in INFO_SECTIONS]
+        replies = self._ask([*commands, *(("CONFIG", "GET", name) for name in asked)])
+        for reply in replies[: len(commands)]:
             if isinstance(reply, Exception):
                 raise reply
-        info = dict(line.split(":", 1) for reply in replies[:2] for line in reply.decode().splitlines() if ":" in line)
-        settings: dict[str, str] = {}
-        for name, reply in zip(WANTED, replies[2:], strict=True):
+        text = "\n".join(reply.decode() for reply in replies[: len(commands)])
+        info = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+        settings = _settings_told(info)
+        for name, reply in zip(asked, replies[len(commands) :], strict=True):
             # Managed servers forbid CONFIG: what can't be asked is the operator's word.
             if not isinstance(reply, Exception) and len(reply) == 2:
                 settings[name] = reply[1].decode()
         major, minor, patch = (int(part) for part in info["redis_version"].split(".")[:3])
         return ServerFacts(run_of(info), (major, minor, patch), info["role"], settings)
+
+    def _ask(self, commands: Sequence[Command]) -> list[Any]:
+        """Send commands while it is being connected, and return their replies."""
+        self._line.send_packed_command(self._line.pack_commands(commands), check_health=False)
+        return self.receive(len(commands))
+
+    def _may_ask_settings(self) -> bool:
+        """Say whether CONFIG GET is a part of the role: it tells passwords of replication too, so few have it."""
+        duty = self._duty
+        return not access_here().user or (duty is not None and "config|get" in PLAIN_COMMANDS[duty.role])
+
+    def _check_rights(self, facts: ServerFacts) -> None:
+        """Raise AccessDenied where the user may not do all that this connection is for; asked once for each run."""
+        duty, user = self._duty, access_here().user
+        if duty is None or CHECKED.has(self._url, facts.run_id, user, duty):
+            return
+        found = rights_of(self._ask, duty, facts.version)
+        if found.missing:
+            raise AccessDenied(self.node.address, found.told(duty))
+        if duty.role is RedisRole.ARMING and not self._unsafe and loses_transactions(self._ask, duty, facts.version):
+            raise ConfigurationRefused(self.node.address, "the list of user default", "too short", DEFAULT_USER_ADVICE)
+        CHECKED.add(self._url, facts.run_id, user, duty)
 
     def _check(self, facts: ServerFacts) -> None:
         address = self.node.address
@@ -280,12 +310,29 @@ class NodeConnection:
             )
 
     def _load_scripts(self, version: tuple[int, int, int]) -> None:
-        commands: list[Command] = [("SCRIPT", "LOAD", text) for text in script_texts(version).values()]
-        self._line.send_packed_command(self._line.pack_commands(commands), check_health=False)
-        for reply in self.receive(len(commands)):
+        for reply in self._ask([("SCRIPT", "LOAD", text) for text in script_texts(version).values()]):
             if isinstance(reply, Exception):
                 raise reply
         self._digests = dict(script_digests(version))
+
+
+def connection_of(node: Node, settings: Settings, role: RedisRole) -> NodeConnection:
+    """Return a connection for a process of a role, by its settings."""
+    return NodeConnection(
+        node,
+        connect_timeout_s=settings.connect_timeout_s,
+        timeout_s=settings.socket_timeout_s,
+        unsafe=settings.allow_unsafe_redis,
+        duty=Duty(role, settings.key_prefix),
+    )
+
+
+def _settings_told(info: Mapping[str, str]) -> dict[str, str]:
+    """Return what INFO tells of the settings that the promise needs."""
+    told = {"maxmemory-policy": info.get("maxmemory_policy", "")}
+    if "aof_enabled" in info:
+        told["appendonly"] = "yes" if info["aof_enabled"].strip() == "1" else "no"
+    return {name: value.strip() for name, value in told.items() if value}
 
 
 def raise_for_reply(reply: Any, address: str) -> Any:

@@ -19,8 +19,9 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NodeNotArmed, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
-from mqlayer.redis.nodes import Node, NodeConnection
+from mqlayer.redis.nodes import Node, NodeConnection, connection_of
 from mqlayer.redis.partitions import end_sources
+from mqlayer.redis.roles import RedisRole
 from mqlayer.relay.lanes import Lane, Target
 from mqlayer.relay.pauses import pause_s
 from mqlayer.routes.cache import RouteCache
@@ -259,12 +260,7 @@ class Links:
 
     def _connected(self, node: Node) -> NodeConnection:
         settings = self._settings
-        line = NodeConnection(
-            node,
-            connect_timeout_s=settings.connect_timeout_s,
-            timeout_s=settings.socket_timeout_s,
-            unsafe=settings.allow_unsafe_redis,
-        )
+        line = connection_of(node, settings, RedisRole.RELAY)
         try:
             line.connect()
             end_sources(line, settings.key_prefix, self.former, closed=True)

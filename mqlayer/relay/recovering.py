@@ -39,8 +39,9 @@ from mqlayer.postgres.database import Connection, Database, connect, driver_erro
 from mqlayer.postgres.queries import query
 from mqlayer.postgres.server import SUSPECT
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.nodes import NodeConnection, raise_for_reply
+from mqlayer.redis.nodes import NodeConnection, connection_of, raise_for_reply
 from mqlayer.redis.partitions import end_sources
+from mqlayer.redis.roles import RedisRole
 from mqlayer.relay.refilling import Fallen, Serving, refill
 from mqlayer.relay.source import end_former_sources, refuse_copy, refuse_former
 from mqlayer.routes.cache import load_nodes
@@ -250,12 +251,7 @@ def _armed(control: Database, application: Database, settings: Settings, node_id
     node = next((node for node in load_nodes(control) if node.node_id == node_id), None)
     if node is None:
         raise NotFound("node", node_id, "its row is gone from the control database")
-    line = NodeConnection(
-        node,
-        connect_timeout_s=settings.connect_timeout_s,
-        timeout_s=settings.socket_timeout_s,
-        unsafe=settings.allow_unsafe_redis,
-    )
+    line = connection_of(node, settings, RedisRole.RELAY)
     prefix, unsafe = settings.key_prefix, settings.allow_unsafe_redis
     try:
         # Also where it is armed: a node that was emptied keeps its run, and a sealed partition that it lost can only be

@@ -10,14 +10,17 @@ from typing import Any, Final
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId
 from mqlayer.domain.runs import is_former
-from mqlayer.errors import Conflict, NodeNotArmed, NotFound, StoreUnavailable
+from mqlayer.errors import AccessDenied, Conflict, NodeNotArmed, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.addresses import parse_address, refuse_secrets, shown_url
+from mqlayer.redis.asking import check_rights
 from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
 from mqlayer.redis.partitions import end_sources, raise_command
+from mqlayer.redis.permissions import Duty
+from mqlayer.redis.roles import RedisRole
 from mqlayer.routes.cache import load_nodes
 from mqlayer.topics.mending import Mender
 
@@ -31,14 +34,19 @@ PATIENCE: Final = {"lock_wait": "10s", "idle": "30s"}
 """A process that is stopped while it arms a node must not keep all others from arming it."""
 
 
-def register_node(database: Database, *, name: str, url: str, actor: str = "api", unsafe: bool = False) -> Node:
+def register_node(
+    database: Database, *, name: str, url: str, prefix: str = "mq", actor: str = "api", unsafe: bool = False
+) -> Node:
     """Register a Redis as a node and arm its present run. The same name and URL again changes nothing.
+
+    Asks whether this process's Redis user may do all that arming needs, on keys of this prefix.
 
     Raises ConfigurationRefused for settings that void the promise, Conflict for a name with another URL, InvalidInput
     for a URL that holds a user or a password.
     """
     check_name("node", name)
-    with NodeConnection(_candidate(name, url), any_run=True, unsafe=unsafe) as line:
+    duty = Duty(RedisRole.ARMING, prefix)
+    with NodeConnection(_candidate(name, url), any_run=True, unsafe=unsafe, duty=duty) as line:
         run_id = line.connect().run_id
 
     def work(connection: Connection) -> None:
@@ -106,6 +114,24 @@ def rearm_node(
 
     epochs = _arm(database, name, work)
     return find_node(database, name), epochs
+
+
+def arm_if_allowed(
+    database: Database, name: str, *, prefix: str, application: Database | None, actor: str, unsafe: bool
+) -> Node:
+    """Arm a node as `rearm_node` does where this process's Redis user may; else leave it to a worker.
+
+    Return the node as it is then. Raises what `rearm_node` raises, but no AccessDenied.
+    """
+    node = find_node(database, name)
+    try:
+        check_rights(node, Duty(RedisRole.ARMING, prefix))
+        return rearm_node(
+            database, name, prefix=prefix, application=application, actor=actor, unsafe=unsafe
+        )[0]  # fmt: skip
+    except AccessDenied as error:
+        log.warning("node_not_armed", extra={"node": name, "reason": f"{error}; it is left to a worker"})
+        return find_node(database, name)
 
 
 def set_node_address(
@@ -197,7 +223,8 @@ class _Arming:
         committed, and the arming tried again.
         """
         node, connection = self._node, self._connection
-        with NodeConnection(node, any_run=True, unsafe=self._unsafe) as line:
+        duty = Duty(RedisRole.ARMING, options["prefix"])
+        with NodeConnection(node, any_run=True, unsafe=self._unsafe, duty=duty) as line:
             run_id = line.connect().run_id
             self._refuse(run_id)
             mender = Mender(connection, line, **options)

@@ -14,10 +14,11 @@ from mqlayer.errors import MqlayerError, NotFound
 from mqlayer.health import Health
 from mqlayer.membership.groups import Group
 from mqlayer.postgres.database import Database
-from mqlayer.redis.nodes import Node, NodeConnection
+from mqlayer.redis.nodes import Node, NodeConnection, connection_of
+from mqlayer.redis.roles import RedisRole
 from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import Settings
-from mqlayer.topics.nodes import rearm_node
+from mqlayer.topics.nodes import arm_if_allowed
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class SharedLinks:
         if link is None or not link.repairing.acquire(blocking=False):
             return
         try:
-            armed, _ = rearm_node(
+            armed = arm_if_allowed(
                 self._database,
                 self._node(node_id).name,
                 prefix=self._owner.settings.key_prefix,
@@ -136,9 +137,4 @@ class SharedLinks:
 
     def _connect(self, node: Node) -> NodeConnection:
         settings = self._owner.settings
-        return NodeConnection(
-            node,
-            connect_timeout_s=settings.connect_timeout_s,
-            timeout_s=settings.socket_timeout_s,
-            unsafe=settings.allow_unsafe_redis,
-        )
+        return connection_of(node, settings, RedisRole.CONSUMER)

@@ -1,0 +1,274 @@
+"""Each process runs under a Redis user of its own, on a server whose default user is off."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psycopg
+import pytest
+import redis
+from typer.testing import CliRunner
+
+from mqlayer.cli.main import app
+from mqlayer.domain.jobs import JOBS
+from mqlayer.errors import ConfigurationRefused
+from mqlayer.postgres.database import Database
+from mqlayer.redis.access import use_only
+from mqlayer.redis.rights import user_line
+from mqlayer.redis.roles import GRANTED, RedisRole
+from mqlayer.stack import RedisServer
+from mqlayer.topics import create_topic, rearm_node, register_node
+from tests.fixtures.servers import StartRedis, different_redis_programs
+from tests.fixtures.user_programs import EACH, TOPIC
+from tests.fixtures.waiting import wait_until
+
+ADMIN = "adm1n"
+PROGRAMS = "tests.fixtures.user_programs"
+OUTBOXED = 40
+JOB_TASKS = (
+    "relay", "trim", "rotate_outbox", "clean_fence_rows", "clean_marks", "repair_routes", "rearm_nodes", "rebalance",
+    "balance_groups_by_rate", "scan_parked", "clean_failed_attempts", "archive", "retain", "release_delayed_messages",
+    "clean_dedup_ids", "clean_inbox_rows", "watch_entity_versions", "retire_groups",
+)  # fmt: skip
+
+
+@dataclass
+class Site:
+    """A node, a database, and a process for each user."""
+
+    server: RedisServer
+    environment: Mapping[str, str]
+    passwords: Path
+    log: Path
+    running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def of(self, role: RedisRole) -> dict[str, str]:
+        own = {"MQLAYER_REDIS_USER": f"u-{role}", "MQLAYER_REDIS_PASSWORD_FILE": str(self.passwords / str(role))}
+        return {**os.environ, **self.environment, **own, "USER_PROGRAM_LOG": str(self.log)}
+
+    def type(self, role: RedisRole, *words: str, code: int = 0) -> str:
+        """Type a command as a user and return what it says."""
+        done = CliRunner().invoke(app, [*words], env=self.of(role))
+        assert done.exit_code == code, (words, done.output, done.exception)
+        self.unspoken(done.output)
+        return done.output
+
+    def run(self, role: RedisRole, *words: str, code: int = 0) -> str:
+        """Run a program of `user_programs` as a user and return what it says."""
+        command = [sys.executable, "-m", PROGRAMS, *words]
+        done = subprocess.run(command, env=self.of(role), capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == code, (words, done.stdout, done.stderr)
+        self.unspoken(done.stdout + done.stderr)
+        return done.stdout + done.stderr
+
+    def start(self, role: RedisRole, name: str, *words: str, module: str = "mqlayer") -> Path:
+        """Start a process as a user; return the file of what it says."""
+        said = self.log.with_name(f"{name}.said")
+        with said.open("wb") as out:
+            command = [sys.executable, "-m", module, *words]
+            self.running.append(subprocess.Popen(command, env=self.of(role), stdout=out, stderr=out))
+        return said
+
+    def unspoken(self, text: str) -> None:
+        """No password is in it."""
+        for file in self.passwords.iterdir():
+            assert file.read_text() not in text
+
+    def handled(self) -> Counter[str]:
+        """Return how many different messages each group handled."""
+        lines = set(self.log.read_text().splitlines()) if self.log.exists() else set()
+        return Counter(line.split()[0] for line in lines)
+
+    def admin(self) -> redis.Redis:
+        return redis.Redis.from_url(self.server.url, username="admin", password=ADMIN, protocol=2)
+
+    def refusals(self) -> set[tuple[str, str]]:
+        """Return what the server refused: user, command or key."""
+        with self.admin() as client:
+            found = {(entry["username"], entry["object"]) for entry in client.acl_log()}
+            client.acl_log_reset()
+        # It asks, and goes by what INFO tells.
+        return found - {("u-viewer", "config|get")}
+
+    def stop(self) -> None:
+        for process in self.running:
+            process.send_signal(signal.SIGTERM)
+        for process in self.running:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def site(
+    database_dsn: str, key_prefix: str, start_redis: StartRedis, tmp_path: Path, logging_as_before: None
+) -> Iterator[Site]:
+    program = next(found for found in different_redis_programs() if found.version >= (7, 0))
+    passwords = tmp_path / "passwords"
+    passwords.mkdir()
+    lines = [f"user admin on >{ADMIN} ~* &* +@all", "user default off ~* &* +@all"]
+    for role in GRANTED:
+        secret = f"secret-of-{role}-{os.urandom(8).hex()}"
+        (passwords / role).write_text(secret)
+        lines.append(user_line(f"u-{role}", [role], prefix=key_prefix, password=secret, version=(7, 0, 0)))
+    acl_file = tmp_path / "users.acl"
+    acl_file.write_text("\n".join([*lines, ""]))
+    server = start_redis(program=program, options={"aclfile": str(acl_file)})
+    environment = {
+        "MQLAYER_DSN": database_dsn,
+        "MQLAYER_KEY_PREFIX": key_prefix,
+        "MQLAYER_LEASE_S": "3",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    found = Site(server, environment, passwords, tmp_path / "handled")
+    yield found
+    found.stop()
+    use_only(None)
+
+
+def publish_through_the_outbox(dsn: str) -> None:
+    with psycopg.connect(dsn) as connection:
+        for number in range(OUTBOXED):
+            connection.execute(
+                "SELECT mqlayer_app.publish_v1(%s, %s, %s, NULL)", (TOPIC, f"o{number % 4}", b"%d" % number)
+            )
+
+
+@pytest.mark.timeout(300)
+def test_every_process_does_its_work_as_its_own_user_and_is_refused_nothing(site: Site, database_dsn: str) -> None:
+    operator, viewer, worker = RedisRole.OPERATOR, RedisRole.VIEWER, RedisRole.WORKER
+    site.type(operator, "node", "register", "n1", site.server.url)
+    site.type(operator, "topic", "create", TOPIC, "--partitions", "2", "--archived")
+    relay = site.start(RedisRole.RELAY, "relay", "relay")
+    members = site.start(RedisRole.CONSUMER, "members", "members", module=PROGRAMS)
+    site.start(RedisRole.CONSUMER, "receiver", "receive", module=PROGRAMS)
+    publish_through_the_outbox(database_dsn)
+    direct = int(site.run(RedisRole.PUBLISHER, "publish"))
+    assert direct == 2 * EACH
+
+    all_of_it = OUTBOXED + direct
+    expected = {"ordered": all_of_it, "shared": all_of_it, "every": all_of_it + 1, "popped": all_of_it + 1}
+    wait_until(
+        lambda: (
+            all(site.handled()[group] >= count for group, count in expected.items())
+            and site.handled()["tagged"] == EACH
+        ),
+        timeout_s=60,
+        what=f"all handled: {site.handled()} of {expected}",
+    )
+    assert site.refusals() == set()
+
+    # What people look at.
+    site.type(viewer, "verify", TOPIC)
+    for words in (
+        ("group", "lag", TOPIC), ("group", "show", TOPIC, "ordered"), ("route", "show", TOPIC),
+        ("key", "explain", TOPIC, "k1", "--group", "ordered"), ("archive", "status"), ("node", "list"),
+    ):  # fmt: skip
+        site.type(viewer, *words)
+    said = site.type(viewer, "doctor", code=1)
+    assert "may do all that it needs" in said
+    assert site.refusals() == set()
+
+    # What the worker does, and what operators do, beside each other.
+    site.run(worker, "job", *JOB_TASKS)
+    site.type(operator, "route", "split", TOPIC, "1", "--at", "128", "--apply")
+    with psycopg.connect(database_dsn, autocommit=True) as connection:
+        connection.execute("UPDATE mqlayer.job SET next_at = now()")
+    site.run(worker, "job", "repair_routes", "trim", "archive", "clean_marks")
+    site.type(operator, "trim")
+    site.type(operator, "archive", "run", "--once")
+    site.type(operator, "route", "repair")
+    site.type(operator, "node", "rearm", "n1")
+    site.type(operator, "verify", TOPIC)
+    assert site.refusals() == set()
+
+    # A restart: who may not arm leaves it to a worker, and goes on when that did.
+    site.server.restart()
+    publish_through_the_outbox(database_dsn)
+    before = len(site.log.read_text().splitlines())
+    with psycopg.connect(database_dsn, autocommit=True) as connection:
+        connection.execute("UPDATE mqlayer.job SET next_at = now()")
+    site.run(worker, "job", "rearm_nodes")
+    site.run(RedisRole.PUBLISHER, "publish")
+    wait_until(lambda: len(site.log.read_text().splitlines()) > before, timeout_s=30, what="the members go on")
+    assert site.refusals() == set()
+    for file in (relay, members):
+        site.unspoken(file.read_text())
+
+
+def test_a_viewer_looks_and_changes_nothing(site: Site) -> None:
+    operator, viewer = RedisRole.OPERATOR, RedisRole.VIEWER
+    site.type(operator, "node", "register", "n1", site.server.url)
+    site.type(operator, "topic", "create", TOPIC)
+    with site.admin() as client:
+        before = sorted((key, client.dump(key)) for key in client.scan_iter("*"))
+    for words in (
+        ("topic", "create", "others"), ("node", "rearm", "n1", "--former"),
+        ("node", "set", "n1", "--url", site.server.url.replace("127.0.0.1", "localhost")),
+        ("node", "register", "n2", site.server.url.replace("127.0.0.1", "localhost")),
+        ("route", "split", TOPIC, "1", "--at", "64", "--apply"),
+    ):  # fmt: skip
+        said = site.type(viewer, *words, code=1)
+        assert "mqlayer node acl" in said, said
+    with site.admin() as client:
+        assert sorted((key, client.dump(key)) for key in client.scan_iter("*")) == before
+
+
+def test_a_process_that_lacks_a_right_says_which_before_it_serves(site: Site) -> None:
+    site.type(RedisRole.OPERATOR, "node", "register", "n1", site.server.url)
+    site.type(RedisRole.OPERATOR, "topic", "create", TOPIC)
+    with site.admin() as client:
+        client.execute_command("ACL", "SETUSER", "u-publisher", "-hmget")
+    said = site.run(RedisRole.PUBLISHER, "publish", code=1)
+    assert "+hmget" in said
+    assert "mqlayer node acl publisher --user u-publisher" in said
+
+
+def test_the_check_of_a_user_names_what_is_missing(site: Site) -> None:
+    site.type(RedisRole.OPERATOR, "node", "register", "n1", site.server.url)
+    for role in GRANTED:
+        said = site.type(RedisRole.OPERATOR, "node", "acl", role, "--user", f"u-{role}", "--check")
+        assert "may do all that it needs" in said
+    said = site.type(RedisRole.OPERATOR, "node", "acl", "publisher", "--user", "u-viewer", "--check", code=1)
+    assert "+hset on" in said
+    assert "unknown" not in said
+
+
+def test_all_jobs_are_among_those_that_the_worker_ran() -> None:
+    assert len(JOB_TASKS) == len(JOBS)
+
+
+def test_a_default_user_without_rights_is_refused_because_a_restart_would_lose_what_scripts_wrote(
+    database_dsn: str, start_redis: StartRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis 7.0 reads transactions of its append-only file with the rights of user default, also where it is off."""
+    program = next(found for found in different_redis_programs() if found.version >= (7, 0))
+    acl_file = tmp_path / "users.acl"
+    acl_file.write_text(f"user admin on >{ADMIN} ~* &* +@all\nuser default off\n")
+    server = start_redis(program=program, options={"aclfile": str(acl_file)})
+    monkeypatch.setenv("MQLAYER_REDIS_USER", "admin")
+    monkeypatch.setenv("MQLAYER_REDIS_PASSWORD", ADMIN)
+    with Database(database_dsn) as database:
+        with pytest.raises(ConfigurationRefused, match="user default off"):
+            register_node(database, name="n1", url=server.url)
+        register_node(database, name="n1", url=server.url, unsafe=True)
+        create_topic(database, TOPIC, prefix="mq", unsafe=True)
+        with redis.Redis.from_url(server.url, username="admin", password=ADMIN) as client:
+            client.eval("redis.call('SET', 'a', '1') redis.call('SET', 'b', '1')", 0)
+            server.restart()
+            assert client.exists("a", "b") == 0, "this server keeps them: the check is not needed for it"
+            client.acl_setuser("default", enabled=False, keys=["*"], categories=["+@all"])
+            client.eval("redis.call('SET', 'a', '1') redis.call('SET', 'b', '1')", 0)
+            client.acl_save()
+            server.restart()
+            assert client.exists("a", "b") == 2
+        assert rearm_node(database, "n1", prefix="mq")[0].armed_run_id
