@@ -217,7 +217,9 @@ def sharer(lost: Lost, most: int) -> Callable[[], None]:
     return lambda: go_on(rest)
 
 
-WAYS: Final = {
+Way = Callable[[Lost, int], Callable[[], None]]
+
+WAYS: Final[dict[Way, tuple[str, ...]]] = {
     member: (*PARTITION, "lock", "acks", "attempts", "outcomes", "rate"),
     receiver: (
         *PARTITION, "lock", "acks", "attempts", "outcomes", "rate", "pops", "lines", "due", "batches", "wake",
@@ -239,10 +241,10 @@ def test_what_is_left_of_a_partition_settles_nothing_and_gets_going_again(
     database_dsn: str,
     key_prefix: str,
     monkeypatch: pytest.MonkeyPatch,
-    way: Callable[[Lost, int], Callable[[], None]],
+    way: Way,
 ) -> None:
     """Each single key and each pair, in a partition of its own: half of its messages are consumed then."""
-    names = [(name,) for name in WAYS[way]] + list(combinations(WAYS[way], 2))
+    names = [*combinations(WAYS[way], 1), *combinations(WAYS[way], 2)]
     monkeypatch.setattr("mqlayer.checking.verifying.run.SHOWN", 10_000)
     with Database(database_dsn) as database:
         register_node(database, name="n1", url=line.node.url)
@@ -269,7 +271,7 @@ def test_what_is_left_of_a_partition_settles_nothing_and_gets_going_again(
             go_on_armed(case, way)
 
 
-def consume_half(case: Lost, way: Callable[[Lost, int], Callable[[], None]]) -> None:
+def consume_half(case: Lost, way: Way) -> None:
     """Have some messages settled and others in hand, and remove the keys."""
     case.append(FIRST)
     case.learn()
@@ -280,7 +282,7 @@ def consume_half(case: Lost, way: Callable[[Lost, int], Callable[[], None]]) -> 
     late()
 
 
-def go_on_alone(case: Lost, way: Callable[[Lost, int], Callable[[], None]]) -> None:
+def go_on_alone(case: Lost, way: Way) -> None:
     """Go on as if nobody had noticed."""
     case.append(LAST)
     case.learn()
@@ -292,7 +294,7 @@ def go_on_alone(case: Lost, way: Callable[[Lost, int], Callable[[], None]]) -> N
         case.learn()
 
 
-def go_on_armed(case: Lost, way: Callable[[Lost, int], Callable[[], None]]) -> None:
+def go_on_armed(case: Lost, way: Way) -> None:
     """Go on after the node was armed: what was removed of the records comes again from their sender."""
     is_gone = case.absent
     case.epoch += 10
