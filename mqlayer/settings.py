@@ -2,8 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Literal
+
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """How long a session may be at a statement, wait for a lock, and do nothing inside of a transaction; 0: no limit,
+    None: as long as the kind of process needs."""
+
+    statement_s: float | None = None
+    lock_s: float | None = None
+    idle_in_transaction_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a database is reached, and what its sessions are for."""
+
+    direct: str = field(default="", repr=False)
+    """The DSN past a pooler."""
+    direct_setting: str = "MQLAYER_DIRECT_DSN"
+    pooled_by_session: bool = False
+    pooler_prepares: bool = False
+    limits: SessionLimits = SessionLimits()
+    reads_only: bool = False
+
+
+class Dsn(str):
+    """A DSN that knows the way to its database. A plain str is a DSN with the ordinary way."""
+
+    __slots__ = ("way",)
+    way: Way
+
+    def __new__(cls, dsn: str, way: Way = Way()) -> Dsn:  # noqa: B008 - frozen
+        """Make it of a DSN."""
+        made = super().__new__(cls, dsn)
+        made.way = way
+        return made
+
+
+def way_of(dsn: str) -> Way:
+    """Return the way of a DSN."""
+    return dsn.way if isinstance(dsn, Dsn) else Way()
 
 
 class Settings(BaseSettings):
@@ -20,6 +64,21 @@ class Settings(BaseSettings):
     """Postgres with the control schema (nodes, topics, routes, groups)."""
     app_dsn: SecretStr | None = None
     """Postgres with the application schema (outbox, fence); the control database where not given."""
+    direct_dsn: SecretStr | None = None
+    """The control database past a pooler: needed where MQLAYER_DSN leads through one."""
+    app_direct_dsn: SecretStr | None = None
+    """The application database past a pooler; the control database's where there is no MQLAYER_APP_DSN."""
+    pooler: Literal["auto", "session"] = "auto"
+    """`session`: the pooler keeps a server connection for each of ours. `auto`: no pooler is trusted to."""
+    pooler_prepares: bool = False
+    """Whether the pooler keeps clients' prepared statements apart, as pgbouncer's max_prepared_statements does."""
+    statement_timeout_s: float | None = Field(default=None, ge=0)
+    """How long a statement of ours may take; 0: no limit. Where not given, as long as the kind of process needs."""
+    lock_timeout_s: float | None = Field(default=None, ge=0)
+    """How long a statement of ours waits for a lock; 0: no limit. Where not given, as the kind of process needs."""
+    idle_in_transaction_timeout_s: float | None = Field(default=None, ge=0)
+    """After how long Postgres ends a transaction of ours whose process does nothing; 0: never. Where not given, as the
+    kind of process needs."""
     broker_url: SecretStr = SecretStr("redis://127.0.0.1:6379/0")
     """Celery's broker: another Redis than the partitions' nodes."""
     broker_user: str = ""
@@ -67,10 +126,22 @@ class Settings(BaseSettings):
     allow_unsafe_redis: bool = False
     """Serve on Redis settings that void the promise (tests of such settings, throw-away data)."""
 
-    def control_dsn(self) -> str:
+    def control_dsn(self) -> Dsn:
         """Return the control database's DSN, to be given to the driver only."""
-        return self.dsn.get_secret_value()
+        return Dsn(self.dsn.get_secret_value(), self._way(self.direct_dsn, "MQLAYER_DIRECT_DSN"))
 
-    def application_dsn(self) -> str:
+    def application_dsn(self) -> Dsn:
         """Return the application database's DSN, to be given to the driver only."""
-        return (self.app_dsn or self.dsn).get_secret_value()
+        if self.app_dsn is None:
+            way = self._way(self.app_direct_dsn or self.direct_dsn, "MQLAYER_DIRECT_DSN")
+            return Dsn(self.dsn.get_secret_value(), way)
+        return Dsn(self.app_dsn.get_secret_value(), self._way(self.app_direct_dsn, "MQLAYER_APP_DIRECT_DSN"))
+
+    def _way(self, direct: SecretStr | None, setting: str) -> Way:
+        return Way(
+            direct=direct.get_secret_value() if direct is not None else "",
+            direct_setting=setting,
+            pooled_by_session=self.pooler == "session",
+            pooler_prepares=self.pooler_prepares,
+            limits=SessionLimits(self.statement_timeout_s, self.lock_timeout_s, self.idle_in_transaction_timeout_s),
+        )

@@ -20,6 +20,7 @@ pytest_plugins = [
     "tests.fixtures.dead_nodes",
     "tests.fixtures.outboxes",
     "tests.fixtures.plain_install",
+    "tests.fixtures.poolers",
     "tests.fixtures.power",
     "tests.fixtures.servers",
     "tests.fixtures.spark",

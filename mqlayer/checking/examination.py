@@ -19,6 +19,7 @@ from mqlayer.checking.rights import check_default_user, check_own_rights
 from mqlayer.errors import MqlayerError, SchemaMismatch
 from mqlayer.postgres.database import address_of, connect, driver_errors
 from mqlayer.postgres.migrations import SchemaName, check_schema
+from mqlayer.postgres.own_sessions import is_own
 from mqlayer.postgres.queries import query
 from mqlayer.redis.access import NodeAccess, broker_access
 from mqlayer.redis.asking import ServerAnswers, ask_server
@@ -59,7 +60,9 @@ def examine_database(dsn: str, subject: str, schemas: tuple[SchemaName, ...], li
     report = Report()
     try:
         with connect(dsn, application="mqlayer doctor") as connection, driver_errors(address_of(dsn)):
-            connection.execute(query("check_patience"), {"wait": f"{limits.connect_s * 1000:.0f}ms"})
+            # A pooler would lend the session with it to others: there the time for all questions has to do.
+            if is_own(connection):
+                connection.execute(query("check_patience"), {"wait": f"{limits.connect_s * 1000:.0f}ms"})
             report.findings.append(Finding("reachable", subject, Verdict.OK, "answers"))
             _examine(AskedDatabase(connection, subject, address_of(dsn)), schemas, report, limits)
     except MqlayerError as error:

@@ -223,7 +223,7 @@ class App:
                 member = self._member(consumer, database, routes, application if fenced else None)
                 member.start()
                 self.members.append(member)
-            notices = Notices(control, GROUP, self._hear, application="mqlayer consumer")
+            notices = Notices(database, GROUP, self._hear)
             notices.start()
             self._open.insert(0, notices)
         except BaseException:

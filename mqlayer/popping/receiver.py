@@ -242,7 +242,7 @@ class Receiver:
             if group_id in ("", str(group.group_id)):
                 asker.nudge()
 
-        notices = Notices(control, GROUP, hear, application=name)
+        notices = Notices(database, GROUP, hear)
         notices.start()
         cleanup.callback(notices.close)
         return _Parts(group, asker, settler, PopFence(group, turns), turns)

@@ -15,6 +15,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_r
 
 from mqlayer.errors import (
     BodyTooLarge,
+    ConfigurationRefused,
     Conflict,
     InvalidInput,
     KeyTooLarge,
@@ -28,7 +29,9 @@ from mqlayer.errors import (
     redact,
 )
 from mqlayer.postgres.addresses import address_of, parse_dsn
+from mqlayer.postgres.own_sessions import is_own, refuse_moved, refuse_pooled, set_up
 from mqlayer.postgres.server import meet_server
+from mqlayer.settings import Dsn, way_of
 
 Result = TypeVar("Result")
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -48,9 +51,35 @@ _RETRYABLE: Final = (pg_errors.SerializationFailure, pg_errors.DeadlockDetected,
 
 
 def connect(dsn: str, *, autocommit: bool = True, application: str = "mqlayer") -> Connection:
-    """Return one connection. Raises StoreUnavailable."""
-    with driver_errors(address_of(dsn)):
-        return psycopg.connect(dsn, autocommit=autocommit, **_arguments(dsn, application))
+    """Return one connection, set up as all of ours are. Raises StoreUnavailable, ConfigurationRefused."""
+    address = address_of(dsn)
+    with driver_errors(address):
+        connection = psycopg.connect(dsn, autocommit=True, **_arguments(dsn, application))
+        try:
+            set_up(connection, way_of(dsn), application=application, address=address)
+            connection.autocommit = autocommit
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def connect_directly(dsn: str, *, purpose: str, application: str = "mqlayer") -> Connection:
+    """Return a connection that is a session of its own, past a pooler where the DSN leads through one.
+
+    Raises ConfigurationRefused where no way past it is known, StoreUnavailable.
+    """
+    connection = connect_at_best(dsn, application=application)
+    if not is_own(connection):
+        connection.close()
+        raise refuse_pooled(way_of(dsn), address_of(dsn), purpose)
+    return connection
+
+
+def connect_at_best(dsn: str, *, application: str) -> Connection:
+    """Return a connection that lasts: past a pooler where a way is known, else by the DSN. Raises as `connect`."""
+    way = way_of(dsn)
+    return connect(Dsn(way.direct, way) if way.direct else dsn, application=application)
 
 
 class Database:
@@ -64,7 +93,9 @@ class Database:
     def __init__(self, dsn: str, *, application: str = "mqlayer", max_size: int = 4, timeout_s: float = 5.0) -> None:
         if not dsn:
             raise InvalidInput("no database given: set MQLAYER_DSN, or start a stack with `mqlayer up`")
-        self.dsn, self.address = dsn, address_of(dsn)
+        self.dsn, self.address, self._application = dsn, address_of(dsn), application
+        self._refused: ConfigurationRefused | None = None
+        self._pooled: bool | None = None
         self._pool: ConnectionPool[Connection] = ConnectionPool(
             dsn,
             kwargs={"autocommit": True, **_arguments(dsn, application)},
@@ -75,7 +106,7 @@ class Database:
             # The pool by itself waits a second, then two, then four, for a server that is back long since, and as
             # long for each connection that the server's end broke: see `_take`.
             reconnect_timeout=0,
-            configure=_configure,
+            configure=self._set_up,
             open=False,
         )
         self._timeout_s = timeout_s
@@ -88,13 +119,33 @@ class Database:
             with self._lent() as connection:
                 yield connection
 
+    def check_direct(self, purpose: str) -> None:
+        """See that there is a way to a session of our own. Raises ConfigurationRefused, StoreUnavailable."""
+        if self._pooled is None:
+            with self.connection():
+                pass
+        if self._pooled:
+            connect_directly(self.dsn, purpose=purpose, application=self._application).close()
+
+    def _set_up(self, connection: Connection) -> None:
+        """Set a new connection up. And see to it first where the server is another one."""
+        try:
+            way = way_of(self.dsn)
+            self._pooled = not set_up(connection, way, application=self._application, address=self.address).own
+            self._refused = None
+        except ConfigurationRefused as error:
+            # The pool keeps it for itself, and tries again.
+            self._refused = error
+            raise
+        meet_server(connection)
+
     @contextmanager
     def _lent(self) -> Iterator[Connection]:
         try:
             connection = self._take()
         except PoolTimeout:
             # The pool only says that the time is over; connecting once more tells why, or that all are lent.
-            with connect(self.dsn) as connection:
+            with connect(self.dsn, application=self._application) as connection:
                 meet_server(connection)
             raise
         try:
@@ -112,6 +163,8 @@ class Database:
                 connection = self._pool.getconn(timeout=min(wait_s, left_s))
             except PoolTimeout:
                 # Each try has the pool connect once; who waits on is not told that it failed.
+                if self._refused is not None:
+                    raise self._refused from None
                 if left_s <= wait_s:
                     raise
                 wait_s = min(2 * wait_s, LONGEST_TRY_S)
@@ -122,7 +175,8 @@ class Database:
     def _answers(self, connection: Connection) -> bool:
         """Say whether a connection is alive; give it back to be thrown away if it is not."""
         try:
-            ConnectionPool.check_connection(connection)
+            if not refuse_moved(connection, self.address):
+                ConnectionPool.check_connection(connection)
         except psycopg.Error:
             self._pool.putconn(connection)
             return False
@@ -155,15 +209,6 @@ class Database:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _configure(connection: Connection) -> None:
-    """Have transactions see what was committed before each statement, whatever the database's default is.
-
-    Our transactions take a lock and then read what it guards. And see to it first where the server is another one.
-    """
-    connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
-    meet_server(connection)
 
 
 @contextmanager
@@ -212,7 +257,17 @@ def _published_error(error: Exception, state: str, text: str) -> MqlayerError:
 def _arguments(dsn: str, application: str) -> dict[str, Any]:
     """Return connection arguments that the DSN leaves open."""
     given = parse_dsn(dsn)
-    return {"application_name": application} | {k: v for k, v in _KEEPALIVE.items() if k not in given}
+    fixed = {"application_name": application, "client_encoding": "UTF8"}
+    return fixed | {k: v for k, v in _KEEPALIVE.items() if k not in given}
 
 
-__all__ = ["Connection", "Database", "address_of", "connect", "driver_errors", "translate"]
+__all__ = [
+    "Connection",
+    "Database",
+    "address_of",
+    "connect",
+    "connect_at_best",
+    "connect_directly",
+    "driver_errors",
+    "translate",
+]

@@ -21,7 +21,7 @@ from psycopg import sql
 
 from mqlayer.errors import ConfigurationRefused, SchemaMismatch
 from mqlayer.failpoints import failpoint
-from mqlayer.postgres.database import Connection, address_of, connect, driver_errors
+from mqlayer.postgres.database import Connection, address_of, connect_directly, driver_errors
 from mqlayer.resources import sql_names, sql_source
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def migrate(dsn: str, *, schema: SchemaName | None = None, owner: str | None = N
     an owner that is a superuser or can't be made, StoreUnavailable when the database can't be reached.
     """
     done: list[Migration] = []
-    with connect(dsn, application="mqlayer migrate") as connection, driver_errors(address_of(dsn)):
+    with _connection(dsn) as connection, driver_errors(address_of(dsn)):
         connection.add_notice_handler(_tell)
         for name in SCHEMAS if schema is None else (schema,):
             done += _migrate_schema(connection, name, address_of(dsn), owner)
@@ -122,7 +122,7 @@ def script(*, schema: SchemaName | None = None, owner: str | None = None) -> str
 def grant(dsn: str, role: str) -> None:
     """Let a role publish and use the fence: EXECUTE on those functions and nothing else."""
     name = sql.Identifier(role)
-    with connect(dsn) as connection, driver_errors(address_of(dsn)), connection.transaction():
+    with _connection(dsn) as connection, driver_errors(address_of(dsn)), connection.transaction():
         connection.execute(sql.SQL("GRANT USAGE ON SCHEMA mqlayer_app TO {}").format(name))
         for function in GRANTED_FUNCTIONS:
             text = f"GRANT EXECUTE ON FUNCTION mqlayer_app.{function} TO {{}}"
@@ -138,6 +138,10 @@ def check_schema(connection: Connection, schema: SchemaName, address: str) -> No
         raise SchemaMismatch(address, f"{schema} {found}", f"{schema} {wanted}", "upgrade mqlayer on this machine")
     shown = f"{schema} {found}" if found else f"without the {schema} schema"
     raise SchemaMismatch(address, shown, f"{schema} {wanted}", "run `mqlayer migrate`")
+
+
+def _connection(dsn: str) -> Connection:
+    return connect_directly(dsn, purpose="the lock of a migration", application="mqlayer migrate")
 
 
 def _migrate_schema(connection: Connection, schema: SchemaName, address: str, owner: str | None) -> list[Migration]:

@@ -16,7 +16,7 @@ import psycopg
 from psycopg import sql
 
 from mqlayer.errors import MqlayerError
-from mqlayer.postgres.database import connect
+from mqlayer.postgres.database import Database, connect_directly
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ ROUTE: Final = "mqlayer_route"
 """A route version was put in force; the payload is the topic."""
 GROUP: Final = "mqlayer_group"
 """Assignments of a group changed; the payload is its id."""
+PURPOSE: Final = "hearing notifications (LISTEN)"
 AGAIN_S: Final = 1.0
 LOOK_S: Final = 0.5
 
@@ -31,15 +32,18 @@ LOOK_S: Final = 0.5
 class Notices:
     """Calls `heard(payload)` for each notification on a channel; with "" when it begins to listen: some were missed."""
 
-    def __init__(self, dsn: str, channel: str, heard: Callable[[str], None], *, application: str) -> None:
-        self._dsn, self._channel, self._heard, self._application = dsn, channel, heard, application
+    def __init__(
+        self, database: Database, channel: str, heard: Callable[[str], None], *, application: str = "mqlayer routes"
+    ) -> None:
+        self._database, self._channel, self._heard, self._application = database, channel, heard, application
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         # A pipe that `close` writes to: whoever ends does not wait for the next look.
         self._ends = (-1, -1)
 
     def start(self) -> None:
-        """Begin to listen; returns at once."""
+        """Begin to listen; returns at once. Raises ConfigurationRefused where only a pooler is known."""
+        self._database.check_direct(PURPOSE)
         self._ends = os.pipe()
         self._thread = threading.Thread(target=self._run, name=f"mqlayer-hears-{self._channel}", daemon=True)
         self._thread.start()
@@ -66,7 +70,7 @@ class Notices:
                 self._stopping.wait(AGAIN_S)
 
     def _listen(self) -> None:
-        with connect(self._dsn, application=self._application) as connection:
+        with connect_directly(self._database.dsn, purpose=PURPOSE, application=self._application) as connection:
             connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self._channel)))
             self._heard("")
             changes = select.poll()

@@ -21,18 +21,17 @@ from mqlayer.errors import (
     StoreUnavailable,
     TransactionConflict,
 )
-from mqlayer.postgres.database import address_of, connect
+from mqlayer.postgres.database import address_of, connect_directly
+from mqlayer.postgres.own_sessions import is_direct, reading_options, refuse_pooled
 from mqlayer.postgres.queries import query
+from mqlayer.settings import Dsn, Way, way_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-READ_ONLY: Final = (
-    "-c default_transaction_read_only=on -c default_transaction_isolation=repeatable\\ read -c enable_nestloop=off "
-    "-c jit=off"
-)
-"""One view of the data for all statements of a transaction, and nothing is ever written. Tables that were filled since
-they were last looked at are no reason to look a cut through once for each record, nor to compile what is soon done."""
+READ_ONLY: Final = reading_options()
+"""One view of the data for all statements of a transaction, and nothing is ever written."""
+PURPOSE: Final = "reading by Arrow or JDBC"
 BATCH_BYTES: Final = 8_000_000
 """About how much one Arrow batch holds."""
 # The address that the host's name had, and what only newer client libraries know: these are for another process.
@@ -54,18 +53,22 @@ class ReadAddress:
         """Host, port and database, for messages."""
         return address_of(make_conninfo("", **self.parameters))
 
-    def conninfo(self, *, application: str) -> str:
+    def conninfo(self, *, application: str) -> Dsn:
         """Return the DSN of a connection that can only read, to be given to the driver only."""
         options = f"{self.parameters.get('options', '')} {READ_ONLY}".strip()
         facts = {**self.parameters, "options": options, "application_name": application}
-        return make_conninfo("", **facts, **({"password": self.password} if self.password else {}))
+        dsn = make_conninfo("", **facts, **({"password": self.password} if self.password else {}))
+        return Dsn(dsn, Way(reads_only=True))
 
 
 def read_address(dsn: str) -> ReadAddress:
-    """Connect once and return what was in force. Raises StoreUnavailable."""
+    """Connect once and return what was in force. Raises StoreUnavailable, ConfigurationRefused behind a pooler."""
     if not dsn:
         raise InvalidInput("no database given: set MQLAYER_DSN, or give a dsn")
-    with connect(dsn, application="mqlayer read") as connection:
+    with connect_directly(dsn, purpose=PURPOSE, application="mqlayer read") as connection:
+        if not is_direct(connection):
+            # Poolers take no options at connecting, or drop them.
+            raise refuse_pooled(way_of(dsn), address_of(dsn), PURPOSE)
         info = connection.info
         known = {name: value for name, value in info.get_parameters().items() if name not in _LEFT_OUT}
         named = {"host": info.host, "port": str(info.port), "user": info.user, "dbname": info.dbname}

@@ -10,6 +10,7 @@ from psycopg.types.string import ByteaBinaryLoader
 
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection
+from mqlayer.postgres.own_sessions import is_own
 from mqlayer.postgres.queries import query
 from mqlayer.relay.lanes import Lane, Row
 from mqlayer.relay.limits import RelayLimits
@@ -39,8 +40,9 @@ class OutboxReader:
         self.outbox_uuid: UUID | None = None
 
     def prepare(self) -> None:
-        """Set the connection up for reading; once, before anything else."""
-        self._cursor.execute(query("relay_settings"))
+        """Set the connection up for reading; once, before anything else. Not where others share its sessions."""
+        if is_own(self.connection):
+            self._cursor.execute(query("relay_settings"))
 
     def scan(self, lp_sets: Sequence[int]) -> list[Row]:
         """Return the next rows by id; advance `after`."""

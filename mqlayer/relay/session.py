@@ -10,7 +10,7 @@ from typing import Final
 
 from mqlayer.errors import StoreUnavailable
 from mqlayer.failpoints import failpoint
-from mqlayer.postgres.database import Database, connect, driver_errors
+from mqlayer.postgres.database import Database, connect_at_best, driver_errors
 from mqlayer.postgres.delayed import release_on
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.relay.lanes import Lane, Lanes, Row, Unsendable, chain_of, plan
@@ -53,7 +53,7 @@ class Session:
     ) -> None:
         self._settings, self._limits = settings, limits
         self._control, self._application, self._leases = control, application, leases
-        self._connection = connect(application.dsn, application="mqlayer relay")
+        self._connection = connect_at_best(application.dsn, application="mqlayer relay")
         self._background = ThreadPoolExecutor(max_workers=8, thread_name_prefix="mqlayer-relay")
         self._routes = RouteCache(control)
         self._routes_changed = threading.Event()

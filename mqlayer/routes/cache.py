@@ -94,7 +94,7 @@ class RouteCache:
             heard()
 
         if self._notices is None:
-            self._notices = Notices(self._database.dsn, ROUTE, forget, application="mqlayer routes")
+            self._notices = Notices(self._database, ROUTE, forget)
             self._notices.start()
 
     def close(self) -> None:
