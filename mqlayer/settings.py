@@ -38,7 +38,7 @@ class Dsn(str):
     __slots__ = ("way",)
     way: Way
 
-    def __new__(cls, dsn: str, way: Way = Way()) -> Dsn:  # noqa: B008 - frozen
+    def __new__(cls, dsn: str, way: Way = Way()) -> Dsn:
         """Make it of a DSN."""
         made = super().__new__(cls, dsn)
         made.way = way

@@ -65,10 +65,10 @@ make_venv() {
 # Debian starts what it installs; this machine was asked for the program only.
 stop_packaged_service() {
     if [ -d /run/systemd/system ]; then
-        systemctl disable --now redis-server >&2 || true
+        systemctl disable --now "$1" >&2 || true
     else
-        service redis-server stop >/dev/null 2>&1 || true
-        update-rc.d redis-server disable >/dev/null 2>&1 || true
+        service "$1" stop >/dev/null 2>&1 || true
+        update-rc.d "$1" disable >/dev/null 2>&1 || true
     fi
 }
 
@@ -87,10 +87,55 @@ try_redis_server() {
     touch .venv/redis-server-tried
     note "installing Debian's redis-server"
     if (apt_install redis-server); then
-        stop_packaged_service
+        stop_packaged_service redis-server
     else
         note "redis-server could not be installed; the embedded Redis will be used"
     fi
+}
+
+# What goes through a pooler is tested with Debian's pgbouncer. Tried once per .venv.
+try_pgbouncer() {
+    if command -v pgbouncer >/dev/null 2>&1 || [ -x /usr/sbin/pgbouncer ] || [ -e .venv/pgbouncer-tried ]; then return; fi
+    if ! may_install; then return; fi
+    touch .venv/pgbouncer-tried
+    note "installing Debian's pgbouncer"
+    if (apt_install pgbouncer); then
+        stop_packaged_service pgbouncer
+    else
+        note "pgbouncer could not be installed: the tests of poolers are left out"
+    fi
+}
+
+LATER_DEBIAN="deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] MIRROR trixie main"
+LATER_PGBOUNCER="pgbouncer libc6 libcares2 libevent-2.1-7t64 libpam0g libssl3t64 libsystemd0 libcap2 libaudit1 libcap-ng0
+zlib1g libzstd1"
+
+# A later pgbouncer with its libraries, unpacked and not installed: this machine's own stay as they are.
+unpack_later_pgbouncer() {
+    local place="$1" apt
+    mkdir -p "$place/lists/partial" "$place/cache/archives/partial" "$place/packages"
+    echo "$LATER_DEBIAN" >"$place/sources.list"
+    apt="timeout 300 apt-get -qq -o Dir::Etc::sourcelist=$place/sources.list -o Dir::Etc::sourceparts=/dev/null"
+    apt+=" -o Dir::State::lists=$place/lists -o Dir::Cache=$place/cache -o APT::Sandbox::User=root"
+    $apt update >&2 && (cd "$place/packages" && $apt download $LATER_PGBOUNCER >&2) || return 1
+    for package in "$place"/packages/*.deb; do dpkg-deb -x "$package" "$place/root" || return 1; done
+}
+
+# Only pgbouncer 1.21 and later keep clients' prepared statements apart. Tried once per .venv.
+try_later_pgbouncer() {
+    if [ -e .venv/pgbouncer ] || [ -e .venv/later-pgbouncer-tried ] || ! may_install; then return; fi
+    if [ ! -e /usr/share/keyrings/debian-archive-keyring.gpg ]; then return; fi
+    touch .venv/later-pgbouncer-tried
+    note "unpacking a later pgbouncer for tests"
+    local place
+    place="$(mktemp -d)"
+    if (unpack_later_pgbouncer "$place"); then
+        mv "$place/root" .venv/pgbouncer
+        chmod 755 .venv/pgbouncer
+    else
+        note "no later pgbouncer: tests of prepared statements through a pooler are left out"
+    fi
+    rm -rf "$place"
 }
 
 has_java() { [ -n "${JAVA_HOME:-}" ] || command -v java >/dev/null 2>&1; }
@@ -116,6 +161,8 @@ try_jdbc_driver() {
 set_up() {
     if ! venv_is_current; then make_venv; fi
     try_redis_server
+    try_pgbouncer
+    try_later_pgbouncer
     try_java
     try_jdbc_driver
 }

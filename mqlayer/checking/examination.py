@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import partial
 from typing import Final
 
-from mqlayer.checking import control, nodes, outbox, postgres
+from mqlayer.checking import control, nodes, outbox, postgres, sessions
 from mqlayer.checking.broker import ask_broker, broker_subject, check_apart
 from mqlayer.checking.findings import LIMITS, Finding, Limits, Verdict, run_checks
 from mqlayer.checking.nodes import AskedNode, node_subject
@@ -64,7 +64,7 @@ def examine_database(dsn: str, subject: str, schemas: tuple[SchemaName, ...], li
             if is_own(connection):
                 connection.execute(query("check_patience"), {"wait": f"{limits.connect_s * 1000:.0f}ms"})
             report.findings.append(Finding("reachable", subject, Verdict.OK, "answers"))
-            _examine(AskedDatabase(connection, subject, address_of(dsn)), schemas, report, limits)
+            _examine(AskedDatabase(connection, subject, address_of(dsn), dsn), schemas, report, limits)
     except MqlayerError as error:
         fix = "start it, or mend MQLAYER_DSN or MQLAYER_APP_DSN"
         report.findings.append(Finding("reachable", subject, Verdict.BROKEN, str(error), fix))
@@ -174,7 +174,7 @@ def _check_whole(
 
 
 def _examine(asked: AskedDatabase, schemas: tuple[SchemaName, ...], report: Report, limits: Limits) -> None:
-    report.findings += run_checks(postgres.CHECKS, asked, asked.subject, limits)
+    report.findings += run_checks({**postgres.CHECKS, **sessions.CHECKS}, asked, asked.subject, limits)
     for schema in schemas:
         finding = _check_migrations(asked, schema)
         report.findings.append(finding)

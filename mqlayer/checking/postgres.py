@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from mqlayer.checking.clocks import clock_finding
@@ -21,6 +21,7 @@ class AskedDatabase:
     connection: Connection
     subject: str
     address: str
+    dsn: str = field(default="", repr=False)
 
     def rows(self, name: str, **facts: Any) -> list[tuple[Any, ...]]:
         """Run a named query and return its rows. Raises StoreUnavailable, SchemaMismatch."""

@@ -83,13 +83,15 @@ LIMITS: Final[Mapping[str, SessionLimits]] = {
     "mqlayer relay": SessionLimits(300, 30, 600),
     "mqlayer worker": SessionLimits(3600, 60, 600),
     "mqlayer routes": _NONE,
+    # It looks at these settings, and limits itself.
+    "mqlayer doctor": SessionLimits(),
     "mqlayer migrate": _NONE,
 }
 """By kind of process; others are commands, whose statements may take as long as there is data."""
 
 
 class Session(NamedTuple):
-    """Of a connection: whether its statements run in a session of its own, and in which server process the first did."""
+    """Of a connection: whether its statements run in a session of its own, and in which process the first one did."""
 
     own: bool
     server_pid: int
@@ -173,6 +175,8 @@ def _escaped(value: str) -> str:
 
 def _limits(way: Way, application: str) -> dict[str, str]:
     kind, given = LIMITS.get(application, _COMMAND), way.limits
+    if kind == SessionLimits():
+        return {}
     limits = {
         "statement_timeout": (given.statement_s, kind.statement_s),
         "lock_timeout": (given.lock_s, kind.lock_s),

@@ -5,10 +5,37 @@ SELECT set_config('statement_timeout', %(wait)s, false), set_config('lock_timeou
 -- name: check_server
 -- What a Postgres says of itself: version, whether it takes writes, durability, connections, and the time.
 SELECT current_setting('server_version_num')::int, pg_is_in_recovery(), current_setting('fsync'),
-       current_setting('full_page_writes'), current_setting('synchronous_commit'),
+       current_setting('full_page_writes'),
+       -- As sessions begin: ours was set up.
+       (SELECT reset_val FROM pg_settings WHERE name = 'synchronous_commit'),
        current_setting('synchronous_standby_names'), (SELECT count(*) FROM pg_stat_replication)::int,
        current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int,
        (SELECT coalesce(sum(numbackends), 0) FROM pg_stat_database)::int;
+
+-- name: check_session_defaults
+-- Settings that new sessions begin with, of roles, of the database, and of the server where these say nothing: whose, the
+-- value, how long that is where it is a time, and how it is changed.
+WITH said AS (
+    SELECT s.setdatabase, r.rolname, split_part(one, '=', 1) AS name, substr(one, strpos(one, '=') + 1) AS value
+    FROM pg_db_role_setting s CROSS JOIN LATERAL unnest(s.setconfig) AS one LEFT JOIN pg_roles r ON r.oid = s.setrole
+    WHERE s.setdatabase IN (0, (SELECT oid FROM pg_database WHERE datname = current_database()))
+      AND split_part(one, '=', 1) = ANY(%(names)s::text[])
+), found AS (
+    SELECT CASE WHEN rolname IS NULL THEN 'the database' ELSE format('role %%I', rolname) END AS who, name, value,
+           CASE WHEN rolname IS NULL THEN format('ALTER DATABASE %%I RESET %%s', current_database(), name)
+                WHEN setdatabase = 0 THEN format('ALTER ROLE %%I RESET %%s', rolname, name)
+                ELSE format('ALTER ROLE %%I IN DATABASE %%I RESET %%s', rolname, current_database(), name) END AS fix
+    FROM said
+    UNION ALL
+    SELECT 'the server', name, reset_val, format('ALTER SYSTEM RESET %%s, and what postgresql.conf says', name)
+    FROM pg_settings s WHERE name = ANY(%(names)s::text[]) AND name <> 'client_encoding'
+      AND NOT EXISTS (SELECT FROM said WHERE said.name = s.name)
+)
+SELECT who, name, value,
+       CASE WHEN name LIKE '%%\_timeout'
+            THEN extract(epoch FROM (value || CASE WHEN value ~ '^[0-9]+$' THEN 'ms' ELSE '' END)::interval)::float8 * 1000
+       END, fix
+FROM found ORDER BY who, name;
 
 -- name: check_clock
 -- The database's clock, in seconds.

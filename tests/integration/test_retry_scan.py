@@ -50,7 +50,7 @@ def worker(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_group_is_told_again_of_keys_that_are_due_for_a_while(failing: Failing) -> None:
     heard: list[str] = []
-    notices = Notices(failing.stage.dsn, GROUP, heard.append, application="a test")
+    notices = Notices(failing.stage.database, GROUP, heard.append, application="a test")
     notices.start()
     wait_until(lambda: heard == [""], what="the listener")
     database, before = failing.stage.database, failing.parking()

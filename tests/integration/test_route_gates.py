@@ -336,15 +336,15 @@ def test_group_versions_go_up_one_by_one_whatever_is_drained_first(scene: Scene,
     assert moved in hand.assigned()
     assert hand.consume(moved) > 0
     scene.world.rows(
-        "CREATE TABLE version_seen (place serial, version int); "
+        "CREATE TABLE public.version_seen (place serial, version int); "
         "CREATE FUNCTION note_version() RETURNS trigger LANGUAGE plpgsql AS "
         "$$ BEGIN IF new.version <> old.version THEN "
-        "INSERT INTO version_seen (version) VALUES (new.version); END IF; RETURN new; END $$; "
+        "INSERT INTO public.version_seen (version) VALUES (new.version); END IF; RETURN new; END $$; "
         "CREATE TRIGGER note AFTER UPDATE ON mqlayer.consumer_group FOR EACH ROW EXECUTE FUNCTION note_version()"
     )
     hand.consume(1)
     hand.consume(one)
-    seen = [row[0] for row in scene.world.rows("SELECT version FROM version_seen ORDER BY place")]
+    seen = [row[0] for row in scene.world.rows("SELECT version FROM public.version_seen ORDER BY place")]
     assert seen == [2, 3, 4]
     assert set(grandchildren) <= set(hand.assigned())
     hand.consume_all()
