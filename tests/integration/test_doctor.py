@@ -129,6 +129,7 @@ def test_of_a_well_installation_nothing_is_broken(
     assert {line["check"] for line in found if line["verdict"] != "ok"} <= {"version"}
     assert {line["check"] for line in found} == {
         "reachable", "version", "durability", "connections", "transactions", "prepared", "functions", "clock",
+        "sessions", "pooler",
         "control schema", "replaced", "unarmed", "beat", "routes", "groups", "parked", "pauses", "archive",
         "application schema",
             "relay", "recovery", "set aside",
@@ -346,6 +347,43 @@ def test_functions_that_a_caller_can_mislead_and_a_superusers_schema_are_told_un
     assert "a superuser owns mqlayer_archive," in found[1].seen
     migrate(ward.world.dsn)
     assert ward.findings("functions") == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "harmless"),
+    [
+        ("default_transaction_isolation", "serializable", "read committed"),
+        ("default_transaction_read_only", "on", "off"),
+        ("synchronous_commit", "off", "local"),
+        ("statement_timeout", "40ms", "2min"),
+        ("lock_timeout", "5", "30s"),
+        ("client_encoding", "latin1", "utf8"),
+        ("session_replication_role", "replica", "origin"),
+        ("plpgsql.extra_errors", "all", "none"),
+    ],
+)
+def test_settings_that_hurt_an_applications_sessions_are_named_with_whose_they_are(
+    ward: Ward, setting: str, value: str, harmless: str
+) -> None:
+    assert ward.findings("sessions") == []
+    name = psycopg.conninfo.conninfo_to_dict(ward.world.dsn)["dbname"]
+    role = f"shop_{name}"
+
+    def run(statement: str) -> None:
+        # Sessions of ours write, whatever they begin with.
+        with ward.database.connection() as connection:
+            connection.execute(statement.encode())
+
+    run(f"CREATE ROLE {role}")
+    for whose in (f"DATABASE {name}", f"ROLE {role}", f"ROLE {role} IN DATABASE {name}"):
+        run(f"ALTER {whose} SET {setting} = '{value}'")
+        finding = ward.finding("sessions")
+        assert (finding.verdict, finding.fix) == ("warning", f"ALTER {whose} RESET {setting}")
+        assert f"{setting} = {value}" in finding.seen
+        run(f"ALTER {whose} SET {setting} = '{harmless}'")
+        assert ward.findings("sessions") == []
+        run(f"ALTER {whose} RESET {setting}")
+    run(f"DROP ROLE {role}")
 
 
 def test_few_free_connections_are_a_warning(ward: Ward) -> None:
