@@ -29,6 +29,7 @@ SETTINGS: Final[Mapping[str, str]] = {
     "default_transaction_read_only": "off",
     "exit_on_error": "off",
     "extra_float_digits": "1",
+    "idle_session_timeout": "0",
     "IntervalStyle": "postgres",
     "jit": "off",
     "plan_cache_mode": "auto",
@@ -44,7 +45,6 @@ SETTINGS: Final[Mapping[str, str]] = {
 """Transactions of ours take a lock and then read what it guards, so each statement has to see what was committed. No
 statement of ours is worth compiling. Names of ours are qualified: what else has one is the server's."""
 SOME_SERVERS_HAVE: Final[Mapping[str, str]] = {
-    "idle_session_timeout": "0",
     "plpgsql.extra_errors": "none",
     "restrict_nonsystem_relation_kind": "",
     "transaction_timeout": "0",

@@ -5,7 +5,8 @@ Each row of the table is a setting as somebody may have it; one system per row g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import psycopg
@@ -14,6 +15,8 @@ from psycopg import sql
 from pydantic import SecretStr
 
 from mqlayer import Settings
+from mqlayer.postgres import own_sessions
+from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.migrations import migrate
 from tests.fixtures.whole_system import WholeSystem
 from tests.fixtures.worker_stores import UseStores
@@ -31,7 +34,7 @@ HOSTILE: Final[Mapping[str, Mapping[str, str]]] = {
     "literals": {"standard_conforming_strings": "off", "backslash_quote": "on", "escape_string_warning": "off"},
     "arrays and nulls": {"array_nulls": "off", "transform_null_equals": "on"},
     "output": {"bytea_output": "escape", "extra_float_digits": "-15", "quote_all_identifiers": "on"},
-    "hasty statements": {"statement_timeout": "40ms"},
+    "hasty statements": {"statement_timeout": "150ms"},
     "hasty locks": {"lock_timeout": "1ms"},
     "hasty idling": {"idle_in_transaction_session_timeout": "100ms", "idle_session_timeout": "150ms"},
     "no path": {"search_path": ""},
@@ -78,11 +81,71 @@ def settings(
 
 
 def as_applications_do(connection: psycopg.Connection[Any]) -> None:
-    """What an application has to say itself: it writes, though by default its sessions do not."""
+    """What an application has to say itself: it writes, and takes its time, though by default its sessions do not."""
     connection.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED READ WRITE NOT DEFERRABLE")
+    connection.execute("SET LOCAL statement_timeout = '20s'")
 
 
 @pytest.mark.parametrize("settings", HOSTILE, indirect=True)
 def test_a_system_does_the_same_whatever_its_sessions_begin_with(settings: Settings, redis_url: str) -> None:
     found = WholeSystem(settings, redis_url, as_applications_do).run()
     assert found == PROVEN.setdefault("ordinary", found)
+
+
+KINDS: Final[Mapping[str, tuple[str, str, str]]] = {
+    "mqlayer consumer": ("1min", "30s", "1min"),
+    "mqlayer relay": ("5min", "30s", "10min"),
+    "mqlayer worker": ("1h", "1min", "10min"),
+    "mqlayer": ("0", "1min", "10min"),
+    "mqlayer migrate": ("0", "0", "0"),
+}
+LIMITS: Final = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+
+
+def in_force(connection: psycopg.Connection[Any], names: Iterable[str]) -> dict[str, str]:
+    return {name: (connection.execute("SELECT current_setting(%s)", [name]).fetchone() or ("",))[0] for name in names}
+
+
+@pytest.fixture
+def worst_dsn(database_dsn: str) -> str:
+    """A database that gives new sessions the worst of all rows at once."""
+    left_out = ("lock_timeout", "statement_timeout", "exit_on_error")
+    with psycopg.connect(database_dsn, autocommit=True) as connection:
+        name = sql.Identifier(connection.info.dbname)
+        rows = {setting: value for row in HOSTILE.values() for setting, value in row.items() if setting not in left_out}
+        for setting, value in {**rows, "search_path": "public", "client_encoding": "LATIN1"}.items():
+            connection.execute(sql.SQL("ALTER DATABASE {} SET {} = {}").format(name, sql.SQL(setting), value))
+    return database_dsn
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_session_has_its_settings_and_limits(worst_dsn: str, kind: str) -> None:
+    wanted = {**own_sessions.SETTINGS, **dict(zip(LIMITS, KINDS[kind], strict=True)), "DateStyle": "ISO, DMY"}
+    with Database(worst_dsn, application=kind) as database, database.connection() as lent:
+        assert in_force(lent, wanted) == wanted
+    with connect(worst_dsn, application=kind) as connection:
+        assert in_force(connection, wanted) == wanted
+        assert connection.info.encoding == "utf-8"
+
+
+def test_limits_that_are_set_take_the_place_of_the_kinds(worst_dsn: str) -> None:
+    settings = Settings(dsn=SecretStr(worst_dsn), statement_timeout_s=7, lock_timeout_s=0.5)
+    with connect(settings.control_dsn(), application="mqlayer relay") as connection:
+        assert in_force(connection, LIMITS) == dict(zip(LIMITS, ("7s", "500ms", "10min"), strict=True))
+
+
+@pytest.mark.parametrize("stronger", ["local", "remote_write", "remote_apply"])
+def test_a_session_that_waits_for_standbys_goes_on_waiting_for_them(database_dsn: str, stronger: str) -> None:
+    with psycopg.connect(database_dsn, autocommit=True) as connection:
+        name = sql.Identifier(connection.info.dbname)
+        connection.execute(sql.SQL("ALTER DATABASE {} SET synchronous_commit = {}").format(name, stronger))
+    with connect(database_dsn) as connection:
+        assert in_force(connection, ["synchronous_commit"]) == {"synchronous_commit": stronger}
+
+
+def test_the_list_of_settings_in_the_documents_is_the_one_in_force() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operating.md").read_text("utf-8")
+    for kind, words in (("members, receivers, producers", "mqlayer consumer"), ("relay", "mqlayer relay")):
+        limits = own_sessions.LIMITS[words]
+        cells = [f"{seconds:g} s" for seconds in (limits.statement_s, limits.lock_s, limits.idle_in_transaction_s)]
+        assert f"| {kind} | {' | '.join(cells)} |" in page
