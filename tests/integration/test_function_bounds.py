@@ -25,6 +25,8 @@ TYPE_LIMITS: Final = {"smallint": 2**15 - 1, "integer": 2**31 - 1, "bigint": 2**
 
 # Every positive number of the type names something that may exist.
 WHOLE_RANGE: Final = {"p_group_id", "p_source_id", "p_source_ids", "p_replay", "p_replays", "p_seek"}
+# A source below 0 is of what a replay of the archive gave.
+BELOW_ZERO: Final = {("fence_v1", "p_source_id"), ("fence_many_v1", "p_source_ids")}
 NULL_MEANS_NONE: Final = {
     ("publish_v1", "p_key"), ("publish_v1", "p_headers"), ("publish_once_v1", "p_key"),
     ("publish_once_v1", "p_headers"), ("publish_at_v1", "p_key"), ("publish_at_v1", "p_headers"),
@@ -47,7 +49,9 @@ class Argument(NamedTuple):
 
 def numbers(argument: Argument, element: str) -> Iterator[Any]:
     """Give numbers that no argument of the type may take."""
-    yield from (-1, -TYPE_LIMITS[element] - 1)
+    if (argument.function, argument.name) not in BELOW_ZERO:
+        yield -1
+    yield -TYPE_LIMITS[element] - 1
     if argument.name not in WHOLE_RANGE or element == "smallint":
         yield TYPE_LIMITS[element]
     if element == "bigint":

@@ -421,16 +421,17 @@ BEGIN
     IF current_setting('synchronous_commit') = 'off' THEN
         PERFORM set_config('synchronous_commit', 'on', true);
     END IF;
+    -- A source below 0: what a replay of the archive gave, whose effects are noted apart.
     IF (p_group_id BETWEEN 1 AND 2147483647
        AND p_lp BETWEEN 0 AND 1023
-       AND p_source_id BETWEEN 1 AND 2147483647
+       AND p_source_id BETWEEN -2147483647 AND 2147483647
        AND (p_key IS NULL OR octet_length(p_key) BETWEEN 0 AND 512)
        AND p_seq BETWEEN 1 AND 9007199254740991
        AND p_epoch BETWEEN 1 AND 9007199254740991
        AND p_replay BETWEEN 0 AND 2147483647) IS NOT TRUE THEN
         PERFORM mqlayer_app.within_v1('p_group_id', p_group_id, 1, 2147483647),
                 mqlayer_app.within_v1('p_lp', p_lp, 0, 1023),
-                mqlayer_app.within_v1('p_source_id', p_source_id, 1, 2147483647),
+                mqlayer_app.within_v1('p_source_id', p_source_id, -2147483647, 2147483647),
                 mqlayer_app.within_v1('bytes of p_key', coalesce(octet_length(p_key), 0), 0, 512),
                 mqlayer_app.within_v1('p_seq', p_seq, 1, 9007199254740991),
                 mqlayer_app.within_v1('p_epoch', p_epoch, 1, 9007199254740991),
