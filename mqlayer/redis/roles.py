@@ -40,6 +40,7 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "attempt_start",
             "lock_release",
             "lock_take",
+            "log_count",
             "log_select",
             "offsets_settle",
             "pop_receive",
@@ -58,6 +59,8 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
         {
             "lock_raise",
             "log_append",
+            "log_count",
+            "log_ends",
             "mark_pass",
             "marks_look",
             "partition_create",
@@ -76,8 +79,11 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "lock_raise",
             "log_append",
             "log_append_once",
+            "log_count",
+            "log_ends",
             "log_trim",
             "mark_pass",
+            "marks_drop",
             "marks_look",
             "partition_create",
             "partition_open",
@@ -98,6 +104,8 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "lock_raise",
             "log_append",
             "log_chain",
+            "log_count",
+            "log_ends",
             "log_trim",
             "mark_pass",
             "partition_create",
@@ -113,6 +121,8 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
         {
             "lock_raise",
             "log_append",
+            "log_count",
+            "log_ends",
             "mark_pass",
             "partition_create",
             "partition_open",
@@ -134,6 +144,7 @@ PLAIN_COMMANDS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "eval",
             "evalsha",
             "exec",
+            "hdel",
             "hget",
             "hgetall",
             "hmget",
@@ -172,6 +183,7 @@ PLAIN_COMMANDS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "eval",
             "evalsha",
             "exec",
+            "hdel",
             "hget",
             "hgetall",
             "hmget",
@@ -188,6 +200,6 @@ PLAIN_COMMANDS: Final[Mapping[RedisRole, frozenset[str]]] = {
         }
     ),
     RedisRole.ARMING: frozenset(
-        {"bgrewriteaof", "config|get", "eval", "evalsha", "exec", "hget", "hgetall", "hmget", "multi", "scan"}
+        {"bgrewriteaof", "config|get", "eval", "evalsha", "exec", "hdel", "hget", "hgetall", "hmget", "multi", "scan"}
     ),
 }
