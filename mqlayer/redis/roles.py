@@ -40,7 +40,6 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "attempt_start",
             "lock_release",
             "lock_take",
-            "log_count",
             "log_select",
             "offsets_settle",
             "pop_receive",

@@ -157,6 +157,9 @@ HEALTH: Final = Unit("mqlayer.health.endpoint", "health_endpoint")
 """Speaks HTTP, whose GET is not a node's."""
 STACK: Final = Unit("mqlayer.stack.stack", "Stack")
 """Makes servers; its own users are the owner's."""
+COUNTING: Final = Unit("mqlayer.redis.partitions", "count_command")
+"""Mends what a script left that ended in its middle. A consumer tries it, and goes on where its user may not: the next
+append or arming does the same, and who may write a partition's meta could stop it for good."""
 CONNECTION: Final = Unit("mqlayer.redis.nodes", "NodeConnection")
 OTHERS: Final = ("mqlayer.cli.consume", "mqlayer.cli.relay", "mqlayer.cli.stack", "mqlayer.cli.addresses",
                  "mqlayer.cli.main")  # fmt: skip
@@ -176,6 +179,7 @@ PLACES: Final = {
 def reached_by(role: str) -> Reached:
     """Return what the code of a role can send, besides what each connection sends to find out where it is."""
     left_out = {CONNECTION, HEALTH, STACK} | (ARMING if role in ("publisher", "consumer", "viewer") else set())
+    left_out |= {COUNTING} if role == "consumer" else set()
     found = reached_from(PLACES[role], without=left_out)
     callers = {"evalsha"} if found.scripts else set()
     callers |= {"eval"} if found.scripts & WHOLE else set()
