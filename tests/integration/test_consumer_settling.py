@@ -404,6 +404,52 @@ def test_a_lock_that_the_node_forgot_is_taken_anew_and_what_is_not_settled_comes
         assert int(every_stage.redis.hget(every_stage.group_keys(partition).lock, "epoch") or 0) > used
 
 
+@pytest.mark.parametrize("lost", [("lock",), ("acks",), ("lock", "acks")], ids="+".join)
+@pytest.mark.parametrize("running", [True, False], ids=["under its owner", "between owners"])
+def test_what_was_never_acknowledged_comes_again_after_the_loss_of_the_lock_alone(
+    every_stage: Stage, lost: tuple[str, ...], running: bool
+) -> None:
+    """Case 42: bits of a bitmap whose lock is gone say nothing, nor does a lock whose bitmap is gone.
+
+    Four messages are at work, far apart; all between them is settled above committed.
+    """
+    [partition, _] = every_stage.partitions
+    keys = keys_of(every_stage, partition, 40)
+    stuck, others = keys[::13], [key for number, key in enumerate(keys) if number % 13]
+    released = threading.Event()
+
+    def act(_body: bytes, ctx: Context) -> None:
+        if ctx.key in stuck and ctx.body == b"2":
+            released.wait(30)
+
+    # What comes first moves committed, and with it where the bitmap begins.
+    every_stage.send((key, b"1") for key in keys)
+    first, second = Recorder(act), Recorder()
+    app = every_stage.consume(first, drain_limit_s=0.1)
+    every_stage.wait_settled()
+    every_stage.send((key, body) for body in (b"2", b"3") for key in keys)
+    stats = member_of(app).stats
+    wait_until(lambda: stats.settled == len(keys) + 2 * len(others), what="all is settled but what is at work")
+    committed = every_stage.position(partition).committed
+    used = max(epoch for _, _, epoch, _ in every_stage.assignments())
+    if not running:
+        app.stop()
+    group = every_stage.group_keys(partition)
+    every_stage.redis.delete(*(getattr(group, name) for name in lost))
+    if running:
+        every_stage.send([(others[0], b"4")])
+        wait_until(lambda: (others[0], b"4") in {(one.key, one.body) for one in first.ended}, what="it goes on")
+        app.stop()
+    every_stage.consume(second)
+    every_stage.wait_settled()
+    handled = {(one.key, one.body) for one in second.ended}
+    assert {(key, body) for key in stuck for body in (b"2", b"3")} <= handled
+    assert committed == 41, "nothing is settled above committed"
+    assert int(every_stage.redis.hget(group.lock, "epoch") or 0) > used
+    second.assert_in_order()
+    released.set()
+
+
 def test_taking_twice_under_one_epoch_answers_the_same(every_stage: Stage) -> None:
     """The answer to the taking may be lost: asked again, the node tells it again."""
     every_stage.send_numbers(keys=1, each=3)
