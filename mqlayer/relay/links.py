@@ -10,8 +10,9 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.redis.nodes import Node, NodeConnection, connection_of
 from mqlayer.redis.partitions import end_sources
 from mqlayer.redis.roles import RedisRole
+from mqlayer.relay.comparing import Comparer, Spot
 from mqlayer.relay.lanes import Lane, Target
 from mqlayer.relay.pauses import pause_s
 from mqlayer.routes.cache import RouteCache
@@ -101,6 +103,10 @@ class Links:
         self._links: dict[int, Link] = {}
         self.former: tuple[int, ...] = ()
         """The outbox's former sources: before nodes are sent anything under its present one, they are told of these."""
+        self.comparer: Comparer | None = None
+        """Tells whether Postgres has what is in Redis; asked of each node before it is sent anything."""
+        self.compared: dict[int, dict[int, int]] = {}
+        """By node, up to which seq of each chain its records were found to be the outbox's rows when it connected."""
         self._chance = random.Random()
         self._flight_number = 0
         self._looking: Future[dict[NodeId, Node]] | None = None
@@ -259,15 +265,47 @@ class Links:
         return self._connected(node)
 
     def _connected(self, node: Node) -> NodeConnection:
-        settings = self._settings
-        line = connection_of(node, settings, RedisRole.RELAY)
+        line = self._open(node)
         try:
-            line.connect()
-            end_sources(line, settings.key_prefix, self.former, closed=True)
+            end_sources(line, self._settings.key_prefix, self.former, closed=True)
+            if self.comparer is not None:
+                with ExitStack() as cleanup:
+                    lines = self._others(cleanup)
+                    self.compared[node.node_id] = self.comparer.compare_node(line, lines)
         except BaseException:
             line.close()
             raise
         return line
+
+    def _open(self, node: Node) -> NodeConnection:
+        settings = self._settings
+        line = connection_of(node, settings, RedisRole.RELAY)
+        try:
+            line.connect()
+        except BaseException:
+            line.close()
+            raise
+        return line
+
+    def compare(self, seqs: Mapping[Spot, int]) -> None:
+        """Compare records with their rows, on connections of its own. For any thread; see `Comparer.compare`."""
+        if self.comparer is not None:
+            with ExitStack() as cleanup:
+                self.comparer.compare(seqs, self._others(cleanup))
+
+    def _others(self, cleanup: ExitStack) -> Callable[[NodeId], NodeConnection]:
+        """Return how to get a connection to a node, to be closed with the others."""
+        opened: dict[NodeId, NodeConnection] = {}
+
+        def line_to(node_id: NodeId) -> NodeConnection:
+            if node_id not in opened:
+                node = self._routes.refresh_nodes().get(node_id)
+                if node is None:
+                    raise StoreUnavailable(f"node {node_id}", "it was removed")
+                opened[node_id] = cleanup.enter_context(closing(self._open(node)))
+            return opened[node_id]
+
+        return line_to
 
 
 def _close_unused(connecting: Future[NodeConnection]) -> None:

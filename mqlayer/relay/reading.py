@@ -95,16 +95,6 @@ class OutboxReader:
         """Return (chain, seq) recorded as relayed."""
         return self._rows("relayed_list", {"lp_sets": lp_sets})
 
-    def counters(self, lanes: Iterable[Lane]) -> dict[int, int]:
-        """Return the counters of some lanes."""
-        wanted = list(lanes)
-        facts = {"topic_ids": [lane.topic_id for lane in wanted], "lps": [lane.lp for lane in wanted]}
-        return dict(self._rows("counters_of", facts))
-
-    def suspect(self) -> None:
-        """Note for all relays that commits are missing."""
-        self._cursor.execute(query("outbox_suspect"), {"outbox_uuid": self.outbox_uuid})
-
     def topics(self) -> dict[int, str]:
         """Return the names of the topics that this database may publish to."""
         return {row[0]: row[1] for row in self._rows("outbox_topics", {})}

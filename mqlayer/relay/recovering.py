@@ -6,7 +6,9 @@ not know before it goes on under a new source:
 
 1. Nodes take nothing more of the old source: what a relay has read of it before may be sent by that at any time.
 2. What of the outbox is in Redis is proven: the record of the source with the LP and seq of a row is that very message.
-   What a promoted server has is a beginning of what its primary had, so all before it is there too.
+   What a promoted server has is a beginning of what its primary had, so all before it is there too. Where relays may
+   have gone on under numbers that were given out again (no new timeline told of it), only up to the first record that
+   is another message than its row.
 3. What nodes lost meanwhile and Postgres has as relayed, thus from before the loss, is appended again under its own
    numbers: handlers that were given it already know it by these.
 4. Where no timeline but the marks told of it, the control database is taken for one that lost commits too.
@@ -20,7 +22,6 @@ What was trimmed from Redis before it was recorded as relayed can't be proven, a
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -30,7 +31,6 @@ from uuid import UUID
 
 from psycopg.types.json import Jsonb
 
-from mqlayer.domain.message import NO_KEY
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import ConfigurationRefused, Conflict, NodeOutOfMemory, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
@@ -38,10 +38,10 @@ from mqlayer.postgres.audit import note
 from mqlayer.postgres.database import Connection, Database, connect, driver_errors
 from mqlayer.postgres.queries import query
 from mqlayer.postgres.server import SUSPECT
-from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.nodes import NodeConnection, connection_of, raise_for_reply
+from mqlayer.redis.nodes import NodeConnection, connection_of
 from mqlayer.redis.partitions import end_sources
 from mqlayer.redis.roles import RedisRole
+from mqlayer.relay.records import Content, content_of_row, is_of_row, marks_of, newest_records
 from mqlayer.relay.refilling import Fallen, Serving, refill
 from mqlayer.relay.source import end_former_sources, refuse_copy, refuse_former
 from mqlayer.routes.cache import load_nodes
@@ -52,15 +52,10 @@ from mqlayer.topics.resending import Lent
 
 log = logging.getLogger(__name__)
 
-FIRST_PAGE: Final = 20
-PAGE: Final = 500
-PAGE_BYTES: Final = 4_000_000
 LOOK_LIMIT: Final = 200_000
 """So many of a partition's newest records are compared at the most; what lies before them counts as not proven."""
 SHOWN: Final = 100
 
-Content = tuple[bytes, bytes, bytes]
-"""Facts, key and the body's SHA-256."""
 Lines = Callable[[NodeId], NodeConnection]
 
 
@@ -178,7 +173,7 @@ def recover_outbox(
         for topic_id, name, *_ in application.execute(query("outbox_topics")).fetchall():
             with control.connection() as connection:
                 partitions = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
-            provers.append(_Prover(lent, lines, prefix, topic_id, skip_away=unproven))
+            provers.append(_Prover(lent, lines, prefix, topic_id, skip_away=unproven, each=suspect))
             found[name] = topic_id, provers[-1].prove(partitions)
         # The first ones may have lost something while the last ones were filled up.
         for prover in provers:
@@ -319,11 +314,20 @@ class _Prover:
 
     What counts is what the partition has that serves an LP now. Its parents may have more: one that was moved away from
     its node while that was down holds messages that nobody reads there, since its successor has them, or is to.
+
+    As a rule the newest record of an LP that is a row proves all before it. `each`: not where relays went on under the
+    numbers that were given out again: then nothing is proven behind a record that is another message than its row.
     """
 
-    def __init__(self, lent: Lent, lines: Lines, prefix: str, topic_id: int, *, skip_away: bool) -> None:
+    def __init__(
+        self, lent: Lent, lines: Lines, prefix: str, topic_id: int, *, skip_away: bool, each: bool = False
+    ) -> None:
         self._lent, self._lines, self._prefix = lent, lines, prefix
-        self._topic_id, self._skip_away = topic_id, skip_away
+        self._topic_id, self._skip_away, self._each = topic_id, skip_away, each
+        # By LP: how many records were looked at, which are those of rows, and the first that is not.
+        self._seen: dict[int, int] = {}
+        self._same: dict[int, set[int]] = {}
+        self._broken: dict[int, int] = {}
         self._relayed: dict[int, int] = {}
         self._marks: dict[int, int] = {}
         self._proven: dict[int, int] = {}
@@ -390,55 +394,43 @@ class _Prover:
         for lp, mark in marks.items():
             self._marks[lp] = max(mark, self._marks.get(lp, 0))
         lps = {lp for lp, mark in marks.items() if mark > self._relayed.get(lp, 0)}
-        pages = self._pages(line, partition)
-        while any(lp not in self._proven for lp in lps) and (page := next(pages, None)) is not None:
+        pages = newest_records(line, self._prefix, partition, self._lent.source, limit=LOOK_LIMIT)
+        while self._wants_more(lps, marks) and (page := next(pages, None)) is not None:
             self._compare(
                 {
                     (lp, seq): content
                     for lp, seq, content in page
-                    if lp in lps and lp not in self._proven and seq > self._relayed.get(lp, 0)
+                    if lp in lps and (self._each or lp not in self._proven) and seq > self._relayed.get(lp, 0)
                 }
             )
         return marks
+
+    def _wants_more(self, lps: set[int], marks: Mapping[int, int]) -> bool:
+        """Say whether records of a partition's LPs can still prove something."""
+        if not self._each:
+            return any(lp not in self._proven for lp in lps)
+        return any(self._seen.get(lp, 0) < marks[lp] - self._relayed.get(lp, 0) for lp in lps)
 
     def _compare(self, records: Mapping[tuple[int, int], Content]) -> None:
         if not records:
             return
         lps, seqs = [lp for lp, _ in records], [seq for _, seq in records]
-        for lp, seq, facts, key, body in self._rows("outbox_digests", lps=lps, seqs=seqs):
-            content = facts.encode(), NO_KEY if key is None else key.encode(), bytes(body or b"")
-            if records[lp, seq] == content:
-                self._proven[lp] = max(seq, self._proven.get(lp, 0))
+        found = self._rows("outbox_digests", lps=lps, seqs=seqs)
+        rows = {(lp, seq): content_of_row(*row) for lp, seq, *row in found}
+        for (lp, seq), record in records.items():
+            self._seen[lp] = self._seen.get(lp, 0) + 1
+            if (lp, seq) in rows and is_of_row(record, rows[lp, seq]):
+                self._same.setdefault(lp, set()).add(seq)
+            elif self._each:
+                self._broken[lp] = min(seq, self._broken.get(lp, seq))
+        for lp in set(lps):
+            same = [seq for seq in self._same.get(lp, ()) if seq < self._broken.get(lp, seq + 1)]
+            self._proven.pop(lp, None)
+            if same:
+                self._proven[lp] = max(same)
 
     def _marks_of(self, line: NodeConnection, partition: int) -> dict[int, int]:
-        (reply,) = line.call([(b"HGETALL", partition_keys(self._prefix, partition).marks)])
-        flat = raise_for_reply(reply, line.node.address)
-        found: dict[int, int] = {}
-        for name, seq in zip(flat[::2], flat[1::2], strict=True):
-            source, lp = map(int, name.split(b":"))
-            if source == self._lent.source:
-                found[lp] = int(seq)
-        return found
-
-    def _pages(self, line: NodeConnection, partition: int) -> Iterator[list[tuple[int, int, Content]]]:
-        """Return our source's records, newest first: LP, seq, and what a row says of them."""
-        key, before, count, left = partition_keys(self._prefix, partition).log, b"+", FIRST_PAGE, LOOK_LIMIT
-        while left > 0:
-            (reply,) = line.call([(b"XREVRANGE", key, before, b"-", b"COUNT", count)])
-            entries = raise_for_reply(reply, line.node.address)
-            yield [one for _, fields in entries if (one := self._ours(fields)) is not None]
-            if len(entries) < count:
-                return
-            size = sum(len(part) for _, fields in entries for part in fields) // count
-            before, left = b"(" + entries[-1][0], left - count
-            count = max(1, min(PAGE, PAGE_BYTES // max(1, size)))
-
-    def _ours(self, fields: list[bytes]) -> tuple[int, int, Content] | None:
-        source, _, rest = fields[1].partition(b":")
-        if source != b"%d" % self._lent.source:
-            return None
-        lp, seq, facts = rest.split(b":", 2)
-        return int(lp), int(seq), (facts, fields[3], hashlib.sha256(fields[5]).digest())
+        return marks_of(line, self._prefix, [partition], self._lent.source)[0]
 
     def _rows(self, name: str, **facts: Any) -> list[tuple[Any, ...]]:
         return self._lent.outbox.execute(query(name), {"topic_id": self._topic_id, **facts}).fetchall()

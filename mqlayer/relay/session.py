@@ -8,11 +8,11 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
-from mqlayer.errors import StoreUnavailable
-from mqlayer.failpoints import failpoint
+from mqlayer.errors import MqlayerError, StoreUnavailable
 from mqlayer.postgres.database import Database, connect_at_best, driver_errors
 from mqlayer.postgres.delayed import release_on
 from mqlayer.postgres.migrations import check_schema
+from mqlayer.relay.comparing import Comparer, Spot
 from mqlayer.relay.lanes import Lane, Lanes, Row, Unsendable, chain_of, plan
 from mqlayer.relay.leases import LpSets
 from mqlayer.relay.limits import RelayLimits
@@ -20,7 +20,7 @@ from mqlayer.relay.links import Links
 from mqlayer.relay.pauses import Every
 from mqlayer.relay.reading import LateIds, OutboxReader, Sweep
 from mqlayer.relay.recovering import SourceEnded, armed_lines, recover_outbox, refuse_if_renumbered
-from mqlayer.relay.sending import Sender
+from mqlayer.relay.sending import Doubt, Sender
 from mqlayer.relay.source import OutboxSource, open_source
 from mqlayer.relay.targets import Targets, retarget
 from mqlayer.routes.cache import RouteCache
@@ -68,6 +68,7 @@ class Session:
         self._sweep: Sweep | None = None
         self._source: OutboxSource | None = None
         self._attaching: Future[int] | None = None
+        self._judging: tuple[list[tuple[Doubt, int]], Future[None]] | None = None
         # A short lease is looked at as often for its length: who died is followed within a quarter more.
         self._beat = Every(min(limits.beat_s, settings.lease_s / 4))
         self._compare = Every(limits.compare_s)
@@ -116,6 +117,9 @@ class Session:
         source = open_source(self._connection, self._control, self._application.address)
         self._source, self._sender.source_id, self._reader.outbox_uuid = source, source.source_id, source.outbox_uuid
         self._links.former = source.former
+        self._links.comparer = Comparer(
+            self._control, self._application, self._settings.key_prefix, source.source_id, source.outbox_uuid
+        )
         now = time.monotonic()
         self._topics.due(now)
         self._beat.due(now)
@@ -164,9 +168,9 @@ class Session:
             self._sender.collect(allowed=0)
         self._put_aside()
         self._lower_fallen()
-        self._judge_ahead()
+        self._judge_doubts()
         self._end_with_source()
-        self.drained = not seen and self._sweep is None and not self._readable() and not self._sender.in_flight
+        self.drained = not seen and self._sweep is None and not self._readable() and self._sender.idle
         return seen
 
     def close(self, *, leave: bool) -> None:
@@ -295,27 +299,24 @@ class Session:
             if lane.sent < seq and lane.state == "open":
                 self._lanes.fall_behind(lane)
 
-    def _judge_ahead(self) -> None:
-        """Hold marks that are past all that we know of the counters against them: a counter is never behind its mark.
+    def _judge_doubts(self) -> None:
+        """Have what others appended compared with our rows, in the background, before it is recorded as relayed.
 
-        Where one is, Postgres lost commits without a new timeline, as with a copy of its disk: what it numbers from
-        here on would be taken for what is in Redis. Raises StoreUnavailable; the next session recovers the outbox.
+        Where it differs, that is noted by the comparison, and the next look at the outbox's identity ends the session.
         """
-        ahead, self._sender.ahead = self._sender.ahead, {}
-        if not ahead:
-            return
-        counters = self._reader.counters(lane for lane, _ in ahead.values())
-        for chain, (lane, mark) in ahead.items():
-            lane.counted = max(lane.counted, counters.get(chain, 0))
-            if lane.counted < mark:
-                # Another relay may have seen it first: then these marks are not of the source that is counted now.
-                self._refuse_if_renumbered()
-                failpoint("recover.before_suspect")
-                self._reader.suspect()
-                facts = {"topic_id": lane.topic_id, "lp": lane.lp, "counter": lane.counted, "mark": mark}
-                log.error("outbox_behind_redis", extra=facts)
-                raise StoreUnavailable(self._application.address, "it lost commits whose messages are in Redis")
-            self._sender.advance(lane, mark)
+        if self._judging is not None and self._judging[1].done():
+            (doubts, judged), self._judging = self._judging, None
+            error = judged.exception()
+            for doubt, seq in doubts if error is None else ():
+                self._sender.settle(doubt, seq)
+            if isinstance(error, MqlayerError):
+                log.info("relay_not_compared", extra={"reason": str(error)})
+            elif error is not None:
+                raise error
+        if self._judging is None and self._sender.doubts:
+            doubts = [(doubt, min(doubt.seqs)) for doubt in self._sender.doubts.values()]
+            seqs: dict[Spot, int] = {(doubt.lane.topic_id, doubt.lane.lp): seq for doubt, seq in doubts}
+            self._judging = doubts, self._background.submit(self._links.compare, seqs)
 
     def _end_with_source(self) -> None:
         """Raise SourceEnded where nodes were told that the outbox goes on under another source.

@@ -69,17 +69,19 @@ SELECT mqlayer_app.outbox_recover_v1(
 -- How far LPs of a topic are recorded to be in Redis.
 SELECT lp, seq FROM mqlayer_app.relayed WHERE topic_id = %(topic_id)s;
 
+-- name: marks_ahead
+-- Those of some seqs that are past what is recorded as relayed, with the LPs' counters.
+SELECT c.topic_id, c.lp, c.seq
+FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[]) AS m(topic_id, lp, seq)
+JOIN mqlayer_app.counter c ON c.topic_id = m.topic_id AND c.lp = m.lp
+LEFT JOIN mqlayer_app.relayed r ON r.topic_id = m.topic_id AND r.lp = m.lp
+WHERE m.seq > coalesce(r.seq, 0);
+
 -- name: outbox_digests
 -- Rows of a topic as records have them, bodies as their SHA-256.
 SELECT m.lp, m.seq, m.facts, m.key, sha256(m.body) AS body
 FROM unnest(%(lps)s::smallint[], %(seqs)s::bigint[]) AS wanted(lp, seq)
 JOIN mqlayer_app.outbox_message m ON m.topic_id = %(topic_id)s AND m.lp = wanted.lp AND m.seq = wanted.seq;
-
--- name: counters_of
--- The counters of some LPs.
-SELECT c.topic_id * 1024::bigint + c.lp AS chain, c.seq
-FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[]) AS wanted(topic_id, lp)
-JOIN mqlayer_app.counter c ON c.topic_id = wanted.topic_id AND c.lp = wanted.lp;
 
 -- name: relay_settings
 -- Have a relay's connection read by indexes, in order: the statistics of a table that fills up fast are always late,

@@ -167,6 +167,11 @@ UPDATE mqlayer.source SET dropped_at = now() WHERE source_id = ANY(%(source_ids)
 -- Nodes that have partitions, or are to have some.
 SELECT DISTINCT node_id FROM mqlayer.partition WHERE state <> 'deleted' ORDER BY node_id;
 
+-- name: partitions_of_node
+-- Partitions of a node that have marks, with their topics.
+SELECT partition_id, topic_id FROM mqlayer.partition
+WHERE node_id = %(node_id)s AND state IN ('open', 'sealed') ORDER BY partition_id;
+
 -- name: partition_places
 -- Every partition that has marks, and where it is.
 SELECT partition_id, node_id, lp_from, lp_to FROM mqlayer.partition WHERE state IN ('open', 'sealed')

@@ -191,11 +191,12 @@ class OutboxWorld:
         }
 
     @contextmanager
-    def relay_process(self, *, failpoints: str = "", chunk_rows: int = 2_000) -> Iterator[Process]:
+    def relay_process(
+        self, *, failpoints: str = "", chunk_rows: int = 2_000, lease_s: float = LEASE_S
+    ) -> Iterator[Process]:
         """Run `mqlayer relay` as a process; killed at the end where it still runs."""
-        process = start_python(
-            "mqlayer", "relay", env=self.environment(failpoints, MQLAYER_RELAY_CHUNK_ROWS=str(chunk_rows))
-        )
+        more = {"MQLAYER_RELAY_CHUNK_ROWS": str(chunk_rows), "MQLAYER_LEASE_S": str(lease_s)}
+        process = start_python("mqlayer", "relay", env=self.environment(failpoints, **more))
         try:
             yield process
         finally:

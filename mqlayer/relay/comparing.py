@@ -1,0 +1,148 @@
+"""Whether Postgres still has what was relayed: a crash may take commits back on the same timeline.
+
+With `synchronous_commit = off`, with `fsync = off`, or when an older copy of its disk is put back, Postgres forgets its
+last commits and tells nobody. What it has then is a beginning of what it had. It gives the seqs of the lost commits out
+again, and the chain would take the messages of these for repetitions of the lost ones. So a relay records no mark that
+it did not make before the record and the row of that seq were compared.
+
+For an LP: R is recorded as relayed, M the mark in Redis, C the counter. Of what is up to R the commits survived: the
+record of R was written behind them. States:
+
+    M <= R              nothing to compare: what is behind M comes from rows
+    R < M, C < M        lost, and not all of it given out again
+    R < M <= C          the record of M is compared with the row of M. The same: that commit survived, thus all before
+                        it. Another one, or no row: lost, and given out again
+    R < M <= C, and no partition has the record of M any more: not known, taken for the same
+
+When it is done:
+
+    a node is connected     before it is sent anything in this session. A crash of Postgres ends all connections, so
+                            each relay meets this before it sends what was committed behind the crash
+    an append says "dup"    of a seq that this session did not append: a relay that stood still over the crash, or a
+                            node that did, may have taken what was read before it. The LP is not recorded up to there
+                            until the two are compared
+    marks are asked for     and one is ahead of what this session appended: the same
+
+Where they differ, the outbox is noted as one that lost commits (`outbox_suspect`). From then on no relay sends or
+records anything, and the next session recovers the outbox as behind a promotion (`mqlayer.relay.recovering`). Crashes:
+before the note, the next session compares again, since nothing was recorded; after it, the next session recovers.
+Another relay may number the outbox anew meanwhile: then nothing is noted, rows and records were of different sources.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+from uuid import UUID
+
+from mqlayer.domain.routing import LP_COUNT, NodeId
+from mqlayer.errors import StoreUnavailable
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.nodes import NodeConnection
+from mqlayer.relay.records import Content, content_of_row, is_of_row, marks_of, newest_records
+
+log = logging.getLogger(__name__)
+
+LOOK_LIMIT: Final = 20_000
+"""So many of a partition's newest records are looked at for the ones of marks; what lies before them is not known."""
+
+Spot = tuple[int, int]
+"""Topic id and LP."""
+Lines = Callable[[NodeId], NodeConnection]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparer:
+    """Compares records of an outbox's source with the outbox's rows. For any thread."""
+
+    control: Database
+    application: Database
+    prefix: str
+    source: int
+    outbox_uuid: UUID
+
+    def compare_node(self, line: NodeConnection, lines: Lines) -> dict[int, int]:
+        """Compare what a node holds of the source; return the marks that may be recorded, by chain.
+
+        `lines` gives connections to other nodes, for parents of its partitions. Raises StoreUnavailable where commits
+        are lost, which is noted, and where a store is away.
+        """
+        with self.control.connection() as connection:
+            rows = connection.execute(query("partitions_of_node"), {"node_id": line.node.node_id}).fetchall()
+        partitions = [partition for partition, _ in rows]
+        marks: dict[Spot, int] = {}
+        for (_, topic_id), found in zip(rows, marks_of(line, self.prefix, partitions, self.source), strict=True):
+            for lp, mark in found.items():
+                marks[topic_id, lp] = max(mark, marks.get((topic_id, lp), 0))
+        self.compare(marks, lambda node_id: line if node_id == line.node.node_id else lines(node_id))
+        return {topic_id * LP_COUNT + lp: mark for (topic_id, lp), mark in marks.items()}
+
+    def compare(self, marks: Mapping[Spot, int], lines: Lines) -> None:
+        """Compare the records of some seqs with their rows. Raises StoreUnavailable where commits are lost."""
+        ahead = self._ahead(marks)
+        lost = {spot for spot, counter in ahead.items() if counter < marks[spot]}
+        for topic_id in {topic for topic, _ in ahead.keys() - lost}:
+            wanted = {lp: marks[topic_id, lp] for topic, lp in ahead.keys() - lost if topic == topic_id}
+            records = self._records(topic_id, wanted, lines)
+            rows = self._rows(topic_id, {lp: wanted[lp] for lp in records})
+            lost |= {(topic_id, lp) for lp, one in records.items() if lp not in rows or not is_of_row(one, rows[lp])}
+        # What was recorded as relayed since may have been rotated away since, too.
+        if lost and (still := lost & self._ahead({spot: marks[spot] for spot in lost}).keys()):
+            self._note(still, marks)
+
+    def _ahead(self, marks: Mapping[Spot, int]) -> dict[Spot, int]:
+        """Return those of the marks that are past what is recorded as relayed, with their counters."""
+        facts = {
+            "topic_ids": [topic_id for topic_id, _ in marks],
+            "lps": [lp for _, lp in marks],
+            "seqs": list(marks.values()),
+        }
+        with self.application.connection() as connection:
+            rows = connection.execute(query("marks_ahead"), facts).fetchall()
+        return {(topic_id, lp): counter for topic_id, lp, counter in rows}
+
+    def _records(self, topic_id: int, wanted: Mapping[int, int], lines: Lines) -> dict[int, Content]:
+        """Return the records of LPs' seqs, by LP, as far as there are any: the youngest partition's first."""
+        with self.control.connection() as connection:
+            partitions = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
+        found: dict[int, Content] = {}
+        for partition, node_id, lp_from, lp_to, state, *_ in reversed(partitions):
+            left = {lp: seq for lp, seq in wanted.items() if lp_from <= lp < lp_to and lp not in found}
+            if left:
+                # A parent's node may be gone for good, and what it held with it.
+                with suppress(*(() if state == "open" else (StoreUnavailable,))):
+                    found |= self._find(lines(NodeId(node_id)), partition, left)
+        return found
+
+    def _find(self, line: NodeConnection, partition: int, wanted: Mapping[int, int]) -> dict[int, Content]:
+        found: dict[int, Content] = {}
+        for page in newest_records(line, self.prefix, partition, self.source, limit=LOOK_LIMIT):
+            found |= {lp: content for lp, seq, content in page if wanted.get(lp) == seq}
+            if len(found) == len(wanted):
+                break
+        return found
+
+    def _rows(self, topic_id: int, wanted: Mapping[int, int]) -> dict[int, Content]:
+        facts = {"topic_id": topic_id, "lps": list(wanted), "seqs": list(wanted.values())}
+        with self.application.connection() as connection:
+            rows: list[tuple[Any, ...]] = connection.execute(query("outbox_digests"), facts).fetchall()
+        return {lp: content_of_row(facts, key, body) for lp, _, facts, key, body in rows}
+
+    def _note(self, lost: Iterable[Spot], marks: Mapping[Spot, int]) -> None:
+        address, facts = self.application.address, {"outbox_uuid": self.outbox_uuid}
+        with self.application.connection() as connection:
+            if connection.execute(query("outbox_identity_now"), facts).fetchone() is None:
+                raise StoreUnavailable(address, "its outbox goes on under other numbers since")
+        failpoint("recover.before_suspect")
+        spots = sorted(lost)
+        topic_id, lp = spots[0]
+        shown = {"topic_id": topic_id, "lp": lp, "seq": marks[topic_id, lp], "lps": len(spots)}
+        with self.application.connection() as connection:
+            connection.execute(query("outbox_suspect"), facts)
+        log.error("outbox_behind_redis", extra=shown)
+        raise StoreUnavailable(address, "it lost commits whose messages are in Redis")

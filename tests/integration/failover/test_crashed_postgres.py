@@ -1,0 +1,293 @@
+"""A Postgres that loses commits on the same timeline: in a crash, or because an older copy of its disk is put back.
+
+What our functions commit is not lost in a crash, whatever the session says (cases 72, 74); and where commits are lost
+all the same, the next relay notices before anything that was committed later is taken for what was lost (TRAPS 2h).
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+from contextlib import closing
+from typing import Final
+
+import psycopg
+import pytest
+
+from mqlayer.postgres.migrations import migrate
+from mqlayer.relay import relay_once
+from mqlayer.stack import PostgresServer
+from tests.fixtures.forking import is_stopped
+from tests.fixtures.functions import GOOD, call, signatures
+from tests.fixtures.servers import StartPostgres, StartRedis
+from tests.fixtures.waiting import wait_until
+from tests.proof.outbox_world import QUICK, OutboxWorld
+
+# Nothing but a commit that waits writes the log to the disk: what does not wait is lost in a crash for sure.
+LAZY: Final = {"wal_writer_delay": "10000", "bgwriter_delay": "10000", "autovacuum": "off"}
+WRITES: Final = sorted(
+    {
+        "publish_v1", "publish_many_v1", "publish_once_v1", "publish_many_once_v1", "publish_at_v1", "fence_v1",
+        "fence_many_v1", "fence_raise_v1", "inbox_put_v1", "version_take_v1", "version_set_v1",
+    }
+)  # fmt: skip
+TABLES: Final = (
+    "outbox", "delayed", "dedup", "fence_epoch", "fence_applied", "inbox", "entity_version", "held_version",
+)  # fmt: skip
+LEVELS: Final = ("ALTER ROLE postgres SET", "ALTER DATABASE app SET", "SET")
+
+
+@pytest.fixture
+def postgres(start_postgres: StartPostgres) -> PostgresServer:
+    return start_postgres(options=LAZY)
+
+
+@pytest.fixture
+def world(postgres: PostgresServer, start_redis: StartRedis, key_prefix: str) -> OutboxWorld:
+    """A topic of two partitions on servers of the test's own."""
+    dsn = postgres.create_database("app")
+    migrate(dsn)
+    world = OutboxWorld(dsn, key_prefix, [start_redis().url])
+    world.add_topic("orders", partitions=2)
+    return world
+
+
+def counts(world: OutboxWorld) -> list[int]:
+    """Return how many rows the tables have that callers write to."""
+    return [world.rows(f"SELECT count(*) FROM mqlayer_app.{table}")[0][0] for table in TABLES]
+
+
+def crash(postgres: PostgresServer) -> None:
+    """End all of a server's processes at once, and start it again."""
+    postgres.kill()
+    postgres.start()
+
+
+class Disk:
+    """A copy of a server's disk as it is now, which is put back later."""
+
+    def __init__(self, server: PostgresServer) -> None:
+        self._server, self._copy = server, server.data.resolve().with_name("copy")
+        server.stop()
+        subprocess.run(["cp", "-a", server.data.resolve(), self._copy], check=True)
+        server.start()
+
+    def come_back(self) -> None:
+        """Crash the server and put the copy in its disk's place."""
+        self._server.kill()
+        data = self._server.data.resolve()
+        shutil.rmtree(data)
+        subprocess.run(["cp", "-a", self._copy, data], check=True)
+        self._server.start()
+
+
+def values(world: OutboxWorld) -> list[str]:
+    return [record.value for record in world.records()]
+
+
+def of_key(world: OutboxWorld, key: str, tags: tuple[str, ...]) -> list[str]:
+    """Return what the partitions hold of a key, of some parts."""
+    return [r.value for r in world.records() if r.key == key and r.value.rpartition("-")[0] in tags]
+
+
+def arrived_once_in_order(world: OutboxWorld, count: int, *tags: str, keys: int = 5) -> bool:
+    """Say whether all messages of some parts are there, once each, each key's in their order."""
+    wanted = {f"key-{k}": [f"{tag}-{n}" for tag in tags for n in range(k, count, keys)] for k in range(keys)}
+    return all(of_key(world, key, tags) == values for key, values in wanted.items())
+
+
+# -- what our functions commit is on the disk ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_a_function_of_ours_wrote_survives_a_crash_whatever_the_session_waits_for(
+    world: OutboxWorld, postgres: PostgresServer, level: str
+) -> None:
+    with closing(psycopg.connect(world.dsn, autocommit=True)) as connection:
+        types = {name: of for name, of in signatures(connection, "postgres").items() if name in WRITES}
+    assert sorted(types) == WRITES
+    world.rows("CREATE TABLE own (n int)")
+    setting = f"{level} synchronous_commit = off"
+    if level != "SET":
+        world.rows(setting)
+    for function in WRITES:
+        # The crash before left nothing in memory, so nothing but this transaction is written.
+        with closing(psycopg.connect(world.dsn, autocommit=True)) as connection:
+            if level == "SET":
+                connection.execute(setting)
+            assert connection.execute("SHOW synchronous_commit").fetchone() == ("off",)
+            with connection.transaction():
+                call(connection, function, GOOD[function], types[function])
+                connection.execute("INSERT INTO own VALUES (1)")
+            assert connection.execute("SHOW synchronous_commit").fetchone() == ("off",), "for the transaction only"
+            before = counts_on(connection)
+            postgres.kill()
+        postgres.start()
+        assert counts(world) == before, function
+        assert world.rows("SELECT count(*) FROM own") == [(1,)], function
+        world.rows("TRUNCATE own")
+    if level == "SET":
+        with closing(psycopg.connect(world.dsn, autocommit=True)) as connection:
+            connection.execute(setting)
+            connection.execute("INSERT INTO own VALUES (1)")
+            postgres.kill()
+        postgres.start()
+        assert world.rows("SELECT count(*) FROM own") == [(0,)], "what these crashes do to a commit that does not wait"
+
+
+def counts_on(connection: psycopg.Connection) -> list[int]:
+    row = connection.execute(
+        "SELECT " + ", ".join(f"(SELECT count(*) FROM mqlayer_app.{table})" for table in TABLES)
+    ).fetchone()
+    assert row is not None
+    return list(row)
+
+
+@pytest.mark.parametrize("value", ["local", "remote_write", "on", "remote_apply"])
+def test_a_session_that_waits_for_the_disk_at_least_is_left_as_it_is(world: OutboxWorld, value: str) -> None:
+    with closing(psycopg.connect(world.dsn, autocommit=True)) as connection:
+        connection.execute(f"SET synchronous_commit = {value}")
+        with connection.transaction():
+            connection.execute("SELECT mqlayer_app.publish_v1('orders', 'k', 'x')")
+            assert connection.execute("SHOW synchronous_commit").fetchone() == (value,)
+
+
+# -- commits that are lost all the same ------------------------------------------------------------------------------
+
+
+def identity(world: OutboxWorld) -> object:
+    return world.rows("SELECT outbox_uuid, timeline FROM mqlayer_app.identity")[0]
+
+
+def recovered(world: OutboxWorld) -> int:
+    """Return how often the outbox was recovered."""
+    return int(world.rows("SELECT count(*) FROM mqlayer.audit WHERE act = 'outbox recover'")[0][0])
+
+
+@pytest.mark.parametrize("new", [10, 20, 60])
+def test_numbers_that_an_older_disk_gives_out_again_are_not_taken_for_what_it_lost(
+    world: OutboxWorld, postgres: PostgresServer, new: int
+) -> None:
+    """Fewer, as many, or more than were lost: a counter behind its mark tells of the first ones only."""
+    world.publish(20, keys=5, tag="kept")
+    relay_once(world.settings(), limits=QUICK)
+    disk = Disk(postgres)
+    world.publish(20, keys=5, tag="lost")
+    relay_once(world.settings(), limits=QUICK)
+    disk.come_back()
+    world.publish(new, keys=5, tag="new")
+    with world.relay():
+        wait_until(lambda: arrived_once_in_order(world, new, "new"), timeout_s=30, what="what is new")
+        world.publish(10, keys=5, tag="later")
+        wait_until(lambda: arrived_once_in_order(world, 10, "later"), timeout_s=30, what="what is later")
+    assert arrived_once_in_order(world, 20, "kept", "lost"), "what only Redis holds stays"
+    assert len(values(world)) == 40 + new + 10
+    assert recovered(world) == 1
+    assert world.rows("SELECT 1 FROM mqlayer.audit WHERE act = 'postgres replaced'") == [(1,)]
+
+
+def test_a_commit_that_was_relayed_and_lost_in_a_crash_is_noticed(
+    world: OutboxWorld, postgres: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing keeps a session from setting it off once more behind the call; then the next relay sees what is gone."""
+    for attempt in range(8):
+        tag = f"lost{attempt}"
+        with (
+            closing(psycopg.connect(world.dsn)) as connection,
+            world.relay_process(failpoints="relay.after_append=kill") as process,
+        ):
+            wait_until(
+                lambda: world.rows("SELECT 1 FROM mqlayer_app.lp_set WHERE relay_id IS NOT NULL"), what="a relay"
+            )
+            connection.execute("SELECT mqlayer_app.publish_v1('orders', 'key-0', %s)", (f"{tag}-0".encode(),))
+            connection.execute("SET LOCAL synchronous_commit = off")
+            connection.commit()
+            assert process.wait(timeout=30) == -signal.SIGKILL
+            postgres.kill()
+        postgres.start()
+        if not any(value == f"{tag}-0" for chain in world.published().values() for _, _, value in chain):
+            break
+        world.rows("UPDATE mqlayer_app.lp_set SET relay_id = NULL, lease_until = '-infinity'")
+    else:
+        pytest.fail("no commit was lost")
+    world.rows("UPDATE mqlayer_app.lp_set SET relay_id = NULL, lease_until = '-infinity'")
+    world.publish(20, keys=1, tag="new")
+    with world.relay():
+        wait_until(lambda: arrived_once_in_order(world, 20, "new", keys=1), timeout_s=30, what="what is new")
+    assert recovered(world) == 1
+    assert f"{tag}-0" in values(world)
+
+
+@pytest.mark.parametrize("failpoint", ["relay.after_append", "relay.before_progress"])
+def test_a_crash_in_which_nothing_was_lost_changes_no_number(
+    world: OutboxWorld, postgres: PostgresServer, failpoint: str
+) -> None:
+    """Messages that are in Redis and not recorded are compared, and found to be the outbox's."""
+    before = identity_after_first(world)
+    for number in range(3):
+        world.publish(40, keys=20, tag=f"m{number}")
+        with world.relay_process(failpoints=f"{failpoint}=kill") as process:
+            assert process.wait(timeout=30) == -signal.SIGKILL
+        assert values(world), "in Redis, and not recorded"
+        crash(postgres)
+    with world.relay():
+        world.wait_until_whole()
+        crash(postgres)
+        world.publish(40, keys=20, tag="last")
+        world.wait_until_whole()
+    assert identity(world) == before
+    assert recovered(world) == 0
+
+
+def identity_after_first(world: OutboxWorld) -> object:
+    world.publish(1, keys=1, tag="first")
+    relay_once(world.settings(), limits=QUICK)
+    return identity(world)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_rows_that_a_relay_read_before_the_crash_and_sends_after_it_take_no_other_messages_place(
+    world: OutboxWorld, postgres: PostgresServer, *, beside: bool
+) -> None:
+    """It stands still between its last look at Postgres and the write to the node."""
+    world.publish(5, keys=5, tag="kept")
+    relay_once(world.settings(), limits=QUICK)
+    disk = Disk(postgres)
+    with world.relay_process(failpoints="relay.before_append=stop") as stopped:
+        world.publish(10, keys=5, tag="lost")
+        wait_until(lambda: is_stopped(stopped), timeout_s=30, what="the relay to stand still")
+        disk.come_back()
+        if beside:
+            with world.relay():
+                world.publish(5, keys=5, tag="before")
+                wait_until(lambda: arrived_once_in_order(world, 5, "before"), what="what the other one relays")
+                stopped.send_signal(signal.SIGCONT)
+                wait_until(lambda: len(values(world)) > 10, timeout_s=30, what="the stopped one's rows")
+                world.publish(20, keys=5, tag="new")
+                wait_until(lambda: arrived_once_in_order(world, 20, "new"), timeout_s=30, what="what is new")
+            tags = ("before",)
+        else:
+            world.publish(20, keys=5, tag="new")
+            stopped.send_signal(signal.SIGCONT)
+            wait_until(lambda: arrived_once_in_order(world, 20, "new"), timeout_s=30, what="what is new")
+            tags = ()
+    assert all(arrived_once_in_order(world, 5, tag) for tag in tags)
+    assert arrived_once_in_order(world, 20, "new")
+
+
+def test_what_is_due_and_what_has_a_dedup_id_is_compared_as_all_else(
+    world: OutboxWorld, postgres: PostgresServer
+) -> None:
+    disk = Disk(postgres)
+    once = "SELECT mqlayer_app.publish_once_v1('orders', 'key-0', %s, %s)"
+    world.rows(once, b"lost-0", "id-0")
+    world.rows("SELECT mqlayer_app.publish_at_v1('orders', 'key-0', 'lost-1', now())")
+    relay_once(world.settings(), limits=QUICK)
+    assert values(world) == ["lost-0", "lost-1"]
+    disk.come_back()
+    world.rows(once, b"new-0", "id-0")
+    world.rows("SELECT mqlayer_app.publish_at_v1('orders', 'key-0', 'new-1', now())")
+    with world.relay():
+        wait_until(lambda: arrived_once_in_order(world, 2, "new", keys=1), timeout_s=30, what="what is new")
+    assert recovered(world) == 1
