@@ -166,7 +166,7 @@ def test_what_a_relay_writes_counts_for_the_outbox_whose_numbers_it_knows(
         reader.lower_relayed([lane])
         reader.put_aside(lane, 4, "a test")
         reader.put_voided(lane, 5, "a test")
-        reader.suspect()
+        connection.execute(query("outbox_suspect"), {"outbox_uuid": reader.outbox_uuid})
     if whose == "its own":
         assert after_progress == (7, 0, 0, before[3])
         assert noted(world) == (3, 1, 1, -1)
