@@ -228,6 +228,10 @@ def translate(error: Exception, address: str = "postgres") -> MqlayerError:
         return TransactionConflict(state, text)
     if state.startswith("MQ"):
         return _published_error(error, state, text)
+    if isinstance(error, pg_errors.UntranslatableCharacter | pg_errors.CharacterNotInRepertoire):
+        return InvalidInput(f"{text}: set the session's client_encoding to UTF8")
+    if isinstance(error, pg_errors.ReadOnlySqlTransaction):
+        text += ": default_transaction_read_only is on, or it is a standby"
     if isinstance(error, pg_errors.InFailedSqlTransaction):
         return InvalidInput(f"{text}: an earlier statement of this transaction failed, so it can only be rolled back")
     if isinstance(error, psycopg.IntegrityError):

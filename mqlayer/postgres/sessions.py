@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, Final
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -16,11 +16,14 @@ from psycopg.pq import TransactionStatus
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import translate
 
+_SET_ENCODING: Final = "ALTER ROLE … SET client_encoding = 'UTF8', or say so when you connect"
+
 
 def run_one(connection: Any, statement: str, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
     """Run a statement that answers one row; return it. Driver errors pass as they are."""
     with_cursor = driver_cursor(connection)
     with with_cursor as cursor:
+        _check_encoding(connection)
         cursor.execute(statement, parameters)
         row = cursor.fetchone()
     return tuple(row.values()) if isinstance(row, dict) else tuple(row)
@@ -29,6 +32,7 @@ def run_one(connection: Any, statement: str, parameters: Mapping[str, Any]) -> t
 async def run_one_async(connection: Any, statement: str, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
     """Do the same on a psycopg AsyncConnection or a SQLAlchemy async session."""
     if isinstance(connection, psycopg.AsyncConnection):
+        _check_encoding(connection)
         async with connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
             await cursor.execute(statement, parameters)
             row = await cursor.fetchone()
@@ -37,6 +41,18 @@ async def run_one_async(connection: Any, statement: str, parameters: Mapping[str
         result: tuple[Any, ...] = await connection.run_sync(lambda inner: run_one(inner, statement, parameters))
         return result
     raise InvalidInput(f"can't use a {type(connection).__name__}: give a psycopg or SQLAlchemy async connection")
+
+
+def _check_encoding(connection: Any) -> None:
+    """Raise InvalidInput where text is given as bytes: an answer such as "stale" would not be known for what it is."""
+    if _is_sqlalchemy(connection):
+        driver = _core_of(connection).connection.driver_connection
+    elif isinstance(connection, psycopg.Connection | psycopg.AsyncConnection):
+        driver = connection
+    else:
+        driver = getattr(connection, "connection", None)
+    if driver is not None and driver.info.parameter_status("client_encoding") == "SQL_ASCII":
+        raise InvalidInput(f"client_encoding is SQL_ASCII: {_SET_ENCODING}")
 
 
 def check_in_transaction(connection: Any) -> None:
@@ -100,6 +116,8 @@ def caller_errors(connection: Any) -> Iterator[None]:
     """Turn the driver's errors, as they are or as SQLAlchemy or Django wrapped them, into those of mqlayer."""
     try:
         yield
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"the session's client_encoding can't hold a text: {_SET_ENCODING}") from error
     except Exception as error:
         cause = driver_error_in(error)
         if cause is None:

@@ -276,8 +276,11 @@ SELECT mqlayer_app.outbox_renew_v1(%(keep)s) AS waiting;
 SELECT mqlayer_app.publish_v1(%(topic)s, %(key)s, %(body)s::bytea, %(headers)s::jsonb);
 
 -- name: outbox_publish_many
--- Publish several messages in the caller's transaction.
-SELECT mqlayer_app.publish_many_v1(%(topics)s::text[], %(keys)s::text[], %(bodies)s::bytea[], %(headers)s::jsonb[]);
+-- Publish several messages in the caller's transaction. Arrays go in the binary format: in the text of one, where
+-- array_nulls is off, null is the word; and Postgres casts an array of texts by way of its text.
+SELECT mqlayer_app.publish_many_v1(
+    %(topics)b::text[], %(keys)b::text[], %(bodies)b::bytea[],
+    (SELECT array_agg(h::jsonb ORDER BY n) FROM unnest(%(headers)b::text[]) WITH ORDINALITY AS u(h, n)));
 
 -- name: outbox_publish_once
 -- Publish one message with a dedup id in the caller's transaction.
@@ -285,9 +288,10 @@ SELECT seq, duplicate
 FROM mqlayer_app.publish_once_v1(%(topic)s, %(key)s, %(body)s::bytea, %(dedup_id)s, %(headers)s::jsonb);
 
 -- name: outbox_publish_many_once
--- Publish several messages, some with dedup ids, in the caller's transaction.
-SELECT mqlayer_app.publish_many_once_v1(%(topics)s::text[], %(keys)s::text[], %(bodies)s::bytea[],
-                                        %(dedup_ids)s::text[], %(headers)s::jsonb[]);
+-- Publish several messages, some with dedup ids, in the caller's transaction. Of arrays: see outbox_publish_many.
+SELECT mqlayer_app.publish_many_once_v1(%(topics)b::text[], %(keys)b::text[], %(bodies)b::bytea[],
+                                        %(dedup_ids)b::text[],
+    (SELECT array_agg(h::jsonb ORDER BY n) FROM unnest(%(headers)b::text[]) WITH ORDINALITY AS u(h, n)));
 
 -- name: dedup_clean
 -- Forget some dedup ids that are older than the window; say how many.
@@ -339,7 +343,7 @@ FROM mqlayer_app.fence_v1(%(group_id)s, %(lp)s::smallint, %(source)s, %(key)s, %
 -- name: fence_many
 -- Check and note the messages of a batch in the effect's own transaction; answers and epochs are in their order.
 SELECT answers, epochs
-FROM mqlayer_app.fence_many_v1(%(group_id)s, %(lps)s::smallint[], %(sources)s::int[], %(keys)s::text[],
+FROM mqlayer_app.fence_many_v1(%(group_id)s, %(lps)s::smallint[], %(sources)s::int[], %(keys)b::text[],
                                %(seqs)s::bigint[], %(epochs)s::bigint[], %(replays)s::int[]);
 
 -- name: fence_raise
