@@ -380,7 +380,10 @@ def _facts_of(messages: list[BatchMessage[Any]]) -> dict[str, Any]:
     """Return the parameters of `fence_many`."""
     facts = [message.fence_facts() for message in messages]
     columns = {"lps": "lp", "sources": "source", "keys": "key", "seqs": "seq", "epochs": "epoch", "replays": "replay"}
-    return {"group_id": facts[0]["group_id"], **{name: [f[of] for f in facts] for name, of in columns.items()}}
+    found = {name: [f[of] for f in facts] for name, of in columns.items()}
+    # An array of nulls alone goes as text, where array_nulls may be off; without an array all are null as well.
+    keys = None if all(key is None for key in found["keys"]) else found["keys"]
+    return {"group_id": facts[0]["group_id"], **found, "keys": keys}
 
 
 def is_lost(held: Held, error: BaseException) -> bool:

@@ -67,15 +67,17 @@ def encode_body(body: Body) -> bytes:
         raise InvalidInput(f"a body of type {type(body).__name__} can't be encoded as JSON: give bytes") from error
 
 
-def arguments_of(messages: Sequence[Message]) -> dict[str, list[Any]]:
+def arguments_of(messages: Sequence[Message]) -> dict[str, list[Any] | None]:
     """Return the arguments of publish_many_v1 and of publish_many_once_v1."""
-    return {
+    columns: dict[str, list[Any]] = {
         "topics": [message.topic for message in messages],
         "keys": [message.key for message in messages],
         "bodies": [message.body for message in messages],
         "headers": [message.headers for message in messages],
         "dedup_ids": [message.dedup_id for message in messages],
     }
+    # An array of nulls alone goes as text, where array_nulls may be off; without an array all are null as well.
+    return {name: None if all(one is None for one in column) else column for name, column in columns.items()}
 
 
 def _headers_text(headers: Mapping[str, str], tags: Sequence[str]) -> str:

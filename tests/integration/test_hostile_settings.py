@@ -84,6 +84,8 @@ def run_all(connection: psycopg.Connection[Any]) -> list[Any]:
         found.append(run_one(connection, query("fence"), facts | {"epoch": 6}))
         many = {"lps": [5, 6], "sources": [1, 1], "keys": ["NULL", None], "seqs": [4, 5], "epochs": [7, 7]}
         found.append(run_one(connection, query("fence_many"), {"group_id": 1, "replays": [0, 0], **many}))
+        alone = many | {"keys": None, "seqs": [6, 7]}
+        found.append(run_one(connection, query("fence_many"), {"group_id": 1, "replays": [0, 0], **alone}))
         note(connection, entry)
     with pytest.raises(AlreadyApplied), connection.transaction():
         note(connection, entry)
