@@ -188,8 +188,8 @@ def test_every_named_query_can_be_prepared(database_dsn: str) -> None:
     with closing(psycopg.connect(database_dsn)) as connection:
         for name in queries():
             text = query(name).replace("%%", "%")
-            for number, parameter in enumerate(sorted(set(re.findall(r"%\((\w+)\)s", text))), 1):
-                text = text.replace(f"%({parameter})s", f"${number}")
+            for number, parameter in enumerate(sorted(set(re.findall(r"%\((\w+)\)[sb]", text))), 1):
+                text = re.sub(rf"%\({parameter}\)[sb]", f"${number}", text)
             connection.execute(f"PREPARE {name} AS {text}".encode())
 
 
