@@ -118,10 +118,12 @@ local function append(counted)
         local j = at + 3 * k
         if k > 0 then seq = format('%d', first + k) end
         if offset == first_offset then
-          local record = {
-            'NOMKSTREAM', format('%d-0', offset), 'm', identity .. seq .. ':' .. argv[j], 'k', argv[j + 1], 'b', argv[j + 2],
-          }
-          local added = redis.pcall('XADD', log_key, unpack(record, offset == 1 and 2 or 1))
+          local id, m, added = format('%d-0', offset), identity .. seq .. ':' .. argv[j], nil
+          if offset == 1 then
+            added = redis.pcall('XADD', log_key, id, 'm', m, 'k', argv[j + 1], 'b', argv[j + 2])
+          else
+            added = redis.pcall('XADD', log_key, 'NOMKSTREAM', id, 'm', m, 'k', argv[j + 1], 'b', argv[j + 2])
+          end
           if not added then return {'absent'} end
           if type(added) == 'table' then
             if counted or not string.find(added.err, 'equal or smaller', 1, true) then return added end

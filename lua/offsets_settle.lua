@@ -85,6 +85,10 @@ local function tell(line, first, last)
 end
 local function tell_clear(line, first, last)
   local from, to = first - base, last - base
+  if from == to then
+    if redis.call('GETBIT', acks_key, from) == 0 then tell(line, first, last) end
+    return
+  end
   local low, high = math.floor(from / 8), math.floor(to / 8)
   local bytes = redis.call('GETRANGE', acks_key, low, high)
   if not string.find(bytes, '%Z') then return tell(line, first, last) end
@@ -107,10 +111,13 @@ local function tell_range(i, at, line, first, last)
   end
   if bits_kept then tell_clear(line, first, last) else tell(line, first, last) end
 end
+local highest = 0
 for i = 1, words and range_count or 0 do
   local first, last = math.max(tonumber(ARGV[2 * i + 3]), committed), tonumber(ARGV[2 * i + 4])
   local line = fresh[string.sub(words, i, i)]
-  if line and first <= last then tell_range(i, 1, line, first, last) end
+  -- Ranges come in order: then none has anything of an earlier one.
+  if line and first <= last then tell_range(i, first > highest and i or 1, line, first, last) end
+  highest = math.max(highest, last)
 end
 if #fresh.h > 0 or #fresh.u > 0 then
   local failed = {}
