@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import psycopg
+
 from bench.registry import Line, bench, compared, in_turn
 from bench.stage import BODY, KEYS, Stage
-from mqlayer.postgres.database import Database
 from mqlayer.stack import NoServerProgram, postgres_programs
 
 CLIENTS: Final = (1, 8)
@@ -54,7 +55,7 @@ COMMIT;
 def outbox_insert(stage: Stage) -> Iterator[Line]:
     """Transactions per second of nothing but one message, for one client and for eight; commits wait for the disk."""
     system = stage.system()
-    with Database(system.dsn) as database, database.connection() as connection:
+    with psycopg.connect(system.dsn) as connection:
         connection.execute(PLAIN_TABLE)
     with tempfile.TemporaryDirectory() as directory:
         scripts = write_scripts(Path(directory))

@@ -11,7 +11,6 @@ import psycopg
 from bench.registry import Line, bench, compared, in_turn
 from bench.stage import BATCH, BODY, FSYNCS, KEYS, Stage, System, line_name
 from mqlayer import outbox
-from mqlayer.postgres.database import Database
 from mqlayer.relay import Relay
 
 BACKLOG = 100_000
@@ -28,7 +27,7 @@ def relay(stage: Stage) -> Iterator[Line]:
     """Messages per second from the outbox to Redis, on the same backlog, from start to the last answer."""
     for fsync in FSYNCS:
         system = stage.system(fsync=fsync, partitions=PARTITIONS)
-        with Database(system.dsn) as database, database.connection() as connection:
+        with psycopg.connect(system.dsn) as connection:
             connection.execute(NAIVE_TABLE)
         figures = in_turn(ROUNDS, {"naive": lambda: run_naive(system), "relay": lambda: run_relay(system)})  # noqa: B023
         yield compared(line_name("relay", fsync), figures["relay"], figures["naive"], unit="messages/s", target=1.5)

@@ -34,7 +34,7 @@ class Scene:
     def __init__(self, stage: Stage, directory: Path) -> None:
         self.stage, self.directory = stage, directory
         self.running: list[Process] = []
-        self.sql("CREATE TABLE shared_sink (body text, source int, lp int, seq bigint)")
+        self.sql("CREATE TABLE public.shared_sink (body text, source int, lp int, seq bigint)")
 
     def start(self, name: str, failpoints: str = "", role: str = "sharer") -> Process:
         """Start a member, to be killed at a place."""
@@ -60,7 +60,7 @@ class Scene:
 
     def sink(self) -> list[str]:
         """Return the effects, sorted."""
-        return sorted(str(body) for (body,) in self.sql("SELECT body FROM shared_sink"))
+        return sorted(str(body) for (body,) in self.sql("SELECT body FROM public.shared_sink"))
 
     def dead(self) -> list[bytes]:
         """Return the bodies of what is dead."""

@@ -110,12 +110,13 @@ def torn_transactions(there: Place, planted: bool) -> str:
     there.begin()
     with there.stage() as stage, ThreadPoolExecutor(max_workers=WRITERS) as pool:
         with stage.database.connection() as connection:
-            connection.execute("CREATE TABLE business (name text PRIMARY KEY)")
+            connection.execute("CREATE TABLE public.business (name text PRIMARY KEY)")
         list(pool.map(lambda number: _write_both(stage.database, number), range(WRITERS)))
         with stage.database.connection() as connection:
             torn = connection.execute(
                 "SELECT name FROM (SELECT convert_from(body, 'UTF8') AS name, 1 AS sent FROM mqlayer_app.outbox) AS o"
-                " FULL JOIN business b USING (name) GROUP BY name HAVING count(b.name) <> 2 OR count(o.sent) <> 2"
+                " FULL JOIN public.business b USING (name) GROUP BY name"
+                " HAVING count(b.name) <> 2 OR count(o.sent) <> 2"
             ).fetchall()
     return f"{len(torn)} transactions of which a part is missing" if torn else ""
 
@@ -126,7 +127,7 @@ def _write_both(database: Database, number: int) -> None:
         name, keys = f"{number}/{turn}", rng.sample(range(4), 2)
 
         def work(connection: Connection, name: str = name, keys: list[int] = keys) -> None:
-            connection.execute("INSERT INTO business (name) VALUES (%s)", (name,))
+            connection.execute("INSERT INTO public.business (name) VALUES (%s)", (name,))
             for key in keys:
                 publish(connection, TOPIC, key=f"key-{key}", body=name.encode())
 
