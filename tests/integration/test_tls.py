@@ -1,0 +1,172 @@
+"""Both servers over TLS, by certificates made here: right ones work end to end, wrong ones are refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+import mqlayer
+from mqlayer.errors import AccessDenied, StoreUnavailable
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.migrations import migrate
+from mqlayer.relay import relay_once
+from mqlayer.stack.accounts import unprivileged_account
+from mqlayer.stack.ports import free_port
+from mqlayer.topics import create_topic, register_node
+from tests.fixtures.servers import StartPostgres, StartRedis, different_redis_programs
+
+TOPIC = "orders"
+
+
+@dataclass(frozen=True)
+class Authority:
+    """A certificate authority of this test."""
+
+    folder: Path
+
+    @property
+    def certificate(self) -> Path:
+        return self.folder / "ca.crt"
+
+    def sign(self, name: str, host: str) -> tuple[Path, Path]:
+        """Return a certificate for a host, and its key."""
+        key, request, certificate = (self.folder / f"{name}.{end}" for end in ("key", "csr", "crt"))
+        names = self.folder / f"{name}.ext"
+        names.write_text(f"subjectAltName=DNS:{host}\n")
+        openssl("req", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-subj", f"/CN={host}", "-out", request)
+        openssl("x509", "-req", "-in", request, "-CA", self.certificate, "-CAkey", self.folder / "ca.key", "-days", "2",
+                "-CAcreateserial", "-extfile", names, "-out", certificate)  # fmt: skip
+        certificate.chmod(0o644)
+        key.chmod(0o600)
+        return certificate, key
+
+
+def openssl(*words: str | Path) -> None:
+    subprocess.run(["openssl", *map(str, words)], check=True, capture_output=True)
+
+
+def authority(folder: Path) -> Authority:
+    folder.mkdir()
+    folder.chmod(0o755)
+    made = Authority(folder)
+    openssl("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", folder / "ca.key", "-out", made.certificate,
+            "-days", "2", "-subj", f"/CN={folder.name}")  # fmt: skip
+    made.certificate.chmod(0o644)
+    return made
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """Servers at `localhost`, the one name that their certificates have."""
+
+    authority: Authority
+    other: Authority
+    dsn: str
+    port: int
+
+    def dsn_by(self, root: Authority, host: str = "localhost") -> str:
+        return make_conninfo(self.dsn, host=host, sslmode="verify-full", sslrootcert=str(root.certificate))
+
+    def url(self, host: str = "localhost") -> str:
+        return f"rediss://{host}:{self.port}/0"
+
+
+@pytest.fixture
+def guarded(server_directory: Path, start_redis: StartRedis, start_postgres: StartPostgres) -> Guarded:
+    home = server_directory / f"tls-{os.urandom(4).hex()}"
+    home.mkdir()
+    home.chmod(0o755)
+    known, other = authority(home / "known"), authority(home / "other")
+    certificate, key = known.sign("redis", "localhost")
+    program = next(found for found in different_redis_programs() if found.version >= (7, 0))
+    port = free_port(0)
+    start_redis(
+        program=program,
+        options={"tls-port": str(port), "tls-cert-file": str(certificate), "tls-key-file": str(key),
+                 "tls-ca-cert-file": str(known.certificate), "tls-auth-clients": "yes"},
+    )  # fmt: skip
+    certificate, key = known.sign("postgres", "localhost")
+    account = unprivileged_account()
+    if account is not None:
+        os.chown(key, account.uid, account.gid)
+    server = start_postgres(options={"ssl": "on", "ssl_cert_file": str(certificate), "ssl_key_file": str(key)})
+    return Guarded(known, other, server.create_database("tls"), port)
+
+
+@pytest.fixture
+def client_certificate(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> Guarded:
+    certificate, key = guarded.authority.sign("client", "client")
+    monkeypatch.setenv("MQLAYER_REDIS_CA_FILE", str(guarded.authority.certificate))
+    monkeypatch.setenv("MQLAYER_REDIS_CERT_FILE", str(certificate))
+    monkeypatch.setenv("MQLAYER_REDIS_KEY_FILE", str(key))
+    return guarded
+
+
+def test_a_message_goes_from_its_transaction_to_its_receiver_over_verified_tls(
+    client_certificate: Guarded, key_prefix: str
+) -> None:
+    guarded = client_certificate
+    dsn = guarded.dsn_by(guarded.authority)
+    migrate(dsn)
+    with Database(dsn) as database:
+        assert register_node(database, name="n1", url=guarded.url()).url == guarded.url()
+        create_topic(database, TOPIC, prefix=key_prefix, application=database)
+    settings = mqlayer.Settings(dsn=dsn, key_prefix=key_prefix)  # type: ignore[arg-type]  # pydantic makes it a secret
+    with psycopg.connect(dsn) as connection:
+        connection.execute("SELECT mqlayer_app.publish_v1(%s, 'k', 'outboxed', NULL)", (TOPIC,))
+        row = connection.execute("SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()").fetchone()
+        assert row == (True,)
+    assert relay_once(settings) == 1
+    with mqlayer.Producer(settings) as producer:
+        producer.send(TOPIC, body=b"direct", key="k")
+    with mqlayer.Receiver(TOPIC, group="g", settings=settings) as receiver:
+        found = [message.body for message in receiver.receive(wait_s=5.0)]
+    assert set(found) == {b"outboxed", b"direct"}
+
+
+def test_a_node_by_an_authority_that_is_not_known_is_refused_with_what_to_set(
+    client_certificate: Guarded, database_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guarded = client_certificate
+    monkeypatch.setenv("MQLAYER_REDIS_CA_FILE", str(guarded.other.certificate))
+    with Database(database_dsn) as database:
+        with pytest.raises(AccessDenied, match="MQLAYER_REDIS_CA_FILE"):
+            register_node(database, name="n1", url=guarded.url())
+        monkeypatch.delenv("MQLAYER_REDIS_CA_FILE")
+        with pytest.raises(AccessDenied, match="MQLAYER_REDIS_CA_FILE"):
+            register_node(database, name="n1", url=guarded.url())
+        monkeypatch.setenv("MQLAYER_REDIS_CA_FILE", "/nowhere/ca.crt")
+        with pytest.raises(AccessDenied, match="/nowhere/"):
+            register_node(database, name="n1", url=guarded.url())
+
+
+def test_a_node_under_a_name_that_its_certificate_does_not_have_is_refused_with_what_to_do(
+    client_certificate: Guarded, database_dsn: str
+) -> None:
+    with Database(database_dsn) as database, pytest.raises(AccessDenied, match="a host that its certificate has"):
+        register_node(database, name="n1", url=client_certificate.url("127.0.0.1"))
+
+
+def test_a_node_that_wants_a_certificate_says_so(
+    client_certificate: Guarded, database_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MQLAYER_REDIS_CERT_FILE")
+    monkeypatch.delenv("MQLAYER_REDIS_KEY_FILE")
+    with Database(database_dsn) as database, pytest.raises(StoreUnavailable) as refused:
+        register_node(database, name="n1", url=client_certificate.url())
+    assert "MQLAYER_REDIS_CERT_FILE" in str(refused.value)
+
+
+def test_a_postgres_by_another_authority_or_under_another_name_is_refused(guarded: Guarded) -> None:
+    for dsn, reason in (
+        (guarded.dsn_by(guarded.other), "certificate verify failed"),
+        (guarded.dsn_by(guarded.authority, "127.0.0.1"), "does not match host name"),
+    ):
+        with pytest.raises(StoreUnavailable, match=reason), Database(dsn) as database, database.connection():
+            pytest.fail("it was let in")
