@@ -21,6 +21,7 @@ from mqlayer.postgres.migrations import grant, migrate
 from mqlayer.redis.access import use_only
 from mqlayer.stack import Addresses, NoServerProgram, PostgresDatabases, Stack, postgres_programs
 from mqlayer.stack.background import BackgroundProcess
+from mqlayer.stack.credentials import ProcessKind
 from mqlayer.topics import create_topic
 
 APPLICATION: Final = "examples.bank.consumers:app"
@@ -92,8 +93,8 @@ class Stage:
         worker += ["--schedule", str(self.directory / "beat"), "--concurrency", "1", "--without-gossip"]
         worker += ["--without-mingle", *([] if self._pop else ["--mqlayer-app", APPLICATION])]
         self._consumers = self._receivers() if self._pop else [self._members()]
-        self._worker = self._process("worker", worker, ready_line=" ready.")
-        relay = self._process("relay", ("-m", "mqlayer", "relay"), ready_line="relay_started")
+        self._worker = self._process("worker", worker, ready_line=" ready.", kind="worker")
+        relay = self._process("relay", ("-m", "mqlayer", "relay"), ready_line="relay_started", kind="relay")
         self._processes = [*self._consumers, self._worker, relay]
         with ThreadPoolExecutor() as pool:
             list(pool.map(BackgroundProcess.start, self._processes))
@@ -141,9 +142,11 @@ class Stage:
         names = [f"receiver-{number}" for number in range(1, RECEIVER_PROCESSES + 1)]
         return [self._process(name, receive, ready_line=READY) for name in names]
 
-    def _process(self, name: str, arguments: Sequence[str], *, ready_line: str) -> BackgroundProcess:
+    def _process(
+        self, name: str, arguments: Sequence[str], *, ready_line: str, kind: ProcessKind = "consumer"
+    ) -> BackgroundProcess:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        environment = self._up.environment() | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        environment = self._stack.environment(kind) | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         environment |= {"MQLAYER_APP_DSN": self.bank_dsn, "MQLAYER_LEASE_S": str(LEASE_S)}
         return BackgroundProcess(self.directory / name, arguments, environment, ready_line)
 

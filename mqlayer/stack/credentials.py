@@ -6,7 +6,7 @@ Each kind of process has its logins there; whatever connects, and the environmen
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal, Self
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 import msgspec
 from psycopg.conninfo import make_conninfo
 
+from mqlayer.redis.roles import RedisRole
 from mqlayer.stack.closed import write_closed
 from mqlayer.stack.errors import DirectoryRefused
 
@@ -22,7 +23,14 @@ PASSWORD_BYTES: Final = 24
 SUPERUSER: Final = "postgres"
 REDIS_DEFAULT_USER: Final = "default"
 
-ProcessKind = Literal["owner", "relay", "worker"]
+ProcessKind = Literal["owner", "relay", "worker", "consumer"]
+NODE_ROLES: Final[dict[ProcessKind, tuple[RedisRole, ...]]] = {
+    "relay": (RedisRole.RELAY,),
+    # It may host consumers, and publish what ordered tasks ask for.
+    "worker": (RedisRole.WORKER, RedisRole.CONSUMER, RedisRole.PUBLISHER),
+    "consumer": (RedisRole.CONSUMER,),
+}
+"""What the processes of a stack may do on its nodes; the owner's user is the one that nodes are made with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +86,21 @@ class StackCredentials:
     def load_or_make(cls, directory: Path) -> Self:
         """Return what the directory holds; make and keep new passwords where it holds none."""
         found = cls.load(directory)
-        if "owner" in found.kinds:
+        if {"owner", *NODE_ROLES} <= found.kinds.keys():
             return found
-        made = cls({**found.kinds, "owner": _random_logins()})
+        owner = found.kinds.get("owner") or _random_logins()
+        made = cls({"owner": owner, **{kind: _of_kind(owner, kind) for kind in NODE_ROLES}, **found.kinds})
         write_closed(directory / FILE_NAME, msgspec.json.format(msgspec.json.encode(made)))
         return made
 
     def of(self, kind: ProcessKind) -> Logins:
         """Return the logins of a kind of process; the owner's where it has none of its own."""
         return self.kinds.get(kind) or self.kinds.get("owner") or Logins()
+
+
+def _of_kind(owner: Logins, kind: ProcessKind) -> Logins:
+    """Return the logins of a kind of process: a user of its own on the nodes."""
+    return replace(owner, node=Login(f"mqlayer-{kind}", secrets.token_urlsafe(PASSWORD_BYTES)))
 
 
 def _random_logins() -> Logins:

@@ -31,7 +31,8 @@ from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.redis.access import acting_as
 from mqlayer.redis.addresses import shown_broker_url, shown_url
-from mqlayer.redis.nodes import Node, NodeConnection
+from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
+from mqlayer.redis.rights import acl_rules, password_rule
 from mqlayer.stack.accounts import unprivileged_account
 from mqlayer.stack.addresses import Addresses, GivenAddresses
 from mqlayer.stack.background import BackgroundProcess
@@ -40,7 +41,7 @@ from mqlayer.stack.closed import open_closed, own_directory, write_closed
 from mqlayer.stack.contents import FILE_NAME as CONTENTS
 from mqlayer.stack.contents import StackContents
 from mqlayer.stack.credentials import FILE_NAME as CREDENTIALS
-from mqlayer.stack.credentials import REDIS_DEFAULT_USER, Login, ProcessKind, StackCredentials
+from mqlayer.stack.credentials import NODE_ROLES, REDIS_DEFAULT_USER, Login, ProcessKind, StackCredentials
 from mqlayer.stack.databases import PostgresDatabases
 from mqlayer.stack.errors import StackError
 from mqlayer.topics import list_nodes, rearm_node, register_node, set_node_address
@@ -98,6 +99,7 @@ class Stack:
             addresses = self._start_servers()
             migrate(addresses.dsn)
             with acting_as(addresses.node_access):
+                self._give_users(addresses)
                 self._register_nodes(addresses)
             if not servers_only:
                 self._start_processes()
@@ -196,6 +198,27 @@ class Stack:
                 register_node(database, name=name, url=url, actor="up", unsafe=self._unsafe)
                 rearm_node(database, name, prefix=self._key_prefix, actor="up", unsafe=self._unsafe)
 
+    def _give_users(self, addresses: Addresses) -> None:
+        """Make a user for each kind of process on our own nodes; a node forgets them when it ends."""
+        if addresses.node_access is None:
+            return
+        for name, url in addresses.nodes.items():
+            with NodeConnection(Node(NodeId(0), name, url, None), any_run=True, unsafe=True) as line:
+                version = line.connect().version
+                commands = [
+                    ("ACL", "SETUSER", login.user, "reset", "on", password_rule(login.password), *rules)
+                    for kind, roles in NODE_ROLES.items()
+                    for login in [self._credentials.of(kind).node]
+                    for rules in [acl_rules(roles, prefix=self._key_prefix, version=version)]
+                ]
+                for reply in line.call(commands):
+                    raise_for_reply(reply, url)
+
+    def environment(self, kind: ProcessKind) -> dict[str, str]:
+        """Return the environment variables by which a kind of process uses this stack as its own users."""
+        contents = StackContents.load(self.directory)
+        return contents.addresses_for(self._credentials.of(kind)).environment() if contents else {}
+
     def _start_processes(self) -> None:
         """Start them side by side: each spends its first seconds on imports."""
         with ThreadPoolExecutor() as pool:
@@ -203,12 +226,8 @@ class Stack:
                 started.result()
 
     def _processes(self) -> tuple[BackgroundProcess, ...]:
-        contents = StackContents.load(self.directory)
-
-        def environment(kind: ProcessKind) -> dict[str, str]:
-            return contents.addresses_for(self._credentials.of(kind)).environment() if contents else {}
-
-        return (_worker(self.directory, environment("worker")), _relay(self.directory, environment("relay")))
+        worker, relay = self.environment("worker"), self.environment("relay")
+        return (_worker(self.directory, worker), _relay(self.directory, relay))
 
     def _own_servers(self) -> Iterator[Component]:
         """Yield the servers that have a directory here: ours, also those of an `up` that failed half-way."""
