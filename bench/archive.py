@@ -23,7 +23,7 @@ COLUMNS = (
     "topic_id, batch, version, partition_id, log_offset, source, lp, seq, published_at, archived_at, "
     "key, tags, headers, body"
 )
-PLAIN = "CREATE TABLE plain (LIKE mqlayer_archive.record)"
+PLAIN = "CREATE TABLE public.plain (LIKE mqlayer_archive.record)"
 Row = tuple[Any, ...]
 
 
@@ -63,9 +63,9 @@ def same_rows(system: System) -> list[Row]:
 
 def run_plain(connection: psycopg.Connection[Row], rows: list[Row]) -> float:
     """Copy all rows in one go, in the order of the stream."""
-    connection.execute("TRUNCATE plain")
+    connection.execute("TRUNCATE public.plain")
     began = time.perf_counter()
-    with connection.cursor() as cursor, cursor.copy(f"COPY plain ({COLUMNS}) FROM STDIN") as copy:
+    with connection.cursor() as cursor, cursor.copy(f"COPY public.plain ({COLUMNS}) FROM STDIN") as copy:
         for row in rows:
             copy.write_row(row)
     return len(rows) / (time.perf_counter() - began)

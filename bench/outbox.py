@@ -22,14 +22,14 @@ ROUND_S: Final = 1
 
 # The outbox without numbering: same columns, partitions and indexes, so that only what ordering costs is compared.
 PLAIN_TABLE: Final = """
-CREATE SEQUENCE plain_number;
-CREATE TABLE plain (LIKE mqlayer_app.outbox) PARTITION BY LIST (slot);
-ALTER TABLE plain ALTER id SET DEFAULT nextval('plain_number');
-CREATE INDEX ON plain (id);
+CREATE SEQUENCE public.plain_number;
+CREATE TABLE public.plain (LIKE mqlayer_app.outbox) PARTITION BY LIST (slot);
+ALTER TABLE public.plain ALTER id SET DEFAULT nextval('public.plain_number');
+CREATE INDEX ON public.plain (id);
 DO $$ BEGIN
     FOR slot IN 0..3 LOOP
-        EXECUTE format('CREATE TABLE plain_%s PARTITION OF plain FOR VALUES IN (%s)', slot, slot);
-        EXECUTE format('CREATE UNIQUE INDEX ON plain_%s (topic_id, lp, seq)', slot);
+        EXECUTE format('CREATE TABLE public.plain_%s PARTITION OF public.plain FOR VALUES IN (%s)', slot, slot);
+        EXECUTE format('CREATE UNIQUE INDEX ON public.plain_%s (topic_id, lp, seq)', slot);
     END LOOP;
 END $$
 """
@@ -38,7 +38,7 @@ SCRIPTS: Final = {
 \set number random(0, :keys - 1)
 \set seq random(1, 9000000000000000000)
 BEGIN;
-INSERT INTO plain (topic_id, lp, slot, seq, created_at, key, body)
+INSERT INTO public.plain (topic_id, lp, slot, seq, created_at, key, body)
     VALUES (1, :number, 0, :seq, clock_timestamp(), 'key-' || :number, ':body');
 COMMIT;
 """,

@@ -19,7 +19,7 @@ ROUNDS = 3
 POLL_S = 0.001
 FILL = 10_000
 
-NAIVE_TABLE = "CREATE TABLE naive_outbox (id bigserial PRIMARY KEY, key text NOT NULL, body bytea NOT NULL)"
+NAIVE_TABLE = "CREATE TABLE public.naive_outbox (id bigserial PRIMARY KEY, key text NOT NULL, body bytea NOT NULL)"
 
 
 @bench("relay")
@@ -54,20 +54,20 @@ def run_naive(system: System) -> float:
     """Fill a table and empty it as is often done: order, duplicates and loss are left to luck."""
     with psycopg.connect(system.dsn) as connection, system.client() as client:
         rows = [(KEYS[number % len(KEYS)], BODY) for number in range(BACKLOG)]
-        with connection.cursor() as cursor, cursor.copy("COPY naive_outbox (key, body) FROM STDIN") as copy:
+        with connection.cursor() as cursor, cursor.copy("COPY public.naive_outbox (key, body) FROM STDIN") as copy:
             for row in rows:
                 copy.write_row(row)
         connection.commit()
         began = time.perf_counter()
         for _ in range(BACKLOG // BATCH):
             found = connection.execute(
-                "SELECT id, key, body FROM naive_outbox ORDER BY id LIMIT %s", (BATCH,)
+                "SELECT id, key, body FROM public.naive_outbox ORDER BY id LIMIT %s", (BATCH,)
             ).fetchall()
             pipeline = client.pipeline(transaction=False)
             for _, key, body in found:
                 pipeline.xadd("naive", {"k": key, "b": body})
             pipeline.execute()
-            connection.execute("DELETE FROM naive_outbox WHERE id = ANY(%s)", ([row[0] for row in found],))
+            connection.execute("DELETE FROM public.naive_outbox WHERE id = ANY(%s)", ([row[0] for row in found],))
             connection.commit()
         seconds = time.perf_counter() - began
         client.delete("naive")
