@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import difflib
+import os
+import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Final, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from mqlayer.errors import InvalidInput
+
+PREFIX: Final = "MQLAYER_"
+OTHERS: Final = (
+    "MQLAYER_REDIS_URL",
+    "MQLAYER_CONSUMERS",
+    "MQLAYER_LOG_LEVEL",
+    "MQLAYER_LOG_JSON",
+    "MQLAYER_FAILPOINTS",
+    "MQLAYER_SUPERVISOR_FD",
+    "MQLAYER_SUPERVISOR_NUMBER",
+)
+"""Variables that are no field of Settings: of commands, of the worker, of a supervisor to its children."""
+_OF_TESTS: Final = ("MQLAYER_TEST_", "MQLAYER_CHAOS_")
+_OF_KUBERNETES: Final = re.compile(
+    r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=.*|\w+_PORT=(tcp|udp|sctp)://.*"
+)
+"""Kubernetes tells each pod of the services beside it: one that is called mqlayer-relay makes MQLAYER_RELAY_PORT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +80,7 @@ class Settings(BaseSettings):
     Durations are seconds; sizes are bytes.
     """
 
-    model_config = SettingsConfigDict(env_prefix="MQLAYER_", frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True)
 
     dsn: SecretStr = SecretStr("")
     """Postgres with the control schema (nodes, topics, routes, groups)."""
@@ -126,6 +148,18 @@ class Settings(BaseSettings):
     allow_unsafe_redis: bool = False
     """Serve on Redis settings that void the promise (tests of such settings, throw-away data)."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_variables(cls, values: Any) -> Any:
+        """Refuse MQLAYER_* variables that nothing reads: one that is misspelt would leave a default in force."""
+        unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and not _is_known(name, cls))
+        if unknown:
+            known = [*(name.upper() for name in cls.model_fields), *(name.removeprefix(PREFIX) for name in OTHERS)]
+            near = difflib.get_close_matches(unknown[0].removeprefix(PREFIX), known, n=1)
+            meant = f"did you mean {PREFIX}{near[0]}?" if near else "unset it; docs/operating.md has all settings"
+            raise InvalidInput(f"no setting is called {', '.join(unknown)}: {meant}")
+        return values
+
     def control_dsn(self) -> Dsn:
         """Return the control database's DSN, to be given to the driver only."""
         return Dsn(self.dsn.get_secret_value(), self._way(self.direct_dsn, "MQLAYER_DIRECT_DSN"))
@@ -145,3 +179,10 @@ class Settings(BaseSettings):
             pooler_prepares=self.pooler_prepares,
             limits=SessionLimits(self.statement_timeout_s, self.lock_timeout_s, self.idle_in_transaction_timeout_s),
         )
+
+
+def _is_known(variable: str, settings: type[Settings]) -> bool:
+    name = variable.removeprefix(PREFIX).lower()
+    if name in settings.model_fields or variable in OTHERS or variable.startswith(_OF_TESTS):
+        return True
+    return _OF_KUBERNETES.fullmatch(f"{variable}={os.environ[variable]}") is not None

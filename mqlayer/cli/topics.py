@@ -42,7 +42,9 @@ def add_to(app: typer.Typer) -> None:
 @topics.command()
 def create(
     name: Annotated[str, typer.Argument(help="a-z first, then a-z 0-9 _ . -")],
-    partitions: Annotated[int, typer.Option(min=1, max=LP_COUNT, help="Spread over all nodes.")] = 8,
+    partitions: Annotated[
+        int | None, typer.Option(min=1, max=LP_COUNT, help="Spread over all nodes; 8 where not said.")
+    ] = None,
     strategy: Annotated[Strategy, typer.Option(help="Whether order is kept always, or where it costs nothing.")] = (
         Strategy.STRICT
     ),

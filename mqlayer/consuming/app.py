@@ -163,6 +163,7 @@ class App:
         check_settings(group_settings)
         member = options or MemberOptions()
         _check_batch(batch, member, mode=mode, ordered=ordered)
+        _check_options(member, mode=mode)
 
         def register(handler: Handler) -> Handler:
             is_async = _is_async(handler)
@@ -402,6 +403,14 @@ def _check_batch(batch: BatchOf | None, options: MemberOptions, *, mode: str, or
         raise InvalidInput("a batch is larger than what its member reads ahead: raise prefetch_count or prefetch_bytes")
     if batch.kind == "key" and ordered is False:
         raise InvalidInput("a group without order has no batches of one key: use BatchOf('distinct')")
+
+
+def _check_options(options: MemberOptions, *, mode: str) -> None:
+    """Raise InvalidInput for an option that the mode has no use for."""
+    if mode != "shared" and options.keep_limit_s != MemberOptions().keep_limit_s:
+        raise InvalidInput("keep_limit_s is of shared groups: leave it out, and limit handlers by time_limit_s")
+    if mode == "shared" and options.parked_keys is not None:
+        raise InvalidInput("a shared group parks no keys: leave parked_keys out")
 
 
 def _batch_handler(consumer: Consumer, group: Group, batch_of: BatchOf, shape: BatchShape) -> BatchHandler:

@@ -327,6 +327,7 @@ def _check_mode(settings: GroupSettings) -> None:
         raise InvalidInput("ordered pop gives out every message: it has no tag filter")
     if settings.mode == "pop":
         refuse_policy(settings.policy)
+        _refuse_parking_limits(settings, "ordered pop")
     _check_shared(settings)
     if settings.from_archive and (settings.mode == "pop" or settings.start == "latest"):
         raise InvalidInput("from the archive a group with members starts, at earliest or a time: say another start")
@@ -349,6 +350,14 @@ def _check_shared(settings: GroupSettings) -> None:
         )
     if settings.from_archive:
         raise InvalidInput("a shared group begins with the streams: leave from_archive out")
+    _refuse_parking_limits(settings, "a shared group")
+
+
+def _refuse_parking_limits(settings: GroupSettings, kind: str) -> None:
+    """Raise InvalidInput for limits of parking where no key is ever parked."""
+    said = [name for name in PARKING_LIMITS if getattr(settings, name) is not None]
+    if said:
+        raise InvalidInput(f"{kind} parks no keys: leave {', '.join(said)} out")
 
 
 def _check_broadcast(settings: GroupSettings) -> None:
@@ -403,6 +412,8 @@ def refuse_others(group: Group, settings: GroupSettings) -> None:
             f"group {group.name!r} of topic {group.topic!r} is consumed in mode {group.mode}, not {settings.mode}",
             f"consume it with {CALLED[group.mode]}, or use another group: the mode is said once",
         )
+    _refuse_order(group, settings)
+    _refuse_start(group, settings)
     for name in (*RULES, *SAID_ONCE, "balance", "tag_filter", "keep_away_s", "rate_limit", "rate_burst"):
         brought, there = getattr(settings, name), getattr(group.rules if name in RULES else group, name)
         if there is None:
@@ -414,6 +425,25 @@ def refuse_others(group: Group, settings: GroupSettings) -> None:
                 f"{group.settings_version}), this member brings {brought}",
                 f"leave it out of the program, or {change}",
             )
+
+
+def _refuse_order(group: Group, settings: GroupSettings) -> None:
+    """Raise Conflict for an order that is said where the topic has none to keep."""
+    if settings.ordered and group.strategy == "best_effort":
+        raise Conflict(
+            f"topic {group.topic!r} is best_effort: group {group.name!r} can't have ordered = True",
+            "leave ordered out, or publish to a topic of the strategy strict",
+        )
+
+
+def _refuse_start(group: Group, settings: GroupSettings) -> None:
+    """Raise Conflict for another start than the group was created with; earliest, the default, counts as not said."""
+    if group.state != "creating" and settings.start not in ("earliest", group.start):
+        raise Conflict(
+            f"group {group.name!r} of topic {group.topic!r} was created with start = {group.start}, this member brings "
+            f"{settings.start}",
+            f"leave it out of the program; to move the group: mqlayer group seek {group.topic} {group.name}",
+        )
 
 
 def check_start(start: Start) -> None:

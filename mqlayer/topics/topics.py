@@ -27,6 +27,8 @@ from mqlayer.routes.cache import load_nodes, load_route
 
 log = logging.getLogger(__name__)
 
+DEFAULT_PARTITIONS: Final = 8
+
 Strategy = Literal["strict", "best_effort"]
 
 PATIENCE: Final = {"lock_wait": "5s", "idle": "30s"}
@@ -55,7 +57,7 @@ def create_topic(
     name: str,
     *,
     prefix: str,
-    partitions: int = 8,
+    partitions: int | None = None,
     strategy: Strategy = "strict",
     body_limit: int = DEFAULT_BODY_LIMIT,
     backlog_limit: int = 0,
@@ -64,15 +66,16 @@ def create_topic(
     actor: str = "api",
     unsafe: bool = False,
 ) -> Route:
-    """Create a topic with `partitions` partitions spread over all nodes, and its first route version.
+    """Create a topic with `partitions` partitions (8) spread over all nodes, and its first route version.
 
     Idempotent: the same again finishes what a crash left open and returns the route; two at once make one version.
     `backlog_limit` is in messages per partition, 0 for none. `archived` keeps every record in the archive, and in the
     streams until it is there (see `set_archived`). `application` is a database whose outbox shall publish to
-    the topic. Raises Conflict when it exists with other limits.
+    the topic. Raises Conflict when it exists with other limits,
+    or was created with another number of partitions.
     """
     check_name("topic", name)
-    ranges = even_ranges(partitions)
+    ranges = even_ranges(DEFAULT_PARTITIONS if partitions is None else partitions)
     if not 1 <= body_limit <= BODY_LIMIT or backlog_limit < 0 or strategy not in ("strict", "best_effort"):
         raise InvalidInput(f"a topic takes bodies of 1 to {BODY_LIMIT} bytes, a backlog limit of 0 or more, and "
                            "the strategy strict or best_effort")  # fmt: skip
@@ -87,13 +90,14 @@ def create_topic(
         if row is None:
             raise NotFound("topic", name, "somebody removed it while it was created: try again")
         _check_same(name, dict(zip(limits, (*row[1:4], row[5]), strict=True)), limits)
+        _check_partitions(connection, name, row[0], partitions)
         if not connection.execute(query("partition_list"), {"topic_id": row[0]}).fetchall():
             for (lp_from, lp_to), node in zip(ranges, spread(len(ranges), nodes), strict=True):
                 facts = {"topic_id": row[0], "node_id": node, "lp_from": lp_from, "lp_to": lp_to}
                 connection.execute(query("partition_insert"), facts)
             if archived:
                 connection.execute(query("archive_topic_put"), {"topic_id": row[0]})
-            note(connection, actor, "topic create", name, limits | {"partitions": partitions})
+            note(connection, actor, "topic create", name, limits | {"partitions": len(ranges)})
         return int(row[0])
 
     topic_id = database.transaction(allocate)
@@ -203,6 +207,16 @@ def _check_same(name: str, found: dict[str, Any], wanted: dict[str, Any]) -> Non
     if other:
         shown = ", ".join(f"{key}={value}" for key, value in other.items())
         raise Conflict(f"topic {name!r} exists with {shown}", "nothing was changed")
+
+
+def _check_partitions(connection: Connection, name: str, topic_id: int, wanted: int | None) -> None:
+    """Raise Conflict where the topic was created with another number: it is changed by route changes alone."""
+    ((created,),) = connection.execute(query("topic_created_partitions"), {"topic_id": topic_id}).fetchall()
+    if wanted is not None and created not in (0, wanted):
+        raise Conflict(
+            f"topic {name!r} was created with {created} partitions, not {wanted}",
+            f"nothing was changed; for more or fewer: mqlayer route split {name} PARTITION, mqlayer route merge",
+        )
 
 
 def _make_partitions(database: Database, name: str, topic_id: int, *, prefix: str, unsafe: bool) -> None:

@@ -85,6 +85,10 @@ ON CONFLICT (name) DO NOTHING;
 -- Lock one topic.
 SELECT topic_id, strategy, body_limit, backlog_limit, version, archived FROM mqlayer.topic WHERE name = %(name)s FOR UPDATE;
 
+-- name: topic_created_partitions
+-- With how many partitions a topic was created; 0 before there are any. Route changes since don't count.
+SELECT count(*) FROM mqlayer.partition WHERE topic_id = %(topic_id)s AND born_in IS NULL;
+
 -- name: topic_list
 -- All topics with their limits and the number of partitions in force.
 SELECT t.topic_id, t.name, t.strategy, t.body_limit, t.backlog_limit, t.version,
