@@ -77,7 +77,7 @@ def test_another_setting_for_a_group_that_is_there_is_refused(created: Any) -> N
         if name in ("mode", "from_archive", "ordered", "scope", "invisible_s"):
             # Said once, and equal here, or another mode's: see the tests beside.
             continue
-        partner = {"rate_limit": 5.0} if name == "rate_burst" else {}
+        partner: dict[str, Any] = {"rate_limit": 5.0} if name == "rate_burst" else {}
         with pytest.raises((Conflict, InvalidInput)):
             created(GroupSettings(**{name: value}, **partner), name=group.name)
     with pytest.raises(Conflict, match="mqlayer group seek"):
@@ -117,12 +117,18 @@ def test_a_topic_is_created_again_with_what_it_has_and_with_nothing_else(stage: 
     create_topic(stage.database, "three", partitions=3, **facts)
     create_topic(stage.database, "three", partitions=3, **facts)
     create_topic(stage.database, "three", **facts)
-    other = {"partitions": 6, "strategy": "best_effort", "body_limit": 99, "backlog_limit": 7, "archived": True}
+    other: dict[str, Any] = {
+        "partitions": 6,
+        "strategy": "best_effort",
+        "body_limit": 99,
+        "backlog_limit": 7,
+        "archived": True,
+    }
     taken = set(inspect.signature(create_topic).parameters) - {"database", "name", "prefix", "application", "actor"}
     assert set(other) == taken - {"unsafe"}
     for name, value in other.items():
         with pytest.raises(Conflict):
-            create_topic(stage.database, "three", **facts, **({"partitions": 3} | {name: value}))
+            create_topic(stage.database, "three", **{**facts, "partitions": 3, name: value})
     assert [topic.partitions for topic in list_topics(stage.database) if topic.name == "three"] == [3]
 
 
