@@ -18,6 +18,7 @@ MqlayerError
 ├── SparkMissing            Spark or its Java is not there: says what to install
 ├── StoreUnavailable        Redis or Postgres can't be reached: try again
 │   ├── AccessDenied        the Redis does not let this process in, or its user lacks a right: says which
+│   ├── PermissionDenied    the Postgres role lacks a right: names it, and the command that gives it
 │   └── NodeNotArmed        the Redis answers, but it is not the one Postgres knows
 ├── PublishError
 │   ├── BacklogFull         flow control: the partition holds its limit
@@ -220,6 +221,21 @@ class StoreUnavailable(MqlayerError):
 
     def __str__(self) -> str:
         return f"{self.address} is not available: {self.reason.strip()}"
+
+
+class PermissionDenied(StoreUnavailable):
+    """The Postgres role lacks a right; nothing was changed. `fix`: the command that gives it.
+
+    A process that runs on meets it again until the right is given.
+    """
+
+    def __init__(self, address: str, reason: str, fix: str) -> None:
+        super().__init__(address, reason)
+        self.args = (self.address, self.reason, fix)
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.address}: {self.reason}: {self.fix}"
 
 
 class NodeNotArmed(StoreUnavailable):

@@ -17,7 +17,7 @@ from mqlayer.redis.access import broker_access, broker_url
 from mqlayer.redis.addresses import check_broker_url
 from mqlayer.settings import Settings
 from mqlayer.workers import logs as logs  # noqa: PLC0414  # connects to Celery's signals
-from mqlayer.workers.bootstep import host_consumers
+from mqlayer.workers.bootstep import CheckRights, host_consumers
 from mqlayer.workers.schedule import beat_schedule
 
 VISIBILITY_TIMEOUT_S: Final = 3600
@@ -52,3 +52,4 @@ def _configuration(settings: Settings) -> dict[str, Any]:
 app = Celery("mqlayer", include=["mqlayer.workers.tasks"])
 app.conf.update(_configuration(Settings()))
 host_consumers(app)
+app.steps["worker"].add(CheckRights)

@@ -21,8 +21,10 @@ from click import Option
 
 from mqlayer.consuming import App
 from mqlayer.consuming.loading import load_app
-from mqlayer.errors import MqlayerError, redact
+from mqlayer.errors import MqlayerError, PermissionDenied, redact
 from mqlayer.health import Health, HealthEndpoint
+from mqlayer.postgres.database import address_of, connect, driver_errors
+from mqlayer.postgres.rights import Right, SchemaName, require
 from mqlayer.settings import Settings
 from mqlayer.workers.health import BareWorker
 
@@ -123,6 +125,29 @@ class HostConsumers(bootsteps.StartStopStep):
         if worker.pool_cls.__module__ in GREEN_POOLS:
             raise ImproperlyConfigured("mqlayer consumers need the prefork, threads or solo pool")
         return ConsumerHost(load_app(self._path))
+
+
+class CheckRights(bootsteps.Step):
+    """Refuses to start a worker of the periodic jobs whose Postgres role lacks the right to them."""
+
+    label = "mqlayer rights"
+
+    def __init__(self, worker: Any, **options: Any) -> None:
+        super().__init__(worker, **options)
+        settings = Settings()
+        try:
+            self._check("control", settings.control_dsn())
+            self._check("application", settings.application_dsn())
+        except PermissionDenied as error:
+            raise ImproperlyConfigured(f"mqlayer jobs: {error}") from error
+        except MqlayerError as error:
+            # The jobs meet it too, and wait for what is away.
+            log.info("rights_not_checked", extra={"reason": str(error)})
+
+    @staticmethod
+    def _check(schema: SchemaName, dsn: str) -> None:
+        with connect(dsn, application="mqlayer worker") as connection, driver_errors(address_of(dsn)):
+            require(connection, schema, Right.WORK)
 
 
 def host_consumers(app: Celery) -> None:

@@ -1,7 +1,7 @@
 -- What the bank adds to pgbench's tables: the trigger that publishes, and the read model with what is noted of its making.
 
 CREATE SCHEMA bank;
-GRANT USAGE ON SCHEMA bank TO teller;
+GRANT USAGE ON SCHEMA bank TO teller, bank_consumer, bank_worker;
 
 -- One message body: what changed, the balance after it, and when, in microseconds by this database's clock.
 CREATE FUNCTION bank.entry(p_delta int, p_balance int) RETURNS bytea LANGUAGE sql
@@ -76,3 +76,7 @@ BEGIN
     INSERT INTO bank.latency (applied_at, ms)
         VALUES (v_now, extract(epoch FROM v_now) * 1000 - p_at / 1000.0);
 END $$;
+
+-- Who applies: members in processes of their own, and those that the worker hosts.
+GRANT SELECT, INSERT, UPDATE ON bank.balance TO bank_consumer, bank_worker;
+GRANT INSERT ON bank.violation, bank.refusal, bank.latency TO bank_consumer, bank_worker;

@@ -14,14 +14,15 @@ import psycopg
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from examples.bank.effects import TOPIC
+from examples.bank.effects import GROUP, TOPIC
 from examples.bank.receivers import READY
 from mqlayer.postgres.database import Database
-from mqlayer.postgres.migrations import grant, migrate
+from mqlayer.postgres.migrations import migrate
+from mqlayer.postgres.rights import Right, ensure_login, give
 from mqlayer.redis.access import use_only
 from mqlayer.stack import Addresses, NoServerProgram, PostgresDatabases, Stack, postgres_programs
 from mqlayer.stack.background import BackgroundProcess
-from mqlayer.stack.credentials import ProcessKind
+from mqlayer.stack.credentials import Login, ProcessKind
 from mqlayer.topics import create_topic
 
 APPLICATION: Final = "examples.bank.consumers:app"
@@ -29,6 +30,13 @@ ROOT: Final = Path(__file__).parents[2]
 DATABASE: Final = "bank"
 ROLE: Final = "teller"
 """Who runs pgbench: owns its tables, and may publish; of mqlayer's own tables it sees nothing."""
+GROUP_SCOPE: Final = f"{TOPIC}/{GROUP}"
+PROCESS_ROLES: Final = {
+    "bank_consumer": {Right.CONSUME: GROUP_SCOPE},
+    "bank_relay": {Right.RELAY: ""},
+    "bank_worker": {Right.WORK: "", Right.CONSUME: GROUP_SCOPE},
+}
+"""As whom each kind of process logs in to Postgres, and its rights there. The worker hosts a member too."""
 PARTITIONS: Final = 8
 SCALE: Final = 10
 LEASE_S: Final = 3.0
@@ -81,11 +89,20 @@ class Stage:
             role = sql.Identifier(ROLE)
             connection.execute(sql.SQL("CREATE ROLE {} LOGIN PASSWORD {}").format(role, sql.Literal(self._password)))
             connection.execute(sql.SQL("GRANT CREATE ON SCHEMA public TO {}").format(role))
-            grant(self.bank_dsn, ROLE)
+            give(self.bank_dsn, "application", ROLE, Right.PUBLISH, [TOPIC])
+            self._make_roles()
             with Database(self._up.dsn) as control, Database(self.bank_dsn) as bank:
                 create_topic(control, TOPIC, prefix="mq", partitions=PARTITIONS, application=bank, archived=True)
             self._pgbench("--initialize", "--quiet", "--scale", str(SCALE))
             connection.execute(Path(__file__).with_name("schema.sql").read_bytes())
+
+    def _make_roles(self) -> None:
+        """Make a role for each kind of process: no superuser, with the one right that it needs, for this topic only."""
+        for role, rights in PROCESS_ROLES.items():
+            ensure_login(self.bank_dsn, role, self._password)
+            for right, scope in rights.items():
+                give(self._up.dsn, "control", role, right, [scope])
+                give(self.bank_dsn, "application", role, right, [scope])
 
     def start_processes(self) -> None:
         """Start relay, worker and consumers; return when each says that it serves."""
@@ -147,7 +164,12 @@ class Stage:
     ) -> BackgroundProcess:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment = self._stack.environment(kind) | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-        environment |= {"MQLAYER_APP_DSN": self.bank_dsn, "MQLAYER_LEASE_S": str(LEASE_S)}
+        as_role = Login(f"bank_{kind}", self._password)
+        environment |= {
+            "MQLAYER_DSN": as_role.in_dsn(self._up.dsn),
+            "MQLAYER_APP_DSN": as_role.in_dsn(self.bank_dsn),
+            "MQLAYER_LEASE_S": str(LEASE_S),
+        }
         return BackgroundProcess(self.directory / name, arguments, environment, ready_line)
 
     def _pgbench(self, *options: str) -> None:

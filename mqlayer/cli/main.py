@@ -26,6 +26,7 @@ from mqlayer.cli import (
     parked,
     relay,
     replay,
+    rights,
     routes,
     snapshot,
     stack,
@@ -70,6 +71,7 @@ def main(
 stack.add_to(app)
 consume.add_to(app)
 migrate.add_to(app)
+rights.add_to(app)
 nodes.add_to(app)
 topics.add_to(app)
 routes.add_to(app)

@@ -35,9 +35,6 @@ def migrate(
         str | None,
         typer.Option(metavar="ROLE", help="The role that owns the schemas; without, theirs of now, or mqlayer_owner."),
     ] = None,
-    grant_to: Annotated[
-        str | None, typer.Option(metavar="ROLE", help="Then let this role publish and use the fence, nothing else.")
-    ] = None,
 ) -> None:
     """Bring the databases up to this code.
 
@@ -57,9 +54,6 @@ def migrate(
         say(f"{step.schema} {step.number:04d} {step.name}")
     if not done:
         say("nothing to do")
-    if grant_to is not None:
-        migrations.grant(settings.application_dsn(), grant_to)
-        say(f"{grant_to} may publish and use the fence")
 
 
 def _dsn(settings: Settings, schema: SchemaName) -> str:

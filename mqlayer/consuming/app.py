@@ -53,6 +53,7 @@ from mqlayer.membership.starts import Start
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.postgres.notices import GROUP, Notices
+from mqlayer.postgres.rights import Right, require
 from mqlayer.redis.access import use_access
 from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import Settings
@@ -218,6 +219,8 @@ class App:
         self._open = [routes, database, application]
         try:
             with database.connection() as connection:
+                for consumer in self.consumers:
+                    require(connection, "control", Right.CONSUME, f"{consumer.topic}/{consumer.group}")
                 check_schema(connection, "control", database.address)
             fenced = _has_fence(application)
             for consumer in self.consumers:

@@ -35,6 +35,7 @@ from mqlayer.popping.turns import Turns
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.postgres.notices import GROUP, Notices
+from mqlayer.postgres.rights import Right, require
 from mqlayer.redis.access import use_access
 from mqlayer.redis.popping import BATCH_LIMIT, Wish
 from mqlayer.routes.cache import RouteCache
@@ -214,6 +215,7 @@ class Receiver:
         effects = Database(settings.application_dsn(), application=name, max_size=1, timeout_s=wait_s)
         application = cleanup.enter_context(effects)
         with database.connection() as connection:
+            require(connection, "control", Right.CONSUME, f"{self._topic}/{self._group}")
             check_schema(connection, "control", database.address)
         routes = RouteCache(database)
         cleanup.callback(routes.close)

@@ -22,6 +22,7 @@ from mqlayer.errors import (
     MqlayerError,
     NotFound,
     OutOfRange,
+    PermissionDenied,
     ReservedHeader,
     SchemaMismatch,
     StoreUnavailable,
@@ -47,6 +48,7 @@ FIRST_TRY_S: Final = 0.1
 LONGEST_TRY_S: Final = 0.5
 """For how long a try waits for a connection, the first one and at most; so soon a server that is back is found."""
 _NUMBER: Final = re.compile(r"\b\d+\b")
+_GRANT: Final = "see who has which right with `mqlayer grants`, and give one with `mqlayer grant RIGHT ROLE`"
 _RETRYABLE: Final = (pg_errors.SerializationFailure, pg_errors.DeadlockDetected, pg_errors.LockNotAvailable)
 
 
@@ -236,6 +238,8 @@ def translate(error: Exception, address: str = "postgres") -> MqlayerError:
         return InvalidInput(f"{text}: an earlier statement of this transaction failed, so it can only be rolled back")
     if isinstance(error, psycopg.IntegrityError):
         return Conflict(text)
+    if isinstance(error, pg_errors.InsufficientPrivilege):
+        return PermissionDenied(address, text, _hint(error) or _GRANT)
     if isinstance(error, pg_errors.UndefinedTable | pg_errors.InvalidSchemaName | pg_errors.UndefinedFunction):
         return SchemaMismatch(address, "missing or older", "migrated", f"run `mqlayer migrate` ({text})")
     return StoreUnavailable(address, text)
@@ -243,7 +247,7 @@ def translate(error: Exception, address: str = "postgres") -> MqlayerError:
 
 def _published_error(error: Exception, state: str, text: str) -> MqlayerError:
     """Return the error for what a function of the application schema refused."""
-    hint = getattr(getattr(error, "diag", None), "message_hint", None) or ""
+    hint = _hint(error)
     if state == "MQ001":
         return NotFound("topic", text.split('"')[1] if '"' in text else text, hint)
     numbers = [int(number) for number in _NUMBER.findall(text)]
@@ -256,6 +260,10 @@ def _published_error(error: Exception, state: str, text: str) -> MqlayerError:
     if state == "MQ009":
         return OutOfRange(text, hint)
     return InvalidInput(f"{text}: {hint}" if hint else text)
+
+
+def _hint(error: Exception) -> str:
+    return getattr(getattr(error, "diag", None), "message_hint", None) or ""
 
 
 def _arguments(dsn: str, application: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from psycopg import sql
 
 from mqlayer.errors import ConfigurationRefused, SchemaMismatch
 from mqlayer.failpoints import failpoint
+from mqlayer.postgres import rights
 from mqlayer.postgres.database import Connection, address_of, connect_directly, driver_errors
 from mqlayer.resources import sql_names, sql_source
 
@@ -35,22 +36,6 @@ SEARCH_PATH: Final = "SET LOCAL search_path = pg_catalog, pg_temp"
 
 # Taken for the time of a migration; anybody else's use of these two numbers would only make us wait.
 ADVISORY_LOCK: Final = (0x6D71, 0x6C79)
-GRANTED_FUNCTIONS: Final = (
-    "publish_v1(text, text, bytea, jsonb)",
-    "publish_many_v1(text[], text[], bytea[], jsonb[])",
-    "fence_v1(int, smallint, int, text, bigint, bigint, int)",
-    "fence_many_v1(int, smallint[], int[], text[], bigint[], bigint[], int[])",
-    "fence_raise_v1(int, smallint, smallint, bigint)",
-    "tags_v1(text[])",
-    "publish_once_v1(text, text, bytea, text, jsonb)",
-    "publish_many_once_v1(text[], text[], bytea[], text[], jsonb[])",
-    "publish_at_v1(text, text, bytea, timestamptz, jsonb)",
-    "cancel_delayed_v1(bigint)",
-    "inbox_put_v1(int, int, smallint, bigint, text, int, bigint)",
-    "version_take_v1(text, text, bigint, bytea, text, text, bigint, int, bigint, bigint, bigint, double precision)",
-    "version_released_v1(text, double precision)",
-    "version_set_v1(text, text, bigint, boolean)",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +104,6 @@ def script(*, schema: SchemaName | None = None, owner: str | None = None) -> str
     return "\n".join([*parts, "COMMIT;"]) + "\n"
 
 
-def grant(dsn: str, role: str) -> None:
-    """Let a role publish and use the fence: EXECUTE on those functions and nothing else."""
-    name = sql.Identifier(role)
-    with _connection(dsn) as connection, driver_errors(address_of(dsn)), connection.transaction():
-        connection.execute(sql.SQL("GRANT USAGE ON SCHEMA mqlayer_app TO {}").format(name))
-        for function in GRANTED_FUNCTIONS:
-            text = f"GRANT EXECUTE ON FUNCTION mqlayer_app.{function} TO {{}}"
-            connection.execute(sql.SQL(text).format(name))
-
-
 def check_schema(connection: Connection, schema: SchemaName, address: str) -> None:
     """Raise SchemaMismatch unless the schema is there and as new as this code."""
     found, wanted = _number(connection, schema), latest(schema)
@@ -151,6 +126,9 @@ def _migrate_schema(connection: Connection, schema: SchemaName, address: str, ow
         pending = [migration for migration in migrations(schema) if migration.number > at]
         for migration in pending:
             _run(connection, migration)
+        with connection.transaction():
+            connection.execute(SEARCH_PATH)
+            rights.renew(connection, schema)
         return pending
     finally:
         if not connection.closed:

@@ -16,6 +16,7 @@ from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.postgres.queries import query
+from mqlayer.postgres.rights import Right, require
 from mqlayer.producing.clerk import Clerk
 from mqlayer.producing.lanes import Slot, TopicLanes
 from mqlayer.producing.ledger import Ledger, tell_all
@@ -47,6 +48,7 @@ ROUTE_LOOK_AFTER_S: Final = 1.0
 def open_source(database: Database, name: str) -> int:
     """Register a new incarnation of a direct producer. Raises StoreUnavailable or SchemaMismatch."""
     with database.connection() as connection:
+        require(connection, "control", Right.PUBLISH)
         check_schema(connection, "control", database.address)
         row = connection.execute(query("source_open_direct"), {"name": name}).fetchone()
     if row is None:

@@ -27,6 +27,8 @@ class RelayLimits:
     delayed_s: float = 0.25
     """How often delayed messages are looked for at the least; sooner where one is known to be due."""
     topics_s: float = 60.0
+    groups_s: float = 2.0
+    """How often new groups are looked for, so that the outbox's database knows them by name."""
     stall_s: float = 0.25
     """How long a node may leave all others waiting; after it, its LPs wait alone."""
     late_ids: int = 5_000

@@ -13,10 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_when_event_set, wait_random_exponential
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    retry_if_not_exception_type,
+    stop_when_event_set,
+    wait_random_exponential,
+)
 from tenacity.nap import sleep_using_event
 
-from mqlayer.errors import StoreUnavailable, TransactionConflict
+from mqlayer.errors import PermissionDenied, StoreUnavailable, TransactionConflict
 from mqlayer.health import Health, Turns, stuck_after_s
 from mqlayer.postgres.database import Database
 from mqlayer.redis.access import use_access
@@ -40,8 +47,8 @@ class Relay:
 
     Per key, messages arrive in commit order; each arrives at least once in Redis and exactly once in its partition.
     Any number of relays may run on one outbox: they share its LPs. A relay may be killed at any line. While Redis or
-    Postgres is away it waits and tries again. Raises SchemaMismatch, ConfigurationRefused, InvalidInput or Conflict
-    (a constraint of a database was broken by other hands) for what waiting can't mend.
+    Postgres is away it waits and tries again. Raises SchemaMismatch, ConfigurationRefused, PermissionDenied,
+    InvalidInput or Conflict (a constraint of a database was broken by other hands) for what waiting can't mend.
     """
 
     def __init__(self, settings: Settings, *, limits: RelayLimits | None = None, relay_id: str | None = None) -> None:
@@ -105,6 +112,8 @@ class Relay:
                         if session is not None:
                             work(session)
                         return
+                except PermissionDenied:
+                    raise
                 except _AWAY as error:
                     self._away = str(error)
                     log.warning("relay_postgres_lost", extra={"reason": str(error)})
@@ -147,7 +156,7 @@ class Relay:
     def _session_on(self, control: Database, application: Database, *, helper: bool) -> Iterator[Session | None]:
         """Open a session as soon as Postgres answers; None when the relay is stopped before."""
         retrying = Retrying(
-            retry=retry_if_exception_type(_AWAY),
+            retry=retry_if_exception_type(_AWAY) & retry_if_not_exception_type(PermissionDenied),
             wait=wait_random_exponential(multiplier=0.1, max=2),
             sleep=sleep_using_event(self._stopping),
             stop=stop_when_event_set(self._stopping),

@@ -9,9 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from mqlayer.errors import MqlayerError, StoreUnavailable
+from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database, connect_at_best, driver_errors
 from mqlayer.postgres.delayed import release_on
 from mqlayer.postgres.migrations import check_schema
+from mqlayer.postgres.rights import Right, require
 from mqlayer.relay.comparing import Comparer, Spot
 from mqlayer.relay.lanes import Lane, Lanes, Row, Unsendable, chain_of, plan
 from mqlayer.relay.leases import LpSets
@@ -25,8 +27,8 @@ from mqlayer.relay.source import OutboxSource, open_source
 from mqlayer.relay.targets import Targets, retarget
 from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import Settings
-from mqlayer.topics import attach_topics
 from mqlayer.topics.outboxes import is_replaced
+from mqlayer.topics.topics import attach_groups, attach_topics
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +71,12 @@ class Session:
         self._source: OutboxSource | None = None
         self._attaching: Future[int] | None = None
         self._judging: tuple[list[tuple[Doubt, int]], Future[None]] | None = None
+        self._naming: Future[None] | None = None
         # A short lease is looked at as often for its length: who died is followed within a quarter more.
         self._beat = Every(min(limits.beat_s, settings.lease_s / 4))
         self._compare = Every(limits.compare_s)
         self._progress, self._sweeping = Every(limits.progress_s), Every(limits.sweep_s)
-        self._topics = Every(limits.topics_s)
+        self._topics, self._groups = Every(limits.topics_s), Every(limits.groups_s)
         self._release_at = 0.0
         self.drained = False
         # When the leases were extended last, and whether all else that a start takes is done.
@@ -109,9 +112,11 @@ class Session:
         self._opened = True
 
     def _open(self) -> None:
+        require(self._connection, "application", Right.RELAY, "", Right.WORK, Right.OPERATE)
         check_schema(self._connection, "application", self._application.address)
         self._reader.prepare()
         with self._control.connection() as connection:
+            require(connection, "control", Right.RELAY, "", Right.WORK, Right.OPERATE)
             check_schema(connection, "control", self._control.address)
         self._recover()
         source = open_source(self._connection, self._control, self._application.address)
@@ -380,6 +385,15 @@ class Session:
                 log.warning("relay_attach_failed", extra={"reason": str(error)})
         if self._attaching is None and self._topics.due(now):
             self._attaching = self._background.submit(attach_topics, self._control, self._application)
+        if (self._naming is None or self._naming.done()) and self._groups.due(now):
+            self._naming = self._background.submit(self._name_groups)
+
+    def _name_groups(self) -> None:
+        """Let the outbox's database know new groups by name: a member of one is refused by the fence before that."""
+        try:
+            attach_groups(self._control, self._application)
+        except MqlayerError as error:
+            log.warning("relay_attach_failed", extra={"reason": str(error)})
 
     def _look_at_aside(self) -> None:
         """Hold the lanes that have a row set aside, and let go those whose row an operator wants to be tried again."""

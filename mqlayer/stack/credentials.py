@@ -31,6 +31,8 @@ NODE_ROLES: Final[dict[ProcessKind, tuple[RedisRole, ...]]] = {
     "consumer": (RedisRole.CONSUMER,),
 }
 """What the processes of a stack may do on its nodes; the owner's user is the one that nodes are made with."""
+POSTGRES_ROLES: Final[tuple[ProcessKind, ...]] = ("relay", "worker")
+"""Those that have a role of their own in Postgres, which is no superuser."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +88,11 @@ class StackCredentials:
     def load_or_make(cls, directory: Path) -> Self:
         """Return what the directory holds; make and keep new passwords where it holds none."""
         found = cls.load(directory)
-        if {"owner", *NODE_ROLES} <= found.kinds.keys():
-            return found
         owner = found.kinds.get("owner") or _random_logins()
-        made = cls({"owner": owner, **{kind: _of_kind(owner, kind) for kind in NODE_ROLES}, **found.kinds})
+        own = {kind: _of_kind(owner, kind) for kind in NODE_ROLES} | found.kinds
+        made = cls({"owner": owner, **{kind: _with_role(kind, logins) for kind, logins in own.items()}})
+        if made == found:
+            return found
         write_closed(directory / FILE_NAME, msgspec.json.format(msgspec.json.encode(made)))
         return made
 
@@ -101,6 +104,13 @@ class StackCredentials:
 def _of_kind(owner: Logins, kind: ProcessKind) -> Logins:
     """Return the logins of a kind of process: a user of its own on the nodes."""
     return replace(owner, node=Login(f"mqlayer-{kind}", secrets.token_urlsafe(PASSWORD_BYTES)))
+
+
+def _with_role(kind: ProcessKind, logins: Logins) -> Logins:
+    """Return the logins of a kind of process with a role of its own in Postgres, where it is to have one."""
+    if kind not in POSTGRES_ROLES or logins.postgres.user != SUPERUSER:
+        return logins
+    return replace(logins, postgres=Login(f"mqlayer_{kind}", secrets.token_urlsafe(PASSWORD_BYTES)))
 
 
 def _random_logins() -> Logins:

@@ -29,6 +29,7 @@ from mqlayer.errors import InvalidInput, StoreUnavailable
 from mqlayer.postgres.addresses import address_of
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
+from mqlayer.postgres.rights import SCHEMAS, Right, ensure_login, give
 from mqlayer.redis.access import acting_as
 from mqlayer.redis.addresses import shown_broker_url, shown_url
 from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
@@ -51,6 +52,8 @@ LOCK: Final = "lock"
 ENVIRONMENT: Final = "env"
 DATABASE: Final = "mqlayer"
 DEFAULT_KEY_PREFIX: Final = "mq"
+
+RIGHTS: Final[dict[ProcessKind, Right]] = {"relay": Right.RELAY, "worker": Right.WORK}
 
 State = Literal["running", "stopped", "not reached"]
 Component = AnyPostgres | AnyRedis | BackgroundProcess
@@ -98,6 +101,7 @@ class Stack:
         with self._locked():
             addresses = self._start_servers()
             migrate(addresses.dsn)
+            self._make_roles(addresses.dsn)
             with acting_as(addresses.node_access):
                 self._give_users(addresses)
                 self._register_nodes(addresses)
@@ -159,6 +163,17 @@ class Stack:
         StackContents(addresses, given=given.names(nodes)).save(self.directory)
         write_closed(self.environment_file, addresses.exports().encode())
         return addresses
+
+    def _make_roles(self, dsn: str) -> None:
+        """Let relay and worker log in to our own Postgres as roles that have their one right each."""
+        contents = StackContents.load(self.directory)
+        if contents is None or "postgres" in contents.given:
+            return
+        for kind, right in RIGHTS.items():
+            login = self._credentials.of(kind).postgres
+            ensure_login(dsn, login.user, login.password)
+            for schema in SCHEMAS:
+                give(dsn, schema, login.user, right)
 
     @property
     def _credentials(self) -> StackCredentials:

@@ -199,7 +199,19 @@ def attach_topics(database: Database, application: Database) -> int:
                 _attach(application, topic.topic_id, topic.name, topic.body_limit)
             except Conflict as error:
                 log.error("topic_not_attached", extra={"topic": topic.name, "reason": str(error)})
+    attach_groups(database, application)
     return len(ready)
+
+
+def attach_groups(database: Database, application: Database) -> None:
+    """Let an application database know the groups by name: who may consume one is said by its name. Idempotent."""
+    with database.connection() as connection:
+        groups = dict(connection.execute(query("groups_named")).fetchall())
+    with application.connection() as connection:
+        known = dict(connection.execute(query("known_groups")).fetchall())
+        if new := {group: scope for group, scope in groups.items() if known.get(group) != scope}:
+            facts = {"group_ids": list(new), "scopes": list(new.values())}
+            connection.execute(query("known_groups_put"), facts)
 
 
 def _check_same(name: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -318,8 +318,8 @@ SELECT released, next_s FROM mqlayer_app.delayed_release_v1(%(limit)s, %(wait_ms
 
 -- name: delayed_list
 -- Delayed messages, the next ones first, for people.
-SELECT d.delayed_id, t.name AS topic, d.key, d.lp, d.due_at, d.created_at, octet_length(d.body) AS size
-FROM mqlayer_app.delayed d LEFT JOIN mqlayer_app.topic t USING (topic_id)
+SELECT d.delayed_id, t.name AS topic, d.key, d.lp, d.due_at, d.created_at, d.body_size AS size
+FROM mqlayer_app.delayed_fact d LEFT JOIN mqlayer_app.topic t USING (topic_id)
 WHERE %(topic)s::text IS NULL OR t.name = %(topic)s ORDER BY d.due_at, d.delayed_id LIMIT %(limit)s;
 
 -- name: delayed_drop
@@ -353,3 +353,17 @@ SELECT mqlayer_app.fence_raise_v1(%(group_id)s, %(lp_from)s::smallint, %(lp_to)s
 -- name: fence_clean
 -- Forget applied seqs beyond the redelivery horizon.
 SELECT mqlayer_app.fence_clean_v1(make_interval(secs => %(horizon_s)s), %(limit)s);
+
+-- name: application_right_held
+-- Who calls, and whether it has a right for a scope, or this or one of the others without limits.
+SELECT mqlayer_app.caller_v1(), mqlayer_app.has_for_v1(%(right)s, %(scope)s) OR mqlayer_app.has_v1(VARIADIC %(others)s::text[]);
+
+-- name: known_groups
+-- The groups whose names this database knows.
+SELECT group_id, scope FROM mqlayer_app.known_group;
+
+-- name: known_groups_put
+-- Groups, each as TOPIC/GROUP.
+INSERT INTO mqlayer_app.known_group (group_id, scope)
+SELECT * FROM unnest(%(group_ids)s::int[], %(scopes)s::text[])
+ON CONFLICT (group_id) DO UPDATE SET scope = excluded.scope;

@@ -296,3 +296,13 @@ FROM (SELECT %(own)s::pg_catalog.bool OR p.pid OPERATOR(pg_catalog.=) %(pid)s::p
       FROM (SELECT pg_catalog.pg_backend_pid() AS pid) AS p) AS known,
      unnest(%(names)s::pg_catalog.text[], %(wanted)s::pg_catalog.text[]) WITH ORDINALITY AS s (name, wanted, place)
 GROUP BY known.own, known.pid;
+
+-- name: right_held
+-- Who calls, and whether it has a right for a scope, or this or one of the others without limits.
+SELECT mqlayer.caller_v1(), mqlayer.has_for_v1(%(right)s, %(scope)s) OR mqlayer.has_v1(VARIADIC %(others)s::text[]);
+
+-- name: groups_named
+-- Every group as TOPIC/GROUP; an instance of a broadcast group as that group.
+SELECT g.group_id, t.name || '/' || coalesce(b.name, g.name)
+FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+LEFT JOIN mqlayer.consumer_group b ON b.group_id = g.broadcast_of;

@@ -98,12 +98,12 @@ SELECT e.name, e.entity, e.version + 1 AS missing, h.first_held, e.held_messages
        date_part('epoch', clock_timestamp() - e.missing_since) AS missing_s,
        e.missing_since + make_interval(secs => e.gap_s) <= clock_timestamp() AS overdue, e.released
 FROM mqlayer_app.entity_version e
-CROSS JOIN LATERAL (SELECT min(v.version) AS first_held FROM mqlayer_app.held_version v
+CROSS JOIN LATERAL (SELECT min(v.version) AS first_held FROM mqlayer_app.held_version_fact v
                     WHERE v.name = e.name AND v.entity = e.entity) AS h
 WHERE e.alarm_at IS NOT NULL AND (%(name)s::text IS NULL OR e.name = %(name)s)
 ORDER BY e.missing_since LIMIT %(limit)s;
 
 -- name: held_versions
 -- What is held of an entity.
-SELECT version, origin, octet_length(body) + octet_length(headers), held_at FROM mqlayer_app.held_version
+SELECT version, origin, size, held_at FROM mqlayer_app.held_version_fact
 WHERE name = %(name)s AND entity = %(entity)s ORDER BY version;

@@ -31,7 +31,7 @@ WITH page AS (
       AND (%(until)s::timestamptz IS NULL OR k.parked_at < %(until)s)
       AND (NOT %(waiting)s::boolean OR k.due_at IS NULL OR k.paused_at IS NOT NULL)
       AND (%(error)s::text IS NULL OR EXISTS (
-          SELECT FROM mqlayer.parked_message m JOIN mqlayer.failed_attempt f USING (group_id, lp, source, seq)
+          SELECT FROM mqlayer.parked_fact m JOIN mqlayer.failed_attempt f USING (group_id, lp, source, seq)
           WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name
             AND strpos(lower(f.error), lower(%(error)s)) > 0))
     ORDER BY k.group_id, k.lp, k.name LIMIT %(limit)s
@@ -42,19 +42,19 @@ SELECT p.group_id, p.topic, p.group_name, p.lp, p.name, p.cause, CASE WHEN p.pau
 FROM page p
 CROSS JOIN LATERAL (
     SELECT count(*) AS messages,
-           coalesce(sum(octet_length(m.body) + octet_length(m.key) + octet_length(m.m)), 0)::bigint AS bytes
-    FROM mqlayer.parked_message m WHERE m.group_id = p.group_id AND m.lp = p.lp AND m.name = p.name) AS n
+           coalesce(sum(m.body_size + octet_length(m.key) + m.m_size), 0)::bigint AS bytes
+    FROM mqlayer.parked_fact m WHERE m.group_id = p.group_id AND m.lp = p.lp AND m.name = p.name) AS n
 LEFT JOIN LATERAL (
-    SELECT m.source, m.seq, m.key FROM mqlayer.parked_message m
+    SELECT m.source, m.seq, m.key FROM mqlayer.parked_fact m
     WHERE m.group_id = p.group_id AND m.lp = p.lp AND m.name = p.name ORDER BY m.place, m.seq LIMIT 1) AS h ON true
 ORDER BY p.group_id, p.lp, p.name;
 
 -- name: parked_line
 -- A parked key's messages without their bodies, in the order in which they are handled, behind a place in it.
-SELECT m.place, m.source, m.seq, m.partition_id, m.log_offset, m.key, m.m, octet_length(m.body), m.redriven,
+SELECT m.place, m.source, m.seq, m.partition_id, m.log_offset, m.key, m.m, m.body_size, m.redriven,
        (SELECT count(*) FROM mqlayer.failed_attempt f
         WHERE f.group_id = m.group_id AND f.lp = m.lp AND f.source = m.source AND f.seq = m.seq) AS attempts
-FROM mqlayer.parked_message m
+FROM mqlayer.parked_fact m
 WHERE m.group_id = %(group_id)s AND m.lp = %(lp)s AND m.name = %(name)s
   AND (m.place, m.seq) > (%(after_place)s::bigint, %(after_seq)s::bigint)
 ORDER BY m.place, m.seq LIMIT %(limit)s;
@@ -74,19 +74,19 @@ WHERE m.group_id = %(group_id)s AND m.lp = %(lp)s AND m.source = %(source)s AND 
 -- name: dead_list
 -- Dead messages without their bodies, those that died last first, from behind one of them on.
 SELECT d.dead_id, t.name AS topic, g.name AS group_name, d.lp, d.source, d.seq, d.partition_id, d.log_offset, d.key,
-       octet_length(d.body) AS bytes, d.cause, d.reason, d.attempts, d.actor, d.died_at, d.redriven_at
-FROM mqlayer.dead_message d JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+       d.body_size AS bytes, d.cause, d.reason, d.attempts, d.actor, d.died_at, d.redriven_at
+FROM mqlayer.dead_fact d JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NULL OR g.name = %(group)s)
   AND (%(redriven)s::boolean OR d.redriven_at IS NULL)
   AND {dead_fits}
   AND (%(after)s::bigint IS NULL OR (d.died_at, d.dead_id) < (
-      SELECT a.died_at, a.dead_id FROM mqlayer.dead_message a WHERE a.dead_id = %(after)s))
+      SELECT a.died_at, a.dead_id FROM mqlayer.dead_fact a WHERE a.dead_id = %(after)s))
 ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(limit)s;
 
 -- name: dead_count
 -- How many dead messages of a group a redrive would find, and how many of them have no body.
-SELECT count(*), count(*) FILTER (WHERE d.body IS NULL)
-FROM mqlayer.dead_message d
+SELECT count(*), count(*) FILTER (WHERE d.body_size IS NULL)
+FROM mqlayer.dead_fact d
 WHERE d.group_id = %(group_id)s AND d.redriven_at IS NULL
   AND (%(dead_ids)s::bigint[] IS NULL OR d.dead_id = ANY(%(dead_ids)s::bigint[]))
   AND {dead_fits};

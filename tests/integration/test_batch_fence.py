@@ -18,6 +18,8 @@ from mqlayer.postgres.queries import query
 from tests.fixtures.consuming import Stage, member_of
 from tests.fixtures.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("as_consumer")
+
 SINK = "CREATE TABLE sink (place bigserial PRIMARY KEY, key text, value int)"
 KINDS = ["distinct", "key"]
 

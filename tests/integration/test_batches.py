@@ -19,6 +19,8 @@ from tests.fixtures.consuming import Stage, member_of
 from tests.fixtures.failing import Failing
 from tests.fixtures.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("as_consumer")
+
 DISTINCT = BatchOf("distinct", limit=50)
 OF_KEY = BatchOf("key", limit=20)
 

@@ -41,7 +41,7 @@ def test_a_role_that_was_granted_publishes(world: OutboxWorld, run: Commands) ->
     world.rows("DROP ROLE IF EXISTS cli_publisher")
     world.rows("CREATE ROLE cli_publisher LOGIN")
     try:
-        assert "cli_publisher may publish" in run.text("migrate", "--grant-to", "cli_publisher")
+        assert "cli_publisher may publish" in run.text("grant", "publish", "cli_publisher")
         with psycopg.connect(make_conninfo(world.dsn, user="cli_publisher")) as connection:
             connection.execute("SELECT mqlayer_app.publish_v1('orders', 'a', 'b')")
     finally:

@@ -14,8 +14,8 @@ import pytest
 
 from examples.bank import effects
 from examples.bank.figures import Figures, Verdict
-from examples.bank.stage import ROLE
-from mqlayer.postgres.migrations import grant
+from examples.bank.stage import PROCESS_ROLES, ROLE
+from tests.fixtures.roles import grant_application
 
 SCHEMA = Path(effects.__file__).with_name("schema.sql")
 
@@ -40,17 +40,19 @@ def bank(database_dsn: str) -> Iterator[Connection]:
     """A bank of two accounts and one branch with four transactions, three on the first account."""
     with psycopg.connect(database_dsn, autocommit=True) as connection:
         # Roles belong to the whole server, which other tests may use at the same time.
-        with suppress(psycopg.errors.DuplicateObject):
-            connection.execute(f"CREATE ROLE {ROLE}")
-        grant(database_dsn, ROLE)
+        for role in (ROLE, *PROCESS_ROLES):
+            with suppress(psycopg.errors.DuplicateObject):
+                connection.execute(f"CREATE ROLE {role}")
+        grant_application(database_dsn, ROLE)
         connection.execute(TABLES)
         connection.execute(SCHEMA.read_bytes())
         for account, delta in ((1, 50), (1, -20), (2, 7), (1, 5)):
             transfer(connection, account, delta)
         yield connection
-        connection.execute(f"DROP OWNED BY {ROLE}")
-        with suppress(psycopg.errors.DependentObjectsStillExist, psycopg.errors.UndefinedObject):
-            connection.execute(f"DROP ROLE {ROLE}")
+        for role in (ROLE, *PROCESS_ROLES):
+            connection.execute(f"DROP OWNED BY {role}")
+            with suppress(psycopg.errors.DependentObjectsStillExist, psycopg.errors.UndefinedObject):
+                connection.execute(f"DROP ROLE {role}")
 
 
 @pytest.fixture

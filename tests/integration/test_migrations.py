@@ -16,9 +16,10 @@ import mqlayer
 from mqlayer import failpoints
 from mqlayer.errors import SchemaMismatch, StoreUnavailable
 from mqlayer.postgres.database import Database, connect
-from mqlayer.postgres.migrations import SCHEMAS, check_schema, grant, latest, migrate, migrations, script
+from mqlayer.postgres.migrations import SCHEMAS, check_schema, latest, migrate, migrations, script
 from mqlayer.postgres.queries import queries, query
 from tests.fixtures.forking import run_python
+from tests.fixtures.roles import grant_application
 
 ROLE = "mqlayer_test_application"
 
@@ -118,11 +119,11 @@ def test_migrations_are_numbered_without_holes_and_named_by_kind(schema: str) ->
 
 @pytest.fixture
 def as_application(database_dsn: str) -> Iterator[psycopg.Connection]:
-    """A connection of a role that got what `mqlayer migrate --grant-to` gives, and nothing else."""
+    """A connection of a role that got the rights to publish and to consume, and nothing else."""
     with connect(database_dsn) as owner:
         owner.execute(f"DROP ROLE IF EXISTS {ROLE}")
         owner.execute(f"CREATE ROLE {ROLE}")
-        grant(database_dsn, ROLE)
+        grant_application(database_dsn, ROLE)
         owner.execute(query("outbox_topic_put"), {"topic_id": 1, "name": "orders", "body_limit": 100})
         owner.execute(query("outbox_counters_put"), {"topic_id": 1})
         with closing(psycopg.connect(database_dsn, autocommit=True)) as connection:

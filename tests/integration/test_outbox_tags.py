@@ -17,9 +17,9 @@ from mqlayer import outbox
 from mqlayer.domain.tags import tags_text
 from mqlayer.errors import InvalidInput, ReservedHeader
 from mqlayer.postgres.database import translate
-from mqlayer.postgres.migrations import grant
 from mqlayer.relay import relay_once
 from tests.fixtures.consuming import Recorder, Stage
+from tests.fixtures.roles import grant_application
 
 ROLE = "shop_of_tag_tests"
 TAGS = ("vip", "eu")
@@ -160,7 +160,7 @@ def test_a_role_that_may_publish_may_make_tags(outbox_dsn: str) -> None:
     with psycopg.connect(outbox_dsn, autocommit=True) as owner:
         if not owner.execute("SELECT FROM pg_roles WHERE rolname = %s", (ROLE,)).rowcount:
             owner.execute(sql.SQL("CREATE ROLE {} LOGIN").format(role))
-        grant(outbox_dsn, ROLE)
+        grant_application(outbox_dsn, ROLE)
         with psycopg.connect(make_conninfo(outbox_dsn, user=ROLE)) as shop:
             shop.execute("SELECT mqlayer_app.publish_v1('orders', 'k', '1', mqlayer_app.tags_v1('eu'))")
             outbox.publish(shop, "orders", key="k", body=b"2", tags=["eu"])

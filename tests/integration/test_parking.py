@@ -18,6 +18,8 @@ from mqlayer.parking import KeyEntry, KeyRef, Ledger, Page, Turn
 from tests.fixtures.consuming import Recorder, Stage, member_of
 from tests.fixtures.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("as_consumer")
+
 LATER_S = 3600.0
 
 

@@ -16,6 +16,7 @@ from mqlayer.domain.jobs import JOBS, Job
 from mqlayer.errors import NodeNotArmed
 from mqlayer.membership.groups import GroupSettings, ensure_group
 from mqlayer.postgres.database import Database
+from mqlayer.postgres.rights import Right
 from mqlayer.redis.keys import partition_keys
 from mqlayer.relay import relay_once
 from mqlayer.routes.cache import RouteCache, load_route
@@ -71,7 +72,7 @@ def test_every_job_is_scheduled_and_has_a_task() -> None:
 @pytest.fixture
 def world(database_dsn: str, redis_url: str, key_prefix: str, use_stores: UseStores) -> OutboxWorld:
     """A topic of two partitions; tasks that are called in this process work on it."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url], right=Right.WORK)
     world.add_topic("orders", partitions=2)
     use_stores(world.environment())
     return world

@@ -16,6 +16,7 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.errors import ConfigurationRefused, InvalidInput, SchemaMismatch
 from mqlayer.outbox import adopt, list_aside, renew, retry_aside
 from mqlayer.postgres.database import Database
+from mqlayer.postgres.rights import Right
 from mqlayer.relay import RelayLimits, relay_once
 from mqlayer.relay.lanes import plan
 from mqlayer.relay.leases import LpSets
@@ -27,7 +28,7 @@ from tests.proof.outbox_world import QUICK, OutboxWorld
 @pytest.fixture
 def world(database_dsn: str, redis_url: str, key_prefix: str) -> OutboxWorld:
     """One node, one topic of four partitions."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+    world = OutboxWorld(database_dsn, key_prefix, [redis_url], right=Right.RELAY)
     world.add_topic("orders", partitions=4)
     return world
 

@@ -17,6 +17,8 @@ from tests.fixtures.consuming import Recorder, Stage
 from tests.fixtures.sharing import due, pending, share, shared_member
 from tests.fixtures.waiting import wait_until, within
 
+pytestmark = pytest.mark.usefixtures("as_consumer")
+
 
 def test_members_share_one_partition_and_each_message_is_handled_once(every_stage: Stage) -> None:
     """More members than partitions help: all of them get something, of the same partition too."""

@@ -16,11 +16,13 @@ import redis
 from pydantic import SecretStr
 
 from mqlayer.postgres.database import Database
+from mqlayer.postgres.rights import Right
 from mqlayer.redis.keys import PartitionKeys, partition_keys
 from mqlayer.relay import Relay, RelayLimits, relay_once
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
 from tests.fixtures.forking import Process, start_python
+from tests.fixtures.roles import role_dsn
 from tests.fixtures.waiting import wait_until
 from tests.proof.history import Append
 from tests.proof.streams import read_partition
@@ -46,6 +48,8 @@ class OutboxWorld:
     app_dsn: str | None = None
     control_dsn: str | None = None
     """Other ways to the same database, such as through a proxy."""
+    right: Right | None = None
+    """The one right of the Postgres role that its processes log in as; None: they are superusers."""
 
     def __post_init__(self) -> None:
         with Database(self.dsn) as database:
@@ -61,11 +65,14 @@ class OutboxWorld:
     def settings(self, **changes: Any) -> Settings:
         """Return the settings of a relay of this world."""
         return Settings(
-            dsn=SecretStr(self.control_dsn or self.dsn),
-            app_dsn=SecretStr(self.app_dsn or self.dsn),
+            dsn=SecretStr(self._as_process(self.control_dsn or self.dsn)),
+            app_dsn=SecretStr(self._as_process(self.app_dsn or self.dsn)),
             key_prefix=self.key_prefix,
             **({"lease_s": LEASE_S} | changes),
         )
+
+    def _as_process(self, dsn: str) -> str:
+        return role_dsn(dsn, self.right, made_at=self.dsn) if self.right else dsn
 
     def publish(self, count: int, *, topic: str = "orders", keys: int = 20, tag: str = "m") -> None:
         """Publish messages of a few keys, one transaction each."""
@@ -182,8 +189,8 @@ class OutboxWorld:
         """Return the environment of a process of this world."""
         return {
             **os.environ,
-            "MQLAYER_DSN": self.control_dsn or self.dsn,
-            "MQLAYER_APP_DSN": self.app_dsn or self.dsn,
+            "MQLAYER_DSN": self._as_process(self.control_dsn or self.dsn),
+            "MQLAYER_APP_DSN": self._as_process(self.app_dsn or self.dsn),
             "MQLAYER_KEY_PREFIX": self.key_prefix,
             "MQLAYER_LEASE_S": str(LEASE_S),
             "MQLAYER_FAILPOINTS": failpoints,

@@ -1,0 +1,102 @@
+"""`grant`, `revoke` and `grants`: rights of Postgres roles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from psycopg.sql import Composed
+
+from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.showing import say
+from mqlayer.errors import InvalidInput
+from mqlayer.postgres import rights
+from mqlayer.postgres.rights import Right, SchemaName
+from mqlayer.settings import Settings
+
+Topics = Annotated[list[str], typer.Option("--topic", metavar="TOPIC", help="publish: only to this topic; repeat it.")]
+Groups = Annotated[
+    list[str], typer.Option("--group", metavar="TOPIC/GROUP", help="consume: only this group; repeat it.")
+]
+AsSql = Annotated[bool, typer.Option("--sql", help="Print the SQL for a database administrator; run nothing.")]
+SCHEMAS: Final[tuple[SchemaName, ...]] = ("control", "application")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Put the commands into the application."""
+    app.command()(grant)
+    app.command()(revoke)
+    app.command()(grants)
+
+
+def grant(
+    right: Right,
+    role: Annotated[str, typer.Argument(help="A Postgres role.")],
+    topics: Topics = [],  # noqa: B006
+    groups: Groups = [],  # noqa: B006
+    password_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Make the role where it is not there; let it log in with this password."),
+    ] = None,
+    sql: AsSql = False,
+) -> None:
+    """Give a role a right in both schemas, each in its database. See docs/security.md for the rights."""
+    scopes = rights.scopes_of(right, topics, groups)
+    if sql:
+        _print(statement for schema in SCHEMAS for statement in rights.given(None, schema, role, right, scopes))
+        return
+    settings = settings_here()
+    for schema in SCHEMAS:
+        if password_file is not None:
+            rights.ensure_login(_dsn(settings, schema), role, _password(password_file))
+        rights.give(_dsn(settings, schema), schema, role, right, scopes)
+    say(f"{role} may {_shown(right, scopes)}")
+
+
+def revoke(
+    right: Right,
+    role: Annotated[str, typer.Argument(help="A Postgres role.")],
+    topics: Topics = [],  # noqa: B006
+    groups: Groups = [],  # noqa: B006
+    sql: AsSql = False,
+) -> None:
+    """Take a right of a role back: all of it, or only these topics or groups. What its other rights need stays."""
+    scopes = rights.scopes_of(right, topics, groups)
+    if sql:
+        _print(statement for schema in SCHEMAS for statement in rights.taken(None, schema, role, right, scopes))
+        return
+    settings = settings_here()
+    for schema in SCHEMAS:
+        rights.take(_dsn(settings, schema), schema, role, right, scopes)
+    say(f"{role} may no longer {_shown(right, scopes)}")
+
+
+def grants() -> None:
+    """List who was given which right, and for what."""
+    settings = settings_here()
+    for one in sorted(
+        {found for schema in SCHEMAS for found in rights.grants(_dsn(settings, schema), schema)}, key=str
+    ):
+        say("\t".join((one.role, one.right, one.scope or "*")))
+
+
+def _shown(right: Right, scopes: tuple[str, ...]) -> str:
+    return " ".join((right, ", ".join(scope for scope in scopes if scope))).strip()
+
+
+def _password(path: Path) -> str:
+    password = path.read_text(encoding="utf-8").strip()
+    if not password:
+        raise InvalidInput(f"{path} is empty: it is to hold the role's password")
+    return password
+
+
+def _print(statements: Iterator[Composed]) -> None:
+    for statement in statements:
+        say(f"{statement.as_string(None)};")
+
+
+def _dsn(settings: Settings, schema: SchemaName) -> str:
+    return settings.control_dsn() if schema == "control" else settings.application_dsn()

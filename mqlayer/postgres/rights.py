@@ -1,0 +1,275 @@
+"""Rights of Postgres roles: what comes with each, and to give, take back and list them.
+
+What a right allows is in `sql/rights/<right>.sql`: the privileges on schemas, tables, columns, sequences and functions.
+Who has it, and for which topics or groups, is in the table `granted` of each schema. Policies and functions read it,
+and after a migration its roles get what the migration added. A privilege stays with a role for as long as one of its
+rights needs it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any, Final, Literal, LiteralString
+
+import psycopg
+from psycopg import errors as pg_errors
+from psycopg import sql
+
+from mqlayer.domain.names import check_name
+from mqlayer.errors import InvalidInput, NotFound, PermissionDenied
+from mqlayer.postgres.database import Connection, address_of, connect, driver_errors
+from mqlayer.postgres.queries import query
+from mqlayer.resources import sql_source
+
+SchemaName = Literal["control", "application"]
+SCHEMAS: Final[dict[SchemaName, str]] = {"control": "mqlayer", "application": "mqlayer_app"}
+
+
+class Right(StrEnum):
+    """What a role may do. Rights add up; give each process a role of its own."""
+
+    PUBLISH = "publish"
+    CONSUME = "consume"
+    RELAY = "relay"
+    WORK = "work"
+    LOOK = "look"
+    ANALYZE = "analyze"
+    OPERATE = "operate"
+    MIGRATE = "migrate"
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A right that a role has. `scope`: a topic, or TOPIC/GROUP; empty where it holds for all."""
+
+    role: str
+    right: Right
+    scope: str = ""
+
+
+_STATEMENT: Final = re.compile(
+    r"GRANT\s+([^;]+?)\s+ON\s+((?:SCHEMA |FUNCTION |SEQUENCE )?([a-z_]+)(?:\.(\w+))?)\s+TO\s+\{role\};"
+)
+_SCHEMA_OF: Final[dict[str, SchemaName]] = {
+    "mqlayer": "control",
+    "mqlayer_archive": "control",
+    "mqlayer_app": "application",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Privilege:
+    """One statement of a right: `privileges` on `target`, as SQL has them."""
+
+    schema: SchemaName
+    name: str
+    privileges: str
+    target: str
+
+
+@cache
+def privileges(right: Right) -> tuple[Privilege, ...]:
+    """Return what comes with a right; nothing for `migrate`, which is to be a member of the owner."""
+    if right is Right.MIGRATE:
+        return ()
+    found = _STATEMENT.findall(sql_source(f"rights/{right}.sql"))
+    return tuple(
+        Privilege(_SCHEMA_OF[namespace], name, " ".join(allowed.split()), target)
+        for allowed, target, namespace, name in found
+    )
+
+
+def scopes_of(right: Right, topics: Sequence[str], groups: Sequence[str]) -> tuple[str, ...]:
+    """Return what a right is limited to; one empty scope for no limit. Raises InvalidInput for what can't be."""
+    if topics and right is not Right.PUBLISH:
+        raise InvalidInput(f"{right} can't be limited to topics: only publish can")
+    if groups and right is not Right.CONSUME:
+        raise InvalidInput(f"{right} can't be limited to groups: only consume can")
+    for topic in topics:
+        check_name("topic", topic)
+    for group in groups:
+        topic, found, name = group.partition("/")
+        if not found:
+            raise InvalidInput(f"{group!r} names no group: give TOPIC/GROUP")
+        check_name("topic", topic)
+        check_name("group", name)
+    return tuple(topics) or tuple(groups) or ("",)
+
+
+def give(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Iterable[str] = ("",)) -> None:
+    """Give a right to a role that is there, in one transaction; again changes nothing. Raises NotFound."""
+    with _transaction(dsn, "mqlayer grant") as connection:
+        _check_role(connection, role)
+        for statement in given(connection, schema, role, right, scopes):
+            connection.execute(statement)
+
+
+def take(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Iterable[str] = ("",)) -> None:
+    """Take a right back, in one transaction: all of it for the empty scope, else these topics or groups."""
+    with _transaction(dsn, "mqlayer revoke") as connection:
+        _check_role(connection, role)
+        for statement in taken(connection, schema, role, right, scopes):
+            connection.execute(statement)
+        for statement in _all_of(schema, role, _rows(connection, schema, role)):
+            connection.execute(statement)
+
+
+def given(
+    connection: Connection | None, schema: SchemaName, role: str, right: Right, scopes: Iterable[str]
+) -> list[sql.Composed]:
+    """Return the statements that give a right. Without a connection the owner is the default one."""
+    if right is Right.MIGRATE:
+        return [sql.SQL("GRANT {} TO {}").format(_owner(connection, schema), sql.Identifier(role))]
+    scopes = tuple(scopes)
+    put = "INSERT INTO {} (role, privilege, scope) VALUES ({}::regrole, {}, {}) ON CONFLICT DO NOTHING"
+    rows = [sql.SQL(put).format(*_row(schema, role, right, scope)) for scope in scopes]
+    return _privileges(schema, role, right, limited="" not in scopes) + rows
+
+
+def taken(
+    connection: Connection | None, schema: SchemaName, role: str, right: Right, scopes: Iterable[str]
+) -> list[sql.Composed]:
+    """Return the statements that take a right back. Other rights of the role are to be given again after them."""
+    if right is Right.MIGRATE:
+        return [sql.SQL("REVOKE {} FROM {}").format(_owner(connection, schema), sql.Identifier(role))]
+    drop = "DELETE FROM {} WHERE role = {}::regrole AND privilege = {} AND {} IN ('', scope)"
+    rows = [sql.SQL(drop).format(*_row(schema, role, right, scope)) for scope in scopes]
+    return rows + [_spelled("REVOKE {} ON {} FROM {}", p, role) for p in privileges(right) if p.schema == schema]
+
+
+def grants(dsn: str, schema: SchemaName) -> list[Grant]:
+    """Return who was given what, members of the owner included, by role."""
+    with connect(dsn) as connection, driver_errors(address_of(dsn)):
+        rows = connection.execute(sql.SQL(_LISTED).format(_table(schema))).fetchall()
+        members = connection.execute(_MEMBERS, {"schema": SCHEMAS[schema]}).fetchall()
+    found = [Grant(role, Right(privilege), scope) for role, privilege, scope in rows]
+    found += [Grant(role, Right.MIGRATE) for (role,) in members]
+    return sorted(found, key=lambda grant: (grant.role, grant.right, grant.scope))
+
+
+def renew(connection: Connection, schema: SchemaName) -> None:
+    """Give every right once more, with what migrations added to it; forget roles that are gone."""
+    connection.execute(
+        sql.SQL("DELETE FROM {} g WHERE NOT EXISTS (SELECT FROM pg_catalog.pg_roles r WHERE r.oid = g.role)").format(
+            _table(schema)
+        )
+    )
+    rows = connection.execute(sql.SQL(_LISTED).format(_table(schema))).fetchall()
+    for role in {row[0] for row in rows}:
+        for statement in _all_of(schema, role, [(right, scope) for name, right, scope in rows if name == role]):
+            connection.execute(statement)
+
+
+def require(connection: Connection, schema: SchemaName, right: Right, scope: str = "", *others: Right) -> None:
+    """Raise PermissionDenied, with the command that helps, unless the role of a connection has a right.
+
+    For a scope, or for all; one of the others will do as well.
+    """
+    name = "right_held" if schema == "control" else "application_right_held"
+    facts = {"right": right, "scope": scope, "others": list(others)}
+    try:
+        row = connection.execute(query(name), facts).fetchone()
+    except pg_errors.InsufficientPrivilege as error:
+        raise _denied(connection, connection.info.user, right, scope) from error
+    if row is None or not row[1]:
+        raise _denied(connection, connection.info.user if row is None else row[0], right, scope)
+
+
+def _denied(connection: Connection, role: str, right: Right, scope: str) -> PermissionDenied:
+    limit = "" if not scope else f" --group {scope}" if "/" in scope else f" --topic {scope}"
+    address = f"postgres at {connection.info.host}:{connection.info.port}/{connection.info.dbname}"
+    reason = f"role {role!r} lacks the right to {f'{right} {scope}'.strip()}"
+    return PermissionDenied(address, reason, f"mqlayer grant {right} {role}{limit}")
+
+
+def ensure_login(dsn: str, role: str, password: str) -> bool:
+    """Make a role that may log in with this password, or give it the password; say whether it is new.
+
+    The server gets the password's hash only, so none of its logs has it.
+    """
+    with connect(dsn, application="mqlayer grant") as connection, driver_errors(address_of(dsn)):
+        secret = connection.pgconn.encrypt_password(password.encode(), role.encode(), b"scram-sha-256").decode()
+        there = connection.execute("SELECT 1 FROM pg_catalog.pg_roles WHERE rolname = %s", (role,)).fetchone()
+        statement = sql.SQL("ALTER ROLE {} LOGIN PASSWORD {}" if there else "CREATE ROLE {} LOGIN PASSWORD {}")
+        connection.execute(statement.format(sql.Identifier(role), sql.Literal(secret)))
+    return not there
+
+
+_LISTED: Final = "SELECT r.rolname, g.privilege, g.scope FROM {} g JOIN pg_catalog.pg_roles r ON r.oid = g.role"
+_MEMBERS: Final = """
+    SELECT r.rolname FROM pg_catalog.pg_namespace n JOIN pg_catalog.pg_auth_members m ON m.roleid = n.nspowner
+    JOIN pg_catalog.pg_roles r ON r.oid = m.member WHERE n.nspname = %(schema)s"""
+_OWNER: Final = """
+    SELECT r.rolname FROM pg_catalog.pg_namespace n JOIN pg_catalog.pg_roles r ON r.oid = n.nspowner
+    WHERE n.nspname = %s"""
+_DEFAULT_OWNER: Final = "mqlayer_owner"
+
+
+@contextmanager
+def _transaction(dsn: str, application: str) -> Iterator[Connection]:
+    with (
+        connect(dsn, application=application) as connection,
+        driver_errors(address_of(dsn)),
+        connection.transaction(),
+    ):
+        yield connection
+
+
+def _table(schema: SchemaName) -> sql.Identifier:
+    return sql.Identifier(SCHEMAS[schema], "granted")
+
+
+def _row(schema: SchemaName, role: str, right: Right, scope: str) -> tuple[sql.Composable, ...]:
+    # A literal of a regrole is read as a name is, so it is quoted as one.
+    quoted = '"' + role.replace('"', '""') + '"'
+    return _table(schema), sql.Literal(quoted), sql.Literal(str(right)), sql.Literal(scope)
+
+
+def _privileges(schema: SchemaName, role: str, right: Right, *, limited: bool) -> list[sql.Composed]:
+    """Return the GRANTs of a right. Publishing to named topics is by the outbox only: a Redis user knows no topics."""
+    given_for_all = ("publish_any", "consume_any") if limited else ()
+    if right is Right.PUBLISH and limited and schema == "control":
+        return []
+    return [
+        _spelled("GRANT {} ON {} TO {}", privilege, role)
+        for privilege in privileges(right)
+        if privilege.schema == schema and privilege.name not in given_for_all
+    ]
+
+
+def _spelled(pattern: LiteralString, privilege: Privilege, role: str) -> sql.Composed:
+    # The words come from a file of this package, never from data.
+    words: tuple[Any, Any] = (privilege.privileges, privilege.target)
+    return sql.SQL(pattern).format(*(sql.SQL(word) for word in words), sql.Identifier(role))
+
+
+def _all_of(schema: SchemaName, role: str, rows: Iterable[tuple[str, str]]) -> list[sql.Composed]:
+    """Return the GRANTs of all rights of a role."""
+    limits: dict[Right, list[str]] = {}
+    for right, scope in rows:
+        limits.setdefault(Right(right), []).append(scope)
+    return [
+        statement
+        for right, scopes in limits.items()
+        for statement in _privileges(schema, role, right, limited="" not in scopes)
+    ]
+
+
+def _rows(connection: Connection, schema: SchemaName, role: str) -> list[tuple[str, str]]:
+    rows = connection.execute(sql.SQL(_LISTED).format(_table(schema)) + sql.SQL(" WHERE r.rolname = %s"), (role,))
+    return [(right, scope) for _, right, scope in rows.fetchall()]
+
+
+def _owner(connection: Connection | None, schema: SchemaName) -> sql.Identifier:
+    row = None if connection is None else connection.execute(_OWNER, (SCHEMAS[schema],)).fetchone()
+    return sql.Identifier(_DEFAULT_OWNER if row is None else row[0])
+
+
+def _check_role(connection: psycopg.Connection[Any], role: str) -> None:
+    if not connection.execute("SELECT 1 FROM pg_catalog.pg_roles WHERE rolname = %s", (role,)).fetchone():
+        raise NotFound("role", role, f"make it: CREATE ROLE {role} LOGIN, or mqlayer grant … --password-file FILE")

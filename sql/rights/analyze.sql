@@ -1,0 +1,28 @@
+-- Read the archive and its snapshots, messages included.
+GRANT USAGE ON SCHEMA mqlayer TO {role};
+GRANT USAGE ON SCHEMA mqlayer_app TO {role};
+GRANT USAGE ON SCHEMA mqlayer_archive TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
+GRANT SELECT ON mqlayer.consumer_group TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.groups_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.has_for_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.has_v1 TO {role};
+GRANT SELECT ON mqlayer.migration TO {role};
+GRANT SELECT ON mqlayer.partition TO {role};
+GRANT SELECT ON mqlayer.route TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.server_seen_v1 TO {role};
+GRANT SELECT ON mqlayer.topic TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.caller_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.has_for_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.has_v1 TO {role};
+GRANT SELECT ON mqlayer_app.migration TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_archive.batches_v1 TO {role};
+GRANT SELECT ON mqlayer_archive.cut TO {role};
+GRANT SELECT ON mqlayer_archive.day TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_archive.final_outcomes_v1 TO {role};
+GRANT SELECT ON mqlayer_archive.outcome TO {role};
+GRANT SELECT ON mqlayer_archive.record TO {role};
+GRANT SELECT ON mqlayer_archive.snapshot TO {role};
+GRANT SELECT ON mqlayer_archive.snapshot_topic TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_archive.snapshot_v1 TO {role};
+GRANT SELECT ON mqlayer_archive.topic TO {role};

@@ -1,0 +1,138 @@
+-- All commands that change something.
+GRANT USAGE ON SCHEMA mqlayer TO {role};
+GRANT USAGE ON SCHEMA mqlayer_app TO {role};
+GRANT USAGE ON SCHEMA mqlayer_archive TO {role};
+GRANT SELECT, INSERT (node_id, partition_id), DELETE ON mqlayer.abandoned TO {role};
+GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE (changed_at, epoch, member_id, target),
+    DELETE ON mqlayer.assignment TO {role};
+GRANT SELECT, INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
+GRANT SELECT, INSERT (attempt_limit, backoff_jitter, backoff_s, balance, final_errors, from_archive, invisible_s,
+    keep_away_s, key_bytes_limit, key_messages_limit, mode, name, ordered, parked_bytes_limit, parked_keys_limit,
+    parked_messages_limit, policy, rate_burst, rate_limit, retried_errors, scope, start, start_at, tag_filter,
+    time_cap_s, time_limit_s, topic_id), UPDATE (allocation, attempt_limit, away_since, backoff_jitter, backoff_s,
+    balance, final_errors, keep_away_s, key_bytes_limit, key_messages_limit, ordered, parked_bytes_limit,
+    parked_keys_limit, parked_messages_limit, parking, paused_at, paused_by, policy, rate_burst, rate_limit, replay,
+    retired_at, retried_errors, seek, settings_version, start, start_at, state, tag_filter, time_cap_s, time_limit_s,
+    version), DELETE ON mqlayer.consumer_group TO {role};
+GRANT SELECT ON mqlayer.dead_fact TO {role};
+GRANT SELECT, INSERT (actor, attempts, body, cause, group_id, key, log_offset, lp, m, partition_id, reason, seq,
+    source), UPDATE (actor, adrift, attempts, body, cause, died_at, log_offset, partition_id, reason, redriven_at,
+    redriven_seek) ON mqlayer.dead_message TO {role};
+GRANT SELECT, INSERT (group_id, partition_id), DELETE ON mqlayer.drained TO {role};
+GRANT SELECT, USAGE ON SEQUENCE mqlayer.epoch TO {role};
+GRANT SELECT, INSERT (attempt, error, group_id, lp, member_id, seq, source), DELETE ON mqlayer.failed_attempt TO {role};
+GRANT SELECT, INSERT (count, event, group_id, partition_id), UPDATE (count, last_at), DELETE ON mqlayer.failure_count TO
+    {role};
+GRANT SELECT ON mqlayer.granted TO {role};
+GRANT SELECT, INSERT (group_id, partition_id, start_offset), UPDATE (start_offset), DELETE ON mqlayer.group_start TO
+    {role};
+GRANT EXECUTE ON FUNCTION mqlayer.groups_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.has_for_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.has_v1 TO {role};
+GRANT SELECT, INSERT (epoch, last_at, name, next_at), UPDATE (epoch, last_at, next_at) ON mqlayer.job TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.may_create_group_v1 TO {role};
+GRANT SELECT, UPDATE (joined_at, lease_until, leaving, session), DELETE ON mqlayer.member TO {role};
+GRANT USAGE ON SEQUENCE mqlayer.member_session TO {role};
+GRANT SELECT ON mqlayer.migration TO {role};
+GRANT SELECT, INSERT (armed_at, armed_run_id, last_run_id, name, url), UPDATE (armed_at, armed_run_id, former_runs,
+    last_run_id, lost_at, url) ON mqlayer.node TO {role};
+GRANT SELECT ON mqlayer.parked_fact TO {role};
+GRANT SELECT, INSERT (cause, due_at, group_id, lp, name, paused_at, paused_by), UPDATE (attempts, cause, due_at,
+    paused_at, paused_by, released, started, started_alone), DELETE ON mqlayer.parked_key TO {role};
+GRANT SELECT, INSERT (body, group_id, key, log_offset, lp, m, name, partition_id, place, redriven, replay, seq, source),
+    UPDATE (attempts), DELETE ON mqlayer.parked_message TO {role};
+GRANT USAGE ON SEQUENCE mqlayer.parked_place TO {role};
+GRANT SELECT, DELETE ON mqlayer.parked_total TO {role};
+GRANT SELECT, INSERT (group_id, lp, name, number), DELETE ON mqlayer.parking_change TO {role};
+GRANT SELECT, INSERT (born_in, lp_from, lp_to, node_id, topic_id), UPDATE (ended_in, node_id, retired_at, state) ON
+    mqlayer.partition TO {role};
+GRANT SELECT, INSERT (group_id, partition_id, paused_by), DELETE ON mqlayer.partition_pause TO {role};
+GRANT SELECT, INSERT (measured_at, next_offset, partition_id, per_s), UPDATE (measured_at, next_offset, per_s), DELETE
+    ON mqlayer.partition_rate TO {role};
+GRANT SELECT ON mqlayer.readable TO {role};
+GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, name, newer, per_s, place, snapshot_id,
+    upto_batch, upto_id, worker), UPDATE (at_batch, at_dead_id, at_key, at_lp, at_offset, at_partition, at_record,
+    ended_at, lease_until, next_at, not_sent, results, sent, state, waits, worker) ON mqlayer.redrive TO {role};
+GRANT SELECT, INSERT (dead_id, redrive_id, result) ON mqlayer.redrive_result TO {role};
+GRANT SELECT, INSERT (lp, redrive_id, result, seq, source) ON mqlayer.replay_result TO {role};
+GRANT SELECT, INSERT (lp_from, lp_to, partition_id, topic_id, version) ON mqlayer.route TO {role};
+GRANT SELECT, INSERT (actor, kind, mode, topic_id, version), UPDATE (ended_at, mode, opened_at, sealed_at, state) ON
+    mqlayer.route_change TO {role};
+GRANT SELECT, INSERT (away, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (away, cut,
+    next_offset, run_id, seal_id) ON mqlayer.seal TO {role};
+GRANT SELECT ON mqlayer.server TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.server_replaced_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.server_seen_v1 TO {role};
+GRANT SELECT, INSERT (cluster, kind, name, outbox_uuid), UPDATE (closed_at, dropped_at, tried_at) ON mqlayer.source TO
+    {role};
+GRANT EXECUTE ON FUNCTION mqlayer.system_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.timeline_v1 TO {role};
+GRANT SELECT, INSERT (archived, backlog_limit, body_limit, name, strategy), UPDATE (archived, backlog_limit, body_limit,
+    paused_at, paused_by, retention_days, version) ON mqlayer.topic TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.caller_v1 TO {role};
+GRANT SELECT ON SEQUENCE mqlayer_app.consume_any TO {role};
+GRANT SELECT, INSERT (body_limit, lp, topic, topic_id), UPDATE (body_limit) ON mqlayer_app.counter TO {role};
+GRANT SELECT, DELETE ON mqlayer_app.dedup TO {role};
+GRANT DELETE ON mqlayer_app.delayed TO {role};
+GRANT SELECT ON mqlayer_app.delayed_fact TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.delayed_release_v1 TO {role};
+GRANT SELECT, UPDATE (alarm_at) ON mqlayer_app.entity_version TO {role};
+GRANT SELECT ON mqlayer_app.fence_applied TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.fence_clean_v1 TO {role};
+GRANT SELECT ON mqlayer_app.fence_epoch TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.fence_raise_v1 TO {role};
+GRANT SELECT ON mqlayer_app.granted TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.has_for_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.has_v1 TO {role};
+GRANT SELECT ON mqlayer_app.held_version_fact TO {role};
+GRANT SELECT, INSERT (only_one), UPDATE (timeline) ON mqlayer_app.identity TO {role};
+GRANT SELECT, UPDATE (kept_at), DELETE ON mqlayer_app.inbox TO {role};
+GRANT SELECT, INSERT (group_id, scope), UPDATE (scope) ON mqlayer_app.known_group TO {role};
+GRANT SELECT, UPDATE (epoch, lease_until, relay_id) ON mqlayer_app.lp_set TO {role};
+GRANT SELECT ON mqlayer_app.migration TO {role};
+GRANT SELECT ON mqlayer_app.outbox TO {role};
+GRANT SELECT ON mqlayer_app.outbox_message TO {role};
+GRANT SELECT ON SEQUENCE mqlayer_app.outbox_number TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_recover_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_renew_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_rotate_v1 TO {role};
+GRANT SELECT ON SEQUENCE mqlayer_app.publish_any TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.publish_v1 TO {role};
+GRANT SELECT, INSERT (lease_until, relay_id), UPDATE (lease_until), DELETE ON mqlayer_app.relay TO {role};
+GRANT USAGE ON SEQUENCE mqlayer_app.relay_epoch TO {role};
+GRANT SELECT, INSERT (lp, seq, topic_id), UPDATE (seq) ON mqlayer_app.relayed TO {role};
+GRANT SELECT, INSERT (lp, reason, seq, topic_id), UPDATE (reason, seq, set_aside_at), DELETE ON mqlayer_app.set_aside TO
+    {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.timeline_v1 TO {role};
+GRANT SELECT, INSERT (body_limit, name, topic_id), UPDATE (body_limit) ON mqlayer_app.topic TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.version_set_v1 TO {role};
+GRANT SELECT, INSERT (body, created_at, headers, id, key, lp, reason, seq, topic_id), UPDATE (body, ended, ended_at,
+    headers, key, seq), DELETE ON mqlayer_app.voided TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_archive.batches_v1 TO {role};
+GRANT SELECT, INSERT (first_seq, last_seq, lp, snapshot_id, source, topic_id) ON mqlayer_archive.cut TO {role};
+GRANT SELECT, INSERT (day, first_batch, last_batch, outcomes, records, topic_id), UPDATE (last_batch, outcomes,
+    records), DELETE ON mqlayer_archive.day TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_archive.day_drop_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_archive.day_made_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_archive.day_make_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_archive.final_outcomes_v1 TO {role};
+GRANT SELECT, INSERT (accepted_at, after_seq, log_offset, lp, next_seq, partition_id, source, topic_id), UPDATE
+    (accepted_at, actor, log_offset, next_seq, partition_id) ON mqlayer_archive.gap TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_archive.lock_v1 TO {role};
+GRANT SELECT, INSERT (first_seq, last_seq, lp, source, stretch, topic_id), UPDATE (first_seq, last_seq, stretch) ON
+    mqlayer_archive.mark TO {role};
+GRANT SELECT, INSERT (actor, archived_at, attempts, batch, delivered_at, epoch, first_offset, group_id, last_offset,
+    partition_id, place, reason, settled_at, topic_id, word) ON mqlayer_archive.outcome TO {role};
+GRANT SELECT, INSERT (dropped, dropped_at, epoch, group_id, partition_id, place), UPDATE (dropped, dropped_at, epoch,
+    place) ON mqlayer_archive.outcome_progress TO {role};
+GRANT SELECT, INSERT (actor, attempts, delivered_at, group_id, log_offset, partition_id, reason, topic_id, word), DELETE
+    ON mqlayer_archive.outcome_queue TO {role};
+GRANT SELECT, INSERT (complete, partition_id, topic_id, upto_offset), UPDATE (complete, upto_offset) ON
+    mqlayer_archive.progress TO {role};
+GRANT SELECT ON mqlayer_archive.record TO {role};
+GRANT SELECT, INSERT (name, upto_at), DELETE ON mqlayer_archive.snapshot TO {role};
+GRANT SELECT, INSERT (batch, records, snapshot_id, topic_id, version, whole) ON mqlayer_archive.snapshot_topic TO
+    {role};
+GRANT EXECUTE ON FUNCTION mqlayer_archive.snapshot_v1 TO {role};
+GRANT SELECT, INSERT (topic_id), UPDATE (batch, dropped_batch, passed_at, stretch) ON mqlayer_archive.topic TO {role};

@@ -1,0 +1,27 @@
+-- Publish through the outbox; without limits, directly too.
+GRANT USAGE ON SCHEMA mqlayer TO {role};
+GRANT USAGE ON SCHEMA mqlayer_app TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.groups_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.has_for_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.has_v1 TO {role};
+GRANT SELECT ON mqlayer.migration TO {role};
+GRANT SELECT ON mqlayer.node TO {role};
+GRANT SELECT ON mqlayer.partition TO {role};
+GRANT SELECT ON mqlayer.route TO {role};
+GRANT SELECT ON mqlayer.server TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.server_seen_v1 TO {role};
+GRANT SELECT, INSERT (kind, name), UPDATE (closed_at) ON mqlayer.source TO {role};
+GRANT SELECT ON mqlayer.topic TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.caller_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.cancel_delayed_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.has_for_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.has_v1 TO {role};
+GRANT SELECT ON mqlayer_app.migration TO {role};
+GRANT SELECT ON SEQUENCE mqlayer_app.publish_any TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.publish_at_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.publish_many_once_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.publish_many_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.publish_once_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.publish_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.tags_v1 TO {role};

@@ -1,0 +1,253 @@
+"""Who may publish to some topics, or consume for some groups, reaches nothing of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import psycopg
+import pytest
+from psycopg import errors as pg_errors
+
+from mqlayer.errors import PermissionDenied
+from mqlayer.membership.groups import GroupSettings, ensure_group
+from mqlayer.outbox import publish
+from mqlayer.postgres.database import Database, translate
+from mqlayer.postgres.queries import query
+from mqlayer.postgres.rights import Right
+from mqlayer.routes.cache import RouteCache
+from mqlayer.topics import create_topic, register_node
+from tests.fixtures.roles import Roles
+
+HUGE = 2**40
+
+
+@pytest.fixture
+def groups(database_dsn: str, redis_url: str, key_prefix: str) -> dict[str, int]:
+    """The ids of orders/ledger and orders/mail, each with something of every kind, and of a second topic, invoices."""
+    with Database(database_dsn) as database, closing(RouteCache(database)) as routes:
+        register_node(database, name="node-1", url=redis_url)
+        for topic in ("orders", "invoices"):
+            create_topic(database, topic, prefix=key_prefix, partitions=1, application=database)
+        made = {
+            name: ensure_group(
+                database, routes, topic="orders", name=name, prefix=key_prefix, settings=GroupSettings(start="earliest")
+            ).group_id
+            for name in ("ledger", "mail")
+        }
+        with database.connection() as connection:
+            for group in made.values():
+                connection.execute(FILL.replace("$group", str(group)).encode())
+    return made
+
+
+FILL = """
+    INSERT INTO mqlayer.member (group_id, member_id, host, pid, lease_until)
+        VALUES ($group, 'm', 'h', 1, now() + '1 hour');
+    INSERT INTO mqlayer.assignment (group_id, partition_id, member_id, target, epoch)
+        SELECT $group, partition_id, 'm', 'm', 7 FROM mqlayer.partition ORDER BY 2 LIMIT 1;
+    INSERT INTO mqlayer.group_start SELECT $group, partition_id, 1 FROM mqlayer.partition ORDER BY 2 LIMIT 1
+        ON CONFLICT DO NOTHING;
+    INSERT INTO mqlayer.drained SELECT $group, partition_id FROM mqlayer.partition ORDER BY 2 LIMIT 1;
+    INSERT INTO mqlayer.parked_key (group_id, lp, name, cause) VALUES ($group, 1, 'k', 'retry');
+    INSERT INTO mqlayer.parked_message (group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body)
+        SELECT $group, 1, 'k', 1, 1, 1, partition_id, 1, 'k', '1:1:1:1', 'secret' FROM mqlayer.partition LIMIT 1;
+    INSERT INTO mqlayer.dead_message
+        (group_id, lp, source, seq, partition_id, log_offset, key, m, body, cause, reason, attempts, actor)
+        SELECT $group, 1, 1, 2, partition_id, 2, 'k', '1:1:2:1', 'secret', 'rejected', 'r', 1, 'm'
+        FROM mqlayer.partition LIMIT 1;
+    INSERT INTO mqlayer.failed_attempt (group_id, lp, source, seq, attempt, member_id, error)
+        VALUES ($group, 1, 1, 1, 1, 'm', 'e');
+    INSERT INTO mqlayer.failure_count (group_id, partition_id, event, count)
+        SELECT $group, partition_id, 'failed', 1 FROM mqlayer.partition LIMIT 1;
+    INSERT INTO mqlayer.partition_pause (group_id, partition_id, paused_by)
+        SELECT $group, partition_id, 'o' FROM mqlayer.partition LIMIT 1;
+    INSERT INTO mqlayer.parking_change (group_id, number, lp, name) VALUES ($group, 1, 1, 'k');
+"""
+OF_GROUPS = (
+    "member", "assignment", "group_start", "drained", "parked_key", "parked_message", "parked_total", "dead_message",
+    "failure_count", "partition_pause", "parking_change",
+)  # fmt: skip
+
+
+@pytest.fixture
+def ledger(groups: dict[str, int], roles: Roles) -> Iterator[psycopg.Connection]:
+    """A connection of a role that may consume orders/ledger, and nothing else."""
+    with closing(psycopg.connect(roles.login(Right.CONSUME, scopes=["orders/ledger"]), autocommit=True)) as connection:
+        yield connection
+
+
+@pytest.mark.parametrize("table", OF_GROUPS)
+def test_a_consumer_of_one_group_sees_no_row_of_another(
+    groups: dict[str, int], ledger: psycopg.Connection, table: str
+) -> None:
+    rows = ledger.execute(f"SELECT DISTINCT group_id FROM mqlayer.{table}".encode()).fetchall()
+    assert rows == [(groups["ledger"],)], table
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE mqlayer.assignment SET epoch = epoch + 1 WHERE group_id = $mail",
+        "UPDATE mqlayer.member SET lease_until = '-infinity' WHERE group_id = $mail",
+        "UPDATE mqlayer.parked_key SET due_at = now() WHERE group_id = $mail",
+        "UPDATE mqlayer.consumer_group SET allocation = allocation + 1 WHERE group_id = $mail",
+        "DELETE FROM mqlayer.parked_message WHERE group_id = $mail",
+        "DELETE FROM mqlayer.parked_key WHERE group_id = $mail",
+        "DELETE FROM mqlayer.group_start WHERE group_id = $mail",
+        "DELETE FROM mqlayer.drained WHERE group_id = $mail",
+    ],
+)
+def test_a_consumer_of_one_group_changes_no_row_of_another(
+    groups: dict[str, int], ledger: psycopg.Connection, statement: str
+) -> None:
+    assert ledger.execute(statement.replace("$mail", str(groups["mail"])).encode()).rowcount == 0
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        """INSERT INTO mqlayer.member (group_id, member_id, session, host, pid, lease_until)
+           VALUES ($mail, 'x', 1, 'h', 1, now())""",
+        "INSERT INTO mqlayer.assignment (group_id, partition_id, epoch) VALUES ($mail, 1, 9)",
+        "INSERT INTO mqlayer.drained (group_id, partition_id) VALUES ($mail, 1)",
+        "INSERT INTO mqlayer.parked_key (group_id, lp, name, cause) VALUES ($mail, 5, 'x', 'retry')",
+        """INSERT INTO mqlayer.failed_attempt (group_id, lp, source, seq, attempt, member_id, error)
+           VALUES ($mail, 1, 1, 9, 1, 'x', 'x')""",
+        """INSERT INTO mqlayer_archive.outcome_queue
+           (topic_id, group_id, partition_id, log_offset, word, attempts, actor)
+           VALUES (1, $mail, 1, 1, 'handled', 1, 'x')""",
+        "INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) VALUES (1, 'stolen', 'latest', '{1}')",
+        "UPDATE mqlayer.node SET created_at = now()",
+        "UPDATE mqlayer.partition SET created_at = now()",
+        "SELECT * FROM mqlayer_app.fence_v1($mail, 1::smallint, 1, 'k', 1, 1)",
+        "SELECT * FROM mqlayer_app.fence_many_v1($mail, '{1}', '{1}', '{k}', '{1}', '{1}', '{0}')",
+        "SELECT mqlayer_app.fence_raise_v1($mail, 0::smallint, 1::smallint, 1)",
+        "SELECT mqlayer_app.inbox_put_v1($mail, 1, 1::smallint, 1)",
+    ],
+)
+def test_a_consumer_of_one_group_does_nothing_in_the_name_of_another(
+    groups: dict[str, int], ledger: psycopg.Connection, statement: str
+) -> None:
+    with pytest.raises(pg_errors.InsufficientPrivilege):
+        ledger.execute(statement.replace("$mail", str(groups["mail"])).encode())
+
+
+def test_a_consumer_of_one_group_fences_and_notes_for_it(groups: dict[str, int], ledger: psycopg.Connection) -> None:
+    group = groups["ledger"]
+    row = ledger.execute("SELECT answer FROM mqlayer_app.fence_v1(%s, 1::smallint, 1, 'k', 1, 7)", [group]).fetchone()
+    assert row == ("current",)
+    assert ledger.execute("SELECT mqlayer_app.inbox_put_v1(%s, 1, 1::smallint, 1)", [group]).fetchone() == ("current",)
+
+
+def test_what_is_missing_and_who_may_give_it_is_said(groups: dict[str, int], ledger: psycopg.Connection) -> None:
+    with pytest.raises(pg_errors.InsufficientPrivilege) as refused:
+        ledger.execute("SELECT * FROM mqlayer_app.fence_v1(%s, 1::smallint, 1, 'k', 1, 1)", [groups["mail"]])
+    error = translate(refused.value, "postgres at db:5432/shop")
+    assert isinstance(error, PermissionDenied)
+    assert error.fix == f"mqlayer grant consume {ledger.info.user} --group orders/mail"
+    assert "lacks the right to consume orders/mail" in str(error)
+
+
+def test_names_of_versions_belong_to_the_role_that_used_them_first(
+    groups: dict[str, int], roles: Roles, ledger: psycopg.Connection
+) -> None:
+    take = "SELECT answer FROM mqlayer_app.version_take_v1(%s, 'e', 1, '', '{}', 'o', 1, 9, 9, 9, 9, 60)"
+    assert ledger.execute(take, ["ledger"]).fetchone() == ("due",)
+    mail = roles.login(Right.CONSUME, scopes=["orders/mail"])
+    with closing(psycopg.connect(mail, autocommit=True)) as other:
+        for statement in (
+            take,
+            "SELECT mqlayer_app.version_set_v1(%s, 'e', 99)",
+            "SELECT * FROM mqlayer_app.version_released_v1(%s, 60)",
+        ):
+            with pytest.raises(pg_errors.InsufficientPrivilege, match="another role uses"):
+                other.execute(statement, ["ledger"])
+        assert other.execute(take, ["mail"]).fetchone() == ("due",)
+    assert ledger.execute(take.replace("1, ''", "2, ''"), ["ledger"]).fetchone() == ("due",)
+
+
+WAYS = [
+    "SELECT mqlayer_app.publish_v1('{}', 'k', 'x')",
+    "SELECT mqlayer_app.publish_once_v1('{}', 'k', 'x', 'id')",
+    "SELECT mqlayer_app.publish_at_v1('{}', 'k', 'x', now() + interval '1 hour')",
+    "SELECT mqlayer_app.publish_many_v1('{{orders,{}}}', '{{k,l}}', '{{x,y}}')",
+    "SELECT mqlayer_app.publish_many_once_v1('{{orders,{}}}', '{{k,l}}', '{{x,y}}', '{{a,b}}')",
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_publisher_of_one_topic_publishes_to_no_other(groups: dict[str, int], roles: Roles, way: str) -> None:
+    with closing(psycopg.connect(roles.login(Right.PUBLISH, scopes=["orders"]), autocommit=True)) as connection:
+        connection.execute(way.format("orders").encode())
+        with pytest.raises(pg_errors.InsufficientPrivilege, match="lacks the right to publish invoices"):
+            connection.execute(way.format("invoices").encode())
+        with pytest.raises(pg_errors.InsufficientPrivilege):
+            connection.execute(way.format("not.there").encode())
+
+
+def test_a_delayed_message_is_cancelled_by_who_may_publish_to_its_topic(groups: dict[str, int], roles: Roles) -> None:
+    orders = roles.login(Right.PUBLISH, scopes=["orders"])
+    invoices = roles.login(Right.PUBLISH, scopes=["invoices"])
+    cancel = query("delayed_cancel")
+    with (
+        closing(psycopg.connect(orders, autocommit=True)) as owner,
+        closing(psycopg.connect(invoices, autocommit=True)) as other,
+    ):
+        at = "SELECT mqlayer_app.publish_at_v1('orders', 'k', 'x', now() + interval '1 hour')"
+        ((delayed,),) = owner.execute(at.encode()).fetchall()
+        with pytest.raises(pg_errors.InsufficientPrivilege):
+            other.execute(cancel, {"delayed_id": delayed})
+        assert owner.execute(cancel, {"delayed_id": delayed}).fetchone() == (True,)
+
+
+def test_python_says_which_right_publishing_lacks(groups: dict[str, int], roles: Roles) -> None:
+    dsn = roles.login(Right.PUBLISH, scopes=["orders"])
+    with psycopg.connect(dsn) as connection, pytest.raises(PermissionDenied) as refused:
+        publish(connection, "invoices", key="k", body=b"x")
+    assert refused.value.fix == f"mqlayer grant publish {Roles.name_of(dsn)} --topic invoices"
+
+
+def test_members_of_a_role_have_its_rights(groups: dict[str, int], roles: Roles) -> None:
+    team = Roles.name_of(roles.login(Right.PUBLISH, scopes=["orders"]))
+    alone = roles.login()
+    with closing(psycopg.connect(roles.dsn, autocommit=True)) as owner:
+        owner.execute(f'GRANT "{team}" TO "{Roles.name_of(alone)}"'.encode())
+    with closing(psycopg.connect(alone, autocommit=True)) as connection:
+        connection.execute(WAYS[0].format("orders").encode())
+        with pytest.raises(pg_errors.InsufficientPrivilege):
+            connection.execute(WAYS[0].format("invoices").encode())
+
+
+def test_a_role_that_was_set_counts_in_place_of_who_logged_in(groups: dict[str, int], roles: Roles) -> None:
+    """A superuser, or the owner of the database, who became another role has that one's rights only."""
+    with closing(psycopg.connect(roles.dsn, autocommit=True)) as connection:
+        connection.execute(f'SET ROLE "{Roles.name_of(roles.login(Right.PUBLISH, scopes=["orders"]))}"'.encode())
+        connection.execute(WAYS[0].format("orders").encode())
+        with pytest.raises(pg_errors.InsufficientPrivilege):
+            connection.execute(WAYS[0].format("invoices").encode())
+
+
+def test_a_direct_producer_ends_no_source_of_another(groups: dict[str, int], roles: Roles) -> None:
+    one, two = roles.login(Right.PUBLISH), roles.login(Right.PUBLISH)
+    with closing(psycopg.connect(one, autocommit=True)) as a, closing(psycopg.connect(two, autocommit=True)) as b:
+        ((source,),) = a.execute(query("source_open_direct"), {"name": "a"}).fetchall()
+        assert b.execute(query("source_close"), {"source_id": source}).rowcount == 0
+        assert a.execute(query("source_close"), {"source_id": source}).rowcount == 1
+
+
+def test_an_audit_row_says_which_role_wrote_it(groups: dict[str, int], roles: Roles) -> None:
+    dsn = roles.login(Right.OPERATE)
+    facts = {"actor": "somebody else", "act": "test", "object": "x", "facts": "{}"}
+    with closing(psycopg.connect(dsn, autocommit=True)) as connection:
+        connection.execute(query("audit_insert"), facts)
+        assert connection.execute("SELECT role FROM mqlayer.audit WHERE act = 'test'").fetchone() == (
+            Roles.name_of(dsn),
+        )
+        for statement in (
+            "INSERT INTO mqlayer.audit (actor, act, object, role) VALUES ('a', 'b', 'c', 'postgres')",
+            "UPDATE mqlayer.audit SET actor = 'x'",
+            "DELETE FROM mqlayer.audit",
+        ):
+            with pytest.raises(pg_errors.InsufficientPrivilege):
+                connection.execute(statement.encode())
