@@ -79,7 +79,7 @@ def grants() -> None:
     for one in sorted(
         {found for schema in SCHEMAS for found in rights.grants(_dsn(settings, schema), schema)}, key=str
     ):
-        say("\t".join((one.role, one.right, one.scope or "*")))
+        say(f"{one.role}  {one.right}  {one.scope or 'all'}")
 
 
 def _shown(right: Right, scopes: tuple[str, ...]) -> str:
