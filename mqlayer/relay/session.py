@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from mqlayer.errors import MqlayerError, StoreUnavailable
-from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database, connect_at_best, driver_errors
 from mqlayer.postgres.delayed import release_on
 from mqlayer.postgres.migrations import check_schema
