@@ -193,7 +193,7 @@ def test_a_stack_without_passwords_keeps_its_data_and_asks_for_passwords_from_th
     with Database(dsn) as database:
         register_node(database, name="node-1", url=node.url)
         with database.connection() as connection:
-            connection.execute("CREATE TABLE kept AS SELECT 42 AS answer")
+            connection.execute("CREATE TABLE public.kept AS SELECT 42 AS answer")
     with redis.Redis.from_url(node.url) as client:
         client.set("kept", "yes")
     StackContents(Addresses(dsn, {"node-1": node.url}, broker.url)).save(place)
@@ -202,7 +202,7 @@ def test_a_stack_without_passwords_keeps_its_data_and_asks_for_passwords_from_th
 
     assert refusals(place, addresses) == []
     with Database(addresses.dsn) as database, database.connection() as connection:
-        assert connection.execute("SELECT answer FROM kept").fetchone() == (42,)
+        assert connection.execute("SELECT answer FROM public.kept").fetchone() == (42,)
         assert [found.url for found in list_nodes(database)] == [addresses.nodes["node-1"]]
     with redis.Redis.from_url(addresses.node_url("node-1")) as client:
         assert client.get("kept") == b"yes"
