@@ -18,9 +18,9 @@ from mqlayer.effects.inbox import InboxEntry, note
 from mqlayer.effects.versions import Versions
 from mqlayer.errors import AlreadyApplied, InvalidInput, MqlayerError, StoreUnavailable
 from mqlayer.postgres.database import connect
-from mqlayer.postgres.migrations import grant
 from mqlayer.postgres.queries import query
 from mqlayer.postgres.sessions import caller_errors, run_one
+from tests.fixtures.roles import grant_application
 
 ROLE: Final = f"mqlayer_test_{uuid.uuid4().hex[:12]}"
 SAME: Final = [
@@ -108,10 +108,10 @@ class Event(NamedTuple):
 
 @pytest.fixture
 def application(database_dsn: str) -> Iterator[str]:
-    """The address of the database for a role with what `mqlayer migrate --grant-to` gives."""
+    """The address of the database for a role with the rights to publish and to consume."""
     with connect(database_dsn) as owner:
         owner.execute(f"CREATE ROLE {ROLE} LOGIN PASSWORD 'secret'")
-        grant(database_dsn, ROLE)
+        grant_application(database_dsn, ROLE)
         owner.execute(query("outbox_topic_put"), {"topic_id": 1, "name": "orders", "body_limit": 1_000})
         owner.execute(query("outbox_counters_put"), {"topic_id": 1})
         yield make_conninfo(database_dsn, user=ROLE, password="secret")
