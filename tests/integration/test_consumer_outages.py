@@ -259,9 +259,10 @@ def test_a_user_that_may_not_scan_is_told_so_and_goes_on_when_it_may(
 ) -> None:
     """A node that restarted without its partitions is looked through for another prefix before they are made again."""
     server = start_redis(options={"user": f"limited on >{PASSWORD} ~* +@all -scan"})
+    stage = start_stage(server.url)
+    # Who registers a node is asked for all that arming needs.
     monkeypatch.setenv("MQLAYER_REDIS_USER", "limited")
     monkeypatch.setenv("MQLAYER_REDIS_PASSWORD", PASSWORD)
-    stage = start_stage(server.url)
     recorder = Recorder()
     stage.consume(recorder)
     stage.send_numbers(keys=5, each=2)

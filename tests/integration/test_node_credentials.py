@@ -11,7 +11,7 @@ import pytest
 
 from mqlayer.errors import AccessDenied, Conflict, InvalidInput
 from mqlayer.postgres.database import Database
-from mqlayer.postgres.migrations import Migration, SchemaName, migrate, migrations
+from mqlayer.postgres.migrations import Migration, SchemaName, migrate, migrations, script
 from mqlayer.redis.access import NodeAccess, access_here, broker_url, forget_access, use_access
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.settings import Settings
@@ -163,7 +163,9 @@ def test_a_migration_takes_credentials_out_of_known_nodes_and_says_so(
 
     with monkeypatch.context() as patch:
         patch.setattr("mqlayer.postgres.migrations.migrations", before)
-        migrate(empty_database_dsn)
+        old = script(schema="control")
+    with psycopg.connect(empty_database_dsn, autocommit=True) as connection:
+        connection.execute(old.encode())
     with psycopg.connect(empty_database_dsn, autocommit=True) as connection:
         for number, url in enumerate(URLS):
             connection.execute("INSERT INTO mqlayer.node (name, url) VALUES (%s, %s)", (f"n{number}", url))
@@ -172,7 +174,7 @@ def test_a_migration_takes_credentials_out_of_known_nodes_and_says_so(
             ('{"from": "redis://u:***@ss@h/0", "to": "redis://u:***@h/0", "epochs": 2}',),
         )
         with caplog.at_level(logging.WARNING):
-            migrate(empty_database_dsn)
+            migrate(empty_database_dsn, schema="control")
         found = [url for (url,) in connection.execute("SELECT url FROM mqlayer.node ORDER BY node_id")]
         facts = connection.execute("SELECT facts FROM mqlayer.audit WHERE act = 'node set'").fetchone()
     assert found == list(URLS.values())
