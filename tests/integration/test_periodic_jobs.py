@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -198,7 +199,7 @@ def test_the_task_of_the_fence_forgets_what_is_older_than_the_horizon(world: Out
 
 
 def test_the_task_of_marks_removes_those_of_a_producer_that_ended_days_ago(world: OutboxWorld, redis_url: str) -> None:
-    with Producer(world.settings(), name="billing") as producer:
+    with Producer(replace(world, right=Right.PUBLISH).settings(), name="billing") as producer:
         source = producer.send("orders", key="k", body=b"1").identity.source
     marks = [partition_keys(world.key_prefix, partition).marks.decode() for partition in (1, 2)]
     with redis.Redis.from_url(redis_url) as client:
@@ -220,7 +221,7 @@ def test_the_tasks_of_relaying_and_trimming_run_and_keep_what_no_group_has_settl
 def test_the_task_of_retired_groups_drops_positions_of_instances_that_are_away_and_their_keys(
     world: OutboxWorld, redis_url: str
 ) -> None:
-    app = App(world.settings())
+    app = App(replace(world, right=Right.CONSUME).settings())
     app.consumer("orders", group="cache", mode="broadcast", instance="web", keep_away_s=0.01)(lambda body: None)
     app.start()
     app.stop()
