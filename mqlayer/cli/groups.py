@@ -211,15 +211,18 @@ def create(
     topic: TopicArgument,
     group: GroupArgument,
     start: Annotated[
-        str, typer.Option(metavar="WHERE", help="earliest, latest, or a time with zone: 2026-11-21T09:30:00+00:00.")
-    ] = "earliest",
+        str | None,
+        typer.Option(
+            metavar="WHERE", help="earliest (default), latest, or a time with zone: 2026-11-21T09:30:00+00:00"
+        ),
+    ] = None,
     from_archive: Annotated[
         bool, typer.Option("--from-archive", help="Begin with what the archive holds, then go on with the streams.")
     ] = False,
 ) -> None:
     """Create a group where its first member would; one that is there stays as it is."""
     settings = settings_here()
-    said = GroupSettings(start=_start(start), from_archive=from_archive)
+    said = GroupSettings(start=None if start is None else _start(start), from_archive=from_archive)
     prefix, unsafe = settings.key_prefix, settings.allow_unsafe_redis
     with Database(settings.control_dsn()) as database, closing(RouteCache(database)) as routes:
         ensure_group(database, routes, topic=topic, name=group, prefix=prefix, settings=said, unsafe=unsafe)

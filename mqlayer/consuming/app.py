@@ -110,7 +110,7 @@ class App:
         group: str,
         mode: Literal["exclusive", "shared", "broadcast"] = "exclusive",
         body: Any = None,
-        start: Start = "earliest",
+        start: Start | None = None,
         from_archive: bool = False,
         ordered: bool | None = None,
         balance: Balance | None = None,
@@ -136,9 +136,10 @@ class App:
         message to whichever member has time, without order, and again after `invisible_s` (default 30) where nobody
         hears of that member; "broadcast" gives every message to each instance, where `instance` says which one this
         process is, else the settings, else the host's name, and `keep_away_s` for how long the position of one that is
-        away is kept; said once. `start` serves when the group is created; an existing one keeps its own: "earliest"
-        (all that is kept, along the lineage of partitions), "latest" (what is published from then on) or a datetime
-        with a time zone: the first message of that time or later, by the publishers' clocks. `from_archive`: it is
+        away is kept; said once. `start`, for the group's creation: "earliest" (the default: all that is kept, along the
+        lineage of partitions), "latest" (what is published from then on) or a datetime with a time zone: the first
+        message of that time or later, by the publishers' clocks; another one for a group that is there is refused, a
+        seek moves it. `from_archive`: it is
         given what the archive of its topic holds from there on, then the streams. `tag_filter`: which messages the
         group wants, as `any_of("eu", "vip")` or `all_of("eu", "vip")` says, or "none" for all; others are settled
         unseen. `rate_limit`: messages by the second that the whole group begins at most, `rate_burst` at once after a

@@ -61,14 +61,15 @@ KEEP_AWAY_S: Final = 3600.0
 class GroupSettings:
     """What a group is created with; what is None is not said, and has a default then.
 
-    Settings live with the group on the server. `start` counts at its creation only; of the others a member may say
-    what is in force, or nothing. `ordered`: one message of a key at a time (default), or each message by itself; said
-    once. `from_archive`: it begins with what the archive of its topic holds from its start on, then goes on with the
-    streams, without gap or repeat; `start` is earliest or a time then. `balance`: whether partitions are spread over
-    members by their count (default) or by the rate of what is published to them. `tag_filter`: which messages it wants
-    by their tags, as `any_of` and `all_of` say; "none" (default) for all. `mode`: by members with partitions of their
-    own (default), by receivers (ordered pop) with its `scope`, by key unless said otherwise, by all members without
-    order (shared), or by instances that each get every message (broadcast); mode and scope are said once. The others
+    Settings live with the group on the server: a member may say what is in force, or nothing. `start`: where the group
+    begins at its creation, `earliest` (default), `latest` or a time; a seek moves it later. `ordered`: one message of a
+    key at a time (default), or each message by itself; said once. `from_archive`: it begins with what the archive of
+    its topic holds from its start on, then goes on with the streams, without gap or repeat; `start` is earliest or a
+    time then. `balance`: whether partitions are spread over members by their count (default) or by the rate of what is
+    published to them. `tag_filter`: which messages it wants by their tags, as `any_of` and `all_of` say; "none"
+    (default) for all. `mode`: by members with partitions of their own (default), by receivers (ordered pop) with its
+    `scope`, by key unless said otherwise, by all members without order (shared), or by instances that each get every
+    message (broadcast); mode and scope are said once. The others
     are those of RetryRules; a time without end, `math.inf`, says that there is no limit. The policy of ordered pop is
     "block", and it has no filter. A shared group is not ordered; its policy is "dead_letter" (default) or "skip", and
     `invisible_s`, said once, tells after how many seconds (default 30) a message is taken from a member that was not
@@ -78,7 +79,7 @@ class GroupSettings:
     after a rest; without it what the rate gives in a second.
     """
 
-    start: Start = "earliest"
+    start: Start | None = None
     backoff_s: tuple[float, ...] | None = None
     ordered: bool | None = None
     balance: Balance | None = None
@@ -203,7 +204,7 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
     check_settings(settings)
     routes.route(topic)
     at = settings.start if isinstance(settings.start, datetime) else None
-    start = "time" if at is not None else settings.start
+    start = "time" if at is not None else settings.start or "earliest"
     facts = {
         "topic": topic,
         "name": name,
@@ -245,7 +246,7 @@ def bring_to_life(database: Database, routes: RouteCache, group: Group, *, prefi
 
 
 def settings_of(
-    start: Start = "earliest",
+    start: Start | None = None,
     *,
     ordered: bool | None = None,
     balance: Balance | None = None,
@@ -437,8 +438,8 @@ def _refuse_order(group: Group, settings: GroupSettings) -> None:
 
 
 def _refuse_start(group: Group, settings: GroupSettings) -> None:
-    """Raise Conflict for another start than the group was created with; earliest, the default, counts as not said."""
-    if group.state != "creating" and settings.start not in ("earliest", group.start):
+    """Raise Conflict for another start than the group was created with."""
+    if group.state != "creating" and settings.start not in (None, group.start):
         raise Conflict(
             f"group {group.name!r} of topic {group.topic!r} was created with start = {group.start}, this member brings "
             f"{settings.start}",
@@ -446,12 +447,12 @@ def _refuse_start(group: Group, settings: GroupSettings) -> None:
         )
 
 
-def check_start(start: Start) -> None:
+def check_start(start: Start | None) -> None:
     """Raise InvalidInput for what no group can start at."""
     if isinstance(start, datetime):
         if start.tzinfo is None:
             raise InvalidInput(f"the start {start.isoformat()} has no time zone: add one")
-    elif start not in ("earliest", "latest"):
+    elif start not in (None, "earliest", "latest"):
         raise InvalidInput(f"a group starts at earliest, latest or a time, not {start!r}")
 
 

@@ -74,7 +74,7 @@ class Receiver:
         group: str,
         settings: Settings | None = None,
         scope: Scope | None = None,
-        start: Start = "earliest",
+        start: Start | None = None,
     ) -> None:
         self._topic, self._group = check_name("topic", topic), check_name("group", group)
         check_start(start)

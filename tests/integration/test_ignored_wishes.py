@@ -82,6 +82,9 @@ def test_another_setting_for_a_group_that_is_there_is_refused(created: Any) -> N
             created(GroupSettings(**{name: value}, **partner), name=group.name)
     with pytest.raises(Conflict, match="mqlayer group seek"):
         created(GroupSettings(start=datetime(2026, 1, 1, tzinfo=UTC)), name=group.name)
+    latest = created(GroupSettings(start="latest"))
+    with pytest.raises(Conflict, match="mqlayer group seek"):
+        created(GroupSettings(start="earliest"), name=latest.name)
 
 
 def test_a_group_says_its_start_again_and_again(created: Any) -> None:
