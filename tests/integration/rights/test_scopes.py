@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import psycopg
@@ -18,6 +19,7 @@ from mqlayer.postgres.rights import Right
 from mqlayer.routes.cache import RouteCache
 from mqlayer.topics import create_topic, register_node
 from tests.fixtures.roles import Roles
+from tests.fixtures.waiting import wait_until
 
 HUGE = 2**40
 
@@ -167,6 +169,24 @@ def test_names_of_versions_belong_to_the_role_that_used_them_first(
     assert ledger.execute(take.replace("1, ''", "2, ''"), ["ledger"]).fetchone() == ("due",)
 
 
+def test_a_name_of_versions_that_all_groups_use_is_not_taken_by_a_consumer_of_one(
+    groups: dict[str, int], roles: Roles, ledger: psycopg.Connection
+) -> None:
+    take = "SELECT * FROM mqlayer_app.version_take_v1('stock', 'e', {}, 'secret', '{{}}', 'o', 1, 9, 999, 9, 999, 60)"
+    with closing(psycopg.connect(roles.login(Right.CONSUME), autocommit=True)) as everything:
+        everything.execute(take.format(1).encode())
+        everything.execute(take.format(3).encode())
+        for statement in (
+            take.format(2),
+            "SELECT mqlayer_app.version_set_v1('stock', 'e', 99)",
+            "SELECT * FROM mqlayer_app.version_released_v1('stock', 60)",
+        ):
+            with pytest.raises(pg_errors.InsufficientPrivilege, match="another role uses"):
+                ledger.execute(statement.encode())
+        row = everything.execute(f"SELECT answer, versions FROM ({take.format(2)}) AS t".encode()).fetchone()
+        assert row == ("due", [3])
+
+
 WAYS = [
     "SELECT mqlayer_app.publish_v1('{}', 'k', 'x')",
     "SELECT mqlayer_app.publish_once_v1('{}', 'k', 'x', 'id')",
@@ -199,6 +219,31 @@ def test_a_delayed_message_is_cancelled_by_who_may_publish_to_its_topic(groups: 
         with pytest.raises(pg_errors.InsufficientPrivilege):
             other.execute(cancel, {"delayed_id": delayed})
         assert owner.execute(cancel, {"delayed_id": delayed}).fetchone() == (True,)
+
+
+def test_a_delayed_message_that_comes_while_it_is_cancelled_is_kept_from_who_may_not(
+    groups: dict[str, int], roles: Roles, database_dsn: str
+) -> None:
+    """The canceller waits for the table while the message is committed: its next statement sees the message."""
+    orders = roles.login(Right.PUBLISH, scopes=["orders"])
+    cancel = "SELECT mqlayer_app.cancel_delayed_v1(%s)"
+    with (
+        closing(psycopg.connect(orders, autocommit=True)) as other,
+        closing(psycopg.connect(database_dsn)) as publisher,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        publisher.execute("LOCK TABLE mqlayer_app.delayed IN SHARE MODE")
+        published = "SELECT mqlayer_app.publish_at_v1('invoices', 'k', 'x', now() + interval '1 hour')"
+        delayed = publisher.execute(published.encode()).fetchone()
+        cancelled = pool.submit(other.execute, cancel, delayed)
+        with closing(psycopg.connect(database_dsn, autocommit=True)) as seen:
+            waits = "SELECT count(*) FROM pg_locks WHERE pid = %s AND NOT granted"
+            facts = [other.info.backend_pid]
+            wait_until(lambda: seen.execute(waits, facts).fetchone() == (1,), what="the canceller waits")
+        publisher.commit()
+        with pytest.raises(pg_errors.InsufficientPrivilege, match="publish invoices"):
+            cancelled.result(timeout=20)
+        assert publisher.execute("SELECT count(*) FROM mqlayer_app.delayed").fetchone() == (1,)
 
 
 def test_python_says_which_right_publishing_lacks(groups: dict[str, int], roles: Roles) -> None:
