@@ -106,15 +106,25 @@ try_pgbouncer() {
     fi
 }
 
-LATER_DEBIAN="deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] MIRROR trixie main"
 LATER_PGBOUNCER="pgbouncer libc6 libcares2 libevent-2.1-7t64 libpam0g libssl3t64 libsystemd0 libcap2 libaudit1 libcap-ng0
 zlib1g libzstd1"
 
+# The mirror that this machine takes Debian's packages from.
+debian_mirror() {
+    apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Label: Debian' 2>/dev/null | head -n 1
+}
+
 # A later pgbouncer with its libraries, unpacked and not installed: this machine's own stay as they are.
 unpack_later_pgbouncer() {
-    local place="$1" apt
+    local place="$1" apt mirror
+    mirror="$(debian_mirror)"
+    if [ -z "$mirror" ]; then
+        timeout 300 apt-get -qq update >&2 || return 1
+        mirror="$(debian_mirror)"
+    fi
+    [ -n "$mirror" ] || return 1
     mkdir -p "$place/lists/partial" "$place/cache/archives/partial" "$place/packages"
-    echo "$LATER_DEBIAN" >"$place/sources.list"
+    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror trixie main" >"$place/sources.list"
     apt="timeout 300 apt-get -qq -o Dir::Etc::sourcelist=$place/sources.list -o Dir::Etc::sourceparts=/dev/null"
     apt+=" -o Dir::State::lists=$place/lists -o Dir::Cache=$place/cache -o APT::Sandbox::User=root"
     $apt update >&2 && (cd "$place/packages" && $apt download $LATER_PGBOUNCER >&2) || return 1
