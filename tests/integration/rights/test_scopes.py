@@ -135,6 +135,53 @@ def test_a_consumer_of_one_group_does_nothing_in_the_name_of_another(
         ledger.execute(statement.replace("$mail", str(groups["mail"])).encode())
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE mqlayer.assignment SET epoch = 9223372036854775807",
+        """INSERT INTO mqlayer.assignment (group_id, partition_id, epoch)
+           SELECT $ledger, max(partition_id), 9007199254740991 FROM mqlayer.partition""",
+        """INSERT INTO mqlayer_archive.outcome_queue
+           (topic_id, group_id, partition_id, log_offset, word, attempts, actor)
+           VALUES (1, $ledger, 1, 1, 'nonsense', 1, 'x')""",
+        """INSERT INTO mqlayer_archive.outcome_queue
+           (topic_id, group_id, partition_id, log_offset, word, attempts, actor)
+           VALUES (1, $ledger, 1, -9223372036854775808, 'skipped', 1, 'x')""",
+    ],
+)
+def test_a_consumer_leaves_no_row_that_work_for_all_groups_fails_at(
+    groups: dict[str, int], ledger: psycopg.Connection, statement: str
+) -> None:
+    """Arming a node raises the epochs of all groups at once; the archiver moves outcomes of all groups of a topic."""
+    with pytest.raises(pg_errors.CheckViolation):
+        ledger.execute(statement.replace("$ledger", str(groups["ledger"])).encode())
+
+
+def test_a_consumer_says_nothing_of_another_topic(groups: dict[str, int], ledger: psycopg.Connection) -> None:
+    put = """INSERT INTO mqlayer_archive.outcome_queue
+             (topic_id, group_id, partition_id, log_offset, word, attempts, actor)
+             SELECT topic_id, %s, 1, 1, 'skipped', 1, 'x' FROM mqlayer.topic WHERE name = %s"""
+    ledger.execute(put, [groups["ledger"], "orders"])
+    with pytest.raises(pg_errors.InsufficientPrivilege):
+        ledger.execute(put, [groups["ledger"], "invoices"])
+
+
+def test_a_consumer_gives_its_partitions_epochs_that_were_given_out(
+    groups: dict[str, int], ledger: psycopg.Connection
+) -> None:
+    raised = """INSERT INTO mqlayer.assignment (group_id, partition_id, epoch)
+                SELECT %s, max(partition_id), nextval('mqlayer.epoch') FROM mqlayer.partition"""
+    assert ledger.execute(raised, [groups["ledger"]]).rowcount == 1
+
+
+def test_a_replaced_server_is_seen_to_whatever_number_a_consumer_gave_its_group(
+    groups: dict[str, int], ledger: psycopg.Connection, roles: Roles
+) -> None:
+    ledger.execute("UPDATE mqlayer.consumer_group SET allocation = 9223372036854775807")
+    with closing(psycopg.connect(roles.login(Right.RELAY), autocommit=True)) as relay:
+        relay.execute("SELECT mqlayer.server_replaced_v1('{}')")
+
+
 def test_a_consumer_of_one_group_fences_and_notes_for_it(groups: dict[str, int], ledger: psycopg.Connection) -> None:
     group = groups["ledger"]
     row = ledger.execute("SELECT answer FROM mqlayer_app.fence_v1(%s, 1::smallint, 1, 'k', 1, 7)", [group]).fetchone()
