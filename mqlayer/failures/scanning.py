@@ -66,12 +66,19 @@ def clean_attempts(database: Database, *, horizon_s: float = ATTEMPTS_HORIZON_S)
 def _tell_overdue(database: Database) -> int:
     with database.connection() as connection:
         found = connection.execute(query("parked_overdue"), {"for_s": OVERDUE_S}).fetchall()
+    told = []
     for group_id, topic, group in found:
-        database.transaction(partial(_tell_group, group_id=group_id))
+        try:
+            database.transaction(partial(_tell_group, group_id=group_id))
+        except MqlayerError as error:
+            # A group's consumers write its rows: others are told all the same.
+            log.warning("overdue_waits", extra={"group_id": group_id, "reason": str(error)})
+            continue
         tell(Event("overdue", topic, group))
-    if found:
-        log.info("parked_keys_overdue", extra={"groups": [row[0] for row in found]})
-    return len(found)
+        told.append(group_id)
+    if told:
+        log.info("parked_keys_overdue", extra={"groups": told})
+    return len(told)
 
 
 def _tell_group(connection: Connection, group_id: int) -> None:
@@ -99,5 +106,7 @@ def _work_on_left(database: Database, until: float) -> None:
             go_on(database, redrive_id, worker=worker, stop=stop, longest_wait_s=LONGEST_WAIT_S)
         except MqlayerError as error:
             log.warning("redrive_waits", extra={"redrive": redrive_id, "reason": str(error)})
+        except Exception as error:  # noqa: BLE001  # its group's consumers write the row: others are gone on with
+            log.warning("redrive_waits", extra={"redrive": redrive_id, "reason": type(error).__name__})
         finally:
             timer.cancel()

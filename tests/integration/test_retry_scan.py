@@ -20,6 +20,7 @@ from mqlayer.failures import (
     scanning,
     start_redrive,
 )
+from mqlayer.failures.redriving import redrive_of
 from mqlayer.membership import join, late_jobs
 from mqlayer.postgres.notices import GROUP, Notices
 from mqlayer.workers import stores, tasks
@@ -86,6 +87,24 @@ def test_redrives_that_nobody_works_on_are_gone_on_with(failing: Failing) -> Non
     (done,) = redrives(database)
     assert (done.redrive_id, done.state, done.sent) == (left, "done", 3)
     assert failing.parked("a") == [b"0", b"1", b"2"]
+
+
+@pytest.mark.parametrize("told", ["[1]", '{"nonsense": 1}', '{"since": "never"}'])
+def test_a_redrive_that_makes_no_sense_does_not_keep_others_waiting(failing: Failing, told: str) -> None:
+    """Consumers write their groups' redrives; the scan is everyone's."""
+    failing.bury(*failing.publish(("a", b"1")))
+    failing.sql(f"""INSERT INTO mqlayer.redrive (group_id, kind, filter, upto_id, per_s, actor)
+                    VALUES ({failing.group_id}, 'dead', '{told}', 9, 0, 'a test')""")
+    left = start_redrive(failing.stage.database, "orders", "g", DeadFilter(key="a"), actor="a test")
+    retry_scan(failing.stage.database)
+    assert redrive_of(failing.stage.database, left).state == "done"
+
+
+def test_a_group_whose_counts_are_full_does_not_keep_others_from_being_told(failing: Failing) -> None:
+    failing.park(*failing.publish(("a", b"1")), due_in_s=-60)
+    failing.sql(f"""INSERT INTO mqlayer.failure_count (group_id, partition_id, event, count)
+                    VALUES ({failing.group_id}, 0, 'overdue', 9223372036854775807)""")
+    assert retry_scan(failing.stage.database) == 0
 
 
 def test_a_redrive_whose_worker_lives_or_that_is_over_is_left_alone(failing: Failing) -> None:
