@@ -48,8 +48,7 @@ class Addresses:
     @property
     def node_access(self) -> NodeAccess | None:
         """How a process logs in to our own nodes; None where it does as its settings say."""
-        login = self.node_login
-        return NodeAccess(user=login.user, password=login.password) if login.password else None
+        return self.node_login.access
 
     def exports(self) -> str:
         """Return the same as lines that a shell reads with `source`."""

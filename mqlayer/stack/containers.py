@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
+from mqlayer.redis.rights import password_rule
 from mqlayer.stack.closed import closed_directory, write_closed
 from mqlayer.stack.credentials import SUPERUSER, Login
 from mqlayer.stack.databases import PostgresDatabases
 from mqlayer.stack.deadlines import comes_true
 from mqlayer.stack.errors import DirectoryRefused, ServerFailed
+from mqlayer.stack.node_users import ALL_RIGHTS, DEFAULT_OFF, keeps_users
+from mqlayer.stack.node_users import FILE_NAME as USERS
 from mqlayer.stack.ports import free_port
 from mqlayer.stack.postgres_server import DEFAULT_OPTIONS
 from mqlayer.stack.records import ProcessRecord
@@ -38,6 +41,17 @@ requirepass ${GIVEN_BY}
 END
 """
 """The password by standard input: arguments are seen by every account of the machine."""
+USER_GIVEN_BY: Final = "REDIS_USER"
+RULE_GIVEN_BY: Final = "REDIS_PASSWORD_HASH"
+WITH_USERS: Final = f"""\
+umask 077
+test -e /data/{USERS} || cat > /data/{USERS} <<END
+{DEFAULT_OFF}
+user ${USER_GIVEN_BY} on ${RULE_GIVEN_BY} {" ".join(ALL_RIGHTS)}
+END
+exec docker-entrypoint.sh redis-server "$@" --aclfile /data/{USERS}
+"""
+"""Users in the file that the server itself writes later; the first ones by its environment, as a hash."""
 
 
 @cache
@@ -183,7 +197,7 @@ class ServerContainer:
 
 
 class RedisContainer(ServerContainer):
-    """A Redis in a container."""
+    """A Redis in a container. Its users are in a file beside its data, where the login is another one than default."""
 
     image = REDIS_IMAGE
     inner_port = 6379
@@ -208,11 +222,15 @@ class RedisContainer(ServerContainer):
     def _command(self) -> Sequence[str]:
         pairs = ([f"--{name}", value] for name, value in self.options.items())
         options = [word for pair in pairs for word in pair]
+        if keeps_users(self._login):
+            return ["sh", "-c", WITH_USERS, "sh", *options]
         if not self._login.password:
             return ["redis-server", *options]
         return ["sh", "-c", WITH_PASSWORD, "sh", *options]
 
     def _environment(self) -> dict[str, str]:
+        if keeps_users(self._login):
+            return {USER_GIVEN_BY: self._login.user, RULE_GIVEN_BY: password_rule(self._login.password)}
         return {GIVEN_BY: self._login.password} if self._login.password else {}
 
 

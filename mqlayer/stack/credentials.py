@@ -14,7 +14,8 @@ from urllib.parse import quote, urlsplit, urlunsplit
 import msgspec
 from psycopg.conninfo import make_conninfo
 
-from mqlayer.redis.roles import RedisRole
+from mqlayer.redis.access import NodeAccess
+from mqlayer.redis.roles import GRANTED, RedisRole
 from mqlayer.stack.closed import write_closed
 from mqlayer.stack.errors import DirectoryRefused
 
@@ -22,13 +23,19 @@ FILE_NAME: Final = "credentials.json"
 PASSWORD_BYTES: Final = 24
 SUPERUSER: Final = "postgres"
 REDIS_DEFAULT_USER: Final = "default"
+NODE_ADMIN: Final = "mqlayer-admin"
+"""The stack's own user on its nodes: it makes the others. No process runs as it."""
 
-ProcessKind = Literal["owner", "relay", "worker", "consumer"]
+ProcessKind = Literal["owner", "operator", "relay", "worker", "consumer", "publisher", "viewer"]
 NODE_ROLES: Final[dict[ProcessKind, tuple[RedisRole, ...]]] = {
+    # The commands here, and the programs that are given this stack's addresses.
+    "operator": GRANTED,
     "relay": (RedisRole.RELAY,),
     # It may host consumers, and publish what ordered tasks ask for.
     "worker": (RedisRole.WORKER, RedisRole.CONSUMER, RedisRole.PUBLISHER),
     "consumer": (RedisRole.CONSUMER,),
+    "publisher": (RedisRole.PUBLISHER,),
+    "viewer": (RedisRole.VIEWER,),
 }
 """What the processes of a stack may do on its nodes; the owner's user is the one that nodes are made with."""
 POSTGRES_ROLES: Final[tuple[ProcessKind, ...]] = ("relay", "worker")
@@ -54,6 +61,11 @@ class Login:
         place = parts.netloc.rpartition("@")[2]
         login = f"{quote(self.user, safe='')}:{quote(self.password, safe='')}"
         return urlunsplit(parts._replace(netloc=f"{login}@{place}"))
+
+    @property
+    def access(self) -> NodeAccess | None:
+        """How a process logs in to nodes like this; None where it does as its settings say."""
+        return NodeAccess(user=self.user, password=self.password) if self.password else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +98,14 @@ class StackCredentials:
 
     @classmethod
     def load_or_make(cls, directory: Path) -> Self:
-        """Return what the directory holds; make and keep new passwords where it holds none."""
+        """Return what the directory holds; make and keep new passwords where it holds none.
+
+        An owner who is user default on the nodes, as an earlier version left it, becomes a user of its own.
+        """
         found = cls.load(directory)
-        owner = found.kinds.get("owner") or _random_logins()
+        owner = _with_admin(found.kinds.get("owner") or _random_logins())
         own = {kind: _of_kind(owner, kind) for kind in NODE_ROLES} | found.kinds
-        made = cls({"owner": owner, **{kind: _with_role(kind, logins) for kind, logins in own.items()}})
+        made = cls({kind: _with_role(kind, logins) for kind, logins in own.items()} | {"owner": owner})
         if made == found:
             return found
         write_closed(directory / FILE_NAME, msgspec.json.format(msgspec.json.encode(made)))
@@ -106,6 +121,13 @@ def _of_kind(owner: Logins, kind: ProcessKind) -> Logins:
     return replace(owner, node=Login(f"mqlayer-{kind}", secrets.token_urlsafe(PASSWORD_BYTES)))
 
 
+def _with_admin(owner: Logins) -> Logins:
+    """Return the owner's logins with another user on the nodes than default."""
+    if owner.node.user != REDIS_DEFAULT_USER:
+        return owner
+    return replace(owner, node=Login(NODE_ADMIN, secrets.token_urlsafe(PASSWORD_BYTES)))
+
+
 def _with_role(kind: ProcessKind, logins: Logins) -> Logins:
     """Return the logins of a kind of process with a role of its own in Postgres, where it is to have one."""
     if kind not in POSTGRES_ROLES or logins.postgres.user != SUPERUSER:
@@ -116,6 +138,6 @@ def _with_role(kind: ProcessKind, logins: Logins) -> Logins:
 def _random_logins() -> Logins:
     return Logins(
         postgres=Login(SUPERUSER, secrets.token_urlsafe(PASSWORD_BYTES)),
-        node=Login(REDIS_DEFAULT_USER, secrets.token_urlsafe(PASSWORD_BYTES)),
+        node=Login(NODE_ADMIN, secrets.token_urlsafe(PASSWORD_BYTES)),
         broker=Login(REDIS_DEFAULT_USER, secrets.token_urlsafe(PASSWORD_BYTES)),
     )

@@ -15,6 +15,8 @@ from mqlayer.stack.closed import closed_tree, write_closed
 from mqlayer.stack.credentials import REDIS_DEFAULT_USER, Login
 from mqlayer.stack.deadlines import comes_true
 from mqlayer.stack.errors import ServerFailed
+from mqlayer.stack.node_users import FILE_NAME as USERS
+from mqlayer.stack.node_users import holds, keeps_users, write_first_users
 from mqlayer.stack.ports import free_port, is_free
 from mqlayer.stack.programs import RedisProgram, best_redis
 from mqlayer.stack.records import ProcessRecord
@@ -37,7 +39,8 @@ class RedisServer:
     """One Redis on 127.0.0.1 whose data, port and process belong to a directory.
 
     The directory is all the state there is: an object made on it later, even by another process, finds the
-    server running, stops it, or starts it again with its data on the same port. It asks for the login's password.
+    server running, stops it, or starts it again with its data on the same port. It asks for the login's password; where
+    the login is another user than default, that one is off, and the users are in a file of the directory.
     """
 
     def __init__(
@@ -150,6 +153,8 @@ class RedisServer:
         self._give_up(within_s)
 
     def _launch(self, port: int) -> None:
+        if keeps_users(self._login) and not holds(self._users_file, self._login):
+            write_first_users(self._users_file, self._login)
         write_closed(self._configuration_file, self._configuration(port).encode())
         process = processes.spawn([self.program.path, self._configuration_file.resolve()], log=self.log)
         ProcessRecord(port, process).save(self.directory)
@@ -160,15 +165,23 @@ class RedisServer:
         return "".join([*lines, *self._login_lines()])
 
     def _login_lines(self) -> list[str]:
+        if keeps_users(self._login):
+            return [f"aclfile {_quoted(str(self._users_file.resolve()))}\n"]
         return [f"requirepass {_quoted(self._login.password)}\n"] if self._login.password else []
 
     def _asks_for_login(self) -> bool:
         """Return whether the run that is there was started with this login."""
+        if keeps_users(self._login) and not holds(self._users_file, self._login):
+            return False
         return not self._login.password or self._configuration_file.read_text().endswith("".join(self._login_lines()))
 
     @property
     def _configuration_file(self) -> Path:
         return self.directory / "redis.conf"
+
+    @property
+    def _users_file(self) -> Path:
+        return self.directory / USERS
 
     def _answers(self) -> bool:
         return answers_ping(self.port, self._login)

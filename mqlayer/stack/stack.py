@@ -102,8 +102,9 @@ class Stack:
             addresses = self._start_servers()
             migrate(addresses.dsn)
             self._make_roles(addresses.dsn)
-            with acting_as(addresses.node_access):
+            with acting_as(self._credentials.of("owner").node.access if addresses.node_access else None):
                 self._give_users(addresses)
+            with acting_as(addresses.node_access):
                 self._register_nodes(addresses)
             if not servers_only:
                 self._start_processes()
@@ -158,7 +159,7 @@ class Stack:
             dsn=given.dsn or self._start_postgres(),
             nodes=nodes,
             broker_url=given.broker_url or self._start_redis("broker").url,
-            node_login=Login(REDIS_DEFAULT_USER) if given.redis_urls else self._credentials.of("owner").node,
+            node_login=Login(REDIS_DEFAULT_USER) if given.redis_urls else self._credentials.of("operator").node,
         )
         StackContents(addresses, given=given.names(nodes)).save(self.directory)
         write_closed(self.environment_file, addresses.exports().encode())
@@ -214,7 +215,7 @@ class Stack:
                 rearm_node(database, name, prefix=self._key_prefix, actor="up", unsafe=self._unsafe)
 
     def _give_users(self, addresses: Addresses) -> None:
-        """Make a user for each kind of process on our own nodes; a node forgets them when it ends."""
+        """Make a user for each kind of process on our own nodes, which keep them in their files."""
         if addresses.node_access is None:
             return
         for name, url in addresses.nodes.items():
@@ -226,7 +227,7 @@ class Stack:
                     for login in [self._credentials.of(kind).node]
                     for rules in [acl_rules(roles, prefix=self._key_prefix, version=version)]
                 ]
-                for reply in line.call(commands):
+                for reply in line.call([*commands, ("ACL", "SAVE")]):
                     raise_for_reply(reply, url)
 
     def environment(self, kind: ProcessKind) -> dict[str, str]:

@@ -14,6 +14,7 @@ import pytest
 
 from mqlayer.cli.spark_programs import check_spark
 from mqlayer.errors import SparkMissing
+from tests.fixtures.node_clients import COMMANDS, ClientsSeen
 from tests.fixtures.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -71,8 +72,13 @@ def processes_of(directory: Path) -> list[str]:
 
 def test_the_demo_keeps_the_promise_with_a_killed_and_a_stopped_consumer(place: Path) -> None:
     demo = start(place, "--seconds", "10", "--rate", "100", "--clients", "4", "--json")
-    output, progress = demo.communicate()
+    with ClientsSeen(place / "mqlayer-bank-*" / "stack", place / "mqlayer-bank-*") as seen:
+        output, progress = demo.communicate()
     assert demo.returncode == 0, progress
+    assert seen.kept_out
+    commands = seen.users.pop(COMMANDS)
+    assert seen.users == {name: {f"mqlayer-{name.removesuffix('s')}"} for name in ("relay", "worker", "consumers")}
+    assert commands <= {"mqlayer-operator", "mqlayer-admin"}
     verdict = json.loads(output)
     assert output.count("\n") == 1
     assert set(verdict) == FIELDS

@@ -16,6 +16,7 @@ from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.main import app
 from mqlayer.redis.access import forget_access
 from mqlayer.stack import Addresses, GivenAddresses, Stack
+from mqlayer.stack.credentials import StackCredentials
 from mqlayer.stack.processes import ProcessId
 from mqlayer.stack.records import ProcessRecord
 from tests.fixtures.servers import Postgres
@@ -48,6 +49,13 @@ def up(place: Path, *arguments: str) -> Addresses:
     return addresses
 
 
+def node_of(place: Path, name: str) -> redis.Redis:
+    """Return a client of a node as the stack's own user, which may do all."""
+    addresses = Stack(place).addresses()
+    assert addresses is not None
+    return redis.Redis.from_url(StackCredentials.load(place).of("owner").node.in_url(addresses.nodes[name]))
+
+
 def states(place: Path) -> dict[str, str]:
     return {part.name: part.state for part in Stack(place).status()}
 
@@ -72,7 +80,7 @@ def test_data_and_addresses_survive_down_and_up(place: Path) -> None:
     before = up(place)
     with psycopg.connect(before.dsn) as connection:
         connection.execute("CREATE TABLE kept AS SELECT 42 AS answer")
-    with redis.Redis.from_url(before.node_url("node-2")) as node:
+    with node_of(place, "node-2") as node:
         node.set("kept", "yes")
 
     run("down", "--directory", place)
@@ -83,7 +91,7 @@ def test_data_and_addresses_survive_down_and_up(place: Path) -> None:
     assert after == before
     with psycopg.connect(after.dsn) as connection:
         assert connection.execute("SELECT answer FROM kept").fetchone() == (42,)
-    with redis.Redis.from_url(after.node_url("node-2")) as node:
+    with node_of(place, "node-2") as node:
         assert node.get("kept") == b"yes"
 
 

@@ -8,8 +8,11 @@ import subprocess
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
+import msgspec
 import psycopg
 import pytest
 import redis
@@ -19,14 +22,17 @@ from typer.testing import CliRunner
 from mqlayer.cli.main import app
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
-from mqlayer.redis.access import forget_access
-from mqlayer.stack import Addresses, PostgresServer, RedisServer, Stack
+from mqlayer.redis.access import acting_as, forget_access
+from mqlayer.stack import Addresses, PostgresServer, RedisProgram, RedisServer, Stack
 from mqlayer.stack.accounts import unprivileged_account
+from mqlayer.stack.closed import write_closed
 from mqlayer.stack.containers import PostgresContainer, RedisContainer
 from mqlayer.stack.contents import StackContents
-from mqlayer.stack.credentials import Login, StackCredentials
-from mqlayer.topics import list_nodes, register_node
-from tests.fixtures.servers import StartRedis
+from mqlayer.stack.credentials import NODE_ROLES, Login, ProcessKind, StackCredentials
+from mqlayer.topics import create_topic, list_nodes, register_node
+from tests.fixtures.node_clients import COMMANDS, ClientsSeen, default_is_kept_out, redis_users
+from tests.fixtures.servers import StartRedis, different_redis_programs
+from tests.fixtures.waiting import wait_until
 
 STRANGER = 65_533
 """An account that owns nothing here: no program of ours runs under it."""
@@ -61,6 +67,11 @@ def passwords(place: Path) -> set[str]:
     assert len(found) == 3
     assert all(len(password) >= 32 for password in found)
     return found
+
+
+def owner_url(place: Path, addresses: Addresses) -> str:
+    """Return the node's address with the stack's own user, which may do all."""
+    return StackCredentials.load(place).of("owner").node.in_url(addresses.nodes["node-1"])
 
 
 def urls_without_password(addresses: Addresses) -> list[str]:
@@ -115,10 +126,71 @@ def as_stranger(work: Callable[[], list[str]]) -> list[str]:
 
 def test_no_server_of_the_stack_lets_anybody_in_without_its_password(place: Path, addresses: Addresses) -> None:
     assert refusals(place, addresses) == []
+    assert default_is_kept_out(place)
     with psycopg.connect(addresses.dsn) as connection:
         assert connection.execute("SHOW password_encryption").fetchone() == ("scram-sha-256",)
         rules = connection.execute("SELECT DISTINCT auth_method FROM pg_hba_file_rules").fetchall()
     assert rules == [("scram-sha-256",)]
+
+
+def test_user_default_is_off_on_nodes_and_each_process_is_there_as_its_own_user(place: Path) -> None:
+    addresses = up(place, servers_only=False)
+    with acting_as(addresses.node_access), Database(addresses.dsn) as database:
+        create_topic(database, "orders", prefix="mq", partitions=2)
+    with ClientsSeen(place, place) as seen:
+        wait_until(lambda: "relay" in seen.users and seen.kept_out, timeout_s=60, what="the relay on the node")
+    assert seen.users.pop(COMMANDS, set()) <= {"mqlayer-operator", "mqlayer-admin"}
+    # A worker that hosts no consumers is on a node for moments only.
+    assert all(users == {f"mqlayer-{kind}"} for kind, users in seen.users.items())
+    for part in Stack(place).status():
+        if part.name in ("relay", "worker"):
+            given = Path(f"/proc/{part.pid}/environ").read_bytes().split(b"\0")
+            assert f"MQLAYER_REDIS_USER=mqlayer-{part.name}".encode() in given
+
+
+def test_a_node_keeps_its_users_and_what_scripts_wrote_over_a_start_by_another(place: Path) -> None:
+    """Case of a crash between two `up`: Redis reads its append-only file with the rights of user default."""
+    addresses = up(place)
+    with acting_as(addresses.node_access), Database(addresses.dsn) as database:
+        create_topic(database, "orders", prefix="mq", partitions=2)
+        server = Stack(place)._redis("node-1")
+        with redis_users(place, "node-1") as owner:
+            before = {key: owner.dump(key) for key in owner.scan_iter("mq:*")}
+        server.kill()
+        server.start()
+        with redis_users(place, "node-1") as owner:
+            assert {key: owner.dump(key) for key in owner.scan_iter("mq:*")} == before != {}
+        for kind in NODE_ROLES:
+            login = StackCredentials.load(place).of(kind).node
+            with redis.Redis.from_url(login.in_url(addresses.nodes["node-1"]), decode_responses=True) as client:
+                assert client.acl_whoami() == f"mqlayer-{kind}"
+    assert default_is_kept_out(place)
+
+
+def test_a_stack_whose_user_default_had_a_password_gets_users_and_keeps_its_data(place: Path) -> None:
+    """As the version before left it: running, the owner is user default."""
+    up(place)
+    old = StackCredentials.load(place)
+    owner = old.of("owner")
+    owner = replace(owner, node=Login("default", "as-before"))
+    kept: tuple[ProcessKind, ...] = ("relay", "worker", "consumer")
+    kinds = {kind: old.of(kind) for kind in kept}
+    Stack(place).down()
+    write_closed(place / "credentials.json", msgspec.json.encode(StackCredentials(kinds | {"owner": owner})))
+    (place / "node-1" / "users.acl").unlink()
+    before = RedisServer(place / "node-1", login=owner.node)
+    before.start()
+    with redis.Redis.from_url(before.url) as client:
+        client.set("kept", "yes")
+
+    up(place)
+
+    assert default_is_kept_out(place)
+    with redis_users(place, "node-1") as own:
+        assert own.get("kept") == b"yes"
+    with pytest.raises(redis.AuthenticationError):
+        redis.Redis.from_url(before.url).ping()
+    assert {kind: StackCredentials.load(place).of(kind) for kind in kinds} == kinds
 
 
 def test_files_of_the_stack_are_for_their_owner_only(place: Path) -> None:
@@ -204,7 +276,7 @@ def test_a_stack_without_passwords_keeps_its_data_and_asks_for_passwords_from_th
     with Database(addresses.dsn) as database, database.connection() as connection:
         assert connection.execute("SELECT answer FROM public.kept").fetchone() == (42,)
         assert [found.url for found in list_nodes(database)] == [addresses.nodes["node-1"]]
-    with redis.Redis.from_url(addresses.node_url("node-1")) as client:
+    with redis.Redis.from_url(owner_url(place, addresses)) as client:
         assert client.get("kept") == b"yes"
     assert (place / "node-1").stat().st_mode & 0o077 == 0
 
@@ -260,3 +332,38 @@ def test_a_server_asks_for_passwords_with_any_character(start_redis: StartRedis,
             redis.Redis.from_url(f"redis://127.0.0.1:{server.port}").ping()
     finally:
         server.erase()
+
+
+@pytest.mark.parametrize("program", different_redis_programs(), ids=str)
+def test_every_kind_of_redis_keeps_scripts_writes_while_user_default_is_off(
+    program: RedisProgram, server_directory: Path
+) -> None:
+    """Also the embedded one. A file that the server saved itself is known again, and the run with it left alone."""
+    login = Login("mqlayer-admin", "s3cret of the stack")
+    server = RedisServer(server_directory / f"redis-users-{program}", program=program, login=login)
+    try:
+        server.start()
+        with redis.Redis.from_url(server.url) as client:
+            client.eval("redis.call('SET', KEYS[1], '1') redis.call('INCR', KEYS[1])", 1, "counted")
+            client.execute_command("ACL", "SAVE")
+        pid = server.pid
+        server.start()
+        assert server.pid == pid
+        server.kill()
+        server.start()
+        with redis.Redis.from_url(server.url) as client:
+            assert client.get("counted") == b"2"
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis.from_url(server.address).ping()
+        assert (server.directory / "users.acl").stat().st_mode & 0o077 == 0
+    finally:
+        server.erase()
+
+
+def test_a_container_s_first_users_are_by_name_and_hash(tmp_path: Path) -> None:
+    login = Login("mqlayer-admin", "s3cret")
+    container = RedisContainer(tmp_path / "node-1", login=login)
+    script = str(list(container._command())[2])
+    assert "user default off ~* &* +@all" in script
+    assert login.password not in script + "".join(container._environment().values())
+    assert sha256(login.password.encode()).hexdigest() in "".join(container._environment().values())
