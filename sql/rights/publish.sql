@@ -18,7 +18,7 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.cancel_delayed_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_v1 TO {role};
 GRANT SELECT ON mqlayer_app.migration TO {role};
-GRANT SELECT ON SEQUENCE mqlayer_app.publish_any TO {role};
+GRANT USAGE ON SEQUENCE mqlayer_app.publish_any TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.publish_at_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.publish_many_once_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.publish_many_v1 TO {role};

@@ -300,6 +300,22 @@ def test_python_says_which_right_publishing_lacks(groups: dict[str, int], roles:
     assert refused.value.fix == f"mqlayer grant publish {Roles.name_of(dsn)} --topic invoices"
 
 
+def test_reading_everything_gives_no_right_to_publish_or_consume(
+    groups: dict[str, int], roles: Roles, database_dsn: str
+) -> None:
+    """Roles of backups and monitoring are often members of pg_read_all_data."""
+    with closing(psycopg.connect(database_dsn, autocommit=True)) as owner:
+        for right, scope, statement in (
+            (Right.PUBLISH, "orders", "SELECT mqlayer_app.publish_v1('invoices', 'k', 'x')"),
+            (Right.CONSUME, "orders/ledger", f"SELECT mqlayer_app.inbox_put_v1({groups['mail']}, 1, 1::smallint, 1)"),
+        ):
+            dsn = roles.login(right, scopes=[scope])
+            with closing(psycopg.connect(dsn, autocommit=True)) as reader:
+                owner.execute(f"GRANT pg_read_all_data TO {reader.info.user}".encode())
+                with pytest.raises(pg_errors.InsufficientPrivilege, match="lacks the right"):
+                    reader.execute(statement.encode())
+
+
 def test_members_of_a_role_have_its_rights(groups: dict[str, int], roles: Roles) -> None:
     team = Roles.name_of(roles.login(Right.PUBLISH, scopes=["orders"]))
     alone = roles.login()
