@@ -21,11 +21,15 @@ from click import Option
 
 from mqlayer.consuming import App
 from mqlayer.consuming.loading import load_app
-from mqlayer.errors import MqlayerError, PermissionDenied, redact
+from mqlayer.errors import AccessDenied, MqlayerError, PermissionDenied, StoreUnavailable, redact
 from mqlayer.health import Health, HealthEndpoint
-from mqlayer.postgres.database import address_of, connect, driver_errors
+from mqlayer.postgres.database import Database, address_of, connect, driver_errors
 from mqlayer.postgres.rights import Right, SchemaName, require
+from mqlayer.redis.asking import check_rights
+from mqlayer.redis.permissions import Duty
+from mqlayer.redis.roles import RedisRole
 from mqlayer.settings import Settings
+from mqlayer.topics import list_nodes
 from mqlayer.workers.health import BareWorker
 
 log = logging.getLogger(__name__)
@@ -128,7 +132,7 @@ class HostConsumers(bootsteps.StartStopStep):
 
 
 class CheckRights(bootsteps.Step):
-    """Refuses to start a worker of the periodic jobs whose Postgres role lacks the right to them."""
+    """Refuses to start a worker of the periodic jobs whose Postgres role, or Redis user, lacks a right to them."""
 
     label = "mqlayer rights"
 
@@ -138,7 +142,8 @@ class CheckRights(bootsteps.Step):
         try:
             self._check("control", settings.control_dsn())
             self._check("application", settings.application_dsn())
-        except PermissionDenied as error:
+            self._check_nodes(settings)
+        except (PermissionDenied, AccessDenied) as error:
             raise ImproperlyConfigured(f"mqlayer jobs: {error}") from error
         except MqlayerError as error:
             # The jobs meet it too, and wait for what is away.
@@ -148,6 +153,19 @@ class CheckRights(bootsteps.Step):
     def _check(schema: SchemaName, dsn: str) -> None:
         with connect(dsn, application="mqlayer worker") as connection, driver_errors(address_of(dsn)):
             require(connection, schema, Right.WORK)
+
+    @staticmethod
+    def _check_nodes(settings: Settings) -> None:
+        """Ask each node that answers; raise AccessDenied for one where the user may not do all that jobs do."""
+        with Database(settings.control_dsn(), application="mqlayer worker", max_size=1) as database:
+            nodes = list_nodes(database)
+        for node in nodes:
+            try:
+                check_rights(node, Duty(RedisRole.WORKER, settings.key_prefix))
+            except AccessDenied:
+                raise
+            except StoreUnavailable as error:
+                log.info("rights_not_checked", extra={"reason": str(error)})
 
 
 def host_consumers(app: Celery) -> None:

@@ -233,6 +233,32 @@ def test_a_process_that_lacks_a_right_says_which_before_it_serves(site: Site) ->
     assert "mqlayer node acl publisher --user u-publisher" in said
 
 
+def test_a_worker_that_lacks_a_right_says_which_and_does_not_start(site: Site) -> None:
+    """One node that is away does not hide what another refuses."""
+    site.type(RedisRole.OPERATOR, "node", "register", "n1", site.server.url)
+    with psycopg.connect(site.environment["MQLAYER_DSN"]) as connection:
+        connection.execute("INSERT INTO mqlayer.node (name, url) VALUES ('away', 'redis://127.0.0.1:1/0')")
+    worker = [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app", "worker", "--pool", "solo"]
+
+    def start() -> tuple[int, str]:
+        environment = site.of(RedisRole.WORKER) | {"MQLAYER_BROKER_URL": "memory://"}
+        done = subprocess.run(worker, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        site.unspoken(done.stdout + done.stderr)
+        return done.returncode, done.stdout + done.stderr
+
+    with site.admin() as client:
+        client.execute_command("ACL", "SETUSER", "u-worker", "-xtrim", "clearselectors")
+    code, said = start()
+    assert code != 0
+    assert "mqlayer node acl worker --user u-worker" in said
+    assert " ready." not in said
+    with site.admin() as client:
+        client.execute_command("ACL", "SETUSER", "u-worker", "resetpass", ">another")
+    code, said = start()
+    assert code != 0
+    assert "set MQLAYER_REDIS_USER and MQLAYER_REDIS_PASSWORD_FILE" in said
+
+
 def test_the_check_of_a_user_names_what_is_missing(site: Site) -> None:
     site.type(RedisRole.OPERATOR, "node", "register", "n1", site.server.url)
     for role in GRANTED:
