@@ -9,7 +9,7 @@ rights needs it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,7 +21,7 @@ from psycopg import errors as pg_errors
 from psycopg import sql
 
 from mqlayer.domain.names import check_name
-from mqlayer.errors import InvalidInput, NotFound, PermissionDenied
+from mqlayer.errors import Conflict, InvalidInput, NotFound, PermissionDenied
 from mqlayer.postgres.database import Connection, address_of, connect, driver_errors
 from mqlayer.postgres.queries import query
 from mqlayer.resources import sql_source
@@ -109,10 +109,16 @@ def give(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Iterable
             connection.execute(statement)
 
 
-def take(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Iterable[str] = ("",)) -> None:
-    """Take a right back, in one transaction: all of it for the empty scope, else these topics or groups."""
+def take(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Collection[str] = ("",)) -> None:
+    """Take a right back, in one transaction: all of it for the empty scope, else these topics or groups.
+
+    Raises Conflict: of a right to all topics or groups, some can't be taken.
+    """
     with _transaction(dsn, "mqlayer revoke") as connection:
         _check_role(connection, role)
+        if "" not in scopes and (str(right), "") in _rows(connection, schema, role):
+            what = f"{role} may {right} without limits, and would go on to"
+            raise Conflict(what, f"mqlayer revoke {right} {role}, then grant what it is to keep")
         for statement in taken(connection, schema, role, right, scopes):
             connection.execute(statement)
         for statement in _all_of(schema, role, _rows(connection, schema, role)):

@@ -10,12 +10,12 @@ import psycopg
 import pytest
 from psycopg import errors as pg_errors
 
-from mqlayer.errors import PermissionDenied
+from mqlayer.errors import Conflict, PermissionDenied
 from mqlayer.membership.groups import GroupSettings, ensure_group
 from mqlayer.outbox import publish
 from mqlayer.postgres.database import Database, translate
 from mqlayer.postgres.queries import query
-from mqlayer.postgres.rights import Right
+from mqlayer.postgres.rights import Right, grants, take
 from mqlayer.routes.cache import RouteCache
 from mqlayer.topics import create_topic, register_node
 from tests.fixtures.roles import Roles
@@ -141,6 +141,10 @@ def test_a_consumer_of_one_group_does_nothing_in_the_name_of_another(
         "UPDATE mqlayer.assignment SET epoch = 9223372036854775807",
         """INSERT INTO mqlayer.assignment (group_id, partition_id, epoch)
            SELECT $ledger, max(partition_id), 9007199254740991 FROM mqlayer.partition""",
+        "UPDATE mqlayer.parked_key SET due_at = 'infinity'",
+        "UPDATE mqlayer.parked_key SET due_at = '294000-01-01'",
+        "UPDATE mqlayer.member SET lease_until = 'infinity'",
+        "UPDATE mqlayer.member SET lease_until = '294000-01-01'",
         """INSERT INTO mqlayer_archive.outcome_queue
            (topic_id, group_id, partition_id, log_offset, word, attempts, actor)
            VALUES (1, $ledger, 1, 1, 'nonsense', 1, 'x')""",
@@ -152,7 +156,9 @@ def test_a_consumer_of_one_group_does_nothing_in_the_name_of_another(
 def test_a_consumer_leaves_no_row_that_work_for_all_groups_fails_at(
     groups: dict[str, int], ledger: psycopg.Connection, statement: str
 ) -> None:
-    """Arming a node raises the epochs of all groups at once; the archiver moves outcomes of all groups of a topic."""
+    """Arming a node raises the epochs of all groups at once; the archiver moves outcomes of all groups of a topic;
+    checks and lists read times of all groups.
+    """
     with pytest.raises(pg_errors.CheckViolation):
         ledger.execute(statement.replace("$ledger", str(groups["ledger"])).encode())
 
@@ -314,6 +320,18 @@ def test_reading_everything_gives_no_right_to_publish_or_consume(
                 owner.execute(f"GRANT pg_read_all_data TO {reader.info.user}".encode())
                 with pytest.raises(pg_errors.InsufficientPrivilege, match="lacks the right"):
                     reader.execute(statement.encode())
+
+
+@pytest.mark.parametrize(("right", "scope"), [(Right.PUBLISH, "orders"), (Right.CONSUME, "orders/mail")])
+def test_a_right_to_everything_is_not_taken_in_parts(
+    groups: dict[str, int], roles: Roles, database_dsn: str, right: Right, scope: str
+) -> None:
+    with closing(psycopg.connect(roles.login(right))) as connection:
+        role = connection.info.user
+    with pytest.raises(Conflict, match="without limits"):
+        take(database_dsn, "application", role, right, (scope,))
+    take(database_dsn, "application", role, right)
+    assert role not in {grant.role for grant in grants(database_dsn, "application")}
 
 
 def test_members_of_a_role_have_its_rights(groups: dict[str, int], roles: Roles) -> None:
