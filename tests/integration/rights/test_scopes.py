@@ -142,6 +142,11 @@ def test_a_consumer_of_one_group_does_nothing_in_the_name_of_another(
         """INSERT INTO mqlayer.assignment (group_id, partition_id, epoch)
            SELECT $ledger, max(partition_id), 9007199254740991 FROM mqlayer.partition""",
         "UPDATE mqlayer.parked_key SET due_at = 'infinity'",
+        "UPDATE mqlayer.member SET host = repeat('x', 5000)",
+        "UPDATE mqlayer.consumer_group SET paused_by = repeat('x', 5000)",
+        "UPDATE mqlayer.consumer_group SET backoff_s = array_fill(1.0::float8, ARRAY[5000])",
+        """INSERT INTO mqlayer.failure_count (group_id, partition_id, event, count)
+           VALUES ($ledger, 1, repeat('x', 64), 1)""",
         "UPDATE mqlayer.parked_key SET due_at = '294000-01-01'",
         "UPDATE mqlayer.member SET lease_until = 'infinity'",
         "UPDATE mqlayer.member SET lease_until = '294000-01-01'",
@@ -157,7 +162,7 @@ def test_a_consumer_leaves_no_row_that_work_for_all_groups_fails_at(
     groups: dict[str, int], ledger: psycopg.Connection, statement: str
 ) -> None:
     """Arming a node raises the epochs of all groups at once; the archiver moves outcomes of all groups of a topic;
-    checks and lists read times of all groups.
+    checks and lists read times and texts of all groups.
     """
     with pytest.raises(pg_errors.CheckViolation):
         ledger.execute(statement.replace("$ledger", str(groups["ledger"])).encode())
@@ -352,6 +357,13 @@ def test_a_role_that_was_set_counts_in_place_of_who_logged_in(groups: dict[str, 
         connection.execute(WAYS[0].format("orders").encode())
         with pytest.raises(pg_errors.InsufficientPrivilege):
             connection.execute(WAYS[0].format("invoices").encode())
+
+
+def test_a_direct_producers_names_are_bounded(groups: dict[str, int], roles: Roles) -> None:
+    with closing(psycopg.connect(roles.login(Right.PUBLISH), autocommit=True)) as producer:
+        with pytest.raises(pg_errors.CheckViolation):
+            producer.execute("INSERT INTO mqlayer.source (kind, name) VALUES ('direct', repeat('x', 2000))")
+        producer.execute("INSERT INTO mqlayer.source (kind, name) VALUES ('direct', repeat('x', 1000))")
 
 
 def test_a_direct_producer_ends_no_source_of_another(groups: dict[str, int], roles: Roles) -> None:
