@@ -57,7 +57,7 @@ def test_scripts_are_the_commands_and_their_setup() -> None:
 
 
 def test_compose_names_the_whole_stack(compose: dict[str, Any]) -> None:
-    services = {"postgres", *REDIS_SERVICES, "setup", "relay", "worker", "beat"}
+    services = {"users", "postgres", *REDIS_SERVICES, "setup", "relay", "worker", "beat"}
     assert set(compose["services"]) == services
 
 
@@ -71,12 +71,13 @@ def test_compose_runs_redis_with_the_settings_that_the_promise_needs(compose: di
         "--no-appendfsync-on-rewrite": "no",
         "--maxmemory-policy": "noeviction",
         "--save": "",
+        "--aclfile": "/data/users.acl",
     }
 
 
 def test_every_service_that_stays_has_a_healthcheck(compose: dict[str, Any]) -> None:
     without = {name for name, service in compose["services"].items() if "healthcheck" not in service}
-    assert without == {"setup"}
+    assert without == {"setup", "users"}
 
 
 def test_compose_opens_ports_on_this_machine_only(compose: dict[str, Any]) -> None:

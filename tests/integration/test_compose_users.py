@@ -1,0 +1,191 @@
+"""The users of docker-compose.yml: its own script makes them, and real servers start with them.
+
+What needs no engine is run as it stands there; no container is started.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import yaml
+
+from mqlayer.redis.rights import acl_rules, password_rule, user_line
+from mqlayer.redis.roles import RedisRole
+from mqlayer.stack import RedisServer
+from tests.fixtures.servers import StartRedis, different_redis_programs
+from tests.fixtures.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+NODES = ("node-1", "node-2")
+ROLES = {
+    "mqlayer-operator": (RedisRole.OPERATOR,),
+    "mqlayer-relay": (RedisRole.RELAY,),
+    "mqlayer-worker": (RedisRole.WORKER,),
+    "mqlayer-app": (RedisRole.PUBLISHER, RedisRole.CONSUMER),
+    "mqlayer-viewer": (RedisRole.VIEWER,),
+}
+USER_OF = {
+    "setup": "mqlayer-operator",
+    "relay": "mqlayer-relay",
+    "worker": "mqlayer-worker",
+    "beat": "mqlayer-worker",
+}
+PASSWORD = re.compile(r"\$\{[A-Z]+_PASSWORD:-mqlayer\}")
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Any]:
+    parsed = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    return dict(parsed["services"])
+
+
+@pytest.fixture
+def users(services: dict[str, Any], tmp_path: Path) -> Path:
+    """The directory that the service `users` filled, with a password of its own for each variable."""
+    service = services["users"]
+    script = service["command"][0].replace("$$", "$").replace("/users/", f"{tmp_path}/")
+    environment = {name: f"secret of {name}" for name in service["environment"]}
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    done = subprocess.run(
+        [*service["entrypoint"], script],
+        env=environment | {"PATH": path, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert {path.name for path in tmp_path.iterdir()} == {"node.acl", "broker.acl"}
+    assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.iterdir())
+    return tmp_path
+
+
+def secret(user: str) -> str:
+    return f"secret of {user.removeprefix('mqlayer-').upper()}_PASSWORD"
+
+
+def started(start_redis: StartRedis, acl_file: Path) -> RedisServer:
+    program = next(found for found in different_redis_programs() if found.version >= (7, 0))
+    return start_redis(program=program, options={"aclfile": str(acl_file)})
+
+
+def test_the_users_of_a_node_have_the_rules_of_the_command_and_nothing_else(users: Path) -> None:
+    expected = ["user default off ~* &* +@all"]
+    for user, roles in ROLES.items():
+        expected.append(user_line(user, roles, prefix="mq", password=secret(user), version=(7, 0, 0)))
+    assert (users / "node.acl").read_text().splitlines() == expected
+    assert all(rule in expected[2] for rule in acl_rules([RedisRole.RELAY], prefix="mq"))
+
+
+def test_a_node_lets_in_its_users_and_not_user_default(users: Path, start_redis: StartRedis) -> None:
+    server = started(start_redis, users / "node.acl")
+    for user in ROLES:
+        with redis.Redis.from_url(server.url, username=user, password=secret(user)) as client:
+            assert client.ping()
+            for words in (("CONFIG", "SET", "appendonly", "no"), ("ACL", "LIST"), ("FLUSHALL",), ("SHUTDOWN",)):
+                with pytest.raises(redis.exceptions.NoPermissionError):
+                    client.execute_command(*words)
+    for password in (None, "mqlayer", *map(secret, ROLES)):
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis.from_url(server.url, password=password).ping()
+
+
+def test_celery_works_with_the_user_of_the_broker(users: Path, start_redis: StartRedis) -> None:
+    """Publishes, takes, and answers a ping, as the worker's health check asks it."""
+    assert (users / "broker.acl").read_text().splitlines() == [
+        "user default off ~* &* +@all",
+        f"user mqlayer-celery on {password_rule('secret of BROKER_PASSWORD')} ~* &* +@all -@admin",
+    ]
+    server = started(start_redis, users / "broker.acl")
+    with pytest.raises(redis.AuthenticationError):
+        redis.Redis.from_url(server.url).ping()
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": str(ROOT),
+        "MQLAYER_BROKER_URL": server.url,
+        "MQLAYER_BROKER_USER": "mqlayer-celery",
+        "MQLAYER_BROKER_PASSWORD": "secret of BROKER_PASSWORD",
+    }
+    celery = [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app"]
+    log = users / "worker.log"
+    with log.open("wb") as out:
+        worker = subprocess.Popen(
+            [*celery, "worker", "--loglevel", "INFO", "--pool", "solo", "--hostname", "one@here"],
+            env=environment,
+            stdout=out,
+            stderr=out,
+        )
+    try:
+        wait_until(lambda: " ready." in log.read_text(), timeout_s=60, what="the worker is ready")
+        ping = [*celery, "inspect", "ping", "--destination", "one@here", "--timeout", "20"]
+        done = subprocess.run(ping, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "pong" in done.stdout
+    finally:
+        worker.terminate()
+        worker.wait(30)
+    assert "NOPERM" not in log.read_text()
+
+
+def test_each_service_has_the_redis_user_of_its_role(services: dict[str, Any]) -> None:
+    ours = {name for name, service in services.items() if service.get("image") == "mqlayer"}
+    assert ours == {*USER_OF, "users"}
+    for name, user in USER_OF.items():
+        given = services[name]["environment"]
+        variable = user.removeprefix("mqlayer-").upper()
+        assert given["MQLAYER_REDIS_USER"] == user
+        assert given["MQLAYER_REDIS_PASSWORD"] == f"${{{variable}_PASSWORD:-mqlayer}}"
+        if "MQLAYER_BROKER_URL" in given:
+            assert given["MQLAYER_BROKER_USER"] == "mqlayer-celery"
+            assert given["MQLAYER_BROKER_PASSWORD"] == "${BROKER_PASSWORD:-mqlayer}"
+    assert {name for name in USER_OF if "MQLAYER_BROKER_URL" in services[name]["environment"]} == {"worker", "beat"}
+
+
+def test_every_password_can_be_set_from_outside(services: dict[str, Any]) -> None:
+    for service in services.values():
+        for name, value in service.get("environment", {}).items():
+            if "PASSWORD" in name or name == "REDISCLI_AUTH":
+                assert PASSWORD.fullmatch(value), (name, value)
+            elif "://" in value and "@" in value:
+                assert PASSWORD.search(value), name
+
+
+def test_no_server_starts_without_its_users(services: dict[str, Any]) -> None:
+    for name in (*NODES, "broker"):
+        service = services[name]
+        assert service["depends_on"] == {"users": {"condition": "service_completed_successfully"}}
+        assert "users:/users:ro" in service["volumes"]
+        assert service["environment"]["USERS"] == ("broker.acl" if name == "broker" else "node.acl")
+        assert service["command"][-2:] == ["--aclfile", "/data/users.acl"]
+    assert services["users"]["volumes"] == ["users:/users"]
+    assert {services[name]["environment"]["PING_USER"] for name in NODES} == {"mqlayer-viewer"}
+    assert services["broker"]["environment"]["PING_USER"] == "mqlayer-celery"
+
+
+def test_the_entrypoint_gives_the_server_a_file_of_its_own(services: dict[str, Any], tmp_path: Path) -> None:
+    """Run as it stands there, with a program of the image's name that shows its arguments."""
+    entrypoint = tmp_path / "docker-entrypoint.sh"
+    entrypoint.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    entrypoint.chmod(0o755)
+    (tmp_path / "users").mkdir()
+    (tmp_path / "users" / "node.acl").write_text("user default off\n")
+    (tmp_path / "data").mkdir()
+    shell, option, script, zero = services["node-1"]["entrypoint"]
+    script = script.replace("$$", "$").replace("/users/", f"{tmp_path}/users/").replace("/data/", f"{tmp_path}/data/")
+    done = subprocess.run(
+        [shell, option, script, zero, "valkey-server", "--save", ""],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "USERS": "node.acl"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["valkey-server", "--save", ""]
+    copied = tmp_path / "data" / "users.acl"
+    assert copied.read_text() == "user default off\n"
+    assert copied.stat().st_mode & 0o077 == 0
