@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -45,7 +45,7 @@ def grant(
     """Give a role a right in both schemas, each in its database. See docs/security.md for the rights."""
     scopes = rights.scopes_of(right, topics, groups)
     if sql:
-        _print(statement for schema in SCHEMAS for statement in rights.given(None, schema, role, right, scopes))
+        _print({schema: rights.given(schema, role, right, scopes) for schema in SCHEMAS})
         return
     settings = settings_here()
     for schema in SCHEMAS:
@@ -65,7 +65,7 @@ def revoke(
     """Take a right of a role back: all of it, or only these topics or groups. What its other rights need stays."""
     scopes = rights.scopes_of(right, topics, groups)
     if sql:
-        _print(statement for schema in SCHEMAS for statement in rights.taken(None, schema, role, right, scopes))
+        _print({schema: rights.taken(schema, role, right, scopes) for schema in SCHEMAS})
         return
     settings = settings_here()
     for schema in SCHEMAS:
@@ -87,15 +87,22 @@ def _shown(right: Right, scopes: tuple[str, ...]) -> str:
 
 
 def _password(path: Path) -> str:
-    password = path.read_text(encoding="utf-8").strip()
+    try:
+        password = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{path} can't be read: {type(error).__name__}") from error
     if not password:
         raise InvalidInput(f"{path} is empty: it is to hold the role's password")
     return password
 
 
-def _print(statements: Iterator[Composed]) -> None:
-    for statement in statements:
-        say(f"{statement.as_string(None)};")
+def _print(statements: Mapping[SchemaName, list[Composed]]) -> None:
+    """Print a transaction for each schema: a right is never gone for a moment while another needs a part of it."""
+    for schema, of_schema in statements.items():
+        say(f"-- In the database of the {schema} schema:\nBEGIN;", lines=True)
+        for statement in of_schema:
+            say(f"{statement.as_string(None)};")
+        say("COMMIT;")
 
 
 def _dsn(settings: Settings, schema: SchemaName) -> str:

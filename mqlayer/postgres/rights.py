@@ -102,50 +102,50 @@ def scopes_of(right: Right, topics: Sequence[str], groups: Sequence[str]) -> tup
 
 
 def give(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Iterable[str] = ("",)) -> None:
-    """Give a right to a role that is there, in one transaction; again changes nothing. Raises NotFound."""
-    with _transaction(dsn, "mqlayer grant") as connection:
+    """Give a right to a role that is there, in one transaction; again changes nothing.
+
+    Raises NotFound, and PermissionDenied for who may not give it.
+    """
+    with _transaction(dsn, "mqlayer grant", right) as connection:
         _check_role(connection, role)
-        for statement in given(connection, schema, role, right, scopes):
+        for statement in given(schema, role, right, scopes):
             connection.execute(statement)
 
 
 def take(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Collection[str] = ("",)) -> None:
     """Take a right back, in one transaction: all of it for the empty scope, else these topics or groups.
 
-    Raises Conflict: of a right to all topics or groups, some can't be taken.
+    Raises NotFound, PermissionDenied for who may not take it, and Conflict: of a right to all topics or groups, some
+    can't be taken.
     """
-    with _transaction(dsn, "mqlayer revoke") as connection:
+    with _transaction(dsn, "mqlayer revoke", right) as connection:
         _check_role(connection, role)
         if "" not in scopes and (str(right), "") in _rows(connection, schema, role):
-            what = f"{role} may {right} without limits, and would go on to"
-            raise Conflict(what, f"mqlayer revoke {right} {role}, then grant what it is to keep")
-        for statement in taken(connection, schema, role, right, scopes):
-            connection.execute(statement)
-        for statement in _all_of(schema, role, _rows(connection, schema, role)):
+            raise Conflict(_WHOLE.format(role=role, right=right), _WHOLE_FIX.format(role=role, right=right))
+        for statement in taken(schema, role, right, scopes):
             connection.execute(statement)
 
 
-def given(
-    connection: Connection | None, schema: SchemaName, role: str, right: Right, scopes: Iterable[str]
-) -> list[sql.Composed]:
-    """Return the statements that give a right. Without a connection the owner is the default one."""
+def given(schema: SchemaName, role: str, right: Right, scopes: Iterable[str]) -> list[sql.Composed]:
+    """Return the statements that give a right, for one transaction."""
     if right is Right.MIGRATE:
-        return [sql.SQL("GRANT {} TO {}").format(_owner(connection, schema), sql.Identifier(role))]
+        return [_membership(schema, "GRANT %I TO %I", role)]
     scopes = tuple(scopes)
     put = "INSERT INTO {} (role, privilege, scope) VALUES ({}::regrole, {}, {}) ON CONFLICT DO NOTHING"
     rows = [sql.SQL(put).format(*_row(schema, role, right, scope)) for scope in scopes]
     return _privileges(schema, role, right, limited="" not in scopes) + rows
 
 
-def taken(
-    connection: Connection | None, schema: SchemaName, role: str, right: Right, scopes: Iterable[str]
-) -> list[sql.Composed]:
-    """Return the statements that take a right back. Other rights of the role are to be given again after them."""
+def taken(schema: SchemaName, role: str, right: Right, scopes: Iterable[str]) -> list[sql.Composed]:
+    """Return the statements that take a right back, and give again what other rights of the role need of it."""
     if right is Right.MIGRATE:
-        return [sql.SQL("REVOKE {} FROM {}").format(_owner(connection, schema), sql.Identifier(role))]
+        return [_membership(schema, "REVOKE %I FROM %I", role)]
+    scopes = tuple(scopes)
     drop = "DELETE FROM {} WHERE role = {}::regrole AND privilege = {} AND {} IN ('', scope)"
     rows = [sql.SQL(drop).format(*_row(schema, role, right, scope)) for scope in scopes]
-    return rows + [_spelled("REVOKE {} ON {} FROM {}", p, role) for p in privileges(right) if p.schema == schema]
+    whole = [] if "" in scopes else [_refusal_of_whole(schema, role, right)]
+    gone = [_spelled("REVOKE {} ON {} FROM {}", p, role) for p in privileges(right) if p.schema == schema]
+    return whole + rows + gone + [_given_again(schema, role, {p.target for p in privileges(right)})]
 
 
 def grants(dsn: str, schema: SchemaName) -> list[Grant]:
@@ -202,7 +202,8 @@ def ensure_login(dsn: str, role: str, password: str) -> bool:
         secret = connection.pgconn.encrypt_password(password.encode(), role.encode(), b"scram-sha-256").decode()
         there = connection.execute("SELECT 1 FROM pg_catalog.pg_roles WHERE rolname = %s", (role,)).fetchone()
         statement = sql.SQL("ALTER ROLE {} LOGIN PASSWORD {}" if there else "CREATE ROLE {} LOGIN PASSWORD {}")
-        connection.execute(statement.format(sql.Identifier(role), sql.Literal(secret)))
+        with _refused_with(dsn, "may not make a role, nor set its password", _OWNER_GIVER):
+            connection.execute(statement.format(sql.Identifier(role), sql.Literal(secret)))
     return not there
 
 
@@ -210,20 +211,30 @@ _LISTED: Final = "SELECT r.rolname, g.privilege, g.scope FROM {} g JOIN pg_catal
 _MEMBERS: Final = """
     SELECT r.rolname FROM pg_catalog.pg_namespace n JOIN pg_catalog.pg_auth_members m ON m.roleid = n.nspowner
     JOIN pg_catalog.pg_roles r ON r.oid = m.member WHERE n.nspname = %(schema)s"""
-_OWNER: Final = """
-    SELECT r.rolname FROM pg_catalog.pg_namespace n JOIN pg_catalog.pg_roles r ON r.oid = n.nspowner
-    WHERE n.nspname = %s"""
-_DEFAULT_OWNER: Final = "mqlayer_owner"
+_WHOLE: Final = "{role} may {right} without limits, and would go on to"
+_WHOLE_FIX: Final = "mqlayer revoke {right} {role}, then grant what it is to keep"
+_GIVER: Final = (
+    "let a superuser, or a member of the schemas' owner, run this; as one of these: mqlayer grant migrate {}"
+)
+_OWNER_GIVER: Final = "let a superuser, or a role with CREATEROLE, run this"
 
 
 @contextmanager
-def _transaction(dsn: str, application: str) -> Iterator[Connection]:
-    with (
-        connect(dsn, application=application) as connection,
-        driver_errors(address_of(dsn)),
-        connection.transaction(),
-    ):
-        yield connection
+def _transaction(dsn: str, application: str, right: Right) -> Iterator[Connection]:
+    with connect(dsn, application=application) as connection, driver_errors(address_of(dsn)):
+        fix = _OWNER_GIVER if right is Right.MIGRATE else _GIVER.format(connection.info.user)
+        with _refused_with(dsn, "may not give or take rights", fix), connection.transaction():
+            yield connection
+
+
+@contextmanager
+def _refused_with(dsn: str, what: str, fix: str) -> Iterator[None]:
+    """Tell a refusal of Postgres with the way out."""
+    try:
+        yield
+    except pg_errors.InsufficientPrivilege as error:
+        reason = f"this role {what} ({error.diag.message_primary})"
+        raise PermissionDenied(address_of(dsn), reason, fix) from error
 
 
 def _table(schema: SchemaName) -> sql.Identifier:
@@ -236,15 +247,22 @@ def _row(schema: SchemaName, role: str, right: Right, scope: str) -> tuple[sql.C
     return _table(schema), sql.Literal(quoted), sql.Literal(str(right)), sql.Literal(scope)
 
 
-def _privileges(schema: SchemaName, role: str, right: Right, *, limited: bool) -> list[sql.Composed]:
-    """Return the GRANTs of a right. Publishing to named topics is by the outbox only: a Redis user knows no topics."""
+def _privileges(
+    schema: SchemaName, role: str, right: Right, *, limited: bool, targets: set[str] | None = None
+) -> list[sql.Composed]:
+    """Return the GRANTs of a right, or those on some targets.
+
+    Publishing to named topics is by the outbox only: a Redis user knows no topics.
+    """
     given_for_all = ("publish_any", "consume_any") if limited else ()
     if right is Right.PUBLISH and limited and schema == "control":
         return []
     return [
         _spelled("GRANT {} ON {} TO {}", privilege, role)
         for privilege in privileges(right)
-        if privilege.schema == schema and privilege.name not in given_for_all
+        if privilege.schema == schema
+        and privilege.name not in given_for_all
+        and (targets is None or privilege.target in targets)
     ]
 
 
@@ -271,9 +289,42 @@ def _rows(connection: Connection, schema: SchemaName, role: str) -> list[tuple[s
     return [(right, scope) for _, right, scope in rows.fetchall()]
 
 
-def _owner(connection: Connection | None, schema: SchemaName) -> sql.Identifier:
-    row = None if connection is None else connection.execute(_OWNER, (SCHEMAS[schema],)).fetchone()
-    return sql.Identifier(_DEFAULT_OWNER if row is None else row[0])
+def _membership(schema: SchemaName, pattern: str, role: str) -> sql.Composed:
+    """Return the statement that changes who is a member of the schema's owner."""
+    body = sql.SQL(
+        "BEGIN EXECUTE format({}, (SELECT pg_get_userbyid(nspowner) FROM pg_namespace "
+        "WHERE oid = {}::regnamespace), {}); END"
+    )
+    return _block(body.format(sql.Literal(pattern), sql.Literal(SCHEMAS[schema]), sql.Literal(role)))
+
+
+def _refusal_of_whole(schema: SchemaName, role: str, right: Right) -> sql.Composed:
+    """Return a statement that fails for a role that has the right without limits."""
+    text, fix = (sql.Literal(text.format(role=role, right=right)) for text in (_WHOLE, _WHOLE_FIX))
+    body = sql.SQL("BEGIN IF {} THEN RAISE EXCEPTION USING MESSAGE = {}, HINT = {}; END IF; END")
+    return _block(body.format(_has(schema, role, right, whole=True), text, fix))
+
+
+def _given_again(schema: SchemaName, role: str, targets: set[str]) -> sql.Composed:
+    """Return a statement that gives each right that the role has once more, as far as it needs these targets."""
+    found: list[sql.Composable] = []
+    for right in Right:
+        for limited in (False, True):
+            if again := _privileges(schema, role, right, limited=limited, targets=targets):
+                held = _has(schema, role, right, whole=not limited)
+                found.append(sql.SQL("IF {} THEN {}; END IF; ").format(held, sql.SQL("; ").join(again)))
+    return _block(sql.SQL("BEGIN {}END").format(sql.Composed(found)))
+
+
+def _has(schema: SchemaName, role: str, right: Right, *, whole: bool) -> sql.Composed:
+    """Return the condition that a role has a right, or any part of it."""
+    condition = "EXISTS (SELECT FROM {} WHERE role = {}::regrole AND privilege = {} AND {} IN (scope, 'any'))"
+    return sql.SQL(condition).format(*_row(schema, role, right, "" if whole else "any"))
+
+
+def _block(body: sql.Composed) -> sql.Composed:
+    # A literal, not dollars: a role may be named as any of these.
+    return sql.SQL("DO {}").format(sql.Literal(body.as_string(None)))
 
 
 def _check_role(connection: psycopg.Connection[Any], role: str) -> None:

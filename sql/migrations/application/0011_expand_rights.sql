@@ -60,8 +60,8 @@ CREATE VIEW mqlayer_app.held_version_fact AS
 SELECT name, entity, version, origin, octet_length(body) + octet_length(headers) AS size, held_at
 FROM mqlayer_app.held_version;
 
--- Which group an id is, as TOPIC/GROUP; an instance of a broadcast group counts as its group. Relays and `mqlayer grant`
--- bring it from the control schema, whose trigger does so at once where both are in one database.
+-- Which group an id is, as TOPIC/GROUP; an instance of a broadcast group counts as its group. Relays bring
+-- it from the control schema, whose trigger does so at once where both are in one database.
 CREATE TABLE mqlayer_app.known_group (
     group_id int NOT NULL,
     scope    text NOT NULL,
@@ -85,9 +85,8 @@ BEGIN
     END IF;
 END $do$;
 
--- Who may look at these numbers may publish to all topics, and consume for all groups. Nobody draws them: a privilege on
--- an object of its own is what Postgres answers fastest, within an expression and from its cache. Publishing asks it in
--- under a microsecond; to look into the table took eight, a third of what the function takes else.
+-- Who may look at these numbers may publish to all topics, and consume for all groups. Nobody draws them: Postgres
+-- answers for a privilege on an object of its own within an expression and from its cache, without a look into a table.
 CREATE SEQUENCE mqlayer_app.publish_any;
 CREATE SEQUENCE mqlayer_app.consume_any;
 
