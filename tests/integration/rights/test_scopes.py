@@ -193,6 +193,30 @@ def test_a_replaced_server_is_seen_to_whatever_number_a_consumer_gave_its_group(
         relay.execute("SELECT mqlayer.server_replaced_v1('{}')")
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        "[1]",
+        '{"nonsense": 1}',
+        '{"key": 1}',
+        '{"dead_ids": "x"}',
+        '{"since": "never"}',
+        '{"until": ""}',
+        '{"since": "2026-01-01T00:00:00+00:00", "until": null}',
+        '{"since": "2026-02-31T00:00:00+00:00"}',
+        '{"since": "2026-01-01T24:00:00+00:00"}',
+    ],
+)
+def test_a_consumer_leaves_no_redrive_that_nobody_can_list(
+    groups: dict[str, int], ledger: psycopg.Connection, told: str
+) -> None:
+    put = """INSERT INTO mqlayer.redrive (group_id, kind, filter, upto_id, per_s, actor)
+             VALUES (%s, 'dead', %s, 1, 0, 'x')"""
+    ledger.execute(put, [groups["ledger"], '{"since": "2026-01-31T23:59:59.000001+05:30", "dead_ids": [1]}'])
+    with pytest.raises((pg_errors.CheckViolation, pg_errors.DataError)):
+        ledger.execute(put, [groups["ledger"], told])
+
+
 def test_a_consumer_of_one_group_fences_and_notes_for_it(groups: dict[str, int], ledger: psycopg.Connection) -> None:
     group = groups["ledger"]
     row = ledger.execute("SELECT answer FROM mqlayer_app.fence_v1(%s, 1::smallint, 1, 'k', 1, 7)", [group]).fetchone()
