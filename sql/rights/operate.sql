@@ -71,6 +71,7 @@ GRANT EXECUTE ON FUNCTION mqlayer.timeline_v1 TO {role};
 GRANT SELECT, INSERT (archived, backlog_limit, body_limit, name, strategy), UPDATE (archived, backlog_limit, body_limit,
     paused_at, paused_by, retention_days, version) ON mqlayer.topic TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.caller_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.cancel_delayed_v1 TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.consume_any TO {role};
 GRANT SELECT, INSERT (body_limit, lp, topic, topic_id), UPDATE (body_limit) ON mqlayer_app.counter TO {role};
 GRANT SELECT, DELETE ON mqlayer_app.dedup TO {role};
