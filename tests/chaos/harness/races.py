@@ -75,7 +75,8 @@ def _unpark_unseen() -> None:
     setattr(Ledger, "_next", _next)  # noqa: B010
 
 
-OUTBOX_AND_FENCE: Final = f"{APPLICATION}/0001_expand_application_schema.sql"
+OUTBOX_AND_FENCE: Final = f"{APPLICATION}/0010_expand_bounds.sql"
+"""The last migration that writes these functions out; a bug in an earlier one would be written over."""
 NUMBERED_FIRST: Final = """v_seq := nextval('mqlayer_app.outbox_number');
     -- Whatever else a publisher does between the two.
     PERFORM pg_sleep(random() * 0.002);
