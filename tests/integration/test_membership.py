@@ -12,7 +12,7 @@ from dataclasses import replace
 import psycopg
 import pytest
 
-from mqlayer.errors import InvalidInput, NotFound
+from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import FailpointHit, arm, disarm_all
 from mqlayer.membership import (
     Beat,
@@ -463,7 +463,10 @@ def test_a_group_starts_where_it_was_told_to(stage: Stage) -> None:
     assert starts(stage, "late") == nexts
     assert sum(nexts.values()) == 65
     stage.send_numbers(keys=20, each=1, first=4)
-    make_group(stage, "late", GroupSettings("earliest"))
+    make_group(stage, "late", GroupSettings("latest"))
+    make_group(stage, "late", GroupSettings())
+    with pytest.raises(Conflict, match="mqlayer group seek"):
+        make_group(stage, "late", GroupSettings("earliest"))
     assert starts(stage, "late") == nexts
 
 

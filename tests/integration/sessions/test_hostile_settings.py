@@ -81,7 +81,10 @@ def settings(
 
 
 def as_applications_do(connection: psycopg.Connection[Any]) -> None:
-    """What an application has to say itself: it writes, and takes its time, though by default its sessions do not."""
+    """What an application has to say itself: it writes, takes its time, and sends text in an encoding that has a name,
+    though by default its sessions do not."""
+    if connection.info.parameter_status("client_encoding") == "SQL_ASCII":
+        connection.execute("SET client_encoding = 'UTF8'")
     connection.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED READ WRITE NOT DEFERRABLE")
     connection.execute("SET LOCAL statement_timeout = '20s'")
 
