@@ -209,15 +209,17 @@ def test_a_commit_that_was_relayed_and_lost_in_a_crash_is_noticed(
         with (
             closing(psycopg.connect(world.dsn)) as connection,
             # With a long lease it writes once a second; what it commits takes along all that was committed before.
-            world.relay_process(failpoints="relay.before_progress=kill@2", lease_s=60) as process,
+            world.relay_process(lease_s=60) as process,
         ):
             world.publish(1, keys=1, tag=f"kept{attempt}")
             wait_until(recorded, timeout_s=30, what="the relay to be at work")
             connection.execute("SELECT mqlayer_app.publish_v1('orders', 'key-0', %s)", (f"{tag}-0".encode(),))
             connection.execute("SET LOCAL synchronous_commit = off")
             connection.commit()
-            assert process.wait(timeout=30) == -signal.SIGKILL
+            wait_until(lambda lost=f"{tag}-0": lost in values(world), timeout_s=30, what="the message to be relayed")
             postgres.kill()
+            process.kill()
+            process.wait(timeout=30)
         postgres.start()
         if not any(value == f"{tag}-0" for chain in world.published().values() for _, _, value in chain):
             break
