@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 from contextlib import closing
+from functools import partial
 from typing import Final
 
 import psycopg
@@ -203,6 +204,9 @@ def test_a_commit_that_was_relayed_and_lost_in_a_crash_is_noticed(
             "SELECT sum(seq) FROM mqlayer_app.counter WHERE seq > 0"
         )
 
+    def is_relayed(value: str) -> bool:
+        return value in values(world)
+
     for attempt in range(8):
         tag = f"lost{attempt}"
         relay_once(world.settings(), limits=QUICK)
@@ -216,7 +220,7 @@ def test_a_commit_that_was_relayed_and_lost_in_a_crash_is_noticed(
             connection.execute("SELECT mqlayer_app.publish_v1('orders', 'key-0', %s)", (f"{tag}-0".encode(),))
             connection.execute("SET LOCAL synchronous_commit = off")
             connection.commit()
-            wait_until(lambda lost=f"{tag}-0": lost in values(world), timeout_s=30, what="the message to be relayed")
+            wait_until(partial(is_relayed, f"{tag}-0"), timeout_s=30, what="the message to be relayed")
             postgres.kill()
             process.kill()
             process.wait(timeout=30)
