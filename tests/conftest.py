@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from mqlayer.redis.access import forget_access
 from tests.fixtures.lacking import parts_left_out
 
 pytest_plugins = [
@@ -49,6 +50,17 @@ MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}
 # Where CI is set, Hypothesis tries the same examples each time, and keeps to itself how a failing one is made again.
 settings.register_profile("ci", settings.get_profile("default"), derandomize=False, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(autouse=True)
+def process_as_before() -> Iterator[None]:
+    """What one test lets the process log in as, or find in MQLAYER_* variables, no other test of the process meets."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("MQLAYER_")}
+    yield
+    forget_access()
+    for name in [name for name in os.environ if name.startswith("MQLAYER_") and name not in before]:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

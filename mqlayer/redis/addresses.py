@@ -174,7 +174,9 @@ class Line:
     """How the driver connects to a node's address: `connection` is its connection, `aim` directs it before a connect.
 
     The primary is asked for at each connect: Sentinels may have promoted another Redis since. `access`: how to log in,
-    as this process does where not given; `node`: the node's name.
+    as this process does where not given; `node`: the node's name. A node's URL must not hold credentials where the
+    process logs in by its settings (`aim` refuses it); those of another server's give way to `access`.
+    `anonymous`: it speaks TLS without a certificate of its own.
     """
 
     def __init__(
@@ -187,8 +189,9 @@ class Line:
         access: NodeAccess | None = None,
     ) -> None:
         address = parse_address(url)
-        access = access_here() if access is None else access
+        of_node, access = access is None, access_here() if access is None else access
         self._secure = address.url.startswith("rediss:")
+        self.anonymous = self._secure and not access.cert_file
         self._access, self._node = access, node
         self._tls = access.tls() if self._secure else {}
         self._sentinels, self._connect_timeout_s = address.sentinels, connect_timeout_s
@@ -203,14 +206,21 @@ class Line:
             # Its name at the server: one more right that each user would need.
             driver_info=None,
             **self._tls,
-            **_logs_in(access, "redis", node),
         )
+        login = _logs_in(access, "redis", node)
+        self._refused = bool(login) and _drop_credentials(pool.connection_kwargs) and of_node
+        pool.connection_kwargs.update(login)
         # The driver's connections are not typed.
         self.connection: Any = pool.make_connection()
 
     def aim(self) -> None:
         """Ask Sentinels, where the address names such, which Redis is the primary. Raises the driver's errors,
-        and InvalidInput for a file of TLS that can't be read."""
+        and InvalidInput for a file of TLS that can't be read, or for credentials in the URL besides the settings'."""
+        if self._refused:
+            raise InvalidInput(
+                "its URL holds a user or a password, and MQLAYER_REDIS_* say how to log in: give the node an address "
+                "without them, or unset MQLAYER_REDIS_USER and MQLAYER_REDIS_PASSWORD_FILE"
+            )
         if self._secure:
             self._access.check_files()
         found = self._sentinels
@@ -238,6 +248,12 @@ class Line:
 
 def _logs_in(access: NodeAccess, server: Server, node: str) -> dict[str, Any]:
     return {"credential_provider": ReadCredentials(access, server, node)} if access.logs_in(server) else {}
+
+
+def _drop_credentials(options: dict[str, Any]) -> bool:
+    """Take out how a URL itself logs in, which the driver wants alone; return whether it did."""
+    dropped = [options.pop(name, None) for name in ("username", "password", "credential_provider")]
+    return any(dropped)
 
 
 def _parse(url: str) -> Address:

@@ -72,7 +72,7 @@ def ask_server(url: str, *, timeout_s: float, node: str = "", access: NodeAccess
         line.connect()
         return _ask(line)
     except (redis.RedisError, OSError, InvalidInput) as error:
-        raise not_reached(shown_url(url), error) from error
+        raise not_reached(shown_url(url), error, anonymous=way.anonymous) from error
     finally:
         line.disconnect()
 
@@ -90,7 +90,7 @@ def ask_rights(node: Node, duty: Duty, *, user: str = "", timeout_s: float = 5.0
         version = ServerAnswers(_info(line), {}, 0.0, 0.0).redis_version
         return rights_of(lambda commands: [_tried(line, command) for command in commands], duty, version, user)
     except (redis.RedisError, OSError, InvalidInput) as error:
-        raise not_reached(node.address, error) from error
+        raise not_reached(node.address, error, anonymous=way.anonymous) from error
     finally:
         line.disconnect()
 

@@ -10,6 +10,7 @@ from mqlayer.errors import AccessDenied, InvalidInput, StoreUnavailable
 
 IN_SCRIPTS: Final = ("The user executing the script can't", "ACL failure in script")
 """A script meets the rights of its caller at each of its commands, and no code says so."""
+CERTIFICATE_HINT: Final = "set MQLAYER_REDIS_CERT_FILE and MQLAYER_REDIS_KEY_FILE, if it asks for a certificate"
 TLS_HINTS: Final = (
     ("unable to get local issuer", "set MQLAYER_REDIS_CA_FILE to the authority that signed its certificate"),
     ("self-signed", "set MQLAYER_REDIS_CA_FILE to the authority that signed its certificate"),
@@ -17,9 +18,11 @@ TLS_HINTS: Final = (
     ("doesn't match", "let the node's URL name a host that its certificate has"),
     ("mismatch", "let the node's URL name a host that its certificate has"),
     ("certificate required", "set MQLAYER_REDIS_CERT_FILE and MQLAYER_REDIS_KEY_FILE"),
-    ("handshake failure", "set MQLAYER_REDIS_CERT_FILE and MQLAYER_REDIS_KEY_FILE, if it asks for a certificate"),
+    ("handshake failure", CERTIFICATE_HINT),
     ("WRONG_VERSION_NUMBER", "it does not speak TLS on this port: let the node's URL be redis://"),
 )
+CUT: Final = ("EOF occurred in violation", "closed by server", "reset by peer", "Broken pipe", "Error while reading")
+"""How TLS ends where the server's alert is not read any more: it judges a certificate after the client's handshake."""
 LOGIN_HINT: Final = "set MQLAYER_REDIS_USER and MQLAYER_REDIS_PASSWORD_FILE"
 RIGHTS_HINT: Final = "`mqlayer node acl ROLE` prints what its user needs"
 
@@ -31,8 +34,11 @@ def is_denial(reply: object) -> bool:
     return isinstance(reply, redis.ResponseError) and any(text in str(reply) for text in IN_SCRIPTS)
 
 
-def not_reached(address: str, error: Exception) -> StoreUnavailable:
-    """Return what the failure of a connection means for its user: what to set, where something is to be set."""
+def not_reached(address: str, error: Exception, *, anonymous: bool = False) -> StoreUnavailable:
+    """Return what the failure of a connection means for its user: what to set, where something is to be set.
+
+    `anonymous`: it failed while it was made, over TLS without a certificate of this process.
+    """
     if isinstance(error, InvalidInput):
         return AccessDenied(address, str(error))
     reason = str(error) or type(error).__name__
@@ -42,4 +48,7 @@ def not_reached(address: str, error: Exception) -> StoreUnavailable:
         return AccessDenied(address, f"{reason}: {LOGIN_HINT}")
     if hint := next((hint for text, hint in TLS_HINTS if "SSL" in reason.upper() and text in reason), ""):
         return AccessDenied(address, f"{reason}: {hint}")
+    if anonymous and any(text in reason for text in CUT):
+        # No denial: a server that just ended looks the same.
+        return StoreUnavailable(address, f"{reason}: {CERTIFICATE_HINT}")
     return StoreUnavailable(address, reason)

@@ -120,7 +120,7 @@ class NodeConnection:
             self._line.connect()
         except (redis.RedisError, OSError, InvalidInput) as error:
             self.close()
-            raise not_reached(node.address, error) from error
+            raise not_reached(node.address, error, anonymous=self._anonymous) from error
         except BaseException:
             self.close()
             raise
@@ -132,7 +132,7 @@ class NodeConnection:
 
     def _open_line(self, url: str) -> None:
         line = Line(url, node=self.node.name, connect_timeout_s=self._connect_timeout_s, timeout_s=self._timeout_s)
-        self._url, self._aim, self._line = url, line.aim, line.connection
+        self._url, self._aim, self._line, self._anonymous = url, line.aim, line.connection, line.anonymous
         # The driver connects by itself where it finds its line closed: it must not get round the checks.
         self._line.redis_connect_func = self._greet
 

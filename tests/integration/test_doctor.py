@@ -135,6 +135,7 @@ def test_of_a_well_installation_nothing_is_broken(
         "application schema",
             "relay", "recovery", "set aside",
         "publishers", "versions", "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
+        "rights",
     }  # fmt: skip
     assert all(set(line) == {"check", "subject", "verdict", "seen", "fix"} for line in found)
     assert shown.exit_code == 0

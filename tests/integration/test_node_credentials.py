@@ -9,11 +9,13 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from mqlayer.domain.routing import NodeId
 from mqlayer.errors import AccessDenied, Conflict, InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import Migration, SchemaName, migrate, migrations, script
-from mqlayer.redis.access import NodeAccess, access_here, broker_url, forget_access, use_access
-from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.access import NodeAccess, access_here, broker_access, broker_url, forget_access, use_access
+from mqlayer.redis.asking import ask_server
+from mqlayer.redis.nodes import Node, NodeConnection
 from mqlayer.settings import Settings
 from mqlayer.stack import RedisServer
 from mqlayer.topics import list_nodes, register_node, set_node_address
@@ -114,6 +116,27 @@ def test_a_user_without_a_password_is_told_what_to_set(
 def test_no_login_at_all_is_told_what_to_set(database: Database, guarded: RedisServer) -> None:
     with pytest.raises(AccessDenied, match="MQLAYER_REDIS_USER"):
         register_node(database, name="n1", url=guarded.url)
+
+
+LOGGING_IN_URLS = ("redis://{}:{}@h:1/0", "redis://h:1/0?username={}&password={}", "sentinel://{}:{}@h:1/orders/0")
+
+
+@pytest.mark.parametrize("form", LOGGING_IN_URLS)
+def test_a_nodes_url_that_logs_in_besides_the_settings_is_refused(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such rows are older than the rule that an address holds no credentials."""
+    monkeypatch.setenv("MQLAYER_REDIS_USER", "app")
+    monkeypatch.setenv("MQLAYER_REDIS_PASSWORD", PASSWORD)
+    line = NodeConnection(Node(NodeId(1), "n1", form.format("old", "0ld"), None), any_run=True)
+    with pytest.raises(AccessDenied, match="its URL holds a user or a password") as refused:
+        line.connect()
+    assert "0ld" not in str(refused.value)
+
+
+def test_settings_take_the_place_of_what_the_brokers_url_logs_in_with(guarded: RedisServer) -> None:
+    for query, before in (("", "old:0ld@"), ("?username=old&password=0ld", "")):
+        url = guarded.url.replace("redis://", f"redis://{before}") + query
+        settings = Settings(broker_url=url, broker_user="app", broker_password=PASSWORD)  # type: ignore[arg-type]
+        assert ask_server(url, timeout_s=5.0, access=broker_access(settings)).run_id
 
 
 def test_settings_of_the_program_count_for_the_whole_process() -> None:

@@ -31,6 +31,7 @@ from mqlayer.logs import EventFormatter, JsonFormatter
 from mqlayer.postgres.addresses import address_of, parse_dsn
 from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.reading import ReadAddress
+from mqlayer.redis.access import access_here
 from mqlayer.redis.addresses import check_broker_url, parse_address, shown_broker_url, shown_url
 from mqlayer.redis.asking import ask_server
 from mqlayer.redis.nodes import Node, NodeConnection
@@ -141,13 +142,20 @@ def test_nothing_that_is_said_of_a_postgres_holds_its_password(secret: str) -> N
         assert MARK not in told_by(lambda dsn=dsn, way=way: way(dsn)), dsn  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("logs_in", [False, True], ids=["", "settings log in"])
 @pytest.mark.parametrize("secret", SECRETS)
-def test_nothing_that_is_said_of_a_redis_holds_its_password(secret: str) -> None:
+def test_nothing_that_is_said_of_a_redis_holds_its_password(
+    secret: str, logs_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if logs_in:
+        monkeypatch.setenv("MQLAYER_REDIS_USER", "app")
+        monkeypatch.setenv("MQLAYER_REDIS_PASSWORD", f"{MARK}own")
     ways: list[Callable[[str], Any]] = [
         called,
         shown_url,
         shown_broker_url,
         lambda url: ask_server(url, timeout_s=0.2),
+        lambda url: ask_server(url, timeout_s=0.2, access=access_here()),
         lambda url: check_broker_url(url) and None,
         lambda url: len(parse_address(url)),
         lambda url: Node(NodeId(1), "n1", url, None),

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import psycopg
 import pytest
+import redis
 from psycopg.conninfo import make_conninfo
 
 import mqlayer
 from mqlayer.errors import AccessDenied, StoreUnavailable
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
+from mqlayer.redis.denials import not_reached
 from mqlayer.relay import relay_once
 from mqlayer.stack.accounts import unprivileged_account
 from mqlayer.stack.ports import free_port
@@ -161,6 +163,25 @@ def test_a_node_that_wants_a_certificate_says_so(
     with Database(database_dsn) as database, pytest.raises(StoreUnavailable) as refused:
         register_node(database, name="n1", url=client_certificate.url())
     assert "MQLAYER_REDIS_CERT_FILE" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "Error 8 while writing to socket. EOF occurred in violation of protocol (_ssl.c:2427).",
+        "Error 104 while writing to socket. Connection reset by peer.",
+        "Error 32 while writing to socket. Broken pipe.",
+        "Error while reading from localhost:1 : (104, 'Connection reset by peer')",
+        "Connection closed by server.",
+        "Error while reading from localhost:1 : (1, '[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] certificate required')",
+    ],
+)
+def test_each_way_in_which_a_server_ends_a_line_without_a_certificate_says_so(reason: str) -> None:
+    """Which one it is, the server's and the client's next write decide between them."""
+    error = redis.ConnectionError(reason)
+    assert "MQLAYER_REDIS_CERT_FILE" in str(not_reached("rediss://localhost:1/0", error, anonymous=True))
+    if "certificate required" not in reason:
+        assert "MQLAYER_REDIS_CERT_FILE" not in str(not_reached("redis://localhost:1/0", error))
 
 
 def test_a_postgres_by_another_authority_or_under_another_name_is_refused(guarded: Guarded) -> None:
