@@ -6,7 +6,8 @@ The marks are frozen from then on. The command's entry id is that of the last re
 offsets of messages stay dense and the command takes none; its field b is the seal id, which names this very command.
 
 Records behind `next`, which a call left that ended in its middle, are counted first. The state comes before the command:
-where the call ends between them, the partition is closed, and the next call for this change appends the command.
+where the call ends between them, the partition is closed, and the next call for this change appends the command. Where
+a command was there and was removed, its entry id is used up, and the command gets the next one: 2 behind the dash, up to 9.
 
 KEYS
   1 log_key     stream  the partition's records
@@ -38,16 +39,26 @@ if not state then return {'absent'} end
 if state ~= 'open' and not (state == 'sealed' and meta[3] == change) then return {'conflict', state, meta[3] or ''} end
 if next_offset ~= '1' and redis.call('EXISTS', log_key) == 0 then return {'absent'} end
 local last = redis.call('XREVRANGE', log_key, '+', '-', 'COUNT', 1)[1]
+-- Return the error where there is one.
 local function put_command(name)
-  redis.call('XADD', log_key, string.format('%d-1', tonumber(next_offset) - 1), 'm', 'command', 'k', change, 'b', name)
+  local added
+  for part = 1, 9 do
+    local id = string.format('%d-%d', tonumber(next_offset) - 1, part)
+    added = redis.pcall('XADD', log_key, id, 'm', 'command', 'k', change, 'b', name)
+    if type(added) ~= 'table' or not added.err then return nil end
+    if not string.find(added.err, 'equal or smaller', 1, true) then return added end
+  end
+  return added
 end
 if state == 'sealed' then
-  if not last or string.sub(last[1], -2) ~= '-1' then put_command(meta[4]) end
+  local failed = (not last or string.sub(last[1], -2) == '-0') and put_command(meta[4])
+  if failed then return failed end
   return {'sealed', meta[4], tonumber(next_offset), brief and {} or redis.call('HGETALL', marks_key)}
 end
 if last and tonumber(string.match(last[1], '^%d+')) >= tonumber(next_offset) then
   next_offset = count_tail(log_key, meta_key, marks_key, tonumber(next_offset), 500)
 end
 redis.call('HSET', meta_key, 'state', 'sealed', 'sealed_for', change, 'seal', seal)
-put_command(seal)
+local failed = put_command(seal)
+if failed then return failed end
 return {'sealed', seal, tonumber(next_offset), brief and {} or redis.call('HGETALL', marks_key)}

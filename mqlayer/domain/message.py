@@ -160,6 +160,7 @@ class CommandRecord(NamedTuple):
 
     seal_id: str
     end: int
+    entry_id: bytes
 
 
 def pop_command(entries: list[Any]) -> CommandRecord | None:
@@ -170,7 +171,7 @@ def pop_command(entries: list[Any]) -> CommandRecord | None:
     if not entries or entries[-1][0][-1:] == b"0":
         return None
     entry_id, fields = entries.pop()
-    return CommandRecord(fields[5].decode(), int(entry_id[:-2]) + 1)
+    return CommandRecord(fields[5].decode(), int(entry_id[:-2]) + 1, entry_id)
 
 
 def records_of(entries: Iterable[Any]) -> list[Record]:

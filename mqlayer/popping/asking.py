@@ -273,5 +273,5 @@ def _wake(found: Any, of_key: dict[bytes, Spot]) -> None:
     for key, entries in found or ():
         spot = of_key[key]
         spot.woken = True
-        if key == spot.log and entries[0][0].endswith(b"-1"):
+        if key == spot.log and not entries[0][0].endswith(b"-0"):
             spot.command_seen = True

@@ -107,7 +107,7 @@ def _held(seen: list[Any], looks: dict[int, Look]) -> Held | None:
     meta = {name.decode(): text.decode() for name, text in zip(flat[::2], flat[1::2], strict=True)}
     if meta.get("state") == "deleted":
         return None
-    command = last_id.endswith(b"-1")
+    command = last_id[-2:] not in (b"", b"-0")
     following, records = int(meta["next"]), length - command
     return Held(
         state=meta["state"],

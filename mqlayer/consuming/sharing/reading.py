@@ -254,7 +254,7 @@ class SharedReader(NodeThread):
         if entries:
             self._hand_on(spot, records_of(entries), asked)
         if command is not None:
-            self._owner.command_read(spot, b"%d-1" % (command.end - 1))
+            self._owner.command_read(spot, command.entry_id)
 
     def _give_back(self, spot: Spot, entries: list[Any]) -> None:
         """Give back at once what was read and is not to be handled; refused under another epoch, which sees to it."""
@@ -263,7 +263,7 @@ class SharedReader(NodeThread):
         if back:
             self._line.call([shared_back_command(self._line, spot.place, self._owner.member_id, back)])
         if command is not None:
-            self._owner.command_read(spot, b"%d-1" % (command.end - 1))
+            self._owner.command_read(spot, command.entry_id)
 
     def _hand_on(
         self, spot: Spot, records: Sequence[Record], asked: float, failures: Sequence[Failures | None] = ()
