@@ -126,6 +126,9 @@ class Model:
         if seek > self.seek:
             self.seek, self.committed, self.settled, self.attempts, self.failures = seek, 0, 0, {}, {}
         self.committed = self.committed or max(start, self.first)
+        # Noted late of what is settled already, or not forgotten with it: nobody handles that again.
+        self.attempts = {offset: count for offset, count in self.attempts.items() if offset >= self.committed}
+        self.failures = {offset: noted for offset, noted in self.failures.items() if offset >= self.committed}
         if died:
             deaths = self.deaths + 1 if self.committed < self.suspect else 1
             self.suspect = min(self.next, max(self.committed, self.settled.bit_length()) + IN_HAND)
@@ -487,10 +490,30 @@ def settle_one_by_one_after_a_trim(state: ConsumerScripts) -> None:
     state.settle_one_by_one(count=2, again=False)
 
 
+def take_after_a_count_below_committed(state: ConsumerScripts) -> None:
+    """An attempt is noted of what is settled already: the next owner is told nothing of it."""
+    state.append(count=1)
+    state.take(afresh=False, member="a", seeks=0, start=1, step=-1)
+    state.settle_the_head(words="")
+    state.count(attempts=1, member="a", offset=1, step=0)
+    state.take(afresh=False, member="a", seeks=0, start=1, step=1)
+
+
+def take_after_a_start_below_committed(state: ConsumerScripts) -> None:
+    """The same, of the note that it is begun."""
+    state.append(count=1)
+    state.take(afresh=False, member="a", seeks=0, start=1, step=-1)
+    state.settle_the_head(words="")
+    state.start(alone=True, member="a", offset=1, step=0)
+    state.take(afresh=False, member="a", seeks=0, start=1, step=1)
+
+
 PROGRAMS: list[Program[ConsumerScripts]] = [
     fail_and_settle_after_a_trim,
     settle_in_any_order_after_a_trim,
     settle_one_by_one_after_a_trim,
+    take_after_a_count_below_committed,
+    take_after_a_start_below_committed,
 ]
 """What chance found once, and what is of its kind."""
 
