@@ -44,7 +44,7 @@ def join(
     instance: str | None,
     *,
     keep_away_s: float | None = None,
-    start: Any = "earliest",
+    start: Any = None,
     lease_s: float = 2.0,
     hook: Any = None,
     settings: dict[str, Any] | None = None,

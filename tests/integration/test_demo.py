@@ -76,7 +76,8 @@ def test_the_demo_keeps_the_promise_with_a_killed_and_a_stopped_consumer(place: 
         output, progress = demo.communicate()
     assert demo.returncode == 0, progress
     assert seen.kept_out
-    commands = seen.users.pop(COMMANDS)
+    # Commands are on a node for moments: none may have been seen.
+    commands = seen.users.pop(COMMANDS, set())
     assert seen.users == {name: {f"mqlayer-{name.removesuffix('s')}"} for name in ("relay", "worker", "consumers")}
     assert commands <= {"mqlayer-operator", "mqlayer-admin"}
     verdict = json.loads(output)
