@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -92,19 +93,22 @@ def test_the_port_is_free_again_at_once() -> None:
 def test_a_forked_child_does_not_keep_the_port() -> None:
     """As those that Celery forks later on."""
     port = free_ports()
-    read, write = os.pipe()
-    with health_endpoint(Settings(health_port=port), Health):
-        if (child := os.fork()) == 0:
-            os.close(write)
-            os.read(read, 1)
-            os._exit(0)
-    try:
+    parent, inherited = socket.socketpair()
+    with parent, inherited:
         with health_endpoint(Settings(health_port=port), Health):
-            assert ask(port, "/ready").status == 200
-    finally:
-        os.close(write)
-        os.close(read)
-        os.waitpid(child, 0)
+            if (child := os.fork()) == 0:
+                parent.close()
+                inherited.sendall(b"up")
+                inherited.recv(1)
+                os._exit(0)
+        # The child lets go of the port before `fork` returns in it, and that may be later than here.
+        assert parent.recv(2) == b"up"
+        try:
+            with health_endpoint(Settings(health_port=port), Health):
+                assert ask(port, "/ready").status == 200
+        finally:
+            parent.sendall(b"!")
+            os.waitpid(child, 0)
 
 
 def test_a_loop_is_stuck_when_it_has_not_turned_for_longer_than_its_stores_may_keep_it() -> None:

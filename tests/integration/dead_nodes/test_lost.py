@@ -139,7 +139,7 @@ def test_a_group_that_began_late_gets_what_a_wiped_node_gets_again(world: Outbox
     rearm(world, database)
     with world.relay():
         world.wait_until_whole()
-        with consuming(world) as seen:
+        with consuming(world, start="latest") as seen:
             wanted = {f"new-{number}" for number in range(50)}
             wait_until(
                 lambda: {body for bodies in seen.values() for body in bodies if body.startswith("new")} == wanted,
