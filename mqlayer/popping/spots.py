@@ -75,8 +75,8 @@ class Spot:
         wake = pop_keys(self.place.prefix, self.place.partition, self.place.group_id).wake
         streams = {wake: b"%d-0" % self.quiet.wakes}
         if self.quiet.word == "empty":
-            # The command record of a sealed partition has the number of the last message.
-            last = b"%d-%d" % (self.quiet.next_offset - 1, self.command_seen)
+            # The command record of a sealed partition has the number of the last message, with 1 to 9 behind the dash.
+            last = b"%d-%d" % (self.quiet.next_offset - 1, 9 if self.command_seen else 0)
             streams[self.log] = last
         return streams
 

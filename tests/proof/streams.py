@@ -50,7 +50,7 @@ def read_records(client: redis.Redis, prefix: str, partition: int, topic: str) -
     while entries := _entries(client, log, after):
         for entry_id, fields in entries:
             if fields[b"m"] == COMMAND:
-                offset = int(entry_id.removesuffix(b"-1"))
+                offset = int(entry_id.split(b"-")[0])
                 yield Seal(topic=topic, partition=partition, offset=offset, run=info["run_id"])
                 continue
             source, lp, seq, _ = fields[b"m"].split(b":", 3)
