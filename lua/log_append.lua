@@ -13,14 +13,17 @@ KEYS
   2 meta_key      hash    state, range of LPs, next offset
   3 marks_key     hash    <source>:<lp> -> highest seq that is in the partition
   4 ended_key     set     the node's: sources of outboxes that go on under others
+  5 terms_key     hash    the node's: source -> the term of its outbox that counts
 
 ARGV
   1 source        int     who numbered the messages
   2 backlog       int     refuse when the stream holds this many records; 0: no limit; -1: none, and of what the
                           partition held before also under a source that is ended; -2: that, unless the source is
                           closed, since what goes on in its place may be here already
-  3 run_count     int     1 to 500
-  4 ...           per run: lp, first seq, count; then per message, in the order of the runs: facts, key, body
+  3 term          str     of the outbox's Postgres from which this was read: nothing of an earlier one is taken; empty
+                          where what was read can't be lost
+  4 run_count     int     1 to 500
+  5 ...           per run: lp, first seq, count; then per message, in the order of the runs: facts, key, body
 
 RETURNS
   {"ok", offset}                      all appended; offset is the first one's
@@ -31,6 +34,7 @@ RETURNS
   {"deleted", change}                 nothing appended: only its tombstone is left
   {"absent"}                          nothing appended: no such partition on this node, or it lost its records or marks
   {"ended", source}                   nothing appended: its outbox goes on, or is to go on, under another source
+  {"stale", term}                     nothing appended: another term of the source's outbox counts; empty: none yet
   {"full", length}                    nothing appended: at its backlog limit
   {"toolarge", count}                 nothing appended: more than 500 messages
 ]]
@@ -38,9 +42,11 @@ local log_key = KEYS[1]
 local meta_key = KEYS[2]
 local marks_key = KEYS[3]
 local ended_key = KEYS[4]
+local terms_key = KEYS[5]
 local source = ARGV[1]
 local backlog = tonumber(ARGV[2])
-local run_count = tonumber(ARGV[3])
+local term = ARGV[3]
+local run_count = tonumber(ARGV[4])
 
 -- include count_tail
 
@@ -55,6 +61,10 @@ local function append(counted)
   if backlog ~= -1 and call('SISMEMBER', ended_key, backlog == -2 and source .. ':closed' or source) == 1 then
     return {'ended', source}
   end
+  if term ~= '' then
+    local counts_now = call('HGET', terms_key, source)
+    if counts_now ~= term then return {'stale', counts_now or ''} end
+  end
   if backlog > 0 then
     local length = call('XLEN', log_key)
     if length >= backlog then return {'full', length} end
@@ -63,7 +73,7 @@ local function append(counted)
   local lp_from, lp_to, offset = tonumber(meta[2]), tonumber(meta[3]), tonumber(meta[4])
   local fields, firsts, counts, known = {}, {}, {}, {}
   local total = 0
-  local at = 4
+  local at = 5
   for i = 1, run_count do
     fields[i] = source .. ':' .. argv[at]
     if known[fields[i]] then return redis.error_reply('ERR log_append: two runs of one LP in a call') end
@@ -74,7 +84,7 @@ local function append(counted)
     at = at + 3
   end
   if total > 500 or run_count > 500 then return {'toolarge', total} end
-  if #argv ~= 3 + 3 * run_count + 3 * total then
+  if #argv ~= 4 + 3 * run_count + 3 * total then
     return redis.error_reply('ERR log_append: counts do not match the messages given')
   end
   local marks = call('HMGET', marks_key, unpack(fields))
@@ -82,7 +92,7 @@ local function append(counted)
   -- The usual case needs no report: every run is served here and continues its chain.
   local report, is_new = nil, false
   for i = 1, run_count do
-    local lp = tonumber(argv[3 * i + 1])
+    local lp = tonumber(argv[3 * i + 2])
     if not marks[i] then is_new = true end
     if lp < lp_from or lp >= lp_to or firsts[i] ~= (marks[i] or 0) + 1 then
       report = {'mixed', offset}
@@ -95,11 +105,11 @@ local function append(counted)
 
   local first_offset = offset
   local raised, raised_count = {}, 0
-  at = 4 + 3 * run_count
+  at = 5 + 3 * run_count
   for i = 1, run_count do
     local first, count, skipped = firsts[i], counts[i], 0
     if report then
-      local lp, mark, word = tonumber(argv[3 * i + 1]), tonumber(marks[i] or 0), 'ok'
+      local lp, mark, word = tonumber(argv[3 * i + 2]), tonumber(marks[i] or 0), 'ok'
       if lp < lp_from or lp >= lp_to then
         word, skipped = 'unowned', count
       elseif first > mark + 1 then
@@ -112,7 +122,7 @@ local function append(counted)
       report[n + 3] = skipped < count and first + count - 1 or mark
     end
     if skipped < count then
-      local field, seq = fields[i], argv[3 * i + 2]
+      local field, seq = fields[i], argv[3 * i + 3]
       local identity = field .. ':'
       for k = skipped, count - 1 do
         local j = at + 3 * k

@@ -76,6 +76,12 @@ def ended_key(prefix: str) -> bytes:
 
 
 @cache
+def terms_key(prefix: str) -> bytes:
+    """Return the hash of the terms in which outboxes must have been read for a node to take what was read."""
+    return f"{prefix}:terms".encode()
+
+
+@cache
 def group_keys(prefix: str, partition: int, group_id: int) -> GroupKeys:
     """Return the keys of a group at a partition."""
     stem = f"{prefix}:{{{partition}}}:g{group_id}:".encode()

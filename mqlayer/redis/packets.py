@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Final
 
 from mqlayer.domain.dedup import IDS_PER_PARTITION
-from mqlayer.redis.keys import ended_key, partition_keys
+from mqlayer.redis.keys import ended_key, partition_keys, terms_key
 from mqlayer.redis.nodes import NodeConnection
 from mqlayer.redis.partitions import marks_command
 
@@ -38,10 +38,11 @@ def bulk_number(number: int) -> bytes:
 
 
 @lru_cache(maxsize=1_024)
-def _append_start(digest: bytes, prefix: str, partition: int, source: int, backlog: int) -> bytes:
+def _append_start(digest: bytes, prefix: str, partition: int, source: int, backlog: int, term: str) -> bytes:
     keys = partition_keys(prefix, partition)
-    names = (keys.log, keys.meta, keys.marks, ended_key(prefix))
-    return b"".join(map(bulk, (b"EVALSHA", digest, b"4", *names, b"%d" % source, b"%d" % backlog)))
+    names = (keys.log, keys.meta, keys.marks, ended_key(prefix), terms_key(prefix))
+    values = (b"%d" % source, b"%d" % backlog, term.encode())
+    return b"".join(map(bulk, (b"EVALSHA", digest, b"5", *names, *values)))
 
 
 def append_packet(
@@ -54,14 +55,16 @@ def append_packet(
     *,
     count: int,
     backlog: int = 0,
+    term: str = "",
 ) -> bytes:
     """Return the request that appends runs to a partition, to be sent with `send_packet`; it has one reply.
 
     `heads`: for each run three bulk numbers: LP, first seq, count. `messages`: the pieces of the runs' messages in
-    order, `count` messages in all; the pieces of a message, joined, are three bulk strings: facts, key, body.
+    order, `count` messages in all; the pieces of a message, joined, are three bulk strings: facts, key, body. `term`:
+    see `set_term`.
     """
-    start = _append_start(line.digest("log_append"), prefix, partition, source, backlog)
-    length = 10 + len(heads) + 3 * count
+    start = _append_start(line.digest("log_append"), prefix, partition, source, backlog, term)
+    length = 12 + len(heads) + 3 * count
     return b"".join((b"*%d\r\n" % length, start, bulk_number(len(heads) // 3), *heads, *messages))
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 from mqlayer.domain.dedup import FirstPlace
 from mqlayer.domain.offsets import is_settled
 from mqlayer.errors import StoreUnavailable
-from mqlayer.redis.keys import ended_key, group_keys, outcomes_key, partition_keys, pop_keys, rate_key
+from mqlayer.redis.keys import ended_key, group_keys, outcomes_key, partition_keys, pop_keys, rate_key, terms_key
 from mqlayer.redis.nodes import Command, NodeConnection, raise_for_reply
 
 RunWord = Literal["ok", "dup", "gap", "unowned"]
@@ -63,12 +63,13 @@ def append_command(
 ) -> Command:
     """Return the command that appends runs to a partition. `backlog`: its limit, 0 for none, AS_BEFORE or AGAIN."""
     keys = partition_keys(prefix, partition)
-    args: list[Any] = [source, backlog, len(runs)]
+    args: list[Any] = [source, backlog, "", len(runs)]
     for run in runs:
         args += (run.lp, run.first, run.count)
     for run in runs:
         args += run.fields
-    return line.script("log_append", (keys.log, keys.meta, keys.marks, ended_key(prefix)), *args)
+    names = (keys.log, keys.meta, keys.marks, ended_key(prefix), terms_key(prefix))
+    return line.script("log_append", names, *args)
 
 
 def end_sources(line: NodeConnection, prefix: str, sources: Sequence[int], *, closed: bool) -> None:
@@ -82,6 +83,15 @@ def end_sources(line: NodeConnection, prefix: str, sources: Sequence[int], *, cl
     for at in range(0, len(words), SOURCES_PER_CALL):
         (reply,) = line.call([line.whole_script("source_end", key, *words[at : at + SOURCES_PER_CALL])])
         raise_for_reply(reply, line.node.address)
+
+
+def set_term(line: NodeConnection, prefix: str, source: int, term: str) -> None:
+    """Have a node take of a source only what was read in this term of its outbox's Postgres. Raises StoreUnavailable.
+
+    A term is one life of a Postgres: it ends with a crash, which may take commits back, and with the server.
+    """
+    (reply,) = line.call([line.whole_script("source_term", (terms_key(prefix),), source, term)])
+    raise_for_reply(reply, line.node.address)
 
 
 def word_of(reply: Any, address: str) -> str:

@@ -68,6 +68,7 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "partition_retire",
             "partition_seal",
             "source_end",
+            "source_term",
         }
     ),
     RedisRole.WORKER: frozenset(
@@ -91,6 +92,7 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "partition_seal",
             "shared_reclaim",
             "source_end",
+            "source_term",
         }
     ),
     RedisRole.VIEWER: frozenset({"group_look", "key_find", "log_chain", "partition_look"}),

@@ -14,14 +14,17 @@ record of R was written behind them. States:
                         it. Another one, or no row: lost, and given out again
     R < M <= C, and no partition has the record of M any more: not known, taken for the same
 
-When it is done:
+It is done when a node is connected, before it is sent anything. A relay that stood still over the crash, or a line or
+a node that did, may send what was read before it later than that; so first the node is told the relay's term, and takes
+of the source nothing that was read in another one from then on (`lua/source_term.lua`). A term is one life of the
+outbox's Postgres: from a start, or its recovery from a crash, to the next. In one term no commit is taken back, so what
+two relays read in it is the same. Behind the telling Postgres is asked whether the term is its own: a relay that says
+an old one late sends nothing by it, and the others, refused once, say theirs again.
 
-    a node is connected     before it is sent anything in this session. A crash of Postgres ends all connections, so
-                            each relay meets this before it sends what was committed behind the crash
-    an append says "dup"    of a seq that this session did not append: a relay that stood still over the crash, or a
-                            node that did, may have taken what was read before it. The LP is not recorded up to there
-                            until the two are compared
-    marks are asked for     and one is ahead of what this session appended: the same
+    crash before the node is told       nothing of the old term is refused, and nothing of the new one was sent: the
+                                        next to connect compares all that is there
+    crash between telling and comparing the next to connect compares
+    the node loses what it was told     it refuses everybody: they connect anew, and compare
 
 Where they differ, the outbox is noted as one that lost commits (`outbox_suspect`). From then on no relay sends or
 records anything, and the next session recovers the outbox as behind a promotion (`mqlayer.relay.recovering`). Crashes:
@@ -36,15 +39,16 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
-from uuid import UUID
 
-from mqlayer.domain.routing import LP_COUNT, NodeId
+from mqlayer.domain.routing import NodeId
 from mqlayer.errors import StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.partitions import set_term
 from mqlayer.relay.records import Content, content_of_row, is_of_row, marks_of, newest_records
+from mqlayer.relay.source import OutboxSource, refuse_other_term
 
 log = logging.getLogger(__name__)
 
@@ -58,31 +62,35 @@ Lines = Callable[[NodeId], NodeConnection]
 
 @dataclass(frozen=True, slots=True)
 class Comparer:
-    """Compares records of an outbox's source with the outbox's rows. For any thread."""
+    """Compares what nodes hold of an outbox's source with the outbox's rows. For any thread."""
 
     control: Database
     application: Database
     prefix: str
-    source: int
-    outbox_uuid: UUID
+    source: OutboxSource
 
-    def compare_node(self, line: NodeConnection, lines: Lines) -> dict[int, int]:
-        """Compare what a node holds of the source; return the marks that may be recorded, by chain.
+    def compare_node(self, line: NodeConnection, lines: Lines) -> None:
+        """Have a node take nothing of the source but what is read in our term, and compare what it holds of it.
 
         `lines` gives connections to other nodes, for parents of its partitions. Raises StoreUnavailable where commits
-        are lost, which is noted, and where a store is away.
+        are lost, which is noted, where our term is over, and where a store is away.
         """
+        failpoint("relay.before_term")
+        set_term(line, self.prefix, self.source.source_id, self.source.term)
+        failpoint("relay.after_term")
+        with self.application.connection() as connection:
+            refuse_other_term(connection, self.source, self.application.address)
         with self.control.connection() as connection:
             rows = connection.execute(query("partitions_of_node"), {"node_id": line.node.node_id}).fetchall()
         partitions = [partition for partition, _ in rows]
         marks: dict[Spot, int] = {}
-        for (_, topic_id), found in zip(rows, marks_of(line, self.prefix, partitions, self.source), strict=True):
+        all_marks = marks_of(line, self.prefix, partitions, self.source.source_id)
+        for (_, topic_id), found in zip(rows, all_marks, strict=True):
             for lp, mark in found.items():
                 marks[topic_id, lp] = max(mark, marks.get((topic_id, lp), 0))
-        self.compare(marks, lambda node_id: line if node_id == line.node.node_id else lines(node_id))
-        return {topic_id * LP_COUNT + lp: mark for (topic_id, lp), mark in marks.items()}
+        self._compare(marks, lambda node_id: line if node_id == line.node.node_id else lines(node_id))
 
-    def compare(self, marks: Mapping[Spot, int], lines: Lines) -> None:
+    def _compare(self, marks: Mapping[Spot, int], lines: Lines) -> None:
         """Compare the records of some seqs with their rows. Raises StoreUnavailable where commits are lost."""
         ahead = self._ahead(marks)
         lost = {spot for spot, counter in ahead.items() if counter < marks[spot]}
@@ -121,7 +129,7 @@ class Comparer:
 
     def _find(self, line: NodeConnection, partition: int, wanted: Mapping[int, int]) -> dict[int, Content]:
         found: dict[int, Content] = {}
-        for page in newest_records(line, self.prefix, partition, self.source, limit=LOOK_LIMIT):
+        for page in newest_records(line, self.prefix, partition, self.source.source_id, limit=LOOK_LIMIT):
             found |= {lp: content for lp, seq, content in page if wanted.get(lp) == seq}
             if len(found) == len(wanted):
                 break
@@ -134,7 +142,7 @@ class Comparer:
         return {lp: content_of_row(facts, key, body) for lp, _, facts, key, body in rows}
 
     def _note(self, lost: Iterable[Spot], marks: Mapping[Spot, int]) -> None:
-        address, facts = self.application.address, {"outbox_uuid": self.outbox_uuid}
+        address, facts = self.application.address, {"outbox_uuid": self.source.outbox_uuid}
         with self.application.connection() as connection:
             if connection.execute(query("outbox_identity_now"), facts).fetchone() is None:
                 raise StoreUnavailable(address, "its outbox goes on under other numbers since")

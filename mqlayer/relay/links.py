@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.redis.nodes import Node, NodeConnection, connection_of
 from mqlayer.redis.partitions import end_sources
 from mqlayer.redis.roles import RedisRole
-from mqlayer.relay.comparing import Comparer, Spot
+from mqlayer.relay.comparing import Comparer
 from mqlayer.relay.lanes import Lane, Target
 from mqlayer.relay.pauses import pause_s
 from mqlayer.routes.cache import RouteCache
@@ -104,9 +104,7 @@ class Links:
         self.former: tuple[int, ...] = ()
         """The outbox's former sources: before nodes are sent anything under its present one, they are told of these."""
         self.comparer: Comparer | None = None
-        """Tells whether Postgres has what is in Redis; asked of each node before it is sent anything."""
-        self.compared: dict[int, dict[int, int]] = {}
-        """By node, up to which seq of each chain its records were found to be the outbox's rows when it connected."""
+        """Tells whether Postgres has what is in Redis; asked of each node before it is sent anything, see there."""
         self._chance = random.Random()
         self._flight_number = 0
         self._looking: Future[dict[NodeId, Node]] | None = None
@@ -271,7 +269,7 @@ class Links:
             if self.comparer is not None:
                 with ExitStack() as cleanup:
                     lines = self._others(cleanup)
-                    self.compared[node.node_id] = self.comparer.compare_node(line, lines)
+                    self.comparer.compare_node(line, lines)
         except BaseException:
             line.close()
             raise
@@ -286,12 +284,6 @@ class Links:
             line.close()
             raise
         return line
-
-    def compare(self, seqs: Mapping[Spot, int]) -> None:
-        """Compare records with their rows, on connections of its own. For any thread; see `Comparer.compare`."""
-        if self.comparer is not None:
-            with ExitStack() as cleanup:
-                self.comparer.compare(seqs, self._others(cleanup))
 
     def _others(self, cleanup: ExitStack) -> Callable[[NodeId], NodeConnection]:
         """Return how to get a connection to a node, to be closed with the others."""

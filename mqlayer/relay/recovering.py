@@ -116,19 +116,6 @@ class Recovered:
         return facts | {name: count for name, count in more.items() if count}
 
 
-def refuse_if_renumbered(application: Connection, outbox_uuid: UUID, address: str) -> None:
-    """Raise StoreUnavailable where an outbox is not the one that a session began with, or is on another timeline.
-
-    Another relay may have numbered it anew, and a pooler may keep connections over a fail-over. Asked behind a read, it
-    tells that the numbers that were read are those of the session's source.
-    """
-    # Who mends a node asks for the identity only (`resending.lost_runs`): the timeline is noted at the end of
-    # a recovery, which has nodes armed on its way. It needs nothing that a relay sends meanwhile, so a relay can wait.
-    row = application.execute(query("outbox_identity_now"), {"outbox_uuid": outbox_uuid}).fetchone()
-    if row is None:
-        raise StoreUnavailable(address, "its outbox goes on under other numbers since, or it is another server")
-
-
 def recover_outbox(
     application: Connection,
     control: Database,

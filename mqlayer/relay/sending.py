@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from mqlayer.errors import MqlayerError, NodeOutOfMemory, StoreUnavailable
@@ -25,24 +24,11 @@ ASK_LIMIT_AFTER: Final = 4
 """After so many refusals of a full partition its limit is asked for again: somebody may have raised it."""
 
 
-@dataclass(slots=True, eq=False)
-class Doubt:
-    """An LP of which a partition has what this session did not append: not recorded before that is compared.
-
-    `seqs`: the last one of each such run; `mark`: up to where the LP is in Redis.
-    """
-
-    lane: Lane
-    seqs: set[int]
-    mark: int
-
-
 class Sender:
     """Appends to partitions, several writes in flight per node, and keeps the lanes honest.
 
     `moved` are lanes whose acknowledged seq is past what Postgres was told; `fallen` those whose mark went back;
     `gone` are rows that are neither in the outbox nor in Redis. The owner takes them and empties the collections.
-    `doubts` it has compared, see `settle`.
     `ended`: nodes take nothing more of the source.
     """
 
@@ -52,21 +38,15 @@ class Sender:
         self.moved: dict[int, Lane] = {}
         self.fallen: dict[int, Lane] = {}
         self.gone: list[Unsendable] = []
-        self.doubts: dict[int, Doubt] = {}
         self.ended = False
         self.appended_count = 0
-        self.source_id = 0
+        self.source_id, self.term = 0, ""
         self._suspects: dict[int, tuple[Lane, int, int]] = {}
 
     @property
     def in_flight(self) -> bool:
         """Whether any answer is awaited."""
         return any(link.flights for link in self._links)
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is awaited: neither an answer nor a comparison."""
-        return not self.in_flight and not self.doubts
 
     def send(self, batches: Sequence[Batch]) -> None:
         """Send batches, in one write per node."""
@@ -148,10 +128,7 @@ class Sender:
         append.target.pause_count = 0
         if answer.outcomes is None:
             for lane, first, count in append.runs:
-                if self.doubts and lane.chain in self.doubts:
-                    self._on_mark(lane, first + count - 1, had=first - 1)
-                else:
-                    self.advance(lane, first + count - 1)
+                self.advance(lane, first + count - 1)
                 self.appended_count += count
             return
         for (lane, _, _), outcome in zip(append.runs, answer.outcomes, strict=True):
@@ -160,7 +137,7 @@ class Sender:
     def _on_outcome(self, flight: Flight, target: Target, lane: Lane, outcome: RunOutcome) -> None:
         self.appended_count += outcome.appended
         if outcome.word in ("ok", "dup"):
-            self._on_mark(lane, outcome.mark, had=outcome.mark - outcome.appended)
+            self.advance(lane, outcome.mark)
         elif flight.number <= lane.rewound_at:
             # Sent before the lane was rewound: nothing new.
             return
@@ -184,6 +161,9 @@ class Sender:
         if refused.word == "ended":
             self.ended = True
             return
+        if refused.word == "stale":
+            # It lost what it was told, or a relay said an older term late: say ours again, and compare.
+            raise StoreUnavailable(link.address, "another term of the outbox's Postgres counts on it")
         self._without(link, target, append.runs[0][0].topic_id, refused.word)
 
     def _without(self, link: Link, target: Target, topic_id: int, word: str) -> None:
@@ -230,35 +210,13 @@ class Sender:
             if mark < lane.acked:
                 self._back_to(lane, mark)
             elif mark > lane.acked:
-                self._on_mark(lane, mark, had=mark)
+                self.advance(lane, mark)
             self._judge(lane, mark, flight.number)
 
     def advance(self, lane: Lane, mark: int) -> None:
         """Note that Redis holds a lane up to a mark."""
         lane.advance(mark)
         self.moved[lane.chain] = lane
-
-    def _on_mark(self, lane: Lane, mark: int, *, had: int) -> None:
-        """Take a mark; `had`: up to where the partition had the lane before. What others appended is compared first."""
-        doubt = self.doubts.get(lane.chain)
-        known = doubt.mark if doubt is not None else max(lane.acked, self._compared(lane))
-        if had > known:
-            doubt = self.doubts.setdefault(lane.chain, Doubt(lane, set(), mark))
-            doubt.seqs.add(had)
-        if doubt is not None:
-            doubt.mark = max(doubt.mark, mark)
-        else:
-            self.advance(lane, mark)
-
-    def _compared(self, lane: Lane) -> int:
-        return self._links.compared.get(lane.target.node_id, {}).get(lane.chain, 0)
-
-    def settle(self, doubt: Doubt, seq: int) -> None:
-        """Note that the record of a seq that others appended is the outbox's; with the last one the lane goes on."""
-        doubt.seqs.discard(seq)
-        if not doubt.seqs and self.doubts.get(doubt.lane.chain) is doubt:
-            del self.doubts[doubt.lane.chain]
-            self.advance(doubt.lane, doubt.mark)
 
     def _judge(self, lane: Lane, mark: int, flight_number: int) -> None:
         """Decide on rows that were missing, where the mark was asked for since: they are gone, or it moved on."""
@@ -281,7 +239,6 @@ class Sender:
         if mark < lane.recorded:
             self.fallen[lane.chain] = lane
         self.moved.pop(lane.chain, None)
-        self.doubts.pop(lane.chain, None)
         self._lanes.rewind(lane, mark, self._links.flight_number)
 
     def _send_again(self, append: Append, flight_number: int) -> None:
@@ -292,7 +249,6 @@ class Sender:
 
     def _rewind_flights(self, link: Link) -> None:
         """Take everything that was under way on a line as unknown: it is sent again after the marks are compared."""
-        self.doubts = {c: one for c, one in self.doubts.items() if one.lane.target.node_id != link.node_id}
         for flight in link.flights:
             for asked in flight.asked:
                 if isinstance(asked, Append):
@@ -315,6 +271,7 @@ class Sender:
             messages,
             count=batch.count,
             backlog=target.backlog_limit,
+            term=self.term,
         )
 
     def _marks(self, line: NodeConnection, question: MarksQuestion) -> bytes:

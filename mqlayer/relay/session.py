@@ -13,16 +13,16 @@ from mqlayer.postgres.database import Database, connect_at_best, driver_errors
 from mqlayer.postgres.delayed import release_on
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.postgres.rights import Right, require
-from mqlayer.relay.comparing import Comparer, Spot
+from mqlayer.relay.comparing import Comparer
 from mqlayer.relay.lanes import Lane, Lanes, Row, Unsendable, chain_of, plan
 from mqlayer.relay.leases import LpSets
 from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.links import Links
 from mqlayer.relay.pauses import Every
 from mqlayer.relay.reading import LateIds, OutboxReader, Sweep
-from mqlayer.relay.recovering import SourceEnded, armed_lines, recover_outbox, refuse_if_renumbered
-from mqlayer.relay.sending import Doubt, Sender
-from mqlayer.relay.source import OutboxSource, open_source
+from mqlayer.relay.recovering import SourceEnded, armed_lines, recover_outbox
+from mqlayer.relay.sending import Sender
+from mqlayer.relay.source import OutboxSource, open_source, refuse_other_term
 from mqlayer.relay.targets import Targets, retarget
 from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import Settings
@@ -69,7 +69,6 @@ class Session:
         self._sweep: Sweep | None = None
         self._source: OutboxSource | None = None
         self._attaching: Future[int] | None = None
-        self._judging: tuple[list[tuple[Doubt, int]], Future[None]] | None = None
         self._naming: Future[None] | None = None
         # A short lease is looked at as often for its length: who died is followed within a quarter more.
         self._beat = Every(min(limits.beat_s, settings.lease_s / 4))
@@ -119,11 +118,10 @@ class Session:
             check_schema(connection, "control", self._control.address)
         self._recover()
         source = open_source(self._connection, self._control, self._application.address)
-        self._source, self._sender.source_id, self._reader.outbox_uuid = source, source.source_id, source.outbox_uuid
+        self._source, self._reader.outbox_uuid = source, source.outbox_uuid
+        self._sender.source_id, self._sender.term = source.source_id, source.term
         self._links.former = source.former
-        self._links.comparer = Comparer(
-            self._control, self._application, self._settings.key_prefix, source.source_id, source.outbox_uuid
-        )
+        self._links.comparer = Comparer(self._control, self._application, self._settings.key_prefix, source)
         now = time.monotonic()
         self._topics.due(now)
         self._beat.due(now)
@@ -150,10 +148,10 @@ class Session:
                     self._connection, self._control, lines, prefix=settings.key_prefix, address=where, actor="relay"
                 )
 
-    def _refuse_if_renumbered(self) -> None:
-        """Behind each read whose rows are sent, and before progress is recorded: numbers are those of our source."""
+    def _refuse_other_term(self) -> None:
+        """Behind each read whose rows are sent, and before progress is recorded: rows are of our source and term."""
         if self._source is not None:
-            refuse_if_renumbered(self._connection, self._source.outbox_uuid, self._application.address)
+            refuse_other_term(self._connection, self._source, self._application.address)
 
     def step(self) -> int:
         """Move what is there, up to a chunk or two; return how many rows were seen. Raises StoreUnavailable."""
@@ -172,9 +170,8 @@ class Session:
             self._sender.collect(allowed=0)
         self._put_aside()
         self._lower_fallen()
-        self._judge_doubts()
         self._end_with_source()
-        self.drained = not seen and self._sweep is None and not self._readable() and self._sender.idle
+        self.drained = not seen and self._sweep is None and not self._readable() and not self._sender.in_flight
         return seen
 
     def close(self, *, leave: bool) -> None:
@@ -230,7 +227,7 @@ class Session:
     def _send(self, rows: list[Row]) -> None:
         if not rows:
             return
-        self._refuse_if_renumbered()
+        self._refuse_other_term()
         planned = plan(rows, self._lanes)
         self._keep_voided(planned.voided)
         self._sender.send(planned.batches)
@@ -303,25 +300,6 @@ class Session:
             if lane.sent < seq and lane.state == "open":
                 self._lanes.fall_behind(lane)
 
-    def _judge_doubts(self) -> None:
-        """Have what others appended compared with our rows, in the background, before it is recorded as relayed.
-
-        Where it differs, that is noted by the comparison, and the next look at the outbox's identity ends the session.
-        """
-        if self._judging is not None and self._judging[1].done():
-            (doubts, judged), self._judging = self._judging, None
-            error = judged.exception()
-            for doubt, seq in doubts if error is None else ():
-                self._sender.settle(doubt, seq)
-            if isinstance(error, MqlayerError):
-                log.info("relay_not_compared", extra={"reason": str(error)})
-            elif error is not None:
-                raise error
-        if self._judging is None and self._sender.doubts:
-            doubts = [(doubt, min(doubt.seqs)) for doubt in self._sender.doubts.values()]
-            seqs: dict[Spot, int] = {(doubt.lane.topic_id, doubt.lane.lp): seq for doubt, seq in doubts}
-            self._judging = doubts, self._background.submit(self._links.compare, seqs)
-
     def _end_with_source(self) -> None:
         """Raise SourceEnded where nodes were told that the outbox goes on under another source.
 
@@ -362,7 +340,7 @@ class Session:
 
     def _hold_leases(self) -> None:
         began = time.monotonic()
-        self._refuse_if_renumbered()
+        self._refuse_other_term()
         gained, lost = self._leases.beat(self._connection)
         self._leased_at = began
         self._lanes.forget(lost)
@@ -425,11 +403,11 @@ class Session:
         moved = [lane for lane in self._sender.moved.values() if lane.acked > lane.recorded]
         self._sender.moved = {}
         if moved:
-            self._refuse_if_renumbered()
+            self._refuse_other_term()
             self._reader.put_relayed(moved)
 
     def _lower_fallen(self) -> None:
         fallen, self._sender.fallen = list(self._sender.fallen.values()), {}
         if fallen:
-            self._refuse_if_renumbered()
+            self._refuse_other_term()
             self._reader.lower_relayed(fallen)

@@ -13,12 +13,16 @@ from mqlayer.postgres.queries import query
 
 @dataclass(frozen=True, slots=True)
 class OutboxSource:
-    """The source under which an outbox's messages are numbered, and those under which they were."""
+    """The source under which an outbox's messages are numbered, and those under which they were.
+
+    `term`: in which life of its Postgres it was opened. What is read later in the same one can't be taken back.
+    """
 
     source_id: int
     outbox_uuid: UUID
     name: str
-    former: tuple[int, ...] = ()
+    former: tuple[int, ...]
+    term: str
 
 
 def open_source(application: Connection, control: Database, address: str) -> OutboxSource:
@@ -49,7 +53,28 @@ def open_source(application: Connection, control: Database, address: str) -> Out
         raise StoreUnavailable(address, "the source of its outbox was closed while the relay started")
     source_id, home = known
     refuse_copy(address, home, cluster, source_id)
-    return OutboxSource(source_id, outbox_uuid, name, former)
+    return OutboxSource(source_id, outbox_uuid, name, former, term_of(application))
+
+
+def term_of(application: Connection) -> str:
+    """Return in which term an outbox's Postgres is: another one with each start and each recovery from a crash."""
+    row = application.execute(query("outbox_term")).fetchone()
+    return str(row[0]) if row is not None else ""
+
+
+def refuse_other_term(application: Connection, source: OutboxSource, address: str) -> None:
+    """Raise StoreUnavailable where an outbox is not the one that a session began with, in the same term.
+
+    Another relay may have numbered it anew, and a pooler may keep connections over a crash or a fail-over. Asked behind
+    a read, it tells that what was read is of the session's source, and of its term.
+    """
+    # Who mends a node asks for the identity only (`resending.lost_runs`): the timeline is noted at the end of
+    # a recovery, which has nodes armed on its way. It needs nothing that a relay sends meanwhile, so a relay can wait.
+    row = application.execute(query("outbox_term_now"), {"outbox_uuid": source.outbox_uuid}).fetchone()
+    if row is None:
+        raise StoreUnavailable(address, "its outbox goes on under other numbers since, or it is another server")
+    if row[0] != source.term:
+        raise StoreUnavailable(address, "it was started again, or recovered from a crash")
 
 
 def end_former_sources(application: Connection, control: Database) -> tuple[int, ...]:

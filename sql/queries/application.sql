@@ -51,6 +51,15 @@ SELECT 1 FROM mqlayer_app.identity i
 WHERE i.outbox_uuid = %(outbox_uuid)s AND (i.timeline IS NULL OR i.timeline <> -1)
   AND (coalesce(i.timeline, 0) = 0 OR mqlayer_app.timeline_v1() IN (i.timeline, 0));
 
+-- name: outbox_term
+-- In which term of its Postgres this outbox is read.
+SELECT mqlayer_app.term_v1();
+
+-- name: outbox_term_now
+-- In which term this is that outbox yet, on the timeline that its relays know.
+SELECT mqlayer_app.term_v1() FROM mqlayer_app.identity i
+WHERE i.outbox_uuid = %(outbox_uuid)s AND (i.timeline IS NULL OR i.timeline <> -1)
+  AND (coalesce(i.timeline, 0) = 0 OR mqlayer_app.timeline_v1() IN (i.timeline, 0));
 
 -- name: outbox_server_put
 -- Note the timeline where there was none, or none was told.

@@ -25,8 +25,10 @@ ONCE = {
     "relay.before_lower",
     "relay.after_lower",
     "relay.before_release",
+    "relay.before_term",
+    "relay.after_term",
 }
-"""Places that a relay passes once in its life, or once for a fall-back."""
+"""Places that a relay passes once in its life, once for a node, or once for a fall-back."""
 PLACES = [(name, nth) for name in RELAY_FAILPOINTS for nth in ((1,) if name in ONCE else (1, 2))]
 
 

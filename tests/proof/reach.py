@@ -21,7 +21,7 @@ from mqlayer.resources import lua_names
 
 ROOT: Final = Path(mqlayer.__file__).parent
 SCRIPT_NAMES: Final = frozenset(lua_names())
-WHOLE: Final = frozenset({"source_end", "partition_seal", "lock_raise"})
+WHOLE: Final = frozenset({"source_end", "source_term", "partition_seal", "lock_raise"})
 """Scripts that are sent as a text, where the server may have forgotten them."""
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from mqlayer.domain.offsets import as_ranges
 from mqlayer.domain.routing import NodeId
-from mqlayer.redis.keys import ended_key, group_keys, outcomes_key, partition_keys, pop_keys
+from mqlayer.redis.keys import ended_key, group_keys, outcomes_key, partition_keys, pop_keys, terms_key
 from mqlayer.redis.nodes import Command, Node, NodeConnection
 from mqlayer.redis.outcomes import entries_of, told_by, told_of
 from mqlayer.redis.partitions import (
@@ -279,6 +279,7 @@ def steps(world: World) -> None:
         lambda: drop_marks_command(line, prefix, 2, [b"3:1", b"3:3"]),
         lambda: trim_command(line, prefix, 1, [floor], floor=200, limit=1000),
         lambda: line.script("source_end", (ended_key(prefix),), SOURCE, f"{SOURCE}:closed"),
+        lambda: line.script("source_term", (terms_key(prefix),), SOURCE, "a term"),
         lambda: rate_command(line, prefix, 1, GROUP, (1.0, 10.0, 5.0), wanted=2),  # type: ignore[arg-type]
         lambda: raise_command(line, prefix, 1, GROUP, 9),
         lambda: group_forget_command(line, prefix, 3, GROUP, 9, for_good=False, archived=False),

@@ -13,7 +13,7 @@ SETTLING = {
     "lock_take", "lock_release", "lock_raise", "offsets_settle", "attempt_count", "attempt_start", "log_trim",
     "partition_retire", "partition_seal", "partition_open", "mark_pass", "ids_load", "group_forget",
     "pop_receive", "pop_settle", "rate_take", "shared_take", "shared_settle", "shared_again", "shared_back",
-    "shared_begin", "shared_keep", "shared_reclaim", "source_end", "log_count", "marks_drop",
+    "shared_begin", "shared_keep", "shared_reclaim", "source_end", "source_term", "log_count", "marks_drop",
 }  # fmt: skip
 READING = {"group_look", "key_find", "log_chain", "log_select", "log_ends", "marks_look", "partition_look"}
 KEY_SECOND = {"TIME", "XGROUP", "XINFO"}

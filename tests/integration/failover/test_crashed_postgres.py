@@ -6,6 +6,7 @@ all the same, the next relay notices before anything that was committed later is
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -15,8 +16,10 @@ from typing import Final
 
 import psycopg
 import pytest
+import redis
 
 from mqlayer.postgres.migrations import migrate
+from mqlayer.redis.keys import terms_key
 from mqlayer.relay import relay_once
 from mqlayer.stack import PostgresServer
 from tests.fixtures.forking import is_stopped
@@ -265,11 +268,10 @@ def identity_after_first(world: OutboxWorld) -> object:
     return identity(world)
 
 
-@pytest.mark.parametrize("beside", [False, True])
 def test_rows_that_a_relay_read_before_the_crash_and_sends_after_it_take_no_other_messages_place(
-    world: OutboxWorld, postgres: PostgresServer, *, beside: bool
+    world: OutboxWorld, postgres: PostgresServer
 ) -> None:
-    """It stands still between its last look at Postgres and the write to the node."""
+    """It stands still between its last look at Postgres and the write to the node, and no other has told the node."""
     world.publish(5, keys=5, tag="kept")
     relay_once(world.settings(), limits=QUICK)
     disk = Disk(postgres)
@@ -277,20 +279,121 @@ def test_rows_that_a_relay_read_before_the_crash_and_sends_after_it_take_no_othe
         world.publish(10, keys=5, tag="lost")
         wait_until(lambda: is_stopped(stopped), timeout_s=30, what="the relay to stand still")
         disk.come_back()
-        if beside:
-            with world.relay():
-                world.publish(5, keys=5, tag="before")
-                wait_until(lambda: arrived_once_in_order(world, 5, "before"), what="what the other one relays")
-                stopped.send_signal(signal.SIGCONT)
-                wait_until(lambda: len(values(world)) > 10, timeout_s=30, what="the stopped one's rows")
-                world.publish(20, keys=5, tag="new")
-                wait_until(lambda: arrived_once_in_order(world, 20, "new"), timeout_s=30, what="what is new")
-        else:
-            world.publish(20, keys=5, tag="new")
+        world.publish(20, keys=5, tag="new")
+        stopped.send_signal(signal.SIGCONT)
+        wait_until(lambda: arrived_once_in_order(world, 20, "new"), timeout_s=30, what="what is new")
+    assert recovered(world) == 1
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_node_takes_nothing_that_was_read_before_the_crash_once_another_relay_told_it(
+    world: OutboxWorld, postgres: PostgresServer, *, earlier: bool
+) -> None:
+    """Else messages of the other relay that are under way would go behind it, ahead of one whose place it took."""
+    world.publish(5, keys=5, tag="kept")
+    relay_once(world.settings(), limits=QUICK)
+    disk = Disk(postgres)
+    if earlier:
+        world.publish(10, keys=5, tag="lost")
+        relay_once(world.settings(), limits=QUICK)
+        assert arrived_once_in_order(world, 10, "lost")
+    with world.relay_process(failpoints="relay.before_append=stop") as stopped:
+        world.publish(10, keys=5, tag="late")
+        wait_until(lambda: is_stopped(stopped), timeout_s=30, what="the relay to stand still")
+        disk.come_back()
+        with world.relay():
+            world.publish(5, keys=5, tag="before")
+            wait_until(lambda: arrived_once_in_order(world, 5, "before"), timeout_s=30, what="the other one's")
             stopped.send_signal(signal.SIGCONT)
+            world.publish(20, keys=5, tag="new")
             wait_until(lambda: arrived_once_in_order(world, 20, "new"), timeout_s=30, what="what is new")
-    assert not beside or arrived_once_in_order(world, 5, "before")
-    assert arrived_once_in_order(world, 20, "new")
+            # By now it has its own view of the servers, and what it read before is gone.
+            wait_until(lambda: len(live_relays(world)) == 2, timeout_s=30, what="the stopped one to relay with it")
+            world.publish(20, keys=5, tag="both")
+            wait_until(lambda: arrived_once_in_order(world, 20, "both"), timeout_s=30, what="what both relay")
+    assert arrived_once_in_order(world, 5, "before")
+    assert arrived_once_in_order(world, 20, "new", "both"), "nothing of a key ahead of what was published before it"
+    assert not any(value.startswith("late") for value in values(world))
+    assert recovered(world) == earlier
+
+
+def live_relays(world: OutboxWorld) -> list[str]:
+    return [row[0] for row in world.rows("SELECT DISTINCT relay_id FROM mqlayer_app.lp_set WHERE lease_until > now()")]
+
+
+@pytest.mark.parametrize("failpoint", ["relay.before_term", "relay.after_term"])
+def test_a_relay_that_tells_a_node_of_a_term_that_is_over_sends_nothing_by_it(
+    world: OutboxWorld, postgres: PostgresServer, failpoint: str
+) -> None:
+    """It stands still before or behind the telling, over a crash; the other one's are refused once, and come again."""
+    world.publish(5, keys=5, tag="kept")
+    relay_once(world.settings(), limits=QUICK)
+    with world.relay_process(failpoints=f"{failpoint}=stop") as stopped:
+        wait_until(lambda: is_stopped(stopped), timeout_s=30, what="the relay to stand still")
+        crash(postgres)
+        forget_relays(world)
+        with world.relay():
+            world.publish(20, keys=5, tag="a")
+            wait_until(lambda: arrived_once_in_order(world, 20, "a"), timeout_s=30, what="the other one's")
+            stopped.send_signal(signal.SIGCONT)
+            wait_until(lambda: len(live_relays(world)) == 2, timeout_s=30, what="the stopped one to relay with it")
+            world.publish(20, keys=5, tag="b")
+            wait_until(lambda: arrived_once_in_order(world, 20, "a", "b"), timeout_s=30, what="what is new")
+    assert recovered(world) == 0
+
+
+@pytest.mark.parametrize("failpoint", ["relay.before_term", "relay.after_term"])
+def test_a_relay_that_ends_around_the_telling_leaves_nothing_undone(world: OutboxWorld, failpoint: str) -> None:
+    world.publish(10, keys=5, tag="a")
+    with world.relay_process(failpoints=f"{failpoint}=kill") as process:
+        assert process.wait(timeout=30) == -signal.SIGKILL
+    assert values(world) == []
+    forget_relays(world)
+    with world.relay():
+        world.wait_until_whole()
+
+
+def test_a_node_that_lost_what_it_was_told_is_told_again(world: OutboxWorld) -> None:
+    with world.relay(), closing(redis.Redis.from_url(world.urls[0])) as client:
+        world.publish(10, keys=5, tag="a")
+        world.wait_until_whole()
+        assert client.delete(terms_key(world.key_prefix)) == 1
+        world.publish(10, keys=5, tag="b")
+        world.wait_until_whole()
+        assert client.exists(terms_key(world.key_prefix)) == 1
+
+
+@pytest.mark.parametrize("way", ["backend", "postmaster", "restart"])
+def test_a_term_ends_with_each_recovery_from_a_crash_and_each_start(
+    world: OutboxWorld, postgres: PostgresServer, way: str
+) -> None:
+    """A backend that is killed has all others ended and the log read again, by a postmaster that lives on."""
+
+    def term() -> object:
+        return world.rows("SELECT mqlayer_app.term_v1()")[0][0]
+
+    before = term()
+    assert term() == before
+    if way == "backend":
+        with closing(psycopg.connect(world.dsn)) as victim:
+            os.kill(victim.info.backend_pid, signal.SIGKILL)
+        started = "SELECT pg_postmaster_start_time()"
+        wait_until(lambda: answers(world, started), timeout_s=30, what="Postgres to be back")
+    elif way == "postmaster":
+        crash(postgres)
+    else:
+        postgres.stop()
+        postgres.start()
+    after = term()
+    assert after != before
+    assert term() == after
+
+
+def answers(world: OutboxWorld, statement: str) -> bool:
+    try:
+        return bool(world.rows(statement))
+    except psycopg.OperationalError:
+        return False
 
 
 def test_what_is_due_and_what_has_a_dedup_id_is_compared_as_all_else(
