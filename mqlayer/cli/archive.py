@@ -15,9 +15,11 @@ from mqlayer.archiving import ArchiveReport, accept_gaps, archive_pass, archive_
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import TopicArgument
+from mqlayer.cli.permission import check_change
 from mqlayer.cli.showing import JsonOption, counted, say, show_rows
 from mqlayer.errors import InvalidInput, MqlayerError
 from mqlayer.postgres.database import Database
+from mqlayer.postgres.rights import Right
 
 archive = typer.Typer(no_args_is_help=True, help="The archive: records kept in Postgres.")
 
@@ -42,6 +44,7 @@ def run(
     settings = settings_here()
     stopping = threading.Event()
     with Database(settings.control_dsn(), application="mqlayer archive") as database:
+        check_change(database, Right.WORK)
         if once:
             _tell(archive_pass(database, prefix=settings.key_prefix, topic=topic, unsafe=settings.allow_unsafe_redis))
             return
@@ -94,6 +97,7 @@ def accept_gap(
 ) -> None:
     """Let the archiver go on behind the gaps at which it waits. Later snapshots begin behind them, in their LPs."""
     with Database(settings_here().control_dsn()) as database:
+        check_change(database)
         count = accept_gaps(database, topic, reason=reason, partition=partition, actor=actor())
     say(f"{counted(count, 'gap')} accepted; the next pass goes on behind")
 
@@ -104,8 +108,10 @@ def retain_(
     as_json: JsonOption = False,
 ) -> None:
     """Drop the days of the archive that ended longer ago, but none that a kept snapshot needs."""
+    age = _age(older_than)
     with Database(settings_here().control_dsn()) as database:
-        days = retain(database, older_than=_age(older_than), actor=actor())
+        check_change(database, Right.WORK)
+        days = retain(database, older_than=age, actor=actor())
     show_rows(map(asdict, days), as_json=as_json, nothing="no day of the archive is that old")
 
 

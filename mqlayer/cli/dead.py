@@ -12,6 +12,7 @@ from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.giving import BackgroundOption, KeyOption, RateOption, last_columns, tell_end, work_here
 from mqlayer.cli.messages import LimitOption, RawOption, ReasonOption, show_message
 from mqlayer.cli.options import time_given
+from mqlayer.cli.permission import check_change, check_group_change
 from mqlayer.cli.showing import JsonOption, counted, say, show_rows, shown_key
 from mqlayer.errors import InvalidInput
 from mqlayer.failures import (
@@ -110,6 +111,8 @@ def redrive(
     """Give dead messages back to their group, in order, each key's behind what waits in it: one, a key's, or many."""
     with Database(settings_here().control_dsn()) as database:
         worker = new_worker()
+        if not plan:
+            check_change(database)
         if resume is not None:
             if topic is not None or group is not None:
                 raise InvalidInput("--resume needs no more than the redrive's id")
@@ -179,6 +182,7 @@ def results(
 def cancel(redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The redrive's id.")]) -> None:
     """End a redrive, whoever works on it; what it gave back stays so."""
     with Database(settings_here().control_dsn()) as database:
+        check_change(database)
         found = cancel_redrive(database, redrive_id, actor=actor())
     say(f"redrive {redrive_id} is cancelled: {_counts(found)}")
 
@@ -187,6 +191,7 @@ def cancel(redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The red
 def discard(message: NamedArgument, reason: ReasonOption, topic: OfTopic = None, group: OfGroup = None) -> None:
     """Say of a dead message that it shall stay so, and why; its body is kept."""
     with Database(settings_here().control_dsn()) as database:
+        check_group_change(database, topic, group)
         dead_id = find_dead(database, message, topic=topic, group=group)
         discard_dead(database, dead_id, reason=reason, actor=actor())
     say(f"dead message {dead_id} is discarded")

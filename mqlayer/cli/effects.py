@@ -11,6 +11,7 @@ from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.messages import LimitOption
 from mqlayer.cli.options import TopicArgument
+from mqlayer.cli.permission import check_group_change
 from mqlayer.cli.showing import JsonOption, counted, say, show_rows, shown_age, shown_key
 from mqlayer.domain.names import parse_identity
 from mqlayer.effects import (
@@ -131,6 +132,7 @@ def forget(name: NameArgument, entity: EntityArgument, reason: WhyOption) -> Non
 def _set(name: str, entity: str, version: int | None, reason: str, *, drop_held: bool = False) -> int:
     settings = settings_here()
     with Database(settings.control_dsn()) as control, Database(settings.application_dsn()) as application:
+        check_group_change(control)
         return set_version(
             control,
             application,

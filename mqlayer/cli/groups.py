@@ -14,6 +14,7 @@ from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument, check_wish
 from mqlayer.cli.pauses import PartitionOption, WaitOption, say_partitions, say_under_way
+from mqlayer.cli.permission import check_change, check_group_change
 from mqlayer.cli.showing import JsonOption, counted, say, show_rows, shown_age
 from mqlayer.cli.standings import (
     failure_facts,
@@ -108,6 +109,7 @@ def set_(
 ) -> None:
     """Change settings of a group, for all of its members at once."""
     with Database(settings_here().control_dsn()) as database:
+        check_change(database)
         changed = set_group(
             database,
             topic,
@@ -149,6 +151,7 @@ def pause(
 ) -> None:
     """Let a group rest, or partitions of it: what runs is finished, nothing more is started before it is resumed."""
     with Database(settings_here().control_dsn()) as database:
+        check_group_change(database, topic, group)
         if partition:
             changed = pause_partitions(database, topic, group, partition, actor=actor())
             say_partitions(partition, changed, "is paused", "is paused already")
@@ -162,6 +165,7 @@ def pause(
 def resume(topic: TopicArgument, group: GroupArgument, partition: PartitionOption = None) -> None:
     """Let a paused group, or partitions of it, go on where they rested."""
     with Database(settings_here().control_dsn()) as database:
+        check_group_change(database, topic, group)
         if partition:
             changed = resume_partitions(database, topic, group, partition, actor=actor())
             say_partitions(partition, changed, "goes on", "was not paused")
@@ -178,6 +182,7 @@ def evict(
 ) -> None:
     """End one member: others get its partitions at once, its process stops consuming."""
     with Database(settings_here().control_dsn()) as database:
+        check_group_change(database, topic, group)
         evict_member(database, topic, group, member, actor=actor())
     say(f"member {member} of group {group} of topic {topic} is out")
 
@@ -198,6 +203,7 @@ def retire(
             find_group(database, topic, group)
             say(f"group {group} of topic {topic} would be retired; nothing was changed; --yes does this")
             return
+        check_change(database)
         done = retire_group(database, topic, group, actor=actor(), drop_parked=drop_parked)
         forget_retired(database, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
     with_it = f", with {counted(done.instances, 'instance')}" if done.group.mode == "broadcast" else ""
@@ -225,6 +231,7 @@ def create(
     said = GroupSettings(start=None if start is None else _start(start), from_archive=from_archive)
     prefix, unsafe = settings.key_prefix, settings.allow_unsafe_redis
     with Database(settings.control_dsn()) as database, closing(RouteCache(database)) as routes:
+        check_group_change(database, topic, group)
         ensure_group(database, routes, topic=topic, name=group, prefix=prefix, settings=said, unsafe=unsafe)
         (standing,) = group_standings(database, topic, group, prefix=prefix, unsafe=unsafe)
     given = "" if standing.replay is None else f"; first it is given the archive: replay {standing.replay.replay_id}"
@@ -377,6 +384,8 @@ def seek(
     start = _start(to)
     settings = settings_here()
     with Database(settings.control_dsn()) as database:
+        if apply:
+            check_group_change(database, topic, group)
         with closing(RouteCache(database)) as routes:
             planned = planned_seek(
                 database,

@@ -12,6 +12,7 @@ from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.messages import MessageOption, ReasonOption, identity_given
 from mqlayer.cli.options import TopicArgument
+from mqlayer.cli.permission import check_change, check_group_change
 from mqlayer.cli.showing import JsonOption, counted, say, show_rows, shown_age, shown_key
 from mqlayer.cli.standings import head_facts, partition_facts, waiting_words
 from mqlayer.failures import pause_key, resume_key, skip_head
@@ -61,6 +62,7 @@ def skip_head_(
     """
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        check_group_change(database, topic, group)
         skipped = skip_head(
             database,
             topic,
@@ -86,6 +88,7 @@ def pause(
 ) -> None:
     """Let a key rest: its messages wait in order, in Postgres, until it is resumed; other keys go on."""
     with Database(settings_here().control_dsn()) as database:
+        check_change(database)
         done = pause_key(database, topic, group, key, actor=actor())
     say(f"key {shown_key(key)} {'is paused' if done else 'is paused already'} for group {group} of topic {topic}")
 
@@ -98,6 +101,7 @@ def resume(
 ) -> None:
     """Let a paused key go on: first what waits of it."""
     with Database(settings_here().control_dsn()) as database:
+        check_change(database)
         done = resume_key(database, topic, group, key, actor=actor())
     say(f"key {shown_key(key)} {'goes on' if done else 'was not paused'} for group {group} of topic {topic}")
 

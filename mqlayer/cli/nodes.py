@@ -11,9 +11,11 @@ import typer
 from mqlayer.changes import give_up_node
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.permission import check_change
 from mqlayer.cli.showing import JsonOption, say, show_rows
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
+from mqlayer.postgres.rights import Right
 from mqlayer.redis.access import read_secret
 from mqlayer.redis.asking import ask_rights, shown_rights
 from mqlayer.redis.permissions import Duty
@@ -60,6 +62,7 @@ def register(
     """Register a Redis as a node and arm it. The same again changes nothing."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database:
+        check_change(database)
         node = register_node(
             database,
             name=name,
@@ -90,6 +93,7 @@ def rearm(
     """Bring a node that restarted or was replaced back into service. Harmless where nothing happened."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        check_change(database, Right.RELAY, Right.WORK)
         node, count = rearm_node(
             database,
             name,
@@ -160,6 +164,7 @@ def set_(
     """Let a node be at another address, such as its promoted replica's, and arm what is there."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        check_change(database)
         node, count = set_node_address(
             database,
             name,
@@ -185,6 +190,7 @@ def lost(
         raise InvalidInput(f"what only node {name!r} holds is lost by this: say --yes, or wait for it to come back")
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        check_change(database)
         loss = give_up_node(
             database,
             name,

@@ -9,6 +9,7 @@ import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.permission import check_change
 from mqlayer.cli.showing import JsonOption, say, show_rows
 from mqlayer.errors import NotFound
 from mqlayer.outbox import (
@@ -22,6 +23,7 @@ from mqlayer.outbox import (
     rotate,
 )
 from mqlayer.postgres.database import Database
+from mqlayer.postgres.rights import Right
 from mqlayer.relay import recover_now
 
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
@@ -56,6 +58,7 @@ def retry(
 ) -> None:
     """Let relays try again; what was passed over is published anew, at the end. A row that is as it was stays."""
     with _application() as database:
+        check_change(database, schema="application")
         chosen = retry_aside(database, topic=topic, lp=lp)
     for row in chosen:
         done = f"tried again from seq {row.seq}" if row.number is None else f"row {row.number} is published anew"
@@ -71,6 +74,7 @@ def discard(
     """Let a row go that was passed over: its message is gone for good."""
     _confirm("Remove the message?", yes=yes)
     with _application() as database:
+        check_change(database, schema="application")
         discard_aside(database, number)
     say(f"row {number} is discarded")
 
@@ -101,6 +105,7 @@ def cancel(delayed_id: Annotated[int, typer.Argument(help="Its number, as publis
 def rotate_() -> None:
     """Empty the time slots whose rows are all relayed and old enough."""
     with _application() as database:
+        check_change(database, Right.WORK, schema="application")
         for slot, answer in rotate(database).items():
             say(f"slot {slot}: {answer}")
 
@@ -117,6 +122,7 @@ def recover_(
     """Let an outbox go on whose Postgres lost commits. Relays do this by themselves, unless a node is away."""
     settings = settings_here()
     with _application() as application, Database(settings.control_dsn()) as control:
+        check_change(application, Right.RELAY, Right.WORK, schema="application")
         recovered = recover_now(application, control, settings, unproven=unproven, anew=anew, actor=actor())
     if recovered is None:
         say("nothing to do: the outbox is on the timeline that its relays know")
@@ -134,6 +140,7 @@ def adopt_(yes: YesOption = False) -> None:
     """Let a restored or moved database go on in its original's place: what may not be relayed is sent again."""
     _confirm("The original database is gone for good?", yes=yes)
     with _application() as database:
+        check_change(database, schema="application")
         say(f"a new source from the next relay on; {adopt(database)} messages wait for it")
 
 
@@ -142,6 +149,7 @@ def renew_(yes: YesOption = False) -> None:
     """Give a copy, whose original lives on, an identity of its own and an empty outbox."""
     _confirm("Remove all messages from this copy's outbox?", yes=yes)
     with _application() as database:
+        check_change(database, schema="application")
         renew(database)
     say("the outbox is empty, with an identity of its own")
 

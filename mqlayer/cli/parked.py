@@ -10,6 +10,7 @@ from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.messages import LimitOption, MessageOption, RawOption, ReasonOption, identity_given, show_message
 from mqlayer.cli.options import TopicArgument, time_given
+from mqlayer.cli.permission import check_change
 from mqlayer.cli.showing import JsonOption, counted, say, show_rows, shown_age, shown_key
 from mqlayer.cli.standings import failure_facts, failure_row
 from mqlayer.errors import InvalidInput, NotFound
@@ -127,6 +128,7 @@ def release(
 ) -> None:
     """Have a parked key tried at once, with all of its attempts before it."""
     with Database(settings_here().control_dsn()) as database:
+        check_change(database)
         if every and (key, message) == (None, None):
             count = release_all(database, topic, group, cause=cause, actor=actor())
             say(f"{counted(count, 'parked key')} of group {group} of topic {topic} will be tried now")
@@ -148,6 +150,7 @@ def discard(
 ) -> None:
     """Let what waits in a parked key die; bodies are kept, `dead redrive` takes it back."""
     with Database(settings_here().control_dsn()) as database:
+        check_change(database)
         count = discard_parked(
             database, topic, group, key=key, message=identity_given(message), head=head, reason=reason, actor=actor()
         )

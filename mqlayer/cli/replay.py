@@ -12,6 +12,7 @@ from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.giving import BackgroundOption, KeyOption, RateOption, last_columns, tell_end, work_here
 from mqlayer.cli.messages import LimitOption, identity_given
 from mqlayer.cli.options import TopicArgument, time_given
+from mqlayer.cli.permission import check_change
 from mqlayer.cli.showing import JsonOption, counted, say, show_rows
 from mqlayer.errors import InvalidInput
 from mqlayer.failures import (
@@ -68,6 +69,7 @@ def start(
             found = count_archived(database, topic, group, wanted)
             say(f"{counted(found, 'record')} of the archive; nothing was done")
             return
+        check_change(database)
         worker = new_worker()
         started = start_replay(
             database,
@@ -92,6 +94,7 @@ def start(
 def resume(replay_id: IdArgument, as_json: JsonOption = False) -> None:
     """Go on with a replay or backfill that was cut off, whoever works on it."""
     with Database(settings_here().control_dsn()) as database:
+        check_change(database)
         worker = new_worker()
         resume_replay(database, replay_id, actor=actor(), worker=worker)
         _finish(database, replay_id, worker, as_json=as_json)
@@ -147,6 +150,7 @@ def results(
 def cancel(replay_id: IdArgument) -> None:
     """End a replay or backfill, whoever works on it; what it gave is handled, the rest of the archive is not given."""
     with Database(settings_here().control_dsn()) as database:
+        check_change(database)
         found = cancel_replay(database, replay_id, actor=actor())
     say(f"{found.kind} {replay_id} is cancelled: {_counts(found)}")
 

@@ -31,11 +31,13 @@ from mqlayer.changes import (
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument, check_wish
+from mqlayer.cli.permission import check_change
 from mqlayer.cli.showing import JsonOption, say, show_rows
 from mqlayer.cli.watching import watch_draining
 from mqlayer.domain.routing import LP_COUNT, NodeId
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
+from mqlayer.postgres.rights import Right
 from mqlayer.routes.cache import load_nodes, load_route
 from mqlayer.settings import Settings
 
@@ -209,6 +211,7 @@ def repair(
     """Finish what unfinished changes left; exit code 1 if one has to wait. The worker does it by itself."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        check_change(database, Right.WORK)
         if topic is not None:
             load_route(database, topic)
         came_to = finish_changes(
@@ -240,6 +243,7 @@ def reopen(
     if not yes:
         raise InvalidInput(f"what only successors hold that Postgres lost is lost: mqlayer verify {topic}, then --yes")
     with Database(settings.control_dsn()) as database:
+        check_change(database)
         done = reopen_forgotten(
             database, topic, prefix=settings.key_prefix, actor=actor(), unsafe=settings.allow_unsafe_redis
         )
@@ -255,6 +259,7 @@ def reopen(
 def drop(topic: TopicArgument) -> None:
     """Give up a topic's open change, where nothing is sealed yet."""
     with Database(settings_here().control_dsn()) as database:
+        check_change(database)
         load_route(database, topic)
         change = drop_change(database, topic, actor=actor())
     say(f"change {change} is dropped; the route is as before")
@@ -264,6 +269,8 @@ def _change(topic: str, planned: Callable[[Database, Settings], Plan], wish: Wis
     """Plan, print, and apply that very plan where that is wished."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        if wish.apply:
+            check_change(database)
         # Finishing an earlier change makes another version than the one that was asked for.
         if wish.apply and wish.if_version is None:
             finish_earlier(
@@ -289,6 +296,8 @@ def _split_by_report(topic: str, partition: int | None, report: SplitReport, to:
     if wish.if_version not in {None, report.version}:
         raise InvalidInput(f"--if-version {wish.if_version}, but the report is of route version {report.version}")
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        if wish.apply:
+            check_change(database)
 
         def planned(done: int) -> list[Plan]:
             return planned_splits(

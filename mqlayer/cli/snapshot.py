@@ -12,6 +12,7 @@ from mqlayer.archiving.exporting import export_snapshot
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import time_given
+from mqlayer.cli.permission import check_change
 from mqlayer.cli.showing import JsonOption, counted, say, show_rows
 from mqlayer.postgres.database import Database
 
@@ -33,6 +34,7 @@ def create(
 ) -> None:
     """Cut the archive where it stands. What the snapshot covers never changes, and retention spares it."""
     with Database(settings_here().control_dsn()) as database:
+        check_change(database)
         made = create_snapshot(database, name, topics=topic or None, at=time_given(at), actor=actor())
     say(f"{name} has {counted(made.records, 'record')} of {counted(len(made.topics), 'topic')}")
 
@@ -96,6 +98,7 @@ def export(
 ) -> None:
     """Write a snapshot as Parquet files with a manifest, whole or not at all."""
     with Database(settings_here().control_dsn()) as database:
+        check_change(database)
         done = export_snapshot(database, name, to, jobs=jobs, actor=actor())
     files = sum(map(len, done.files.values()))
     say(f"{counted(done.snapshot.records, 'record')} in {counted(files, 'file')} of {done.bytes:,} bytes: {to}")
@@ -105,5 +108,6 @@ def export(
 def drop(name: NameArgument) -> None:
     """Forget a snapshot: retention may drop what it covered, and who reads it fails."""
     with Database(settings_here().control_dsn()) as database:
+        check_change(database)
         drop_snapshot(database, name, actor=actor())
     say(f"{name} is dropped; the archive keeps its records until retention comes by")

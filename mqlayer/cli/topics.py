@@ -13,6 +13,7 @@ from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import TopicArgument
 from mqlayer.cli.pauses import WaitOption, say_under_way
+from mqlayer.cli.permission import check_change
 from mqlayer.cli.showing import JsonOption, say, show_rows
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT
 from mqlayer.domain.routing import LP_COUNT
@@ -55,6 +56,7 @@ def create(
     """Create a topic with its partitions and first route. The same again finishes or changes nothing."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        check_change(database)
         route = create_topic(
             database,
             name,
@@ -96,6 +98,7 @@ def set_(
     if any(limit is not None for limit in limits.values()):
         _set_limits(name, limits)
     with Database(settings_here().control_dsn()) as database:
+        check_change(database)
         if retention is not None:
             changed = set_retention(database, name, days=days, actor=actor())
             kept = "for ever" if days is None else f"for {days} days"
@@ -109,6 +112,7 @@ def set_(
 def _set_limits(name: str, limits: dict[str, int | None]) -> None:
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+        check_change(database)
         changed = set_limits(database, name, **limits, application=application, actor=actor())
     said = ", ".join(f"{limit.replace('_', ' ')} {value}" for limit, value in limits.items() if value is not None)
     say(f"topic {name} has {said}{'' if changed else ', as before'}")
@@ -125,6 +129,7 @@ def _days(text: str) -> int:
 def pause(name: TopicArgument, wait: WaitOption = 0.0) -> None:
     """Let all groups of a topic rest: what runs is finished, nothing more is started; publishing goes on."""
     with Database(settings_here().control_dsn()) as database:
+        check_change(database)
         done = pause_topic(database, name, actor=actor())
         say(f"topic {name} {'is paused' if done else 'is paused already'}")
         say_under_way(wait_paused(database, name, timeout_s=wait))
@@ -134,6 +139,7 @@ def pause(name: TopicArgument, wait: WaitOption = 0.0) -> None:
 def resume(name: TopicArgument) -> None:
     """Let the groups of a paused topic go on, but for those that rest by themselves."""
     with Database(settings_here().control_dsn()) as database:
+        check_change(database)
         done = resume_topic(database, name, actor=actor())
     say(f"topic {name} {'goes on' if done else 'was not paused'}")
 

@@ -120,7 +120,7 @@ def count_archived(database: Database, topic: str, group: str, wanted: ReplayFil
     """Return how many records of the archive a replay would look at. Reads all of the topic's. Raises NotFound."""
     found = find_group(database, topic, group)
     with database.connection() as connection:
-        upto, snapshot_id = _extent(connection, found, wanted)
+        upto, snapshot_id = _extent(connection, found, wanted, held=False)
         facts = wanted.facts() | {"topic_id": found.topic_id, "upto": upto, "snapshot_id": snapshot_id}
         facts["partitions"] = _partitions(connection, facts)
         ((count,),) = connection.execute(query("replay_count"), facts).fetchall()
@@ -282,15 +282,15 @@ def _bounds(database: Database, group: Group, *, prefix: str, unsafe: bool) -> d
     return bounds
 
 
-def _extent(connection: Connection, group: Group, wanted: ReplayFilter) -> tuple[int, int | None]:
-    """Return the last batch that is of a replay, and the id of the snapshot that it is of."""
+def _extent(connection: Connection, group: Group, wanted: ReplayFilter, *, held: bool = True) -> tuple[int, int | None]:
+    """Return the last batch that is of a replay, and the id of the snapshot that it is of. Counting holds nothing."""
     facts = {"group_id": group.group_id, "snapshot": wanted.snapshot}
     if wanted.snapshot is not None:
         found = connection.execute(query("replay_snapshot"), facts).fetchone()
         if found is None or found[1] is None:
             raise NotFound("snapshot of the topic", wanted.snapshot, "see those that are: mqlayer snapshot list")
         return int(found[1]), int(found[0])
-    row = connection.execute(query("replay_topic"), facts).fetchone()
+    row = connection.execute(query("replay_topic" if held else "replay_topic_seen"), facts).fetchone()
     if row is None:
         raise Conflict(f"topic {group.topic!r} was never archived", "there is nothing that could be replayed")
     return int(row[0]), None

@@ -178,8 +178,23 @@ def require(connection: Connection, schema: SchemaName, right: Right, scope: str
     """
     name = "right_held" if schema == "control" else "application_right_held"
     facts = {"right": right, "scope": scope, "others": list(others)}
+    _require(connection, query(name), facts, right, scope)
+
+
+def require_change(connection: Connection, schema: SchemaName, *others: Right, group: str | None = None) -> None:
+    """Raise PermissionDenied, with the command that helps, unless the role of a connection may operate.
+
+    One of the others will do as well, and in the control schema the right to consume a group (TOPIC/GROUP; the empty
+    one: any). Asked before a command looks at what there is to do: who only looks is refused where that is nothing.
+    """
+    name = "change_allowed" if schema == "control" else "application_change_allowed"
+    facts = {"rights": [Right.OPERATE, *others], "group": group}
+    _require(connection, query(name), facts, Right.OPERATE, "")
+
+
+def _require(connection: Connection, asked: Any, facts: dict[str, Any], right: Right, scope: str) -> None:
     try:
-        row = connection.execute(query(name), facts).fetchone()
+        row = connection.execute(asked, facts).fetchone()
     except pg_errors.InsufficientPrivilege as error:
         raise _denied(connection, connection.info.user, right, scope) from error
     if row is None or not row[1]:

@@ -367,6 +367,10 @@ SELECT mqlayer_app.fence_clean_v1(make_interval(secs => %(horizon_s)s), %(limit)
 -- Who calls, and whether it has a right for a scope, or this or one of the others without limits.
 SELECT mqlayer_app.caller_v1(), mqlayer_app.has_for_v1(%(right)s, %(scope)s) OR mqlayer_app.has_v1(VARIADIC %(others)s::text[]);
 
+-- name: application_change_allowed
+-- Who calls, and whether it has one of these rights without limits.
+SELECT mqlayer_app.caller_v1(), mqlayer_app.has_v1(VARIADIC %(rights)s::text[]);
+
 -- name: known_groups
 -- The groups whose names this database knows.
 SELECT group_id, scope FROM mqlayer_app.known_group;

@@ -301,6 +301,11 @@ GROUP BY known.own, known.pid;
 -- Who calls, and whether it has a right for a scope, or this or one of the others without limits.
 SELECT mqlayer.caller_v1(), mqlayer.has_for_v1(%(right)s, %(scope)s) OR mqlayer.has_v1(VARIADIC %(others)s::text[]);
 
+-- name: change_allowed
+-- Who calls, and whether it has one of these rights without limits, or consumes a group; the empty group: any.
+SELECT mqlayer.caller_v1(), mqlayer.has_v1(VARIADIC %(rights)s::text[]) OR %(group)s::text IS NOT NULL
+    AND (mqlayer.has_for_v1('consume', %(group)s) OR %(group)s = '' AND cardinality(mqlayer.groups_v1()) > 0);
+
 -- name: groups_named
 -- Every group as TOPIC/GROUP; an instance of a broadcast group as that group.
 SELECT g.group_id, t.name || '/' || coalesce(b.name, g.name)

@@ -1,3 +1,8 @@
+-- name: replay_topic_seen
+-- What the archive holds of a group's topic: its last batch; nothing where it was never archived.
+SELECT a.batch FROM mqlayer.consumer_group g JOIN mqlayer_archive.topic a USING (topic_id)
+WHERE g.group_id = %(group_id)s;
+
 -- name: replay_topic
 -- What the archive holds of a group's topic: its last batch; nothing where it was never archived. Held, so that nothing is
 -- dropped before a replay of it is there.

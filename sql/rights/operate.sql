@@ -132,7 +132,8 @@ GRANT SELECT, INSERT (actor, attempts, delivered_at, group_id, log_offset, parti
     ON mqlayer_archive.outcome_queue TO {role};
 GRANT SELECT, INSERT (complete, partition_id, topic_id, upto_offset), UPDATE (complete, upto_offset) ON
     mqlayer_archive.progress TO {role};
-GRANT SELECT ON mqlayer_archive.record TO {role};
+GRANT SELECT, INSERT (archived_at, batch, body, headers, key, log_offset, lp, partition_id, published_at, seq, source,
+    tags, topic_id, version) ON mqlayer_archive.record TO {role};
 GRANT SELECT, INSERT (name, upto_at), DELETE ON mqlayer_archive.snapshot TO {role};
 GRANT SELECT, INSERT (batch, records, snapshot_id, topic_id, version, whole) ON mqlayer_archive.snapshot_topic TO
     {role};

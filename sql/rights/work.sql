@@ -97,7 +97,8 @@ GRANT SELECT, INSERT (actor, attempts, group_id, log_offset, partition_id, reaso
     mqlayer_archive.outcome_queue TO {role};
 GRANT SELECT, INSERT (complete, partition_id, topic_id, upto_offset), UPDATE (complete, upto_offset) ON
     mqlayer_archive.progress TO {role};
-GRANT SELECT ON mqlayer_archive.record TO {role};
+GRANT SELECT, INSERT (archived_at, batch, body, headers, key, log_offset, lp, partition_id, published_at, seq, source,
+    tags, topic_id, version) ON mqlayer_archive.record TO {role};
 GRANT SELECT ON mqlayer_archive.snapshot TO {role};
 GRANT SELECT ON mqlayer_archive.snapshot_topic TO {role};
 GRANT SELECT, UPDATE (batch, dropped_batch, passed_at) ON mqlayer_archive.topic TO {role};
