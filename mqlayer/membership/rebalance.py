@@ -63,7 +63,7 @@ def rebalance(connection: Connection, group_id: int) -> bool:
     connection.execute(query("member_expire"), group)
     if locked is not None and locked[4] == "shared":
         # Its members read all partitions: these are free, each under an epoch.
-        connection.execute(query("member_forget"), group)
+        connection.execute(query("members_forget"), group)
         return False
     connection.execute(query("assignment_free_unreadable_of_gone"), group)
     live: dict[str, bool] = dict(connection.execute(query("member_live"), group).fetchall())
@@ -88,7 +88,7 @@ def rebalance(connection: Connection, group_id: int) -> bool:
         connection.execute(query(name), group | {"partitions": list(given), "members": list(given.values())})
     if steps:
         connection.execute(query("allocation_raise"), group)
-    connection.execute(query("member_forget"), group)
+    connection.execute(query("members_forget"), group)
     return bool(steps)
 
 

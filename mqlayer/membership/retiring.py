@@ -124,9 +124,8 @@ def _retire(connection: Connection, group_id: int) -> bool:
         return False
     connection.execute(query("redrives_of_group_cancel"), facts)
     connection.execute(query("assignments_of_group_free"), facts)
-    connection.execute(query("members_drop"), facts)
-    connection.execute(query("group_starts_forget"), facts)
-    connection.execute(query("drained_forget"), facts)
+    connection.execute(query("members_forget"), facts)
+    connection.execute(query("beginnings_forget"), facts)
     connection.execute(query("allocation_raise"), facts)
     return True
 

@@ -106,8 +106,7 @@ def _change_position(connection: Connection, plan: SeekPlan, *, replay: bool) ->
             f"a node that topic {plan.group.topic!r} is on was armed again or given up in the meantime",
             "its offsets may be others now: look at the plan again, and seek",
         )
-    connection.execute(query("group_starts_forget"), facts)
-    connection.execute(query("drained_forget"), facts)
+    connection.execute(query("beginnings_forget"), facts)
     # Parents may have been retired since the plan was made; successors that came since begin with their first record.
     kept = {one.partition: one for one in kept_partitions(connection, plan.group.topic_id)}
     put_beginnings(connection, group_id, [one for one in plan.beginnings if one.partition in kept])

@@ -143,13 +143,9 @@ WHERE g.topic_id = %(topic_id)s AND a.member_id IS NOT NULL
 UPDATE mqlayer.assignment SET target = NULL, changed_at = now()
 WHERE group_id = %(group_id)s AND member_id IS NOT NULL;
 
--- name: group_starts_forget
--- Where a group started before.
-DELETE FROM mqlayer.group_start WHERE group_id = %(group_id)s;
-
--- name: drained_forget
--- A group has drained nothing as yet.
-DELETE FROM mqlayer.drained WHERE group_id = %(group_id)s;
+-- name: beginnings_forget
+-- Where a group started before, and what it drained.
+SELECT mqlayer.beginnings_forget_v1(%(group_id)s);
 
 -- name: transaction_patience
 -- How long this transaction waits for a lock, and how long it may hold its own while its process does nothing.
@@ -272,7 +268,7 @@ WHERE group_id = %(group_id)s AND lease_until > '-infinity' ORDER BY member_id;
 
 -- name: member_evict
 -- End a member's session by an operator's word: its process is refused, what it holds is free. The new session counts as
--- joined now: member_forget must not drop what tells the process so, or it would take itself for one that may join again.
+-- joined now: members_forget must not drop what tells the process so, or it would take itself for one that may join again.
 UPDATE mqlayer.member
 SET session = nextval('mqlayer.member_session'), joined_at = now(), leaving = true, lease_until = '-infinity'
 WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND lease_until > '-infinity' RETURNING member_id;
@@ -282,11 +278,9 @@ WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND lease_until > '-
 UPDATE mqlayer.member SET leaving = true
 WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s AND lease_until >= now();
 
--- name: member_forget
--- Forget members that are gone, joined long ago and own nothing.
-DELETE FROM mqlayer.member m
-WHERE m.group_id = %(group_id)s AND m.lease_until = '-infinity' AND m.joined_at < now() - interval '1 hour'
-  AND NOT EXISTS (SELECT FROM mqlayer.assignment a WHERE a.group_id = m.group_id AND a.member_id = m.member_id);
+-- name: members_forget
+-- Forget members that are gone, joined long ago and own nothing; all of a group that is retired.
+SELECT mqlayer.members_forget_v1(%(group_id)s);
 
 -- name: member_leave
 -- A member is gone by its own word.

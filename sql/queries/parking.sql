@@ -164,19 +164,8 @@ WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name
 
 -- name: parked_messages_end
 -- Messages of parked keys that are handled, or dead.
-WITH gone AS (
-    DELETE FROM mqlayer.parked_message m
-    USING unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[], %(handled)s::boolean[])
-          AS given (lp, source, seq, handled)
-    WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.source = given.source AND m.seq = given.seq
-    RETURNING m.group_id, m.partition_id, m.log_offset, m.tried, given.handled
-)
-INSERT INTO mqlayer_archive.outcome_queue
-    (topic_id, group_id, partition_id, log_offset, word, attempts, delivered_at, actor)
-SELECT g.topic_id, e.group_id, e.partition_id, e.log_offset, 'handled', e.tried + 1,
-       statement_timestamp() - make_interval(secs => %(given_s)s), %(member_id)s
-FROM gone e JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
-WHERE e.handled AND t.archived;
+SELECT mqlayer.parked_messages_end_v1(%(group_id)s, %(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[],
+                                      %(handled)s::boolean[], %(given_s)s, %(member_id)s);
 
 -- name: parked_key_put
 -- How it goes on with a parked key whose message failed: why it waits, for how long, and how often that one failed; not
@@ -215,13 +204,7 @@ WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 
 -- name: parked_key_end
 -- A key is not parked any more, if nothing of it waits, nobody paused it, and no replay is for it alone.
-DELETE FROM mqlayer.parked_key k
-WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s AND k.paused_at IS NULL
-  AND NOT EXISTS (SELECT FROM mqlayer.parked_message m
-                  WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name)
-  AND NOT EXISTS (SELECT FROM mqlayer.redrive r
-                  WHERE r.group_id = k.group_id AND r.name = k.name AND r.state = 'running')
-RETURNING k.lp;
+SELECT * FROM mqlayer.parked_key_end_v1(%(group_id)s, %(lp)s::smallint, %(name)s::bytea);
 
 -- name: parked_next
 -- The first messages of a parked key, up to so many and so many bytes of bodies; one at the least. Not beyond one of a

@@ -19,21 +19,11 @@ WHERE g.state = 'retired' AND EXISTS (SELECT FROM mqlayer.parked_key k WHERE k.g
 
 -- name: retired_messages_drop
 -- Drop some of what is parked of a retired group; how many messages that were.
-WITH gone AS (
-    DELETE FROM mqlayer.parked_message WHERE ctid = ANY(ARRAY(
-        SELECT m.ctid FROM mqlayer.parked_message m JOIN mqlayer.consumer_group g USING (group_id)
-        WHERE m.group_id = %(group_id)s AND g.state = 'retired' LIMIT %(limit)s)) RETURNING 1
-)
-SELECT count(*) FROM gone;
+SELECT mqlayer.retired_messages_drop_v1(%(group_id)s, %(limit)s);
 
 -- name: retired_keys_drop
 -- Drop some of the parked keys of a retired group that have no messages; how many that were.
-WITH gone AS (
-    DELETE FROM mqlayer.parked_key WHERE ctid = ANY(ARRAY(
-        SELECT k.ctid FROM mqlayer.parked_key k JOIN mqlayer.consumer_group g USING (group_id)
-        WHERE k.group_id = %(group_id)s AND g.state = 'retired' LIMIT %(limit)s)) RETURNING 1
-)
-SELECT count(*) FROM gone;
+SELECT mqlayer.retired_keys_drop_v1(%(group_id)s, %(limit)s);
 
 -- name: redrives_of_group_cancel
 -- End what is being given back to a group.
@@ -44,10 +34,6 @@ WHERE group_id = %(group_id)s AND state = 'running';
 -- Nobody owns a partition of a group; no earlier owner is served any more. The rows stay while Redis may hold keys.
 UPDATE mqlayer.assignment SET member_id = NULL, target = NULL, epoch = nextval('mqlayer.epoch'), changed_at = now()
 WHERE group_id = %(group_id)s;
-
--- name: members_drop
--- A group has no members, and has had none.
-DELETE FROM mqlayer.member WHERE group_id = %(group_id)s;
 
 -- name: retired_keys
 -- Where retired groups may have keys, in the order of group and partition behind a place in it: below which epoch nobody is

@@ -59,6 +59,4 @@ WHERE k.group_id = %(group_id)s AND k.started = given.token FOR UPDATE OF k;
 
 -- name: redriven_forget
 -- Keys that nothing is left of.
-DELETE FROM mqlayer.parked_key k
-USING unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS given (lp, name)
-WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name;
+SELECT mqlayer.parked_keys_forget_v1(%(group_id)s, %(lps)s::smallint[], %(names)s::bytea[]);

@@ -5,6 +5,7 @@ GRANT USAGE ON SCHEMA mqlayer_archive TO {role};
 GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE (changed_at, epoch, member_id, target)
     ON mqlayer.assignment TO {role};
 GRANT INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
 GRANT SELECT, INSERT (attempt_limit, away_since, backoff_jitter, backoff_s, balance, broadcast_of, final_errors,
     from_archive, instance, invisible_s, keep_away_s, key_bytes_limit, key_messages_limit, mode, name, ordered,
@@ -17,24 +18,28 @@ GRANT SELECT, INSERT (attempt_limit, away_since, backoff_jitter, backoff_s, bala
 GRANT SELECT, INSERT (actor, attempts, body, cause, group_id, key, log_offset, lp, m, partition_id, reason, seq,
     source), UPDATE (actor, attempts, body, cause, died_at, log_offset, partition_id, reason, redriven_at,
     redriven_seek) ON mqlayer.dead_message TO {role};
-GRANT SELECT, INSERT (group_id, partition_id), DELETE ON mqlayer.drained TO {role};
+GRANT SELECT, INSERT (group_id, partition_id) ON mqlayer.drained TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.epoch TO {role};
 GRANT INSERT (attempt, error, group_id, lp, member_id, seq, source) ON mqlayer.failed_attempt TO {role};
 GRANT SELECT, INSERT (count, event, group_id, partition_id), UPDATE (count, last_at) ON mqlayer.failure_count TO {role};
-GRANT SELECT, INSERT (group_id, partition_id, start_offset), DELETE ON mqlayer.group_start TO {role};
+GRANT SELECT, INSERT (group_id, partition_id, start_offset) ON mqlayer.group_start TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.groups_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.may_create_group_v1 TO {role};
 GRANT SELECT, INSERT (group_id, host, lease_until, member_id, pid, session), UPDATE (host, joined_at, lease_until,
-    leaving, pid, session), DELETE ON mqlayer.member TO {role};
+    leaving, pid, session) ON mqlayer.member TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.member_session TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.members_forget_v1 TO {role};
 GRANT SELECT ON mqlayer.migration TO {role};
 GRANT SELECT, UPDATE (created_at) ON mqlayer.node TO {role};
 GRANT SELECT, INSERT (attempts, cause, due_at, group_id, lp, name), UPDATE (attempts, cause, due_at, released, started,
-    started_alone), DELETE ON mqlayer.parked_key TO {role};
+    started_alone) ON mqlayer.parked_key TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.parked_key_end_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.parked_keys_forget_v1 TO {role};
 GRANT SELECT, INSERT (attempts, body, group_id, key, log_offset, lp, m, name, partition_id, place, seq, source, tried),
-    UPDATE (tried), DELETE ON mqlayer.parked_message TO {role};
+    UPDATE (tried) ON mqlayer.parked_message TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.parked_messages_end_v1 TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.parked_place TO {role};
 GRANT SELECT ON mqlayer.parked_total TO {role};
 GRANT SELECT ON mqlayer.parking_change TO {role};
@@ -44,6 +49,8 @@ GRANT SELECT ON mqlayer.partition_rate TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
 GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, name, newer, per_s, place, snapshot_id,
     upto_batch, upto_id, worker), UPDATE (ended_at, lease_until, state, waits, worker) ON mqlayer.redrive TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.retired_keys_drop_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
 GRANT SELECT ON mqlayer.route TO {role};
 GRANT SELECT ON mqlayer.route_change TO {role};
 GRANT SELECT ON mqlayer.seal TO {role};

@@ -6,6 +6,7 @@ GRANT SELECT, INSERT (node_id, partition_id), DELETE ON mqlayer.abandoned TO {ro
 GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE (changed_at, epoch, member_id, target),
     DELETE ON mqlayer.assignment TO {role};
 GRANT SELECT, INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
 GRANT SELECT, INSERT (attempt_limit, backoff_jitter, backoff_s, balance, final_errors, from_archive, invisible_s,
     keep_away_s, key_bytes_limit, key_messages_limit, mode, name, ordered, parked_bytes_limit, parked_keys_limit,
@@ -32,14 +33,16 @@ GRANT EXECUTE ON FUNCTION mqlayer.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_v1 TO {role};
 GRANT SELECT, INSERT (epoch, last_at, name, next_at), UPDATE (epoch, last_at, next_at) ON mqlayer.job TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.may_create_group_v1 TO {role};
-GRANT SELECT, UPDATE (joined_at, lease_until, leaving, session), DELETE ON mqlayer.member TO {role};
+GRANT SELECT, UPDATE (joined_at, lease_until, leaving, session) ON mqlayer.member TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.member_session TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.members_forget_v1 TO {role};
 GRANT SELECT ON mqlayer.migration TO {role};
 GRANT SELECT, INSERT (armed_at, armed_run_id, last_run_id, name, url), UPDATE (armed_at, armed_run_id, former_runs,
     last_run_id, lost_at, url) ON mqlayer.node TO {role};
 GRANT SELECT ON mqlayer.parked_fact TO {role};
 GRANT SELECT, INSERT (cause, due_at, group_id, lp, name, paused_at, paused_by), UPDATE (attempts, cause, due_at,
-    paused_at, paused_by, released, started, started_alone), DELETE ON mqlayer.parked_key TO {role};
+    paused_at, paused_by, released, started, started_alone) ON mqlayer.parked_key TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.parked_key_end_v1 TO {role};
 GRANT SELECT, INSERT (body, group_id, key, log_offset, lp, m, name, partition_id, place, redriven, replay, seq, source),
     UPDATE (attempts), DELETE ON mqlayer.parked_message TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.parked_place TO {role};
@@ -56,6 +59,8 @@ GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, name, 
     ended_at, lease_until, next_at, not_sent, results, sent, state, waits, worker) ON mqlayer.redrive TO {role};
 GRANT SELECT, INSERT (dead_id, redrive_id, result) ON mqlayer.redrive_result TO {role};
 GRANT SELECT, INSERT (lp, redrive_id, result, seq, source) ON mqlayer.replay_result TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.retired_keys_drop_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
 GRANT SELECT, INSERT (lp_from, lp_to, partition_id, topic_id, version) ON mqlayer.route TO {role};
 GRANT SELECT, INSERT (actor, kind, mode, topic_id, version), UPDATE (ended_at, mode, opened_at, sealed_at, state) ON
     mqlayer.route_change TO {role};

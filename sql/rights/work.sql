@@ -6,6 +6,7 @@ GRANT SELECT ON mqlayer.abandoned TO {role};
 GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE (changed_at, epoch, member_id, target),
     DELETE ON mqlayer.assignment TO {role};
 GRANT SELECT, INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
 GRANT SELECT, UPDATE (allocation, away_since, parking, paused_at, retired_at, state, version), DELETE ON
     mqlayer.consumer_group TO {role};
@@ -21,13 +22,14 @@ GRANT EXECUTE ON FUNCTION mqlayer.groups_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_v1 TO {role};
 GRANT SELECT, INSERT (epoch, last_at, name, next_at), UPDATE (epoch, last_at, next_at) ON mqlayer.job TO {role};
-GRANT SELECT, UPDATE (lease_until), DELETE ON mqlayer.member TO {role};
+GRANT SELECT, UPDATE (lease_until) ON mqlayer.member TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.members_forget_v1 TO {role};
 GRANT SELECT ON mqlayer.migration TO {role};
 GRANT SELECT, UPDATE (armed_at, armed_run_id, former_runs, last_run_id, lost_at) ON mqlayer.node TO {role};
-GRANT SELECT, INSERT (cause, due_at, group_id, lp, name), UPDATE (attempts, cause, started, started_alone), DELETE ON
+GRANT SELECT, INSERT (cause, due_at, group_id, lp, name), UPDATE (attempts, cause, started, started_alone) ON
     mqlayer.parked_key TO {role};
-GRANT SELECT, INSERT (body, group_id, key, log_offset, lp, m, name, partition_id, place, redriven, replay, seq, source),
-    DELETE ON mqlayer.parked_message TO {role};
+GRANT SELECT, INSERT (body, group_id, key, log_offset, lp, m, name, partition_id, place, redriven, replay, seq, source)
+    ON mqlayer.parked_message TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.parked_place TO {role};
 GRANT SELECT, DELETE ON mqlayer.parked_total TO {role};
 GRANT SELECT, INSERT (group_id, lp, name, number), DELETE ON mqlayer.parking_change TO {role};
@@ -40,6 +42,8 @@ GRANT SELECT, UPDATE (at_batch, at_dead_id, at_key, at_lp, at_offset, at_partiti
     next_at, not_sent, results, sent, state, waits, worker) ON mqlayer.redrive TO {role};
 GRANT SELECT, INSERT (dead_id, redrive_id, result) ON mqlayer.redrive_result TO {role};
 GRANT INSERT (lp, redrive_id, result, seq, source) ON mqlayer.replay_result TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.retired_keys_drop_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
 GRANT SELECT, INSERT (lp_from, lp_to, partition_id, topic_id, version) ON mqlayer.route TO {role};
 GRANT SELECT, UPDATE (ended_at, mode, opened_at, sealed_at, state) ON mqlayer.route_change TO {role};
 GRANT SELECT, INSERT (away, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (away, cut,

@@ -38,6 +38,16 @@ INNER: Final = {
     "mqlayer.has_for_v1": "SELECT mqlayer.has_for_v1('consume', 'orders/g')",
     "mqlayer.groups_v1": "SELECT mqlayer.groups_v1()",
     "mqlayer.may_create_group_v1": "SELECT mqlayer.may_create_group_v1(1, 'g', 1)",
+    "mqlayer.check_group_v1": "SELECT mqlayer.check_group_v1(1)",
+    "mqlayer.members_forget_v1": "SELECT mqlayer.members_forget_v1(1)",
+    "mqlayer.beginnings_forget_v1": "SELECT mqlayer.beginnings_forget_v1(1)",
+    "mqlayer.parked_messages_end_v1": (
+        "SELECT mqlayer.parked_messages_end_v1(1, '{1}', '{1}', '{1}', '{true}', 1.0, 'm')"
+    ),
+    "mqlayer.parked_key_end_v1": "SELECT mqlayer.parked_key_end_v1(1, 1::smallint, 'k')",
+    "mqlayer.parked_keys_forget_v1": "SELECT mqlayer.parked_keys_forget_v1(1, '{1}', '{k}')",
+    "mqlayer.retired_messages_drop_v1": "SELECT mqlayer.retired_messages_drop_v1(1, 10)",
+    "mqlayer.retired_keys_drop_v1": "SELECT mqlayer.retired_keys_drop_v1(1, 10)",
     "mqlayer_app.has_v1": "SELECT mqlayer_app.has_v1('look', 'consume')",
     "mqlayer_app.has_for_v1": "SELECT mqlayer_app.has_for_v1('consume', 'orders/g')",
     "mqlayer_app.check_group_v1": "SELECT mqlayer_app.check_group_v1(1)",

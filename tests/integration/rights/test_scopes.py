@@ -94,10 +94,6 @@ def test_a_consumer_of_one_group_sees_no_row_of_another(
         "UPDATE mqlayer.member SET lease_until = '-infinity' WHERE group_id = $mail",
         "UPDATE mqlayer.parked_key SET due_at = now() WHERE group_id = $mail",
         "UPDATE mqlayer.consumer_group SET allocation = allocation + 1 WHERE group_id = $mail",
-        "DELETE FROM mqlayer.parked_message WHERE group_id = $mail",
-        "DELETE FROM mqlayer.parked_key WHERE group_id = $mail",
-        "DELETE FROM mqlayer.group_start WHERE group_id = $mail",
-        "DELETE FROM mqlayer.drained WHERE group_id = $mail",
     ],
 )
 def test_a_consumer_of_one_group_changes_no_row_of_another(
@@ -126,6 +122,16 @@ def test_a_consumer_of_one_group_changes_no_row_of_another(
         "SELECT * FROM mqlayer_app.fence_many_v1($mail, '{1}', '{1}', '{k}', '{1}', '{1}', '{0}')",
         "SELECT mqlayer_app.fence_raise_v1($mail, 0::smallint, 1::smallint, 1)",
         "SELECT mqlayer_app.inbox_put_v1($mail, 1, 1::smallint, 1)",
+        "SELECT mqlayer.members_forget_v1($mail)",
+        "SELECT mqlayer.beginnings_forget_v1($mail)",
+        "SELECT mqlayer.parked_messages_end_v1($mail, '{1}', '{1}', '{1}', '{true}', 1, 'x')",
+        "SELECT mqlayer.parked_key_end_v1($mail, 1::smallint, 'k')",
+        "SELECT mqlayer.parked_keys_forget_v1($mail, '{1}', '{k}')",
+        "SELECT mqlayer.retired_messages_drop_v1($mail, 10)",
+        "SELECT mqlayer.retired_keys_drop_v1($mail, 10)",
+        "SELECT mqlayer.members_forget_v1(NULL)",
+        "DELETE FROM mqlayer.member",
+        "DELETE FROM mqlayer.parked_message",
     ],
 )
 def test_a_consumer_of_one_group_does_nothing_in_the_name_of_another(

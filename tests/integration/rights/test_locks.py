@@ -1,0 +1,109 @@
+"""LOCK TABLE: no publisher, consumer or reader takes a lock on a whole table that others' work waits for."""
+
+from __future__ import annotations
+
+import re
+from contextlib import closing
+from typing import Final
+
+import psycopg
+import pytest
+
+from mqlayer.postgres.migrations import migrate, migrations
+from mqlayer.postgres.rights import Right, privileges
+from tests.fixtures.roles import Roles
+
+RELATIONS: Final = """
+    SELECT n.nspname || '.' || c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    WHERE n.nspname IN ('mqlayer', 'mqlayer_app', 'mqlayer_archive') AND c.relkind IN ('r', 'p', 'v') ORDER BY 1"""
+STRONG: Final = (
+    "SHARE UPDATE EXCLUSIVE", "SHARE", "SHARE ROW EXCLUSIVE", "EXCLUSIVE", "ACCESS EXCLUSIVE"
+)  # fmt: skip
+UNTRUSTED: Final = [
+    ([Right.PUBLISH], ""), ([Right.PUBLISH], "orders"), ([Right.CONSUME], ""), ([Right.CONSUME], "orders/ledger"),
+    ([Right.LOOK], ""), ([Right.ANALYZE], ""), ([Right.PUBLISH, Right.CONSUME, Right.LOOK, Right.ANALYZE], ""),
+]  # fmt: skip
+TRUSTED: Final = (Right.RELAY, Right.WORK, Right.OPERATE)
+
+
+def relations(dsn: str) -> list[str]:
+    """Every table, partition and view of our schemas."""
+    with closing(psycopg.connect(dsn, autocommit=True)) as owner:
+        found = [row[0] for row in owner.execute(RELATIONS.encode())]
+    assert len(found) > 60
+    return found
+
+
+def locked(dsn: str, names: list[str]) -> set[tuple[str, str]]:
+    """Try each lock that is stronger than those of reading and writing; return which ones were given."""
+    given = set()
+    with closing(psycopg.connect(dsn, autocommit=True)) as connection:
+        for name in names:
+            for mode in STRONG:
+                try:
+                    with connection.transaction(force_rollback=True):
+                        connection.execute(f"LOCK TABLE {name} IN {mode} MODE NOWAIT".encode())
+                        given.add((name, mode))
+                except psycopg.errors.InsufficientPrivilege:
+                    pass
+    return given
+
+
+def deletes(right: Right) -> set[str]:
+    """The tables that a right may delete from, by what is granted with it."""
+    return {one.target for one in privileges(right) if re.search(r"\bDELETE\b", one.privileges)}
+
+
+@pytest.mark.parametrize(("rights", "scope"), UNTRUSTED)
+def test_who_publishes_consumes_or_looks_locks_no_table(
+    database_dsn: str, roles: Roles, rights: list[Right], scope: str
+) -> None:
+    assert locked(roles.login(*rights, scopes=[scope]), relations(database_dsn)) == set()
+
+
+@pytest.mark.parametrize("right", TRUSTED)
+def test_who_is_trusted_with_all_groups_locks_the_tables_that_it_deletes_from_and_no_others(
+    database_dsn: str, roles: Roles, right: Right
+) -> None:
+    found = locked(roles.login(right), relations(database_dsn))
+    assert found == {(name, mode) for name in deletes(right) for mode in STRONG}
+    assert not {"mqlayer.member", "mqlayer.parked_key"} & deletes(right)
+
+
+def test_every_right_is_one_of_the_two_kinds() -> None:
+    tried = {right for rights, _ in UNTRUSTED for right in rights}
+    assert tried | set(TRUSTED) | {Right.MIGRATE} == set(Right)
+    assert not any(deletes(right) for right in tried)
+
+
+OLD: Final = ("member", "parked_key", "parked_message", "group_start", "drained")
+UNDO: Final = """
+    DROP FUNCTION mqlayer.check_group_v1, mqlayer.check_count_v1, mqlayer.members_forget_v1,
+        mqlayer.beginnings_forget_v1, mqlayer.parked_messages_end_v1, mqlayer.parked_key_end_v1,
+        mqlayer.parked_keys_forget_v1, mqlayer.retired_messages_drop_v1, mqlayer.retired_keys_drop_v1;
+"""
+
+
+@pytest.mark.parametrize(
+    ("rights", "kept"),
+    [
+        ([Right.CONSUME], set()),
+        ([Right.CONSUME, Right.WORK], {"group_start", "drained"}),
+        ([Right.CONSUME, Right.OPERATE], {"parked_message", "group_start", "drained"}),
+    ],
+)
+def test_migrating_takes_the_locks_from_roles_of_an_earlier_installation(
+    database_dsn: str, roles: Roles, rights: list[Right], kept: set[str]
+) -> None:
+    login = roles.login(*rights)
+    with closing(psycopg.connect(database_dsn, autocommit=True)) as owner:
+        owner.execute(UNDO.encode())
+        for table in OLD:
+            owner.execute(f'GRANT DELETE ON mqlayer.{table} TO "{Roles.name_of(login)}"'.encode())
+    names = [f"mqlayer.{table}" for table in OLD]
+    assert {name for name, _ in locked(login, names)} == set(names)
+    (step,) = [one for one in migrations("control") if one.name == "expand_deletes_by_functions"]
+    with closing(psycopg.connect(database_dsn, autocommit=True)) as owner:
+        owner.execute(step.text.encode())
+    migrate(database_dsn)
+    assert {name for name, _ in locked(login, names)} == {f"mqlayer.{table}" for table in kept}
