@@ -200,6 +200,106 @@ def test_an_lp_in_which_a_message_is_overdue_is_waited_for_and_not_for_ever(
     assert committed.bodies() == [b"1", b"2"]
 
 
+# Who holds LPs, or cancels, with more that is due than a call moves
+
+
+def flood(dsn: str, count: int, *, key: str = "k", topic: str = "orders") -> None:
+    """Delay messages that have been overdue for long."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        at = datetime.now(UTC) - timedelta(hours=1)
+        for number in range(count):
+            outbox.publish_delayed(connection, topic, key=key, body=b"%d" % number, at=at)
+
+
+def move(dsn: str, limit: int = 10, wait_ms: int = 0) -> int:
+    """Move so many messages at most."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        row = connection.execute("SELECT released FROM mqlayer_app.delayed_release_v1(%s, %s)", [limit, wait_ms])
+        return int(row.fetchall()[0][0])
+
+
+def hold_an_lp(connection: psycopg.Connection[Any]) -> None:
+    outbox.publish(connection, "orders", key="k", body=b"held")
+
+
+def hold_the_topic(connection: psycopg.Connection[Any]) -> None:
+    connection.execute(
+        "SELECT FROM mqlayer_app.counter c JOIN mqlayer_app.topic t USING (topic_id) "
+        "WHERE t.name = 'orders' FOR NO KEY UPDATE OF c"
+    )
+
+
+def cancel_the_first(connection: psycopg.Connection[Any]) -> None:
+    firsts = connection.execute("SELECT min(delayed_id) FROM mqlayer_app.delayed GROUP BY topic_id, lp").fetchall()
+    assert all(outbox.cancel_delayed(connection, number) for (number,) in firsts)
+
+
+@pytest.mark.parametrize("hold", [hold_an_lp, hold_the_topic, cancel_the_first])
+@pytest.mark.parametrize("keys", [["k"], ["k", "k1", "k2", "k3"]])
+def test_who_holds_its_topic_with_more_that_is_due_than_a_call_moves_keeps_no_other_topic(
+    outbox_dsn: str, committed: CommittedOutbox, hold: Callable[[psycopg.Connection[Any]], None], keys: list[str]
+) -> None:
+    for key in keys:
+        flood(outbox_dsn, 25, key=key)
+    with psycopg.connect(outbox_dsn) as holder:
+        hold(holder)
+        with psycopg.connect(outbox_dsn, autocommit=True) as connection:
+            outbox.publish_delayed(connection, "invoices", key="x", body=b"victim", at=datetime.now(UTC))
+        wait_until(lambda: move(outbox_dsn) == 0, what="all that is free moved")
+        assert ("invoices", "x", b"victim") in committed.messages()
+        holder.rollback()
+    wait_until(lambda: move(outbox_dsn) == 0, what="the rest moved")
+    for key in keys:
+        assert [int(body) for _, of, body in committed.messages() if of == key] == list(range(25))
+
+
+def test_a_transaction_on_one_key_keeps_none_of_its_topics_other_keys(
+    outbox_dsn: str, committed: CommittedOutbox
+) -> None:
+    flood(outbox_dsn, 25)
+    delay(outbox_dsn, b"other", key="other")
+    with busy(outbox_dsn):
+        assert move(outbox_dsn) == 1
+        assert committed.bodies() == [b"other"]
+
+
+def test_topics_with_more_that_is_due_than_a_call_moves_take_turns(outbox_dsn: str, committed: CommittedOutbox) -> None:
+    flood(outbox_dsn, 60)
+    flood(outbox_dsn, 60, topic="invoices", key="x")
+    assert [move(outbox_dsn) for _ in range(13)] == [10] * 12 + [0]
+    first = [topic for topic, _, _ in committed.messages()[:10]]
+    assert sorted(first) == ["invoices"] * 5 + ["orders"] * 5
+    for topic in ("orders", "invoices"):
+        assert [int(body) for of, _, body in committed.messages() if of == topic] == list(range(60))
+
+
+def test_a_busy_lp_is_waited_for_although_another_topics_oldest_one_stays_busy(outbox_dsn: str) -> None:
+    flood(outbox_dsn, 25)
+    flood(outbox_dsn, 1, topic="invoices", key="x")
+    with psycopg.connect(outbox_dsn) as hostile, psycopg.connect(outbox_dsn) as honest:
+        hold_the_topic(hostile)
+        outbox.publish(honest, "invoices", key="x", body=b"now")
+        done = threading.Event()
+        moved: list[int] = []
+
+        def release() -> None:
+            while not done.is_set() and not sum(moved):
+                moved.append(move(outbox_dsn, wait_ms=500))
+
+        releasing = threading.Thread(target=release)
+        releasing.start()
+        try:
+            with psycopg.connect(outbox_dsn, autocommit=True) as watcher:
+                blocked = "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY(pg_blocking_pids(pid))"
+                pid = honest.info.backend_pid
+                wait_until(lambda: watcher.execute(blocked, [pid]).fetchone() == (1,), what="the wait")
+                honest.rollback()
+        finally:
+            done.set()
+            releasing.join()
+        assert sum(moved) <= 1
+
+
 # Cancelling
 
 
