@@ -8,6 +8,8 @@ from typing import Final
 from mqlayer.errors import BodyMismatch, HandlerControl, HandlerFault, redact
 
 TEXT_LIMIT: Final = 1_000
+WHOLE_LIMIT: Final = 8_000
+"""With type and place. Its bytes stay below those that the tables take: what they refuse would be sent for ever."""
 
 
 def described(error: BaseException) -> str:
@@ -15,7 +17,7 @@ def described(error: BaseException) -> str:
     text = _storable(redact(str(error)))[:TEXT_LIMIT]
     if isinstance(error, HandlerControl | HandlerFault):
         return text
-    return f"{where(error)}: {text}" if text else where(error)
+    return (f"{where(error)}: {text}" if text else where(error))[:WHOLE_LIMIT]
 
 
 def where(error: BaseException) -> str:
