@@ -30,6 +30,9 @@ UNBOUNDED: Final = {
     ("mqlayer.seal", "marks"): "of all sources and LPs of a partition; relays and workers write what a node told",
     ("mqlayer_archive.outcome", "actor"): "a row that the archive refuses would hold up those of all groups",
     ("mqlayer_archive.outcome", "reason"): "as actor",
+} | {
+    ("mqlayer_archive.record", column): "of the partition: one that the archive refuses would hold up all behind it"
+    for column in ("body", "headers", "key", "tags")
 }
 
 
