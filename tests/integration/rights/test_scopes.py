@@ -153,6 +153,10 @@ def test_a_consumer_of_one_group_does_nothing_in_the_name_of_another(
         "UPDATE mqlayer.consumer_group SET backoff_s = array_fill(1.0::float8, ARRAY[5000])",
         """INSERT INTO mqlayer.failure_count (group_id, partition_id, event, count)
            VALUES ($ledger, 1, repeat('x', 64), 1)""",
+        "UPDATE mqlayer.failure_count SET count = 9223372036854775807",
+        """INSERT INTO mqlayer_archive.outcome_queue
+           (topic_id, group_id, partition_id, log_offset, word, attempts, actor, delivered_at)
+           VALUES (1, $ledger, 1, 1, 'skipped', 1, 'x', 'infinity')""",
         "UPDATE mqlayer.parked_key SET due_at = '294000-01-01'",
         "UPDATE mqlayer.member SET lease_until = 'infinity'",
         "UPDATE mqlayer.member SET lease_until = '294000-01-01'",
@@ -194,7 +198,9 @@ def test_a_consumer_gives_its_partitions_epochs_that_were_given_out(
 def test_a_replaced_server_is_seen_to_whatever_number_a_consumer_gave_its_group(
     groups: dict[str, int], ledger: psycopg.Connection, roles: Roles
 ) -> None:
-    ledger.execute("UPDATE mqlayer.consumer_group SET allocation = 9223372036854775807")
+    with pytest.raises(pg_errors.CheckViolation):
+        ledger.execute("UPDATE mqlayer.consumer_group SET allocation = 9223372036854775807")
+    ledger.execute("UPDATE mqlayer.consumer_group SET allocation = 4611686018427387904")
     with closing(psycopg.connect(roles.login(Right.RELAY), autocommit=True)) as relay:
         relay.execute("SELECT mqlayer.server_replaced_v1('{}')")
 
