@@ -2,16 +2,19 @@
 
 A session that is ours alone gets all of `SETTINGS`, in the one round trip that also tells whether it is. A pooler may
 run the statements of one connection in several sessions, each of which other clients use too: there nothing is set,
-because it would be set for those, and a default that we can't work with is refused with how to change it.
+because it would be set for those. A second round trip reads its defaults, and one that we can't work with is refused
+with how to change it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Final, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import psycopg
+from psycopg import sql
 
 from mqlayer.errors import ConfigurationRefused
 from mqlayer.postgres.queries import query
@@ -37,7 +40,7 @@ SETTINGS: Final[Mapping[str, str]] = {
     "row_security": "on",
     "search_path": "pg_catalog, pg_temp",
     "standard_conforming_strings": "on",
-    # Only where it is off, see the query: a session that waits for standbys goes on waiting for them.
+    # Only where it is off, see `_assigned`: a session that waits for standbys goes on waiting for them.
     "synchronous_commit": "on",
     "TimeZone": "UTC",
     "transform_null_equals": "off",
@@ -108,20 +111,50 @@ def set_up(connection: AnyConnection, way: Way, *, application: str, address: st
     """
     connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
     wanted = {**SOME_SERVERS_HAVE, **SETTINGS, **(READING if way.reads_only else {}), **_limits(way, application)}
-    facts = {
-        "names": list(wanted),
-        "wanted": list(wanted.values()),
-        "pid": connection.info.backend_pid,
-        "own": way.pooled_by_session,
-    }
-    row = connection.execute(query("session_set_up"), facts, prepare=False).fetchone()
-    own, server_pid, found, _ = row or (True, 0, [], 0)
-    session = _sessions[connection] = Session(own, server_pid)
-    if not own:
-        # A prepared statement has the same name with every client, and belongs to one of the server's sessions.
-        connection.prepare_threshold = connection.prepare_threshold if way.pooler_prepares else None
-        _refuse_unfit(dict(zip(wanted, found, strict=True)), address)
+    # Without parameters and by no prepared statement: a pooler has nothing to keep apart.
+    setting = _assigned(tuple(wanted.items())) + _if_own(connection, way)
+    row = connection.execute(setting, prepare=False).fetchone()
+    session = _sessions[connection] = Session(True, row[0]) if row else _shared(connection, way, wanted, address)
     return session
+
+
+@cache
+def _assigned(wanted: tuple[tuple[str, str], ...]) -> bytes:
+    """Return the statement that makes settings; its row, which is there where they were made, begins with the process.
+
+    Everything is named in full: which objects bare names mean, it is about to say. It is all expressions, since a new
+    session reads from the catalogs each function, operator and type that a statement uses.
+    """
+    each = sql.SQL(", ").join(_assignment(name, value) for name, value in wanted)
+    text = sql.SQL("SELECT pg_catalog.pg_backend_pid(), pg_catalog.num_nonnulls({})").format(each)
+    return text.as_string(None).encode()
+
+
+def _assignment(name: str, value: str) -> sql.Composed:
+    assigned = sql.SQL("pg_catalog.set_config({}, {}, false)").format(name, value)
+    found = sql.SQL("pg_catalog.current_setting({}, true)").format(name)
+    if name in SOME_SERVERS_HAVE:
+        return sql.SQL("CASE WHEN {} IS NOT NULL THEN {} END").format(found, assigned)
+    if name == "synchronous_commit":
+        return sql.SQL("CASE WHEN {} OPERATOR(pg_catalog.=) 'off' THEN {} END").format(found, assigned)
+    return assigned
+
+
+def _if_own(connection: AnyConnection, way: Way) -> bytes:
+    """Return the condition to it: the server's process is the one that was told at connecting, or a setting says so."""
+    if way.pooled_by_session:
+        return b""
+    return b" WHERE pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) %d" % connection.info.backend_pid
+
+
+def _shared(connection: AnyConnection, way: Way, wanted: Mapping[str, str], address: str) -> Session:
+    """See that a session that is lent by a pooler has settings that we can work with. Raises ConfigurationRefused."""
+    # A prepared statement has the same name with every client, and belongs to one of the server's sessions.
+    connection.prepare_threshold = connection.prepare_threshold if way.pooler_prepares else None
+    row = connection.execute(query("session_found"), {"names": list(wanted)}, prepare=False).fetchone()
+    server_pid, found = row or (0, [])
+    _refuse_unfit(dict(zip(wanted, found, strict=True)), address)
+    return Session(False, server_pid)
 
 
 def is_own(connection: AnyConnection) -> bool:

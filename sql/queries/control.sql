@@ -282,20 +282,10 @@ SELECT mqlayer.server_seen_v1();
 -- Commits of this server are known to be missing, though its timeline does not say so: that is seen to in the same way.
 SELECT mqlayer.server_replaced_v1(%(facts)s);
 
--- name: session_set_up
--- Set up a session if it is the connection's own; tell whether, in which process it is, and what was in force before.
--- Everything is named in full: which objects bare names mean, it is about to say.
-SELECT known.own, known.pid,
-       pg_catalog.array_agg(pg_catalog.current_setting(s.name, true) ORDER BY s.place),
-       pg_catalog.count(CASE
-           WHEN NOT known.own OR pg_catalog.current_setting(s.name, true) IS NULL THEN NULL
-           WHEN s.name OPERATOR(pg_catalog.=) 'synchronous_commit'
-               AND pg_catalog.current_setting(s.name) OPERATOR(pg_catalog.<>) 'off' THEN NULL
-           ELSE pg_catalog.set_config(s.name, s.wanted, false) END)
-FROM (SELECT %(own)s::pg_catalog.bool OR p.pid OPERATOR(pg_catalog.=) %(pid)s::pg_catalog.int4 AS own, p.pid
-      FROM (SELECT pg_catalog.pg_backend_pid() AS pid) AS p) AS known,
-     unnest(%(names)s::pg_catalog.text[], %(wanted)s::pg_catalog.text[]) WITH ORDINALITY AS s (name, wanted, place)
-GROUP BY known.own, known.pid;
+-- name: session_found
+-- In which process a session is, and which settings are in force there.
+SELECT pg_catalog.pg_backend_pid(), pg_catalog.array_agg(pg_catalog.current_setting(s.name, true) ORDER BY s.place)
+FROM unnest(%(names)s::pg_catalog.text[]) WITH ORDINALITY AS s (name, place);
 
 -- name: right_held
 -- Who calls, and whether it has a right for a scope, or this or one of the others without limits.
