@@ -129,6 +129,8 @@ class Session:
         if self._leases.helper and not self._leases.held:
             return
         attach_topics(self._control, self._application)
+        # The groups were named with the topics.
+        self._groups.due(now)
         self._routes.listen(self._routes_changed.set)
         self._connect_nodes()
         waiting, first_id = self._reader.backlog(self._leases.held)
