@@ -58,8 +58,9 @@ def analytics(
     from mqlayer.spark.jobs.running import lent_session, names_of, perform, tables_of
 
     jobs = names_of(job)
-    if split_report is not None and "skew" not in jobs:
-        raise InvalidInput("--split-report goes with the job skew")
+    for option, value in (("--split-report", split_report), ("--partitions", partitions)):
+        if value is not None and "skew" not in jobs:
+            raise InvalidInput(f"{option} goes with the job skew: leave it out, or run skew or all")
 
     def show(found: Found) -> None:
         if as_json:

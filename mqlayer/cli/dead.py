@@ -9,6 +9,7 @@ import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.combinations import RuledCommand, excludes
 from mqlayer.cli.giving import BackgroundOption, KeyOption, RateOption, last_columns, tell_end, work_here
 from mqlayer.cli.messages import LimitOption, RawOption, ReasonOption, show_message
 from mqlayer.cli.options import time_given
@@ -75,7 +76,8 @@ def list_(
         say(f"there may be more: --after {found[-1].dead_id}")
 
 
-@dead.command()
+@dead.command(cls=RuledCommand)
+@excludes("--raw", "--json", why="--raw writes nothing but the body")
 def show(
     message: NamedArgument,
     topic: OfTopic = None,
@@ -84,12 +86,24 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show a dead message: where it comes from, its headers, every attempt, its body."""
+    _check_named(message, topic, group)
     with Database(settings_here().control_dsn()) as database:
         found = show_dead(database, find_dead(database, message, topic=topic, group=group))
     show_message(found, as_json=as_json, raw=raw)
 
 
-@dead.command()
+@dead.command(cls=RuledCommand)
+@excludes(
+    "--resume", "TOPIC", "GROUP", "--message", "--key", "--cause", "--error", "--since", "--until", "--all", "--rate",
+    "--plan", "--background",
+    why="a redrive goes on as it was started",
+)  # fmt: skip
+@excludes(
+    "--all", "--message", "--key", "--cause", "--error", "--since", "--until",
+    why="say which messages: some by these options, or --all of them",
+)  # fmt: skip
+@excludes("--plan", "--rate", "--background", "--json", why="--plan says in a line how many there are")
+@excludes("--background", "--json", why="it has no end to tell here: mqlayer dead redrives --json has it")
 def redrive(
     topic: Annotated[str | None, typer.Argument(help="The topic's name.")] = None,
     group: Annotated[str | None, typer.Argument(help="The group's name.")] = None,
@@ -114,8 +128,6 @@ def redrive(
         if not plan:
             check_change(database)
         if resume is not None:
-            if topic is not None or group is not None:
-                raise InvalidInput("--resume needs no more than the redrive's id")
             resume_redrive(database, resume, actor=actor(), worker=worker)
             _finish(database, resume, worker, as_json=as_json)
             return
@@ -190,11 +202,18 @@ def cancel(redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The red
 @dead.command()
 def discard(message: NamedArgument, reason: ReasonOption, topic: OfTopic = None, group: OfGroup = None) -> None:
     """Say of a dead message that it shall stay so, and why; its body is kept."""
+    _check_named(message, topic, group)
     with Database(settings_here().control_dsn()) as database:
         check_group_change(database, topic, group)
         dead_id = find_dead(database, message, topic=topic, group=group)
         discard_dead(database, dead_id, reason=reason, actor=actor())
     say(f"dead message {dead_id} is discarded")
+
+
+def _check_named(message: str, topic: str | None, group: str | None) -> None:
+    """Raise InvalidInput where a dead id is named, and a topic or group besides."""
+    if message.isdecimal() and (topic, group) != (None, None):
+        raise InvalidInput(f"{message} is a dead id, of one message in one group: leave --topic and --group out")
 
 
 def _finish(database: Database, redrive_id: int, worker: str, *, as_json: bool) -> None:

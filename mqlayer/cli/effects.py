@@ -9,6 +9,7 @@ import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.combinations import RuledCommand, excludes
 from mqlayer.cli.messages import LimitOption
 from mqlayer.cli.options import TopicArgument
 from mqlayer.cli.permission import check_group_change
@@ -57,7 +58,8 @@ def _stats(row: InboxStats, names: tuple[str, str]) -> dict[str, Any]:
     return {"topic": names[0], "group": names[1], **asdict(row)}
 
 
-@inbox.command()
+@inbox.command(cls=RuledCommand)
+@excludes("MESSAGE", "--name", why="an effect is noted under one of them")
 def show(
     topic: TopicArgument,
     group: Annotated[str, typer.Argument(help="The group's name.")],

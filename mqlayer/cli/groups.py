@@ -12,7 +12,8 @@ import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument, check_wish
+from mqlayer.cli.combinations import RuledCommand, excludes
+from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument
 from mqlayer.cli.pauses import PartitionOption, WaitOption, say_partitions, say_under_way
 from mqlayer.cli.permission import check_change, check_group_change
 from mqlayer.cli.showing import JsonOption, counted, say, show_rows, shown_age
@@ -201,7 +202,8 @@ def retire(
     with Database(settings.control_dsn()) as database:
         if not yes:
             find_group(database, topic, group)
-            say(f"group {group} of topic {topic} would be retired; nothing was changed; --yes does this")
+            with_it = ", and what is parked dropped" if drop_parked else ""
+            say(f"group {group} of topic {topic} would be retired{with_it}; nothing was changed; --yes does this")
             return
         check_change(database)
         done = retire_group(database, topic, group, actor=actor(), drop_parked=drop_parked)
@@ -366,7 +368,8 @@ def _words(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-@groups.command()
+@groups.command(cls=RuledCommand)
+@excludes("--plan", "--apply", why="--plan changes nothing, --apply does it")
 def seek(
     topic: TopicArgument,
     group: GroupArgument,
@@ -376,11 +379,10 @@ def seek(
     replay: Annotated[
         bool, typer.Option("--replay", help="Apply fenced effects again; else those that were applied are passed over.")
     ] = False,
-    plan: PlanOption = False,
+    _plan: PlanOption = False,
     apply: ApplyOption = False,
 ) -> None:
     """Send a living group elsewhere: it is given what follows again, in order; its members need no restart."""
-    check_wish(plan=plan, apply=apply)
     start = _start(to)
     settings = settings_here()
     with Database(settings.control_dsn()) as database:

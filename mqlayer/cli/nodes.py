@@ -11,6 +11,7 @@ import typer
 from mqlayer.changes import give_up_node
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.combinations import RuledCommand, excludes
 from mqlayer.cli.permission import check_change
 from mqlayer.cli.showing import JsonOption, say, show_rows
 from mqlayer.errors import InvalidInput
@@ -108,7 +109,12 @@ def rearm(
     say(f"{node.name} is armed; {count} assignments got a new epoch")
 
 
-@nodes.command()
+@nodes.command(cls=RuledCommand)
+@excludes(
+    "--check", "--password-file", "--password-stdin", "--acl-file", "--redis",
+    why="--check asks the nodes about the user that is there, and prints no rules",
+)  # fmt: skip
+@excludes("--password-file", "--password-stdin", why="a user has one password")
 def acl(
     roles: Annotated[list[Role], typer.Argument(help="What the user's processes are; several have the rights of all.")],
     user: Annotated[str, typer.Option(help="The user's name; else mqlayer- and the first role.")] = "",
@@ -127,8 +133,6 @@ def acl(
     if check:
         _check(settings, chosen, name)
         return
-    if password_stdin and password_file:
-        raise InvalidInput("choose one: --password-file or --password-stdin")
     password = read_secret(str(password_file)) if password_file else None
     if password_stdin:
         password = typer.get_text_stream("stdin").readline().rstrip("\r\n")

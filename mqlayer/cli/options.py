@@ -14,12 +14,6 @@ PlanOption = Annotated[bool, typer.Option("--plan", help="Print what --apply wou
 ApplyOption = Annotated[bool, typer.Option("--apply", help="Print the plan, and do it.")]
 
 
-def check_wish(*, plan: bool, apply: bool) -> None:
-    """Raise InvalidInput for both at once."""
-    if plan and apply:
-        raise InvalidInput("choose one: --plan changes nothing, --apply does it")
-
-
 def time_given(text: str | None) -> datetime | None:
     """Return the time that an option names, None where it is not given. Raises InvalidInput."""
     if text is None:

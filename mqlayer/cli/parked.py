@@ -8,6 +8,7 @@ import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.combinations import RuledCommand, excludes, needs
 from mqlayer.cli.messages import LimitOption, MessageOption, RawOption, ReasonOption, identity_given, show_message
 from mqlayer.cli.options import TopicArgument, time_given
 from mqlayer.cli.permission import check_change
@@ -73,7 +74,11 @@ def stats(
     show_rows(map(failure_facts if as_json else failure_row, found), as_json=as_json, nothing="there is no such group")
 
 
-@parked.command()
+@parked.command(cls=RuledCommand)
+@excludes("KEY", "--message", why="a key is shown with what waits in it, a message by itself")
+@excludes("--message", "--limit", why="a message is one")
+@needs("--raw", "--message", why="it writes the body of one message")
+@excludes("--raw", "--json", why="--raw writes nothing but the body")
 def show(
     topic: TopicArgument,
     group: GroupArgument,
@@ -117,7 +122,10 @@ def show(
         say(f"and {counted(keys[0].messages - len(rows), 'message')} more")
 
 
-@parked.command()
+@parked.command(cls=RuledCommand)
+@excludes("KEY", "--message", "--all", why="a key, the key of a message, or all keys")
+@excludes("--message", "--all", why="a key, the key of a message, or all keys")
+@needs("--cause", "--all", why="it chooses among all keys")
 def release(
     topic: TopicArgument,
     group: GroupArgument,
@@ -129,17 +137,16 @@ def release(
     """Have a parked key tried at once, with all of its attempts before it."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
-        if every and (key, message) == (None, None):
+        if every:
             count = release_all(database, topic, group, cause=cause, actor=actor())
             say(f"{counted(count, 'parked key')} of group {group} of topic {topic} will be tried now")
             return
-        if every or cause is not None:
-            raise InvalidInput("choose one: a key, a message, or --all")
         release_parked(database, topic, group, key=key, message=identity_given(message), actor=actor())
     say(f"{_named(key, message)} will be tried now")
 
 
-@parked.command()
+@parked.command(cls=RuledCommand)
+@excludes("KEY", "--message", why="a message names the key that it waits in")
 def discard(
     topic: TopicArgument,
     group: GroupArgument,

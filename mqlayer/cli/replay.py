@@ -9,6 +9,7 @@ import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.combinations import RuledCommand, excludes
 from mqlayer.cli.giving import BackgroundOption, KeyOption, RateOption, last_columns, tell_end, work_here
 from mqlayer.cli.messages import LimitOption, identity_given
 from mqlayer.cli.options import TopicArgument, time_given
@@ -41,7 +42,13 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(replay, name="replay")
 
 
-@replay.command()
+@replay.command(cls=RuledCommand)
+@excludes(
+    "--all", "--key", "--tag", "--since", "--until", "--snapshot",
+    why="say which messages: some by these options, or --all of them",
+)  # fmt: skip
+@excludes("--plan", "--newer", "--rate", "--background", "--json", why="--plan says in a line how many there are")
+@excludes("--background", "--json", why="it has no end to tell here: mqlayer replay show --json has it")
 def start(
     topic: TopicArgument,
     group: Annotated[str, typer.Argument(help="The group's name.")],
@@ -52,8 +59,11 @@ def start(
     snapshot: Annotated[str | None, typer.Option(help="Only what this snapshot holds.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All that the archive holds of the topic.")] = False,
     newer: Annotated[
-        str, typer.Option(help="What newer messages do meanwhile: wait (of the key, or of all), or come between.")
-    ] = "wait",
+        str | None,
+        typer.Option(
+            help="What newer messages do meanwhile: wait (of the key, or of all: where order is kept), or between."
+        ),
+    ] = None,
     rate: RateOption = 0.0,
     plan: Annotated[bool, typer.Option("--plan", help="Say how many there are; give none.")] = False,
     background: BackgroundOption = False,
@@ -78,7 +88,7 @@ def start(
             wanted,
             prefix=settings.key_prefix,
             actor=actor(),
-            newer=cast("Newer", newer),
+            newer=cast("Newer | None", newer),
             per_s=rate,
             worker=None if background else worker,
             unsafe=settings.allow_unsafe_redis,

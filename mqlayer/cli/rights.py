@@ -10,6 +10,7 @@ import typer
 from psycopg.sql import Composed
 
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.combinations import RuledCommand, excludes
 from mqlayer.cli.showing import say
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres import rights
@@ -26,11 +27,12 @@ SCHEMAS: Final[tuple[SchemaName, ...]] = ("control", "application")
 
 def add_to(app: typer.Typer) -> None:
     """Put the commands into the application."""
-    app.command()(grant)
+    app.command(cls=RuledCommand)(grant)
     app.command()(revoke)
     app.command()(grants)
 
 
+@excludes("--password-file", "--sql", why="printed SQL holds no password: let the administrator make the login")
 def grant(
     right: Right,
     role: Annotated[str, typer.Argument(help="A Postgres role.")],

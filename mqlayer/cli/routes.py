@@ -30,7 +30,8 @@ from mqlayer.changes import (
 )
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument, check_wish
+from mqlayer.cli.combinations import RuledCommand, excludes, needs
+from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument
 from mqlayer.cli.permission import check_change
 from mqlayer.cli.showing import JsonOption, say, show_rows
 from mqlayer.cli.watching import watch_draining
@@ -63,21 +64,20 @@ def add_to(app: typer.Typer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What to do with a plan: print it, apply it, or apply it and watch the groups drain."""
+    """What to do with a plan: print it (the default), apply it, or apply it and watch the groups drain."""
 
-    plan: bool
     apply: bool
     watch: bool
     timeout_s: float | None
     if_version: int | None
 
-    def __post_init__(self) -> None:
-        check_wish(plan=self.plan, apply=self.apply)
-        if self.watch and not self.apply:
-            raise InvalidInput("--watch goes with --apply; to watch what was applied before: mqlayer route watch TOPIC")
 
-
-@routes.command()
+@routes.command(cls=RuledCommand)
+@excludes("--plan", "--apply", why="--plan changes nothing, --apply does it")
+@needs("--watch", "--apply", why="to watch what was applied before: mqlayer route watch TOPIC")
+@needs("--timeout", "--watch", why="it ends the watching")
+@excludes("--from-report", "--at", "--measure", why="a split is where the report says, or where you do")
+@excludes("--at", "--measure", why="the load is measured to find where to split")
 def split(
     topic: TopicArgument,
     partition: Annotated[
@@ -97,16 +97,14 @@ def split(
         float, typer.Option(min=0, help="Measure the load for so many seconds; 0 takes all that its LPs ever took in.")
     ] = 0.0,
     if_version: VersionOption = None,
-    plan: PlanOption = False,
+    _plan: PlanOption = False,
     apply: ApplyOption = False,
     watch: WatchOption = False,
     timeout: TimeoutOption = None,
 ) -> None:
     """Split a partition at LPs, where its load is halved, or where a report says, which may split several."""
-    wish = Wish(plan, apply, watch, timeout, if_version)
+    wish = Wish(apply, watch, timeout, if_version)
     if from_report is not None:
-        if at or measure:
-            raise InvalidInput("a split is at the LPs named, where the load is halved, or where a report says: choose")
         _split_by_report(topic, partition, read_split_report(from_report), to or (), wish)
         return
     if partition is None:
@@ -129,13 +127,16 @@ def split(
     _change(topic, planned, wish)
 
 
-@routes.command()
+@routes.command(cls=RuledCommand)
+@excludes("--plan", "--apply", why="--plan changes nothing, --apply does it")
+@needs("--watch", "--apply", why="to watch what was applied before: mqlayer route watch TOPIC")
+@needs("--timeout", "--watch", why="it ends the watching")
 def merge(
     topic: TopicArgument,
     partitions: Annotated[list[int], typer.Argument(metavar="PARTITION PARTITION …", help="Adjacent partitions.")],
     to: NodeOption = None,
     if_version: VersionOption = None,
-    plan: PlanOption = False,
+    _plan: PlanOption = False,
     apply: ApplyOption = False,
     watch: WatchOption = False,
     timeout: TimeoutOption = None,
@@ -144,11 +145,15 @@ def merge(
     _change(
         topic,
         lambda database, _: planned_merge(database, topic, partitions, to=to, if_version=if_version),
-        Wish(plan, apply, watch, timeout, if_version),
+        Wish(apply, watch, timeout, if_version),
     )
 
 
-@routes.command()
+@routes.command(cls=RuledCommand)
+@excludes("--plan", "--apply", why="--plan changes nothing, --apply does it")
+@needs("--watch", "--apply", why="to watch what was applied before: mqlayer route watch TOPIC")
+@needs("--timeout", "--watch", why="it ends the watching")
+@needs("--accept-loss", "--away", why="nothing is lost while the node answers")
 def move(
     topic: TopicArgument,
     partition: PartitionArgument,
@@ -156,7 +161,7 @@ def move(
     away: AwayOption = False,
     accept_loss: LossOption = False,
     if_version: VersionOption = None,
-    plan: PlanOption = False,
+    _plan: PlanOption = False,
     apply: ApplyOption = False,
     watch: WatchOption = False,
     timeout: TimeoutOption = None,
@@ -168,7 +173,7 @@ def move(
             database, topic, partition, to=to, away=away, accept_loss=accept_loss, if_version=if_version
         )
 
-    _change(topic, planned, Wish(plan, apply, watch, timeout, if_version))
+    _change(topic, planned, Wish(apply, watch, timeout, if_version))
 
 
 @routes.command()
@@ -202,7 +207,8 @@ def watch_(topic: TopicArgument, timeout: TimeoutOption = None) -> None:
         watch_draining(database, settings, topic, timeout)
 
 
-@routes.command()
+@routes.command(cls=RuledCommand)
+@needs("--accept-loss", "--away", why="nothing is lost while the nodes answer")
 def repair(
     topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None,
     away: AwayOption = False,

@@ -31,7 +31,9 @@ def add_to(app: typer.Typer) -> None:
 
 def up(
     directory: DirectoryOption = DEFAULT_DIRECTORY,
-    nodes: Annotated[int, typer.Option(min=1, max=16, help="How many partition nodes to run.")] = 2,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, max=16, help="How many partition nodes to run; 2, or as many as there are.")
+    ] = None,
     servers_only: Annotated[bool, typer.Option(help="Leave the relay and the Celery worker out.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -70,7 +72,7 @@ def status(directory: DirectoryOption = DEFAULT_DIRECTORY, as_json: JsonOption =
         raise typer.Exit(1)
 
 
-def _stack(directory: Path, *, node_count: int = 2) -> Stack:
+def _stack(directory: Path, *, node_count: int | None = None) -> Stack:
     settings = Settings()
     return Stack(
         directory,

@@ -135,7 +135,7 @@ def start_replay(
     *,
     prefix: str,
     actor: str,
-    newer: Newer = "wait",
+    newer: Newer | None = None,
     per_s: float = 0.0,
     worker: str | None = None,
     unsafe: bool = False,
@@ -143,16 +143,18 @@ def start_replay(
     """Begin to give a group again what it has come past and the archive holds; return the replay's id.
 
     This sends nothing: `work_on_replay` does, by this `worker`; without one, the retry scan. `newer`: whether newer
-    messages wait until all is given (of the key that is replayed; of all, where no key is named), or may come between.
-    Raises NotFound, InvalidInput, StoreUnavailable where a node can't say where the group is, and Conflict for a group
-    that is not live or is being replayed, and for a topic without an archive.
+    messages wait until all is given (of the key that is replayed; of all, where no key is named), or may come between;
+    they wait unless the group keeps no order, where none can. Raises NotFound, InvalidInput, StoreUnavailable where a
+    node can't say where the group is, and Conflict for a group that is not live or is being replayed, and for a topic
+    without an archive.
     """
     found = find_group(database, topic, group)
+    ordered = found.ordered and found.strategy == "strict"
+    newer = newer or ("wait" if ordered else "between")
     _check(found, wanted, per_s, newer)
     bounds = _bounds(database, found, prefix=prefix, unsafe=unsafe)
-    ordered = found.ordered and found.strategy == "strict"
-    # Messages that stand alone wait for nobody.
-    newer = newer if ordered else "between"
+    if newer == "wait" and not ordered:
+        raise InvalidInput(f"{_called(found)} keeps no order, so nothing newer waits: leave newer out, or say between")
     key = wanted.facts()["key"] if newer == "wait" else None
     rests = newer == "wait" and key is None
 

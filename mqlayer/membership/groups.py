@@ -181,7 +181,11 @@ def find_group(database: Database, topic: str, name: str) -> Group:
     """Return a group, or an instance of one by its name `group@instance`. Raises InvalidName, NotFound."""
     check_group(name)
     with database.connection() as connection:
-        row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
+        return _found(connection, topic, name)
+
+
+def _found(connection: Connection, topic: str, name: str) -> Group:
+    row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
     if row is None:
         raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
     group_id, topic_id, state, start, start_at, *rest = row[: -9 - RULES_COUNT]
@@ -222,7 +226,12 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
         "keep_away_s": (settings.keep_away_s or KEEP_AWAY_S) if settings.mode == "broadcast" else None,
         **as_columns(asdict(settings.rules())),
     }
-    database.transaction(lambda connection: connection.execute(query("group_insert"), facts))
+
+    def create(connection: Connection) -> None:
+        if connection.execute(query("group_insert"), facts).rowcount:
+            refuse_idle(settings, _found(connection, topic, name))
+
+    database.transaction(create)
     group = find_group(database, topic, name)
     if group.state == "retired":
         raise GroupRetired(topic, name)
@@ -329,6 +338,7 @@ def _check_mode(settings: GroupSettings) -> None:
     if settings.mode == "pop":
         refuse_policy(settings.policy)
         _refuse_parking_limits(settings, "ordered pop")
+        _refuse_retrying(settings)
     _check_shared(settings)
     if settings.from_archive and (settings.mode == "pop" or settings.start == "latest"):
         raise InvalidInput("from the archive a group with members starts, at earliest or a time: say another start")
@@ -352,6 +362,32 @@ def _check_shared(settings: GroupSettings) -> None:
     if settings.from_archive:
         raise InvalidInput("a shared group begins with the streams: leave from_archive out")
     _refuse_parking_limits(settings, "a shared group")
+
+
+def _refuse_retrying(settings: GroupSettings) -> None:
+    """Raise InvalidInput for what members do with a message that fails, where there are none."""
+    said = [name for name in RULES if name not in ("policy", *PARKING_LIMITS) and getattr(settings, name) is not None]
+    if said:
+        raise InvalidInput(
+            f"ordered pop has no handler that fails: leave {', '.join(said)} out, and decide in the receiver "
+            "(nack with a delay, ack)"
+        )
+
+
+def refuse_idle(settings: GroupSettings, group: Group) -> None:
+    """Raise InvalidInput for a setting that is said and changes nothing, beside all that the group then has."""
+    rules = group.rules
+    if settings.rate_burst not in (None, math.inf) and group.rate_limit is None:
+        raise InvalidInput("a burst is of a rate, and the group has none: say rate_limit too, or leave rate_burst out")
+    if rules.attempt_limit == 1 and settings.jitter:
+        raise InvalidInput("a message has one attempt, so no wait is left to chance: leave jitter out")
+    if rules.attempt_limit == 1 and rules.policy in ("dead_letter", "skip") and settings.backoff_s is not None:
+        raise InvalidInput(
+            f"a message has one attempt, then the policy is {rules.policy}: leave backoff_s out, or raise attempt_limit"
+        )
+    of_keys = [name for name in ("key_messages_limit", "key_bytes_limit") if getattr(settings, name) is not None]
+    if of_keys and not (group.ordered and group.strategy == "strict"):
+        raise InvalidInput(f"without order each message is parked by itself: leave {', '.join(of_keys)} out")
 
 
 def _refuse_parking_limits(settings: GroupSettings, kind: str) -> None:
@@ -439,6 +475,12 @@ def _refuse_order(group: Group, settings: GroupSettings) -> None:
 
 def _refuse_start(group: Group, settings: GroupSettings) -> None:
     """Raise Conflict for another start than the group was created with."""
+    if settings.from_archive and not group.from_archive:
+        raise Conflict(
+            f"group {group.name!r} of topic {group.topic!r} was created without from_archive",
+            "leave from_archive out of the program; to give it what the archive holds: mqlayer replay start "
+            f"{group.topic} {group.name} --all",
+        )
     if group.state != "creating" and settings.start not in (None, group.start):
         raise Conflict(
             f"group {group.name!r} of topic {group.topic!r} was created with start = {group.start}, this member brings "

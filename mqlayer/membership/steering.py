@@ -24,6 +24,8 @@ from mqlayer.membership.groups import (
     check_settings,
     check_times,
     find_group,
+    no_end,
+    refuse_idle,
     settings_of,
 )
 from mqlayer.membership.rebalance import change_group, rebalance
@@ -71,6 +73,7 @@ def set_group(
         if group.instance is not None:
             raise Conflict(f"{_called(group)} is an instance", "change what all have: mqlayer group set of its group")
         check_settings(replace(settings, mode=group.mode))
+        refuse_idle(settings, _with(group, settings))
         times = connection.execute(query("group_settings_put"), facts | {"group_id": group.group_id}).fetchone()
         if times is None:
             raise Conflict(f"the settings of {_called(group)} are at version {group.settings_version}", "look at them")
@@ -82,6 +85,14 @@ def set_group(
 
     _steer(database, topic, name, work)
     return find_group(database, topic, name)
+
+
+def _with(group: Group, settings: GroupSettings) -> Group:
+    """Return a group as it is with other settings."""
+    said = {name: value for name in RULES if (value := getattr(settings, name)) is not None}
+    rules = replace(group.rules, **said)
+    rate_limit = group.rate_limit if settings.rate_limit is None else no_end(settings.rate_limit)
+    return replace(group, rules=rules, rate_limit=rate_limit)
 
 
 def pause_group(database: Database, topic: str, name: str, *, actor: str) -> bool:

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING_MESSAGES: Final = 100_000
 MAX_PENDING_BYTES: Final = 64_000_000
+REPLICA_TIMEOUT_S: Final = 1.0
 STOP_S: Final = 15.0
 OnBacklog = Literal["wait", "error"]
 """What becomes of a message whose partition is at its backlog limit: it waits until its time is over, or fails."""
@@ -62,8 +63,8 @@ class Producer:
     call: whether a message waits for a partition that is at its backlog limit ("wait", up to its time), or fails with
     BacklogFull as soon as that is known ("error").
 
-    `replicas`: wait up to `replica_timeout_s` until so many replicas received each append; the receipt says how many
-    did. With `require_replicas`, too few raise NotReplicated: the message is stored nevertheless.
+    `replicas`: wait up to `replica_timeout_s` (1 by default) until so many replicas received each append; the receipt
+    says how many did. With `require_replicas`, too few raise NotReplicated: the message is stored nevertheless.
     `max_pending_messages` and `max_pending_bytes` bound what is not settled yet; a publish that finds no room waits
     `room_timeout_s`, then raises ProducerFull. Close a producer, or use it as a context manager: what is queued when
     the process ends is lost.
@@ -80,7 +81,7 @@ class Producer:
         routes: RouteCache | None = None,
         replicas: int = 0,
         require_replicas: bool = False,
-        replica_timeout_s: float = 1.0,
+        replica_timeout_s: float | None = None,
         max_pending_messages: int = MAX_PENDING_MESSAGES,
         max_pending_bytes: int = MAX_PENDING_BYTES,
         room_timeout_s: float = 5.0,
@@ -90,6 +91,12 @@ class Producer:
         check_name("producer", name)
         settings = settings or Settings()
         use_access(settings)
+        if replicas == 0 and (require_replicas or replica_timeout_s is not None):
+            raise InvalidInput(
+                "without replicas to wait for there is nothing to require or time: say how many replicas, or leave "
+                "require_replicas and replica_timeout_s out"
+            )
+        replica_timeout_s = REPLICA_TIMEOUT_S if replica_timeout_s is None else replica_timeout_s
         if replicas < 0 or not 1 <= in_flight <= 16 or not 0 < replica_timeout_s < settings.socket_timeout_s:
             raise InvalidInput("replicas is 0 or more, in_flight 1 to 16, replica_timeout_s below the socket timeout")
         if min(max_pending_messages, max_pending_bytes) < 1:

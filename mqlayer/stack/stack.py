@@ -48,6 +48,7 @@ from mqlayer.stack.errors import StackError
 from mqlayer.topics import list_nodes, rearm_node, register_node, set_node_address
 
 DEFAULT_DIRECTORY: Final = Path(".mqlayer")
+DEFAULT_NODE_COUNT: Final = 2
 LOCK: Final = "lock"
 ENVIRONMENT: Final = "env"
 DATABASE: Final = "mqlayer"
@@ -77,7 +78,7 @@ class Stack:
         self,
         directory: Path = DEFAULT_DIRECTORY,
         *,
-        node_count: int = 2,
+        node_count: int | None = None,
         given: GivenAddresses | None = None,
         postgres_options: Mapping[str, str] | None = None,
         key_prefix: str = DEFAULT_KEY_PREFIX,
@@ -190,10 +191,15 @@ class Stack:
         return server.dsn(DATABASE)
 
     def _start_nodes(self, given: GivenAddresses, known_count: int) -> dict[str, str]:
-        """Return the nodes by name. A node that is registered is never left out for a smaller count."""
+        """Return the nodes by name. Raises InvalidInput where another count than there can be was asked for."""
+        wanted, count = self._node_count, len(given.redis_urls) or known_count
+        if wanted is not None and (wanted < count or (given.redis_urls and wanted != count)):
+            # A node that is registered is never left out.
+            why = "as MQLAYER_REDIS_URL says" if given.redis_urls else "and none of them goes"
+            raise InvalidInput(f"the stack in {self.directory} has {count} nodes, {why}: leave --nodes {wanted} out")
         if given.redis_urls:
             return {f"node-{number}": url for number, url in enumerate(given.redis_urls, start=1)}
-        names = [f"node-{number}" for number in range(1, max(self._node_count, known_count) + 1)]
+        names = [f"node-{number}" for number in range(1, (wanted or count or DEFAULT_NODE_COUNT) + 1)]
         return {name: self._start_redis(name).address for name in names}
 
     def _start_redis(self, name: str) -> AnyRedis:

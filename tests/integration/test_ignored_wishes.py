@@ -11,9 +11,12 @@ import pytest
 
 import mqlayer
 from mqlayer.consuming.member import MemberOptions
-from mqlayer.errors import Conflict, InvalidInput
-from mqlayer.membership import GroupSettings, ensure_group
+from mqlayer.consuming.verdicts import Park, verdict_of
+from mqlayer.domain.retrying import POLICIES
+from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.membership import GroupSettings, ensure_group, find_group
 from mqlayer.membership.groups import CALLED, Group
+from mqlayer.membership.steering import set_group
 from mqlayer.redis.addresses import parse_address
 from mqlayer.routes.cache import RouteCache
 from mqlayer.settings import OTHERS, Settings
@@ -69,6 +72,68 @@ def test_a_setting_is_in_force_in_its_mode_or_refused_with_what_to_do(mode: Any,
     for name, said in refused.items():
         told = any(word in said for word in ("leave", "say", "only", "has no", "needs"))
         assert told or (name == "from_archive" and "is not archived" in said), (name, said)
+
+
+IDLE: dict[str, GroupSettings] = {
+    "rate_limit": GroupSettings(rate_burst=7.0),
+    "leave backoff_s out": GroupSettings(attempt_limit=1, policy="dead_letter", backoff_s=(1.0,)),
+    "or raise attempt_limit": GroupSettings(mode="shared", attempt_limit=1, policy="skip", backoff_s=(1.0,)),
+    "leave jitter out": GroupSettings(attempt_limit=1, jitter=0.5),
+    "leave key_messages_limit out": GroupSettings(ordered=False, key_messages_limit=5),
+    "leave key_bytes_limit out": GroupSettings(mode="broadcast", ordered=False, key_bytes_limit=5),
+    "leave attempt_limit, time_limit_s out": GroupSettings(mode="pop", attempt_limit=3, time_limit_s=1.0),
+}  # fmt: skip
+"""Settings that change nothing beside others, by what is said of them."""
+
+
+@pytest.mark.parametrize("told", IDLE)
+def test_a_setting_that_changes_nothing_beside_others_is_refused(told: str, created: Any, stage: Stage) -> None:
+    """And leaves no group behind."""
+    with pytest.raises(InvalidInput, match=told):
+        created(IDLE[told], name="idle")
+    with pytest.raises(NotFound):
+        find_group(stage.database, stage.topic, "idle")
+
+
+def test_a_setting_that_changes_nothing_in_a_living_group_is_refused(created: Any, stage: Stage) -> None:
+    def change(name: str, **said: Any) -> None:
+        set_group(stage.database, stage.topic, name, actor="test", **said)
+
+    created(GroupSettings(attempt_limit=1, policy="skip"), name="once")
+    with pytest.raises(InvalidInput, match="raise attempt_limit"):
+        change("once", backoff_s=(1.0,))
+    change("once", backoff_s=(1.0,), attempt_limit=2)
+    created(GroupSettings(ordered=False), name="loose")
+    with pytest.raises(InvalidInput, match="leave key_bytes_limit out"):
+        change("loose", key_bytes_limit=5)
+    with pytest.raises(InvalidInput, match="rate_limit"):
+        change("loose", rate_burst=5.0)
+    change("loose", rate_limit=5.0)
+    change("loose", rate_burst=7.0)
+    created(GroupSettings(mode="pop"), name="popped")
+    for name, value in {"attempt_limit": 3, "backoff_s": (1.0,), "jitter": 0.5, "time_limit_s": 3.0}.items():
+        with pytest.raises(InvalidInput, match=f"leave {name} out"):
+            change("popped", **{name: value})
+
+
+def test_limits_of_parking_count_whatever_the_policy_is() -> None:
+    """A key is parked by `key pause`, a redrive and a replay too, and by a handler that has it rest for long."""
+    for policy in POLICIES:
+        rules = GroupSettings(policy=policy).rules()  # type: ignore[arg-type]
+        facts: dict[str, Any] = {"before": 0, "failing_s": 0.0, "share": 0.0, "parked": False, "text": ""}
+        assert isinstance(verdict_of(mqlayer.PauseKey(3_600), rules, **facts), Park), policy
+
+
+def test_a_group_that_began_with_the_streams_does_not_begin_with_the_archive(created: Any) -> None:
+    group = created(GroupSettings())
+    with pytest.raises(Conflict, match="mqlayer replay start"):
+        created(GroupSettings(from_archive=True), name=group.name)
+
+
+def test_a_producer_refuses_what_only_replicas_give_meaning(stage: Stage) -> None:
+    for wrong in ({"require_replicas": True}, {"replica_timeout_s": 0.5}):
+        with pytest.raises(InvalidInput, match="say how many replicas"):
+            mqlayer.Producer(stage.settings(), **wrong)  # type: ignore[arg-type]
 
 
 def test_another_setting_for_a_group_that_is_there_is_refused(created: Any) -> None:

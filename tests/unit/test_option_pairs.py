@@ -1,0 +1,205 @@
+"""No option is ignored beside another: each pair of a command's options has a verdict; those that clash are refused.
+
+`OPTIONS` lists the options of every command. Two of them count beside each other unless a rule of the command (see
+mqlayer.cli.combinations) or `BY_VALUE` says otherwise. A new option fails the first test until it was gone through.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Final
+
+import pytest
+
+from mqlayer.cli.combinations import Excludes, Needs, Rule, rules_of, shown
+from tests.fixtures.command_tree import commands, typed
+from tests.fixtures.commands import Commands
+
+OPTIONS: Final[dict[str, str]] = {
+    "up": "--directory --nodes --servers-only --json",
+    "down": "--directory --erase",
+    "status": "--directory --json",
+    "consume": "APPLICATION --processes --concurrency",
+    "migrate": "--sql --schema --owner",
+    "grant": "RIGHT ROLE --topic --group --password-file --sql",
+    "revoke": "RIGHT ROLE --topic --group --sql",
+    "grants": "",
+    "relay": "--once",
+    "trim": "TOPIC",
+    "analytics": "JOB --snapshot --topic --out --html --partitions --split-report --way --conf --json",
+    "doctor": "--json",
+    "verify": "TOPIC --deep --json",
+    "node register": "NAME URL",
+    "node list": "--json",
+    "node rearm": "NAME --empty --accept-loss --former",
+    "node acl": "ROLES --user --password-file --password-stdin --acl-file --redis --check",
+    "node set": "NAME --url --empty --accept-loss --former",
+    "node lost": "NAME --yes",
+    "topic create": "NAME --partitions --strategy --body-limit --backlog-limit --archived",
+    "topic set": "NAME --archived --body-limit --backlog-limit --retention",
+    "topic pause": "NAME --wait",
+    "topic resume": "NAME",
+    "topic list": "--json",
+    "route split": "TOPIC PARTITION --at --from-report --to --measure --if-version --plan --apply --watch --timeout",
+    "route merge": "TOPIC PARTITIONS --to --if-version --plan --apply --watch --timeout",
+    "route move": "TOPIC PARTITION --to --away --accept-loss --if-version --plan --apply --watch --timeout",
+    "route show": "TOPIC --version --json",
+    "route history": "TOPIC --json",
+    "route watch": "TOPIC --timeout",
+    "route repair": "TOPIC --away --accept-loss",
+    "route reopen": "TOPIC --yes",
+    "route drop": "TOPIC",
+    "group set":
+        "TOPIC GROUP --backoff --jitter --attempts --policy --final --retried --time-limit --time-cap "
+        "--parked-keys --parked-messages --parked-bytes --key-messages --key-bytes --balance --tag-filter --keep-away "
+        "--rate --burst --if-version",
+    "group pause": "TOPIC GROUP --partition --wait",
+    "group resume": "TOPIC GROUP --partition",
+    "group evict": "TOPIC GROUP MEMBER",
+    "group retire": "TOPIC GROUP --yes --drop-parked",
+    "group create": "TOPIC GROUP --start --from-archive",
+    "group list": "TOPIC --json",
+    "group show": "TOPIC GROUP --json",
+    "group members": "TOPIC GROUP --json",
+    "group lag": "TOPIC GROUP --json",
+    "group seek": "TOPIC GROUP --to --replay --plan --apply",
+    "key explain": "TOPIC KEY --group --json",
+    "key skip-head": "TOPIC GROUP KEY --reason --message",
+    "key pause": "TOPIC KEY --group",
+    "key resume": "TOPIC KEY --group",
+    "parked list": "TOPIC GROUP --key --cause --error --since --until --waiting --limit --after --json",
+    "parked stats": "TOPIC GROUP --json",
+    "parked show": "TOPIC GROUP KEY --message --limit --raw --json",
+    "parked release": "TOPIC GROUP KEY --message --all --cause",
+    "parked discard": "TOPIC GROUP --reason KEY --message --head",
+    "dead list": "TOPIC GROUP --key --cause --error --since --until --redriven --limit --after --json",
+    "dead show": "MESSAGE --topic --group --raw --json",
+    "dead redrive":
+        "TOPIC GROUP --message --key --cause --error --since --until --all --rate --plan --background --resume "
+        "--json",
+    "dead redrives": "TOPIC GROUP --limit --after --json",
+    "dead results": "REDRIVE_ID --limit --after --json",
+    "dead cancel": "REDRIVE_ID",
+    "dead discard": "MESSAGE --reason --topic --group",
+    "replay start":
+        "TOPIC GROUP --key --tag --since --until --snapshot --all --newer --rate --plan --background --json",
+    "replay resume": "REPLAY_ID --json",
+    "replay list": "TOPIC GROUP --limit --after --json",
+    "replay show": "REPLAY_ID --json",
+    "replay results": "REPLAY_ID --limit --after --json",
+    "replay cancel": "REPLAY_ID",
+    "outbox rotate": "",
+    "outbox recover": "--unproven --anew",
+    "outbox adopt": "--yes",
+    "outbox renew": "--yes",
+    "outbox aside list": "--json",
+    "outbox aside retry": "TOPIC LP",
+    "outbox aside discard": "NUMBER --yes",
+    "outbox delayed list": "TOPIC --limit --json",
+    "outbox delayed cancel": "DELAYED_ID",
+    "inbox stats": "--json",
+    "inbox show": "TOPIC GROUP MESSAGE --name --json",
+    "versions gaps": "NAME --limit --json",
+    "versions held": "NAME ENTITY --json",
+    "versions set": "NAME ENTITY VERSION --reason --drop-held",
+    "versions forget": "NAME ENTITY --reason",
+    "archive run": "TOPIC --once",
+    "archive status": "TOPIC --json",
+    "archive gaps": "TOPIC --waiting --json",
+    "archive accept-gap": "TOPIC --reason --partition",
+    "archive retain": "--older-than --json",
+    "snapshot create": "NAME --topic --at",
+    "snapshot list": "--json",
+    "snapshot show": "NAME --verify --json",
+    "snapshot export": "NAME --to --jobs",
+    "snapshot drop": "NAME",
+}  # fmt: skip
+"""Arguments in capitals. Written again after going through the pairs of what is new."""
+
+BY_VALUE: Final = {
+    ("grant", "RIGHT", "--topic"), ("grant", "RIGHT", "--group"), ("revoke", "RIGHT", "--topic"),
+    ("revoke", "RIGHT", "--group"), ("analytics", "JOB", "--partitions"), ("analytics", "JOB", "--split-report"),
+    ("dead show", "MESSAGE", "--topic"), ("dead show", "MESSAGE", "--group"), ("dead discard", "MESSAGE", "--topic"),
+    ("dead discard", "MESSAGE", "--group"), ("group create", "--start", "--from-archive"),
+    ("route split", "--from-report", "--if-version"),
+}  # fmt: skip
+"""Pairs that clash with some values only, which the command or the library refuses."""
+
+COMMANDS: Final = {" ".join(words): command for words, command in commands()}
+RULES: Final = [(name, rule) for name, command in COMMANDS.items() for rule in rules_of(command.callback)]
+
+
+def options_of(name: str) -> list[str]:
+    return [shown(parameter) for parameter in COMMANDS[name].params]
+
+
+def test_every_option_of_every_command_was_gone_through() -> None:
+    """A new one: look at each pair with it, add rules where one of the two would be ignored, then its name above."""
+    assert {name: " ".join(options_of(name)) for name in COMMANDS} == OPTIONS
+
+
+def test_rules_and_exceptions_name_options_that_are_there() -> None:
+    for name, rule in RULES:
+        assert {rule.one, rule.other} <= set(options_of(name)), (name, rule)
+    for name, one, other in BY_VALUE:
+        assert {one, other} <= set(options_of(name)), (name, one, other)
+
+
+@pytest.mark.parametrize(("name", "rule"), RULES, ids=[f"{name} {rule.one} {rule.other}" for name, rule in RULES])
+def test_options_that_clash_are_refused_with_what_to_do(name: str, rule: Rule, logging_as_before: None) -> None:
+    """Before any store is asked: none is named here."""
+    wanted = {rule.one, rule.other} if isinstance(rule, Excludes) else {rule.one}
+    if isinstance(rule, Excludes):
+        wanted |= {more.other for more in rules_of(COMMANDS[name].callback) if needed_by(more, wanted)}
+    said = Commands().failure(*name.split(), *words_of(name, wanted))
+    assert rule.why in said
+    assert rule.one in said
+    assert ("choose one" if isinstance(rule, Excludes) else "leave") in said
+
+
+def needed_by(rule: Rule, said: set[str]) -> bool:
+    return isinstance(rule, Needs) and rule.one in said
+
+
+def words_of(name: str, wanted: set[str]) -> list[str]:
+    """Return these options as they are typed, with all that the command asks for, and the arguments before them."""
+    parameters: list[Any] = COMMANDS[name].params
+    arguments = [one for one in parameters if one.param_type_name == "argument"]
+    last = max((number for number, one in enumerate(arguments) if one.required or shown(one) in wanted), default=-1)
+    chosen = [one for one in parameters if one in arguments[: last + 1] or one.required or shown(one) in wanted]
+    return [word for one in chosen for word in typed(one)]
+
+
+def test_no_pair_is_refused_by_a_rule_that_its_table_does_not_have() -> None:
+    """All other pairs go together: no rule of the command speaks of both."""
+    for name in COMMANDS:
+        rules = rules_of(COMMANDS[name].callback)
+        clashing = {frozenset((rule.one, rule.other)) for rule in rules if isinstance(rule, Excludes)}
+        needed = {rule.one: rule.other for rule in rules if isinstance(rule, Needs)}
+        for one, other in itertools.combinations(options_of(name), 2):
+            said = frozenset((one, other, *(needed[option] for option in (one, other) if option in needed)))
+            said |= {needed[option] for option in said if option in needed}
+            if any(pair <= said for pair in clashing):
+                continue
+            for rule in rules:
+                rule.check(said)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("grant", "consume", "r", "--topic", "orders"), "can't be limited to topics"),
+        (("grant", "publish", "r", "--group", "orders/g"), "can't be limited to groups"),
+        (("revoke", "look", "r", "--topic", "orders"), "can't be limited to topics"),
+        (("revoke", "look", "r", "--group", "orders/g"), "can't be limited to groups"),
+        (("dead", "show", "7", "--topic", "orders"), "leave --topic and --group out"),
+        (("dead", "show", "7", "--group", "g"), "leave --topic and --group out"),
+        (("dead", "discard", "7", "--topic", "orders", "--reason", "x"), "leave --topic and --group out"),
+        (("dead", "discard", "7", "--group", "g", "--reason", "x"), "leave --topic and --group out"),
+    ],
+)
+def test_an_option_that_a_value_has_no_use_for_is_refused(
+    words: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch, logging_as_before: None
+) -> None:
+    monkeypatch.setenv("MQLAYER_DSN", "postgresql://nobody@127.0.0.1:1/x")
+    assert told in Commands().failure(*words)
