@@ -96,7 +96,7 @@ def show(
 @excludes(
     "--resume", "TOPIC", "GROUP", "--message", "--key", "--cause", "--error", "--since", "--until", "--all", "--rate",
     "--plan", "--background",
-    why="a redrive goes on as it was started",
+    why="a redrive goes on as it was started, and needs no more than its id",
 )  # fmt: skip
 @excludes(
     "--all", "--message", "--key", "--cause", "--error", "--since", "--until",

@@ -77,7 +77,7 @@ class Wish:
 @needs("--watch", "--apply", why="to watch what was applied before: mqlayer route watch TOPIC")
 @needs("--timeout", "--watch", why="it ends the watching")
 @excludes("--from-report", "--at", "--measure", why="a split is where the report says, or where you do")
-@excludes("--at", "--measure", why="the load is measured to find where to split")
+@excludes("--at", "--measure", why="a split is at the LPs named, or where the measured load is halved, not both")
 def split(
     topic: TopicArgument,
     partition: Annotated[

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import mqlayer
 from mqlayer.consuming.member import MemberOptions
 from mqlayer.consuming.verdicts import Park, verdict_of
-from mqlayer.domain.retrying import POLICIES
+from mqlayer.domain.retrying import POLICIES, Policy, RetryRules
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.membership import GroupSettings, ensure_group, find_group
 from mqlayer.membership.groups import CALLED, Group
@@ -119,7 +119,7 @@ def test_a_setting_that_changes_nothing_in_a_living_group_is_refused(created: An
 def test_limits_of_parking_count_whatever_the_policy_is() -> None:
     """A key is parked by `key pause`, a redrive and a replay too, and by a handler that has it rest for long."""
     for policy in POLICIES:
-        rules = GroupSettings(policy=policy).rules()  # type: ignore[arg-type]
+        rules = RetryRules(policy=cast("Policy", policy))
         facts: dict[str, Any] = {"before": 0, "failing_s": 0.0, "share": 0.0, "parked": False, "text": ""}
         assert isinstance(verdict_of(mqlayer.PauseKey(3_600), rules, **facts), Park), policy
 
@@ -133,7 +133,7 @@ def test_a_group_that_began_with_the_streams_does_not_begin_with_the_archive(cre
 def test_a_producer_refuses_what_only_replicas_give_meaning(stage: Stage) -> None:
     for wrong in ({"require_replicas": True}, {"replica_timeout_s": 0.5}):
         with pytest.raises(InvalidInput, match="say how many replicas"):
-            mqlayer.Producer(stage.settings(), **wrong)  # type: ignore[arg-type]
+            mqlayer.Producer(stage.settings(), **wrong)
 
 
 def test_another_setting_for_a_group_that_is_there_is_refused(created: Any) -> None:

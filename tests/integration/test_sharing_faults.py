@@ -107,7 +107,7 @@ def test_a_message_whose_fence_knew_a_newer_epoch_comes_again_and_is_not_counted
             raise StaleOwner("g", ctx.topic, ctx.identity.lp, ctx.epoch, ctx.epoch + 1)
 
     recorder = Recorder(act)
-    app = share(stage, recorder, backoff_s=(60.0,), attempt_limit=1)
+    app = share(stage, recorder, attempt_limit=1)
     stage.send([("k", b"1")])
     stage.wait_settled()
     assert recorder.attempts(b"1") == [1, 1]

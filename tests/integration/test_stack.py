@@ -73,6 +73,7 @@ def test_up_twice_changes_nothing(place: Path) -> None:
     first = up(place)
     pids = [part.pid for part in Stack(place).status()]
     assert up(place) == first
+    assert "leave --nodes 1 out" in run("up", "--servers-only", "--nodes", "1", "--directory", place, code=1).output
     assert [part.pid for part in Stack(place).status()] == pids
 
 
@@ -153,7 +154,9 @@ def test_given_servers_are_used_and_left_running(
     monkeypatch.setenv("MQLAYER_BROKER_URL", redis_url.removesuffix("/0") + "/1")
 
     addresses = up(place)
-    assert up(place) == addresses
+    assert up(place, "--nodes", "1") == addresses
+    refused = run("up", "--servers-only", "--nodes", "3", "--directory", place, code=1)
+    assert "as MQLAYER_REDIS_URL says" in refused.output
 
     assert addresses.dsn == empty_database_dsn
     assert addresses.nodes == {"node-1": redis_url}
