@@ -2,6 +2,10 @@
 --[[
 log_trim: drop records that every group has settled.
 
+`first` is raised before anything goes, as far as records may go, and then said as it is: where the call ends in between,
+it is too high, and a group that begins here passes over records that every group settled. Were it too low, such a group
+would wait for records that are gone.
+
 KEYS
   1 meta_key     hash    state, next and first offset of the partition
   2 log_key      stream  the partition's records
@@ -32,10 +36,17 @@ for i = 3, #KEYS do
   local begun = lock[1] and tonumber(lock[2] or '0') >= seek
   floor = math.min(floor, begun and tonumber(lock[1]) or start)
 end
+local function offset_of(entry) return tonumber(string.match(entry[1], '^%d+')) end
+local known = meta[3]
+local head = redis.call('XRANGE', log_key, '-', '+', 'COUNT', 1)[1]
+local bound = math.min(floor, tonumber(meta[2]))
+if head and offset_of(head) < bound and tonumber(known or '1') < bound then
+  known = string.format('%d', bound)
+  redis.call('HSET', meta_key, 'first', known)
+end
 local count = redis.call('XTRIM', log_key, 'MINID', '~', string.format('%d-0', floor), 'LIMIT', entry_limit)
-local head = redis.call('XRANGE', log_key, '-', '+', 'COUNT', 1)
-local first = tonumber(meta[2])
-if head[1] then first = tonumber(string.match(head[1][1], '^%d+')) end
--- Also where an earlier call removed them, and ended here.
-if string.format('%d', first) ~= meta[3] then redis.call('HSET', meta_key, 'first', string.format('%d', first)) end
+head = redis.call('XRANGE', log_key, '-', '+', 'COUNT', 1)[1]
+local first = head and offset_of(head) or tonumber(meta[2])
+-- Also where an earlier call ended before this.
+if string.format('%d', first) ~= known then redis.call('HSET', meta_key, 'first', string.format('%d', first)) end
 return {'trimmed', count, first}
