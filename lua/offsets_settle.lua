@@ -47,7 +47,8 @@ local told = ARGV[4]
 
 local WINDOW = 1048576
 local KEEP_BYTES = 1024
-local format = string.format
+local NEAR_BYTES = 4096
+local format, byte_of, floor, max, min = string.format, string.byte, math.floor, math.max, math.min
 
 -- include bits_lost
 -- include tell_outcome
@@ -64,8 +65,10 @@ if told ~= '' then
   if not words or #words ~= range_count then return redis.error_reply('ERR offsets_settle: a letter per range') end
 end
 local committed, base, top = tonumber(lock[3]), tonumber(lock[4]), tonumber(lock[5] or '0')
+local firsts, lasts = {}, {}
 for i = 1, range_count do
   local first, last = tonumber(ARGV[2 * i + 3]), tonumber(ARGV[2 * i + 4])
+  firsts[i], lasts[i] = first, last
   if first < 1 or last < first then return redis.error_reply('ERR offsets_settle: bad range') end
   if last >= next_offset then return {'unknown', next_offset} end
   if last >= committed + WINDOW then return {'beyond', committed + WINDOW} end
@@ -83,26 +86,36 @@ local function tell(line, first, last)
   local n = #line
   if line[n] == first - 1 then line[n] = last else line[n + 1], line[n + 2] = first, last end
 end
+-- The part of the bitmap where the ranges lie, in one read; unless they lie far apart: then each one's is read.
+local near, near_from = nil, 0
+if words and bits_kept then
+  local low, high = next_offset, committed
+  for i = 1, range_count do low, high = min(low, firsts[i]), max(high, lasts[i]) end
+  near_from = floor((max(low, committed) - base) / 8)
+  local near_to = floor((high - base) / 8)
+  if near_to - near_from < NEAR_BYTES then near = redis.call('GETRANGE', acks_key, near_from, near_to) end
+end
 local function tell_clear(line, first, last)
   local from, to = first - base, last - base
-  if from == to then
-    if redis.call('GETBIT', acks_key, from) == 0 then tell(line, first, last) end
-    return
+  local low, high = floor(from / 8), floor(to / 8)
+  local bytes, begin = near, near_from
+  if not near then
+    bytes, begin = redis.call('GETRANGE', acks_key, low, high), low
   end
-  local low, high = math.floor(from / 8), math.floor(to / 8)
-  local bytes = redis.call('GETRANGE', acks_key, low, high)
-  if not string.find(bytes, '%Z') then return tell(line, first, last) end
+  if high > low and not string.find(string.sub(bytes, low - begin + 1, high - begin + 1), '%Z') then
+    return tell(line, first, last)
+  end
   for at = low, high do
-    local byte = string.byte(bytes, at - low + 1) or 0
-    for bit = math.max(from, 8 * at), math.min(to, 8 * at + 7) do
-      if byte % 2 ^ (8 - bit % 8) < 2 ^ (7 - bit % 8) then tell(line, base + bit, base + bit) end
+    local byte = byte_of(bytes, at - begin + 1) or 0
+    for bit = max(from, 8 * at), min(to, 8 * at + 7) do
+      if byte == 0 or byte % 2 ^ (8 - bit % 8) < 2 ^ (7 - bit % 8) then tell(line, base + bit, base + bit) end
     end
   end
 end
 local function tell_range(i, at, line, first, last)
   -- But for what earlier ranges of the call have.
   for j = at, i - 1 do
-    local from, to = tonumber(ARGV[2 * j + 3]), tonumber(ARGV[2 * j + 4])
+    local from, to = firsts[j], lasts[j]
     if from <= last and to >= first then
       if first < from then tell_range(i, j + 1, line, first, from - 1) end
       if to >= last then return end
@@ -113,11 +126,11 @@ local function tell_range(i, at, line, first, last)
 end
 local highest = 0
 for i = 1, words and range_count or 0 do
-  local first, last = math.max(tonumber(ARGV[2 * i + 3]), committed), tonumber(ARGV[2 * i + 4])
+  local first, last = max(firsts[i], committed), lasts[i]
   local line = fresh[string.sub(words, i, i)]
   -- Ranges come in order: then none has anything of an earlier one.
   if line and first <= last then tell_range(i, first > highest and i or 1, line, first, last) end
-  highest = math.max(highest, last)
+  highest = max(highest, last)
 end
 if #fresh.h > 0 or #fresh.u > 0 then
   local failed = {}
@@ -126,7 +139,7 @@ if #fresh.h > 0 or #fresh.u > 0 then
     if count ~= '0' then failed[#failed + 1] = ARGV[i] .. ':' .. count end
   end
   local time = redis.call('TIME')
-  local entry = {'m', member, 't', format('%d', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))}
+  local entry = {'m', member, 't', format('%d', tonumber(time[1]) * 1000 + floor(tonumber(time[2]) / 1000))}
   local function add(name, value)
     if value ~= '' then entry[#entry + 1], entry[#entry + 2] = name, value end
   end
@@ -146,7 +159,7 @@ local function set_bits(first, last)
     redis.call('SETBIT', acks_key, from, 1)
     from = from + 1
   end
-  local whole = math.floor((to - from + 1) / 8)
+  local whole = floor((to - from + 1) / 8)
   if whole > 0 then
     redis.call('SETRANGE', acks_key, from / 8, string.rep('\255', whole))
     from = from + 8 * whole
@@ -158,7 +171,7 @@ local function set_bits(first, last)
 end
 
 for i = 1, range_count do
-  local first, last = math.max(tonumber(ARGV[2 * i + 3]), committed), tonumber(ARGV[2 * i + 4])
+  local first, last = max(firsts[i], committed), lasts[i]
   if first <= last then
     if not bits_kept and first == committed then
       committed = last + 1
@@ -171,7 +184,7 @@ for i = 1, range_count do
         base = committed
       end
       set_bits(first, last)
-      top = math.max(top, last + 1)
+      top = max(top, last + 1)
       if first == committed then committed = last + 1 end
     end
   end
@@ -179,13 +192,13 @@ end
 local spent = 0
 if bits_kept then
   -- Every bit below committed is set, so the first clear one from its byte on is the new committed.
-  local clear = redis.call('BITPOS', acks_key, 0, math.floor((committed - base) / 8))
+  local clear = redis.call('BITPOS', acks_key, 0, floor((committed - base) / 8))
   if clear >= 0 then committed = base + clear end
   if committed >= top then
     base = committed
     top = 0
   else
-    spent = math.floor((committed - base) / 8)
+    spent = floor((committed - base) / 8)
     if spent <= KEEP_BYTES then spent = 0 end
     base = base + 8 * spent
   end
