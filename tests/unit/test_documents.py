@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -84,6 +85,13 @@ def test_no_page_puts_off_to_later_what_is_to_be_told_as_it_is(page: Path) -> No
     """Of a change that comes, its page speaks once it is there."""
     found = LATER.findall(page.read_text("utf-8"))
     assert found == [] or page.name == "CHANGELOG.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_no_page_says_a_thing_twice(page: Path) -> None:
+    """Headings, paragraphs, items and settings: merges put sections in twice. Comments and heads of tables repeat."""
+    lines = re.findall(r"^(?!<!--|\|.*\|\n\|-)\S.{29,}$", BLOCK.sub("", page.read_text("utf-8")), re.MULTILINE)
+    assert [line for line, count in Counter(lines).items() if count > 1] == []
 
 
 def test_a_period_that_a_page_names_with_a_job_is_the_jobs() -> None:

@@ -1,0 +1,484 @@
+"""The scripts of ordered pop do what a plain model of one partition and one group does, on every Redis here.
+
+Cases 50 to 54, 56 to 58. The model knows no time: a message that is out is invisible for an hour, or no more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from mqlayer.domain.offsets import is_settled
+from mqlayer.domain.routing import NodeId
+from mqlayer.redis.keys import group_keys, partition_keys, pop_keys
+from mqlayer.redis.looking import look_command, look_reply
+from mqlayer.redis.nodes import Node, NodeConnection
+from mqlayer.redis.outcomes import NOWHERE, entries_of, fetch_command, told_by
+from mqlayer.redis.outcomes import Place as At
+from mqlayer.redis.partitions import Fenced, Refused, create, raise_command, retire_command
+from mqlayer.redis.popping import (
+    Given,
+    Nothing,
+    Place,
+    Scope,
+    Settled,
+    SettleWord,
+    Wish,
+    pop_settle_command,
+    pop_settle_reply,
+    receive_command,
+    receive_reply,
+)
+from mqlayer.stack import RedisServer
+
+GROUP = 7
+HOUR_MS = 3_600_000
+BRIEF_MS = 1
+"""Over before the next call: each call is followed by a look at the server's clock until it has moved on."""
+
+KEPT: Final = 4
+"""How many entries of what was told wait to be fetched, here."""
+WORDS: Final[tuple[SettleWord, ...]] = ("ack", "nack", "extend")
+
+Token = tuple[int, int, int]
+"""Epoch, batch, offset."""
+
+
+@dataclass
+class Out:
+    """A message that is out: with which batch (0: it was given back), and whether it is invisible."""
+
+    batch: int
+    invisible: bool
+
+
+@dataclass
+class Model:
+    """One partition and one group at it, as a person would write it down."""
+
+    scope: Scope
+    next: int = 1
+    owned: bool = False
+    epoch: int = 0
+    seek: int = 0
+    start: int = 0
+    batch: int = 0
+    settled: set[int] = field(default_factory=set)
+    times: dict[int, int] = field(default_factory=dict)
+    out: dict[int, Out] = field(default_factory=dict)
+    batches: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    # What acks told: place, offsets with how often they were given, offsets that were dropped before.
+    told: list[tuple[At, dict[int, int], int]] = field(default_factory=list)
+    tellings: int = 0
+
+    def tell(self, said: dict[int, int]) -> None:
+        dropped = 0
+        while len(self.told) >= KEPT:
+            _, oldest, before = self.told.pop(0)
+            dropped += len(oldest) + before
+        self.tellings += 1
+        self.told.append((At(self.epoch, self.tellings), said, dropped))
+
+    @property
+    def committed(self) -> int:
+        """The first offset that is not settled."""
+        return next((o for o in range(self.start, self.next) if o not in self.settled), self.next)
+
+    def lane(self, offset: int) -> str:
+        if self.scope == "partition":
+            return ""
+        key = key_at(offset)
+        return f"\xff{offset}" if key == b"\xff" else key.decode()
+
+    def lines(self) -> dict[str, list[int]]:
+        lines: dict[str, list[int]] = {}
+        for offset in range(self.start, self.next):
+            if offset not in self.settled:
+                lines.setdefault(self.lane(offset), []).append(offset)
+        return lines
+
+    def free_lines(self) -> dict[str, list[int]]:
+        """What may be given out: lanes of which nothing is out and invisible."""
+        return {
+            lane: line
+            for lane, line in self.lines().items()
+            if not any(offset in self.out and self.out[offset].invisible for offset in line)
+        }
+
+    def begin(self, epoch: int, start: int, seek: int) -> Fenced | None:
+        if not (self.owned and self.epoch == epoch) and self.epoch >= epoch:
+            return Fenced(self.epoch)
+        if self.start == 0 or seek > self.seek:
+            self.settled, self.times, self.out, self.batches = set(), {}, {}, {}
+            self.start, self.seek = min(start, self.next), seek
+        self.owned, self.epoch = True, epoch
+        return None
+
+    def take(self, attempt: str, offsets: Sequence[int], *, invisible: bool) -> None:
+        self.batch += 1
+        lanes = {self.lane(offset) for offset in offsets}
+        for offset in [offset for offset in self.out if self.lane(offset) in lanes]:
+            del self.out[offset]
+        for offset in offsets:
+            self.out[offset] = Out(self.batch, invisible)
+            self.times[offset] = self.times.get(offset, 0) + 1
+        self.batches[attempt] = (self.batch, list(offsets))
+
+    def again(self, attempt: str) -> list[int]:
+        batch, offsets = self.batches.get(attempt, (0, []))
+        return [offset for offset in offsets if offset in self.out and self.out[offset].batch == batch]
+
+    def settle(self, word: SettleWord, epoch: int, tokens: Sequence[tuple[int, int]], *, invisible: bool) -> object:
+        if not self.owned or epoch != self.epoch:
+            return Fenced(self.epoch)
+        if any(offset >= self.next for _, offset in tokens):
+            return Refused("unknown", str(self.next))
+        ours = {o for b, o in tokens if o in self.out and self.out[o].batch == b != 0}
+        stale = [
+            place for place, (b, o) in enumerate(tokens, start=1)
+            if (o not in self.out or self.out[o].batch != b or b == 0)
+            and not (word == "ack" and (o in self.settled or o < self.start))
+        ]  # fmt: skip
+        if word == "ack" and ours:
+            self.tell({offset: self.times[offset] for offset in sorted(ours)})
+        for offset in sorted(ours):
+            if word == "ack":
+                self.settled.add(offset)
+                del self.out[offset]
+                self.times.pop(offset, None)
+            elif word == "extend":
+                self.out[offset].invisible = invisible
+            elif offset in self.out and self.out[offset].batch:
+                self.out[offset] = Out(0, invisible)
+                behind = [o for o in self.out if o > offset and self.lane(o) == self.lane(offset)]
+                for other in behind:
+                    del self.out[other]
+        return Settled(self.committed, stale)
+
+
+_partitions = itertools.count(1)
+
+
+class PopScripts(RuleBasedStateMachine):
+    """Receivers that ask, settle, fail and are late, beside appends, arming and seeks."""
+
+    line: NodeConnection
+    prefix: str
+    scope: Scope
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.partition = next(_partitions)
+        self.keys = partition_keys(self.prefix, self.partition)
+        self.group = group_keys(self.prefix, self.partition, GROUP)
+        self.pops = pop_keys(self.prefix, self.partition, GROUP)
+        create(self.line, self.prefix, self.partition, "t", 0, 1024, "open", "")
+        self.model = Model(self.scope)
+        self.epoch, self.seek, self.start = 1, 0, 1
+        self.tokens: list[Token] = []
+        self.attempts = 0
+
+    def place(self, epoch: int, seek: int) -> Place:
+        return Place(self.prefix, self.partition, GROUP, self.scope, epoch, self.start, seek)
+
+    def ask(self, command: object) -> object:
+        """Call, and let the server's clock go on."""
+        reply, (seconds, micros) = self.line.call([command, ("TIME",)])  # type: ignore[list-item]
+        after = int(seconds) * 1000 + int(micros) // 1000
+        while True:
+            seconds, micros = self.line.call([("TIME",)])[0]
+            if int(seconds) * 1000 + int(micros) // 1000 >= after + 2:
+                return reply
+
+    @initialize(start=st.integers(1, 4))
+    def begin(self, start: int) -> None:
+        self.start = start
+
+    @rule(count=st.sampled_from([1, 2, 5, 12, 130]))
+    def append(self, count: int) -> None:
+        offsets = range(self.model.next, self.model.next + count)
+        self.model.next += count
+        adds = [("XADD", self.keys.log, f"{o}-0", "m", f"1:0:{o}:0", "k", key_at(o), "b", body_at(o)) for o in offsets]
+        self.line.call([*adds, ("HSET", self.keys.meta, "next", self.model.next)])
+
+    @rule(limit=st.sampled_from([1, 2, 5, 40, 500]), brief=st.booleans(), step=st.sampled_from([0] * 8 + [-1]))
+    def receive(self, limit: int, brief: bool, step: int) -> None:
+        """Case 50, 52, 58: what is out blocks its lane; what comes again comes in order, and is counted."""
+        self.attempts += 1
+        self.receive_as(f"a{self.attempts}", limit, brief=brief, epoch=self.epoch + step)
+
+    @precondition(lambda self: self.model.batches)
+    @rule(data=st.data(), limit=st.sampled_from([1, 40]), brief=st.booleans())
+    def receive_again(self, data: st.DataObject, limit: int, brief: bool) -> None:
+        """Case 57: the same attempt gets what is left of its batch, without counting."""
+        attempt = data.draw(st.sampled_from(sorted(self.model.batches)))
+        before = self.model.begin(self.epoch, self.start, self.seek)
+        left = self.model.again(attempt)
+        if before is not None or not left:
+            self.receive_as(attempt, limit, brief=brief, epoch=self.epoch)
+            return
+        batch = self.model.batches[attempt][0]
+        answer = self.asked(attempt, limit, brief=brief, epoch=self.epoch)
+        assert isinstance(answer, Given)
+        assert (answer.batch, [record.offset for record in answer.records]) == (batch, left)
+        assert list(answer.times) == [self.model.times[offset] for offset in left]
+        for offset in left:
+            self.model.out[offset].invisible |= not brief
+        self.tokens += [(self.epoch, batch, offset) for offset in left]
+
+    def asked(self, attempt: str, limit: int, *, brief: bool, epoch: int) -> object:
+        wish = Wish(attempt, limit, 10**9, BRIEF_MS if brief else HOUR_MS)
+        return receive_reply(self.ask(receive_command(self.line, self.place(epoch, self.seek), wish)), "")
+
+    def receive_as(self, attempt: str, limit: int, *, brief: bool, epoch: int) -> None:
+        answer = self.asked(attempt, limit, brief=brief, epoch=epoch)
+        refused = self.model.begin(epoch, self.start, self.seek)
+        if refused is not None:
+            assert answer == refused
+            return
+        free = self.model.free_lines()
+        if not free:
+            assert isinstance(answer, Nothing)
+            blocked = self.scope == "partition" and bool(self.model.lines())
+            assert (answer.word, answer.next_offset) == ("blocked" if blocked else "empty", self.model.next)
+            assert (answer.left_ms > 0) == any(out.invisible for out in self.model.out.values())
+            return
+        assert isinstance(answer, Given)
+        self.check_batch(answer, free, limit)
+        offsets = [record.offset for record in answer.records]
+        self.model.take(attempt, offsets, invisible=not brief)
+        assert answer.batch == self.model.batch
+        assert list(answer.times) == [self.model.times[offset] for offset in offsets]
+        self.tokens += [(epoch, answer.batch, offset) for offset in offsets]
+
+    def check_batch(self, answer: Given, free: dict[str, list[int]], limit: int) -> None:
+        """Of each free lane its first messages, in order; all of them where there was room."""
+        of_lane: dict[str, list[int]] = {}
+        for record in answer.records:
+            of_lane.setdefault(self.model.lane(record.offset), []).append(record.offset)
+            assert (record.key, record.body) == (key_at(record.offset), body_at(record.offset))
+        assert 1 <= len(answer.records) <= limit
+        for lane, offsets in of_lane.items():
+            assert offsets == free[lane][: len(offsets)], lane
+        if len(answer.records) < limit:
+            assert of_lane == free
+
+    @precondition(lambda self: self.tokens)
+    @rule(
+        data=st.data(),
+        word=st.sampled_from(["ack", "ack", "ack", "nack", "extend"]),
+        brief=st.booleans(),
+        wrong=st.sampled_from([0] * 9 + [1]),
+    )
+    def settle_some(self, data: st.DataObject, word: SettleWord, brief: bool, wrong: int) -> None:
+        """Cases 51, 53, 54, 56: any tokens of any time, in any order, twice, now and then of nobody."""
+        recent = self.tokens[-40:]
+        chosen = data.draw(st.lists(st.sampled_from(recent), min_size=1, max_size=12))
+        epoch = chosen[0][0]
+        pairs = [(batch + wrong, offset) for of, batch, offset in chosen if of == epoch]
+        self.settle(word, epoch, pairs, brief=brief)
+
+    @precondition(lambda self: self.model.next > 2)
+    @rule(more=st.sampled_from([2, 3, 40]), less=st.sampled_from([1, 2]), word=st.sampled_from(WORDS))
+    def receive_less_than_before(self, more: int, less: int, word: SettleWord) -> None:
+        """Case 53: what comes again may be fewer; the tokens of the others are void too, and wait in their lanes."""
+        before = len(self.tokens)
+        self.receive(more, brief=True, step=0)
+        old = self.tokens[before:]
+        self.receive(less, brief=False, step=0)
+        if old:
+            self.settle(word, old[0][0], [(batch, offset) for _, batch, offset in old], brief=True)
+
+    @precondition(lambda self: self.late())
+    @rule(data=st.data(), word=st.sampled_from(WORDS), brief=st.booleans())
+    def settle_what_others_have(self, data: st.DataObject, word: SettleWord, brief: bool) -> None:
+        """Case 53: tokens of an earlier batch, of messages that are out with a later one."""
+        chosen = data.draw(st.lists(st.sampled_from(self.late()), min_size=1, max_size=5))
+        self.settle(word, self.model.epoch, chosen, brief=brief)
+
+    def late(self) -> list[tuple[int, int]]:
+        """Return the tokens of the epoch in force whose messages are out with another batch."""
+        out = self.model.out
+        return [
+            (batch, offset)
+            for epoch, batch, offset in self.tokens
+            if epoch == self.model.epoch and offset in out and out[offset].batch != batch
+        ]
+
+    @precondition(lambda self: any(out.batch == 0 for out in self.model.out.values()))
+    @rule(word=st.sampled_from(WORDS), brief=st.booleans())
+    def settle_what_was_given_back(self, word: SettleWord, brief: bool) -> None:
+        """Case 53: no receiver has it; what it is kept under is no batch."""
+        pairs = [(0, offset) for offset, out in sorted(self.model.out.items()) if out.batch == 0]
+        self.settle(word, self.model.epoch, pairs, brief=brief)
+
+    @precondition(lambda self: self.model.next > 9)
+    @rule(again=st.booleans())
+    def ack_one_by_one(self, again: bool) -> None:
+        """More acks than entries are kept: what one dropped counts on when it is dropped itself."""
+        self.receive(40, brief=False, step=0)
+        for offset, out in sorted(self.model.out.items())[:11]:
+            for _ in range((1 + again) * bool(out.batch)):
+                self.settle("ack", self.model.epoch, [(out.batch, offset)], brief=False)
+
+    @precondition(lambda self: self.model.out)
+    @rule(word=st.sampled_from(WORDS), brief=st.booleans(), first=st.booleans())
+    def settle_what_is_out(self, word: SettleWord, brief: bool, first: bool) -> None:
+        pairs = [(out.batch, offset) for offset, out in sorted(self.model.out.items()) if out.batch]
+        if pairs:
+            self.settle(word, self.model.epoch, pairs[:1] if first else pairs, brief=brief)
+
+    @precondition(lambda self: self.model.start)
+    @rule(offset=st.integers(0, 3), batch=st.integers(0, 2))
+    def settle_what_nobody_has(self, offset: int, batch: int) -> None:
+        """Case 54: an offset that was never appended changes nothing."""
+        pairs = [(batch, max(1, self.model.next - 2 + offset))]
+        self.settle("ack", self.model.epoch, pairs, brief=True)
+
+    def settle(self, word: SettleWord, epoch: int, pairs: Sequence[tuple[int, int]], *, brief: bool) -> None:
+        ms = 0 if brief else HOUR_MS
+        for at in range(0, len(pairs), 500):
+            piece = pairs[at : at + 500]
+            told = told_by("r", kept=KEPT)
+            command = pop_settle_command(self.line, self.place(epoch, self.seek), word, piece, ms=ms, told=told)
+            expected = self.model.settle(word, epoch, piece, invisible=not brief)
+            assert pop_settle_reply(self.ask(command), "") == expected
+
+    @rule(step=st.sampled_from([0, 1, 2]), told=st.booleans())
+    def raise_epoch(self, step: int, told: bool) -> None:
+        """Its node is armed again: what was given out before is refused, and waits until it is visible."""
+        if told:
+            self.epoch = max(1, self.model.epoch + step)
+            reply = self.ask(raise_command(self.line, self.prefix, self.partition, GROUP, self.epoch))
+            if self.model.epoch >= self.epoch:
+                assert reply == [b"kept", self.model.epoch]
+                # What Postgres gives out only grows.
+                self.epoch = self.model.epoch + (0 if self.model.owned else 1)
+            else:
+                assert reply == [b"raised"]
+                self.model.owned, self.model.epoch = False, self.epoch - 1
+        else:
+            self.epoch += step
+
+    @rule(start=st.integers(1, 6))
+    def seek_to(self, start: int) -> None:
+        """All that was before is void; so are its tokens, for a seek raises the epoch."""
+        self.seek += 1
+        self.epoch = max(self.epoch, self.model.epoch) + 1
+        self.start = start
+
+    @invariant()
+    def each_ack_tells_what_it_settled_and_how_often_that_was_given(self) -> None:
+        command = fetch_command(self.prefix, self.partition, GROUP, NOWHERE, count=100)
+        told = []
+        for entry in entries_of(self.line.call([command])[0]):
+            assert entry.member == "r"
+            assert all((one.given_ms or -1) >= 0 for one in entry.stretches if one.given_ms != 0)
+            times = {o: one.attempts for one in entry.stretches for o in range(one.first, one.last + 1)}
+            told.append((entry.place, times, entry.dropped))
+        assert told == self.model.told
+
+    @invariant()
+    def the_servers_state_is_the_models(self) -> None:
+        owner, epoch, committed, base, seen, bits, times, pops, lines, due = self.line.call(
+            [
+                *(("HGET", self.group.lock, name) for name in ("owner", "epoch", "committed", "base", "seen")),
+                ("GET", self.group.acks),
+                ("HGETALL", self.group.attempts),
+                ("HGETALL", self.pops.pops),
+                ("ZRANGE", self.pops.lines, 0, -1),
+                ("ZRANGE", self.pops.due, 0, -1),
+            ]
+        )
+        model = self.model
+        assert (owner == b"pop", int(epoch or 0)) == (model.owned, model.epoch)
+        if model.start == 0:
+            return
+        assert int(committed) == model.committed
+        assert {o for o in range(model.start, model.next) if is_settled_at(o, committed, base, bits)} == model.settled
+        noted = {int(o): int(value.split(b":")[0]) for o, value in zip(times[::2], times[1::2], strict=True)}
+        assert noted == model.times
+        out = {int(o): int(value.split(b":")[0]) for o, value in zip(pops[::2], pops[1::2], strict=True)}
+        assert out == {offset: out.batch for offset, out in model.out.items()}
+        looked_at = {offset for line in model.lines().values() for offset in line if offset < int(seen)}
+        assert {int(member[-16:]) for member in lines} == looked_at
+        lanes = {model.lane(offset) for offset in looked_at}
+        assert {name.decode("latin1") if name[:1] == b"\xff" else name.decode() for name in due} == lanes
+        look = look_reply(
+            self.line.call([look_command(self.line, self.prefix, self.partition, GROUP, start=1, seek=0)])[0], ""
+        )
+        assert look is not None
+        assert look.position == model.committed
+        assert look.unsettled == model.next - model.start - len(model.settled)
+
+
+def is_settled_at(offset: int, committed: bytes, base: bytes, bits: bytes | None) -> bool:
+    """Return whether a message is settled, as the server keeps it."""
+    return offset < int(committed) or is_settled(offset, int(base), bits or b"")
+
+
+def key_at(offset: int) -> bytes:
+    """Return the key of the message at an offset; every seventh has none."""
+    return b"\xff" if offset % 7 == 0 else (b"k", b"k\x00", b"k1", b"\xc3\xa9")[offset % 5 % 4]
+
+
+def body_at(offset: int) -> bytes:
+    """Return the body of the message at an offset."""
+    return b"body %d" % offset
+
+
+@pytest.fixture
+def line(every_redis: RedisServer) -> Iterator[NodeConnection]:
+    """A connection to a Redis of each version."""
+    with NodeConnection(Node(NodeId(1), "n", every_redis.url, None), any_run=True) as connection:
+        yield connection
+
+
+@pytest.mark.parametrize("scope", ["partition", "key"])
+def test_receivers_calls_in_any_order_leave_what_the_model_leaves(
+    line: NodeConnection, key_prefix: str, scope: Scope
+) -> None:
+    class Here(PopScripts):
+        pass
+
+    Here.line, Here.prefix, Here.scope = line, key_prefix, scope
+    run_state_machine_as_test(
+        Here,
+        settings=settings(
+            max_examples=500, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+def test_nothing_of_a_retired_partition_is_left_but_its_tombstone(line: NodeConnection, key_prefix: str) -> None:
+    partition, keys = next(_partitions), partition_keys(key_prefix, 1)
+    keys = partition_keys(key_prefix, partition)
+    create(line, key_prefix, partition, "t", 0, 1024, "open", "")
+    line.call([("XADD", keys.log, f"{o}-0", "m", "1:0:1:0", "k", "k", "b", "b") for o in (1, 2)])
+    line.call([("HSET", keys.meta, "next", 3)])
+    place = Place(key_prefix, partition, GROUP, "key", 1)
+    receive = receive_command(line, place, Wish("a", 2, 10**6, HOUR_MS))
+    answer = receive_reply(line.call([receive])[0], "")
+    assert isinstance(answer, Given)
+    line.call([pop_settle_command(line, place, "nack", [(answer.batch, 1)])])
+    there = (*group_keys(key_prefix, partition, GROUP), *pop_keys(key_prefix, partition, GROUP))
+    assert line.call([("EXISTS", *there)])[0] == len(there) - 1, "all but the ack bitmap"
+    line.call([retire_command(line, key_prefix, partition, [GROUP])])
+    assert line.call([("EXISTS", *there, keys.log, keys.marks)]) == [0]
+    assert receive_reply(line.call([receive])[0], "") == Refused("absent", "")
+    settle = pop_settle_command(line, place, "ack", [(answer.batch, 1)])
+    assert pop_settle_reply(line.call([settle])[0], "") == Refused("absent", "")
