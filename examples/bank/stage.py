@@ -62,13 +62,18 @@ class Stage:
 
     @property
     def control_dsn(self) -> str:
-        """The database that decides: groups, members, assignments."""
+        """The database that decides: groups, members, assignments. As the stack's operator, who is no superuser."""
         return self._up.dsn
 
     @property
     def bank_dsn(self) -> str:
-        """The application's database: pgbench's tables, outbox, fence, read model."""
+        """The application's database: pgbench's tables, outbox, fence, read model. As the operator."""
         return make_conninfo(self._up.dsn, dbname=DATABASE)
+
+    @property
+    def _owner_dsn(self) -> str:
+        """The same database as the superuser, who makes what is there before the processes start."""
+        return make_conninfo(self._stack.owner_dsn(), dbname=DATABASE)
 
     @property
     def _up(self) -> Addresses:
@@ -83,13 +88,13 @@ class Stage:
 
     def prepare(self) -> None:
         """Make the bank: its database, the topic, pgbench's tables, trigger and read model."""
-        PostgresDatabases(self._up.dsn).create_database(DATABASE)
-        migrate(self.bank_dsn, schema="application")
-        with psycopg.connect(self.bank_dsn, autocommit=True) as connection:
+        PostgresDatabases(self._stack.owner_dsn()).create_database(DATABASE)
+        migrate(self._owner_dsn, schema="application")
+        with psycopg.connect(self._owner_dsn, autocommit=True) as connection:
             role = sql.Identifier(ROLE)
             connection.execute(sql.SQL("CREATE ROLE {} LOGIN PASSWORD {}").format(role, sql.Literal(self._password)))
             connection.execute(sql.SQL("GRANT CREATE ON SCHEMA public TO {}").format(role))
-            give(self.bank_dsn, "application", ROLE, Right.PUBLISH, [TOPIC])
+            give(self._owner_dsn, "application", ROLE, Right.PUBLISH, [TOPIC])
             self._make_roles()
             with Database(self._up.dsn) as control, Database(self.bank_dsn) as bank:
                 create_topic(control, TOPIC, prefix="mq", partitions=PARTITIONS, application=bank, archived=True)
@@ -99,10 +104,15 @@ class Stage:
     def _make_roles(self) -> None:
         """Make a role for each kind of process: no superuser, with the one right that it needs, for this topic only."""
         for role, rights in PROCESS_ROLES.items():
-            ensure_login(self.bank_dsn, role, self._password)
+            ensure_login(self._owner_dsn, role, self._password)
             for right, scope in rights.items():
-                give(self._up.dsn, "control", role, right, [scope])
-                give(self.bank_dsn, "application", role, right, [scope])
+                give(self._stack.owner_dsn(), "control", role, right, [scope])
+                give(self._owner_dsn, "application", role, right, [scope])
+        operator = str(conninfo_to_dict(self._up.dsn)["user"])
+        give(self._owner_dsn, "application", operator, Right.OPERATE)
+        with psycopg.connect(self._owner_dsn, autocommit=True) as connection:
+            # To judge the run: the bank's tables, and the sessions of its consumers.
+            connection.execute(sql.SQL("GRANT pg_read_all_data, pg_monitor TO {}").format(sql.Identifier(operator)))
 
     def start_processes(self) -> None:
         """Start relay, worker and consumers; return when each says that it serves."""

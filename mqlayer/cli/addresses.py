@@ -32,6 +32,15 @@ def settings_here(directory: Path | None = None) -> Settings:
     return settings
 
 
+def settings_of_owner() -> Settings:
+    """Return the same for what changes schemas, roles and rights: in the database of the stack here, as its owner."""
+    settings = settings_here()
+    addresses = _addresses_here(Settings())
+    if addresses is None or settings.control_dsn() != addresses.dsn:
+        return settings
+    return settings.model_copy(update={"dsn": SecretStr(Stack().owner_dsn())})
+
+
 def use_stack_here() -> None:
     """Let the rest of this process, and what it starts, find the stack here; addresses given already stay."""
     addresses = _addresses_here(Settings())

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.addresses import settings_of_owner
 from mqlayer.cli.showing import say
 from mqlayer.postgres import migrations
 from mqlayer.postgres.migrations import SchemaName
@@ -48,7 +48,7 @@ def migrate(
         for name in chosen:
             typer.echo(migrations.script(schema=name, owner=owner), nl=False)
         return
-    settings = settings_here()
+    settings = settings_of_owner()
     done = [step for name in chosen for step in migrations.migrate(_dsn(settings, name), schema=name, owner=owner)]
     for step in done:
         say(f"{step.schema} {step.number:04d} {step.name}")

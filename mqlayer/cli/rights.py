@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import typer
 from psycopg.sql import Composed
 
-from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.addresses import settings_here, settings_of_owner
 from mqlayer.cli.combinations import RuledCommand, excludes
 from mqlayer.cli.showing import say
 from mqlayer.errors import InvalidInput
@@ -49,7 +49,7 @@ def grant(
     if sql:
         _print({schema: rights.given(schema, role, right, scopes) for schema in SCHEMAS})
         return
-    settings = settings_here()
+    settings = settings_of_owner()
     for schema in SCHEMAS:
         if password_file is not None:
             rights.ensure_login(_dsn(settings, schema), role, _password(password_file))
@@ -69,7 +69,7 @@ def revoke(
     if sql:
         _print({schema: rights.taken(schema, role, right, scopes) for schema in SCHEMAS})
         return
-    settings = settings_here()
+    settings = settings_of_owner()
     for schema in SCHEMAS:
         rights.take(_dsn(settings, schema), schema, role, right, scopes)
     say(f"{role} may no longer {_shown(right, scopes)}")

@@ -48,6 +48,9 @@ def up(
     if not as_json:
         say(f"data and logs: {directory}")
         say(f"to use it from a program: source {shlex.quote(str(directory / stack.environment_file.name))}")
+        others = " ".join(path.name for path in stack.files_of_kinds if path.exists())
+        if others:
+            say(f"as one kind of process alone: {others} beside it")
 
 
 def down(

@@ -8,6 +8,7 @@ from typing import Final, Self
 
 import msgspec
 
+from mqlayer.postgres.addresses import parse_dsn
 from mqlayer.stack.addresses import Addresses, GivenAddresses
 from mqlayer.stack.closed import write_closed
 from mqlayer.stack.credentials import Logins
@@ -67,7 +68,15 @@ class StackContents:
         """Return what is left when the stack's own addresses, exported by its user, are not taken for given."""
         own = {self.address(name) for name in self.names() if name not in self.given}
         return GivenAddresses(
-            dsn="" if given.dsn in own else given.dsn,
+            dsn="" if self._is_own(given.dsn) else given.dsn,
             redis_urls=tuple(url for url in given.redis_urls if url not in own),
             broker_url="" if given.broker_url in own else given.broker_url,
         )
+
+    def _is_own(self, dsn: str) -> bool:
+        """Say whether a DSN is of our own Postgres, whoever logs in."""
+        return bool(dsn) and "postgres" not in self.given and _place(dsn) == _place(self.addresses.dsn)
+
+
+def _place(dsn: str) -> dict[str, str]:
+    return {name: value for name, value in parse_dsn(dsn).items() if name not in ("user", "password")}

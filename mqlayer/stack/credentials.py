@@ -37,9 +37,10 @@ NODE_ROLES: Final[dict[ProcessKind, tuple[RedisRole, ...]]] = {
     "publisher": (RedisRole.PUBLISHER,),
     "viewer": (RedisRole.VIEWER,),
 }
-"""What the processes of a stack may do on its nodes; the owner's user is the one that nodes are made with."""
-POSTGRES_ROLES: Final[tuple[ProcessKind, ...]] = ("relay", "worker")
-"""Those that have a role of their own in Postgres, which is no superuser."""
+"""What the processes of a stack may do on its nodes; the owner's user is the one that nodes are made with.
+
+Each has a role of its own in Postgres, too; the owner's is the superuser, as which no process runs.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,13 @@ class Login:
     password: str = field(default="", repr=False)
 
     def in_dsn(self, dsn: str) -> str:
-        """Return a DSN of Postgres with this login in the place of any other."""
-        return make_conninfo(dsn, user=self.user, password=self.password) if self.password else dsn
+        """Return a DSN of Postgres with this login in the place of any other; a URL stays one."""
+        if not self.password:
+            return dsn
+        return self.in_url(dsn) if "://" in dsn else make_conninfo(dsn, user=self.user, password=self.password)
 
     def in_url(self, url: str) -> str:
-        """Return a URL of a Redis with this login in the place of any other."""
+        """Return a URL with this login in the place of any other."""
         if not self.password:
             return url
         parts = urlsplit(url)
@@ -129,8 +132,8 @@ def _with_admin(owner: Logins) -> Logins:
 
 
 def _with_role(kind: ProcessKind, logins: Logins) -> Logins:
-    """Return the logins of a kind of process with a role of its own in Postgres, where it is to have one."""
-    if kind not in POSTGRES_ROLES or logins.postgres.user != SUPERUSER:
+    """Return the logins of a kind of process with a role of its own in Postgres; the owner's stay the superuser's."""
+    if kind == "owner" or logins.postgres.user != SUPERUSER:
         return logins
     return replace(logins, postgres=Login(f"mqlayer_{kind}", secrets.token_urlsafe(PASSWORD_BYTES)))
 

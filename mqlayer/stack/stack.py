@@ -3,7 +3,8 @@
 ```text
 .mqlayer/
   stack.json     the addresses, for everything that wants to use the stack
-  env            the same as shell variables: `source .mqlayer/env`
+  env            the same as shell variables, as operator: `source .mqlayer/env`
+  publisher.env …    the same as a publisher, a consumer, a viewer
   credentials.json   the passwords of our own servers, by kind of process
   postgres/      each component's data, log, and a record of its port and process
   node-1/ …
@@ -24,12 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from psycopg import sql
+
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import InvalidInput, StoreUnavailable
 from mqlayer.postgres.addresses import address_of
-from mqlayer.postgres.database import Database
+from mqlayer.postgres.database import Database, connect, driver_errors
 from mqlayer.postgres.migrations import migrate
-from mqlayer.postgres.rights import SCHEMAS, Right, ensure_login, give
+from mqlayer.postgres.rights import SCHEMAS, Right, ensure_login, give, grants
 from mqlayer.redis.access import acting_as
 from mqlayer.redis.addresses import shown_broker_url, shown_url
 from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
@@ -54,7 +57,23 @@ ENVIRONMENT: Final = "env"
 DATABASE: Final = "mqlayer"
 DEFAULT_KEY_PREFIX: Final = "mq"
 
-RIGHTS: Final[dict[ProcessKind, Right]] = {"relay": Right.RELAY, "worker": Right.WORK}
+RIGHTS: Final[dict[ProcessKind, tuple[Right, ...]]] = {
+    # As on the nodes: the commands here, and the programs that are given this stack's addresses.
+    "operator": tuple(right for right in Right if right is not Right.MIGRATE),
+    "relay": (Right.RELAY,),
+    "worker": (Right.WORK,),
+    "consumer": (Right.CONSUME,),
+    "publisher": (Right.PUBLISH,),
+    "viewer": (Right.LOOK,),
+}
+"""What the processes of a stack may do in our own Postgres; none of their roles is a superuser."""
+USER_KINDS: Final[tuple[ProcessKind, ...]] = ("publisher", "consumer", "viewer")
+"""Kinds of process that people start by themselves, each with a file of variables."""
+TABLES_OF_ONES_OWN: Final = (
+    "GRANT CREATE ON SCHEMA public TO {0}; GRANT ALL ON ALL TABLES IN SCHEMA public TO {0}; "
+    "GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {0}"
+)
+"""Programs make tables of their own, and those of earlier versions made them as the superuser."""
 
 State = Literal["running", "stopped", "not reached"]
 Component = AnyPostgres | AnyRedis | BackgroundProcess
@@ -101,8 +120,8 @@ class Stack:
         own_directory(self.directory, passed_by=unprivileged_account())
         with self._locked():
             addresses = self._start_servers()
-            migrate(addresses.dsn)
-            self._make_roles(addresses.dsn)
+            migrate(self.owner_dsn())
+            self._make_roles(self.owner_dsn())
             with acting_as(self._credentials.of("owner").node.access if addresses.node_access else None):
                 self._give_users(addresses)
             with acting_as(addresses.node_access):
@@ -126,7 +145,7 @@ class Stack:
         with self._locked():
             for component in (*self._processes(), *self._own_servers()):
                 component.erase()
-            for name in (CONTENTS, CREDENTIALS, ENVIRONMENT, LOCK):
+            for name in (CONTENTS, CREDENTIALS, ENVIRONMENT, LOCK, *map(_variables_of, USER_KINDS)):
                 (self.directory / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
@@ -145,10 +164,23 @@ class Stack:
         processes = [_own_status(process, "") for process in self._processes() if process.directory.exists()]
         return servers + processes
 
+    def owner_dsn(self) -> str:
+        """Return the database's address as the superuser of our own Postgres, or as it was given; "" before `up`.
+
+        For what changes schemas, roles and rights only.
+        """
+        contents = StackContents.load(self.directory)
+        return contents.addresses_for(self._credentials.of("owner")).dsn if contents else ""
+
     @property
     def environment_file(self) -> Path:
         """The file that a shell reads (`source`) to use the stack from elsewhere."""
         return self.directory / ENVIRONMENT
+
+    @property
+    def files_of_kinds(self) -> list[Path]:
+        """The same for one kind of process alone, where servers are our own."""
+        return [self.directory / _variables_of(kind) for kind in USER_KINDS]
 
     def _start_servers(self) -> Addresses:
         previous = StackContents.load(self.directory)
@@ -157,25 +189,38 @@ class Stack:
             self._loaded = StackCredentials.load_or_make(self.directory)
         nodes = self._start_nodes(given, len(previous.addresses.nodes) if previous else 0)
         addresses = Addresses(
-            dsn=given.dsn or self._start_postgres(),
+            dsn=given.dsn or self._credentials.of("operator").postgres.in_dsn(self._start_postgres()),
             nodes=nodes,
             broker_url=given.broker_url or self._start_redis("broker").url,
             node_login=Login(REDIS_DEFAULT_USER) if given.redis_urls else self._credentials.of("operator").node,
         )
-        StackContents(addresses, given=given.names(nodes)).save(self.directory)
+        contents = StackContents(addresses, given=given.names(nodes))
+        contents.save(self.directory)
         write_closed(self.environment_file, addresses.exports().encode())
+        for kind in () if given.complete else USER_KINDS:
+            exports = contents.addresses_for(self._credentials.of(kind)).exports()
+            write_closed(self.directory / _variables_of(kind), exports.encode())
         return addresses
 
     def _make_roles(self, dsn: str) -> None:
-        """Let relay and worker log in to our own Postgres as roles that have their one right each."""
+        """Let each kind of process log in to our own Postgres as a role of its own, with its rights."""
         contents = StackContents.load(self.directory)
         if contents is None or "postgres" in contents.given:
             return
-        for kind, right in RIGHTS.items():
+        for kind in RIGHTS:
             login = self._credentials.of(kind).postgres
             ensure_login(dsn, login.user, login.password)
-            for schema in SCHEMAS:
-                give(dsn, schema, login.user, right)
+        for schema in SCHEMAS:
+            there = {(grant.role, grant.right) for grant in grants(dsn, schema)}
+            wanted = {(self._credentials.of(kind).postgres.user, right) for kind in RIGHTS for right in RIGHTS[kind]}
+            for role, right in sorted(wanted - there):
+                give(dsn, schema, role, right)
+        with connect(dsn, application="mqlayer up") as connection, driver_errors(address_of(dsn)):
+            connection.execute(sql.SQL(TABLES_OF_ONES_OWN).format(sql.Identifier(self._operator)))
+
+    @property
+    def _operator(self) -> str:
+        return self._credentials.of("operator").postgres.user
 
     @property
     def _credentials(self) -> StackCredentials:
@@ -284,6 +329,10 @@ class Stack:
             except BlockingIOError:
                 raise StackError(f"{self.directory}: another `up` or `down` is at work; wait for it to end") from None
             yield
+
+
+def _variables_of(kind: ProcessKind) -> str:
+    return f"{kind}.env"
 
 
 def _relay(directory: Path, environment: Mapping[str, str]) -> BackgroundProcess:

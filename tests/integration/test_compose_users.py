@@ -5,16 +5,21 @@ What needs no engine is run as it stands there; no container is started.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 import redis
 import yaml
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
 
+from mqlayer.postgres.rights import grants
 from mqlayer.redis.rights import acl_rules, password_rule, user_line
 from mqlayer.redis.roles import RedisRole
 from mqlayer.stack import RedisServer
@@ -36,6 +41,14 @@ USER_OF = {
     "worker": "mqlayer-worker",
     "beat": "mqlayer-worker",
 }
+RIGHTS_OF = {
+    "mqlayer_relay": {"relay"},
+    "mqlayer_worker": {"work"},
+    "mqlayer_app": {"publish", "consume"},
+    "mqlayer_operator": {"operate"},
+    "mqlayer_viewer": {"look"},
+}
+"""The roles in Postgres."""
 PASSWORD = re.compile(r"\$\{[A-Z]+_PASSWORD:-mqlayer\}")
 
 
@@ -64,6 +77,52 @@ def users(services: dict[str, Any], tmp_path: Path) -> Path:
     assert {path.name for path in tmp_path.iterdir()} == {"node.acl", "broker.acl"}
     assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.iterdir())
     return tmp_path
+
+
+def test_setup_gives_each_kind_of_process_a_role_with_its_rights_in_postgres(
+    services: dict[str, Any], tmp_path: Path, empty_database_dsn: str
+) -> None:
+    """The service's own script, but for the nodes."""
+    service = services["setup"]
+    made = {role: f"{role}_{os.getpid()}" for role in RIGHTS_OF}
+    script = service["command"][0].replace("$$", "$").replace("/tmp/", f"{tmp_path}/").partition("for node in")[0]
+    for role, name in made.items():
+        script = script.replace(role, name)
+    environment = {name: f"secret of {name}" for name in service["environment"] if name.endswith("_PASSWORD")}
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    done = subprocess.run(
+        [*service["entrypoint"], script],
+        env=environment | {"PATH": path, "PYTHONPATH": str(ROOT), "MQLAYER_DSN": empty_database_dsn},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+    expected = {(made[role], right) for role, rights in RIGHTS_OF.items() for right in rights}
+    with psycopg.connect(empty_database_dsn, autocommit=True) as owner:
+        try:
+            for schema in ("control", "application"):
+                found = grants(empty_database_dsn, schema)  # type: ignore[arg-type]
+                assert {(grant.role, str(grant.right)) for grant in found} == expected
+            for role, name in made.items():
+                variable = role.removeprefix("mqlayer_").upper() + "_PASSWORD"
+                parts = {"user": name, "password": f"secret of {variable}"}
+                with psycopg.connect(make_conninfo(empty_database_dsn, **parts)) as connection:
+                    row = connection.execute("SELECT rolsuper FROM pg_roles WHERE rolname = session_user").fetchone()
+                    assert row == (False,)
+        finally:
+            for name in made.values():
+                owner.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
+
+
+def test_no_service_but_setup_has_the_superusers_address(services: dict[str, Any]) -> None:
+    header = (ROOT / "docker-compose.yml").read_text().partition("name: mqlayer")[0]
+    assert "postgres:mqlayer@" not in header
+    for name, service in services.items():
+        dsn = service.get("environment", {}).get("MQLAYER_DSN", "")
+        assert ("//postgres:" in dsn) == (name == "setup"), name
 
 
 def secret(user: str) -> str:

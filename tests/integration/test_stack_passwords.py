@@ -127,7 +127,7 @@ def as_stranger(work: Callable[[], list[str]]) -> list[str]:
 def test_no_server_of_the_stack_lets_anybody_in_without_its_password(place: Path, addresses: Addresses) -> None:
     assert refusals(place, addresses) == []
     assert default_is_kept_out(place)
-    with psycopg.connect(addresses.dsn) as connection:
+    with psycopg.connect(Stack(place).owner_dsn()) as connection:
         assert connection.execute("SHOW password_encryption").fetchone() == ("scram-sha-256",)
         rules = connection.execute("SELECT DISTINCT auth_method FROM pg_hba_file_rules").fetchall()
     assert rules == [("scram-sha-256",)]

@@ -1,0 +1,202 @@
+"""Nobody uses the stack's Postgres as its superuser: not its processes, and nobody by what `mqlayer up` writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg import errors as pg_errors
+from psycopg.conninfo import conninfo_to_dict
+from typer.testing import CliRunner
+
+from mqlayer import outbox
+from mqlayer.cli.main import app
+from mqlayer.postgres.rights import Grant, Right, grants
+from mqlayer.redis.access import forget_access
+from mqlayer.stack import Stack
+from tests.fixtures.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+KINDS = ("publisher", "consumer", "viewer")
+SESSIONS = """
+    SELECT a.usename, r.rolsuper OR pg_has_role(r.oid, 'mqlayer_owner', 'MEMBER') FROM pg_stat_activity a
+    JOIN pg_roles r ON r.oid = a.usesysid WHERE a.backend_type = 'client backend' AND a.pid <> pg_backend_pid()
+"""
+
+
+@pytest.fixture(scope="module")
+def home(server_directory: Path) -> Iterator[Path]:
+    """A folder in which the whole stack runs, as `mqlayer up` there starts it."""
+    folder = Path(tempfile.mkdtemp(dir=server_directory, prefix="stack-"))
+    folder.chmod(0o755)
+    stack = Stack(folder / ".mqlayer", node_count=1)
+    stack.up()
+    yield folder
+    forget_access()
+    stack.erase()
+
+
+@pytest.fixture
+def stack(home: Path, monkeypatch: pytest.MonkeyPatch) -> Stack:
+    for name in [name for name in os.environ if name.startswith("MQLAYER_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(home)
+    return Stack(home / ".mqlayer")
+
+
+def variables(stack: Stack, kind: str = "") -> dict[str, str]:
+    """Return what a shell gets from `env`, or from the file of a kind of process."""
+    lines = (stack.directory / (f"{kind}.env" if kind else "env")).read_text().splitlines()
+    pairs = (shlex.split(line)[1].partition("=") for line in lines)
+    return {name: value for name, _, value in pairs}
+
+
+def command(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [*words])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def refused(dsn: str, statement: str) -> bool:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        try:
+            connection.execute(statement.encode())
+        except pg_errors.InsufficientPrivilege:
+            return True
+    return False
+
+
+@contextmanager
+def process(environment: Mapping[str, str], *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    running = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, env={**os.environ, **environment})
+    try:
+        yield running
+    finally:
+        running.terminate()
+        assert running.wait(30) == 0
+
+
+def run(environment: Mapping[str, str], *words: str) -> None:
+    subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env={**os.environ, **environment}, check=True, timeout=60)
+
+
+class Sessions:
+    """Notes who is logged in, at each look."""
+
+    def __init__(self, dsn: str) -> None:
+        self._connection = psycopg.connect(dsn, autocommit=True)
+        self.seen: set[str] = set()
+        self.mighty: set[str] = set()
+
+    def look(self) -> None:
+        for user, mighty in self._connection.execute(SESSIONS.encode()).fetchall():
+            self.seen.add(user)
+            self.mighty |= {user} if mighty else set()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def until(self, holds: Callable[[], bool], what: str) -> None:
+        def looked() -> bool:
+            self.look()
+            return holds()
+
+        wait_until(looked, timeout_s=60, what=what)
+
+
+def test_no_session_is_a_superusers_or_the_owners_while_all_processes_run(stack: Stack) -> None:
+    operator, consumer, publisher = variables(stack), variables(stack, "consumer"), variables(stack, "publisher")
+    with ExitStack() as cleanup:
+        sessions = Sessions(stack.owner_dsn())
+        cleanup.callback(sessions.close)
+        command("topic", "create", "orders")
+        run(operator, "examples.first.orders")
+        with psycopg.connect(operator["MQLAYER_DSN"]) as connection:
+            connection.execute("GRANT SELECT, INSERT ON orders, ledger TO mqlayer_consumer, mqlayer_publisher")
+        cleanup.enter_context(process(consumer, "mqlayer", "consume", "examples.first.orders:app"))
+        sender = cleanup.enter_context(psycopg.connect(publisher["MQLAYER_DSN"], autocommit=True))
+        outbox.publish(sender, "orders", key="customer-2", body=json.dumps({"customer": "customer-2", "amount": 1}))
+        booked = cleanup.enter_context(psycopg.connect(operator["MQLAYER_DSN"], autocommit=True))
+        sessions.until(
+            lambda: booked.execute("SELECT count(*) FROM ledger").fetchone() == (4,), "four orders are booked"
+        )
+        everybody = {f"mqlayer_{kind}" for kind in ("relay", "worker", "consumer", "publisher", "operator")}
+        sessions.until(lambda: sessions.seen >= everybody, "a session of each kind of process")
+        command("doctor", code=0)
+        sessions.look()
+    assert sessions.seen == everybody
+    assert sessions.mighty == set()
+
+
+def test_what_up_writes_for_people_are_roles_with_rights_and_no_superuser(stack: Stack) -> None:
+    said = command("up", "--servers-only", "--nodes", "1")
+    dsns = [variables(stack, kind)["MQLAYER_DSN"] for kind in ("", *KINDS)]
+    dsns += [json.loads((stack.directory / "stack.json").read_text())["addresses"]["dsn"]]
+    assert "postgres:" not in said.replace("postgres at", "")
+    users = []
+    for dsn in dsns:
+        with psycopg.connect(dsn) as connection:
+            facts = "SELECT rolname, rolsuper OR rolcreaterole OR rolcreatedb OR rolbypassrls FROM pg_roles"
+            found = connection.execute(f"{facts} WHERE rolname = session_user".encode()).fetchone()
+        assert found is not None
+        assert not found[1]
+        users.append(found[0])
+    assert users == ["mqlayer_operator", *(f"mqlayer_{kind}" for kind in KINDS), "mqlayer_operator"]
+
+
+def test_each_role_has_the_rights_of_its_kind_and_none_is_the_schemas_owner(stack: Stack) -> None:
+    one = {"relay": Right.RELAY, "worker": Right.WORK, "consumer": Right.CONSUME, "publisher": Right.PUBLISH}
+    expected = {Grant(f"mqlayer_{kind}", right) for kind, right in {**one, "viewer": Right.LOOK}.items()}
+    expected |= {Grant("mqlayer_operator", right) for right in Right if right is not Right.MIGRATE}
+    for schema in ("control", "application"):
+        assert set(grants(stack.owner_dsn(), schema)) == expected  # type: ignore[arg-type]
+
+
+def test_a_file_of_one_kind_does_what_that_kind_may_and_nothing_else(stack: Stack) -> None:
+    command("topic", "create", "mails")
+    publish = "SELECT mqlayer_app.publish_v1('mails', 'k', '')"
+    counters = "SELECT count(*) FROM mqlayer_app.counter"
+    members = "DELETE FROM mqlayer.member"
+    own = "CREATE TABLE IF NOT EXISTS kept (n int)"
+    allowed = {
+        "publisher": {publish},
+        "consumer": {members},
+        "viewer": {counters},
+        "": {publish, counters, members, own},
+    }
+    for kind, may in allowed.items():
+        dsn = variables(stack, kind)["MQLAYER_DSN"]
+        assert {text for text in (publish, counters, members, own) if not refused(dsn, text)} == may, kind
+
+
+def test_commands_that_change_schemas_or_rights_run_as_the_owner_in_the_stacks_folder(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for environment in ({}, variables(stack)):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert "nothing to do" in command("migrate")
+        command("grant", "publish", "mqlayer_viewer", "--topic", "orders")
+        assert "mqlayer_viewer  publish  orders" in command("grants")
+        command("revoke", "publish", "mqlayer_viewer")
+
+
+@pytest.mark.parametrize("kind", ["", *KINDS])
+def test_up_again_takes_its_own_postgres_for_its_own_whoever_is_logged_in_there(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    for name, value in variables(stack, kind).items():
+        monkeypatch.setenv(name, value)
+    before = stack.addresses()
+    command("up", "--servers-only", "--nodes", "1")
+    assert stack.addresses() == before
+    assert conninfo_to_dict(before.dsn if before else "")["user"] == "mqlayer_operator"
