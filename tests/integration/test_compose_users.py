@@ -104,7 +104,7 @@ def test_setup_gives_each_kind_of_process_a_role_with_its_rights_in_postgres(
     with psycopg.connect(empty_database_dsn, autocommit=True) as owner:
         try:
             for schema in ("control", "application"):
-                found = grants(empty_database_dsn, schema)  # type: ignore[arg-type]
+                found = grants(empty_database_dsn, schema)
                 assert {(grant.role, str(grant.right)) for grant in found} == expected
             for role, name in made.items():
                 variable = role.removeprefix("mqlayer_").upper() + "_PASSWORD"

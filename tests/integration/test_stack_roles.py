@@ -158,7 +158,7 @@ def test_each_role_has_the_rights_of_its_kind_and_none_is_the_schemas_owner(stac
     expected = {Grant(f"mqlayer_{kind}", right) for kind, right in {**one, "viewer": Right.LOOK}.items()}
     expected |= {Grant("mqlayer_operator", right) for right in Right if right is not Right.MIGRATE}
     for schema in ("control", "application"):
-        assert set(grants(stack.owner_dsn(), schema)) == expected  # type: ignore[arg-type]
+        assert set(grants(stack.owner_dsn(), schema)) == expected
 
 
 def test_a_file_of_one_kind_does_what_that_kind_may_and_nothing_else(stack: Stack) -> None:
