@@ -101,7 +101,7 @@ def _password(path: Path) -> str:
 def _print(statements: Mapping[SchemaName, list[Composed]]) -> None:
     """Print a transaction for each schema: a right is never gone for a moment while another needs a part of it."""
     for schema, of_schema in statements.items():
-        say(f"-- In the database of the {schema} schema:\nBEGIN;", lines=True)
+        say(f"-- In the database of the {schema} schema:\nBEGIN;\nSET LOCAL client_encoding = 'UTF8';", lines=True)
         for statement in of_schema:
             say(f"{statement.as_string(None)};")
         say("COMMIT;")

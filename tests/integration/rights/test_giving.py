@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
+import subprocess
 import uuid
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,20 +19,22 @@ from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.postgres.rights import SCHEMAS, Right
 from tests.fixtures.commands import Commands
-from tests.fixtures.roles import Roles
+from tests.fixtures.roles import PASSWORD, Roles
 from tests.fixtures.servers import Postgres
 
 RIGHTS = [right for right in Right if right is not Right.MIGRATE]
 LIMITED = [(Right.PUBLISH, "--topic", "orders"), (Right.CONSUME, "--group", "orders/ledger")]
 HELD = """
-    SELECT 'schema', nspname, '', a.privilege_type FROM pg_namespace, aclexplode(nspacl) a WHERE a.grantee = %(role)s
-    UNION ALL SELECT 'relation', c.oid::regclass::text, '', a.privilege_type FROM pg_class c, aclexplode(relacl) a
-        WHERE a.grantee = %(role)s
-    UNION ALL SELECT 'column', attrelid::regclass::text, attname, a.privilege_type
-        FROM pg_attribute, aclexplode(attacl) a WHERE a.grantee = %(role)s
-    UNION ALL SELECT 'function', p.oid::regprocedure::text, '', a.privilege_type
-        FROM pg_proc p, aclexplode(proacl) a WHERE a.grantee = %(role)s
-    UNION ALL SELECT 'member', roleid::regrole::text, '', '' FROM pg_auth_members WHERE member = %(role)s"""
+    WITH held AS (
+        SELECT 'schema' AS kind, nspname::text AS object, '' AS part, a.* FROM pg_namespace, aclexplode(nspacl) a
+        UNION ALL SELECT 'relation', c.oid::regclass::text, '', a.* FROM pg_class c, aclexplode(relacl) a
+        UNION ALL SELECT 'column', attrelid::regclass::text, attname, a.* FROM pg_attribute, aclexplode(attacl) a
+        UNION ALL SELECT 'function', p.oid::regprocedure::text, '', a.* FROM pg_proc p, aclexplode(proacl) a
+    )
+    SELECT kind, object, part, privilege_type, grantor::regrole::text, is_grantable::text FROM held
+    WHERE grantee = %(role)s
+    UNION ALL SELECT 'member', roleid::regrole::text, '', '', grantor::regrole::text, admin_option::text
+    FROM pg_auth_members WHERE member = %(role)s"""
 
 Held = set[tuple[str, ...]]
 
@@ -85,7 +89,7 @@ def test_the_right_to_migrate_is_to_be_a_member_of_the_owner(
     commands: Commands, database_dsn: str, role: str, roles: Roles
 ) -> None:
     commands.text("grant", "migrate", role)
-    assert held(database_dsn, role) == {("member", "mqlayer_owner", "", "")}
+    assert {row[:4] for row in held(database_dsn, role)} == {("member", "mqlayer_owner", "", "")}
     assert f"{role}  migrate  all" in commands.text("grants").splitlines()
     migrate(Roles.as_role(role, database_dsn))
     commands.text("revoke", "migrate", role)
@@ -174,6 +178,97 @@ def test_the_printed_sql_takes_one_limit_and_leaves_the_others(
     commands.text("grant", right, role, option, f"{scope}2")
     execute(database_dsn, commands.text("revoke", right, role, option, f"{scope}2", "--sql"))
     assert held(database_dsn, role) == one
+
+
+@pytest.fixture
+def administrator(database_dsn: str) -> Iterator[str]:
+    """The DSN of a role that may give rights, and is no superuser."""
+    name = f"mq_dba_{uuid.uuid4().hex[:8]}"
+    execute(
+        database_dsn,
+        f"CREATE ROLE {name} LOGIN CREATEROLE NOSUPERUSER PASSWORD '{PASSWORD}';"
+        f"GRANT mqlayer_owner TO {name} WITH ADMIN OPTION;"
+        # As some clients of an administrator say.
+        f"ALTER ROLE {name} SET standard_conforming_strings = off; ALTER ROLE {name} SET client_encoding = 'LATIN1';"
+        f"ALTER ROLE {name} SET search_path = '';",
+    )
+    yield Roles.as_role(name, database_dsn)
+    with closing(psycopg.connect(database_dsn, autocommit=True)) as connection:
+        # What it gave goes with what it was given.
+        members = connection.execute(
+            "SELECT member::regrole::text FROM pg_auth_members WHERE grantor = %s::regrole", [name]
+        ).fetchall()
+        for (member,) in members:
+            connection.execute(f"REVOKE mqlayer_owner FROM {member}".encode())
+        connection.execute(f"DROP OWNED BY {name}; DROP ROLE {name}".encode())
+
+
+def psql(dsn: str, script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script with Postgres' own client, as an administrator does with a file."""
+    program = shutil.which("psql")
+    if program is None:
+        # One string of several statements, without anything of ours in between.
+        try:
+            execute(dsn, script)
+        except psycopg.Error as error:
+            return subprocess.CompletedProcess("psycopg", 3, "", f"ERROR:  {error}")
+        return subprocess.CompletedProcess("psycopg", 0, "", "")
+    words = [program, "--no-psqlrc", "--set=ON_ERROR_STOP=1", "--quiet", f"--dbname={dsn}", "--file=-"]
+    return subprocess.run(
+        words, input=script, capture_output=True, text=True, timeout=60, check=False, encoding="utf-8"
+    )
+
+
+@pytest.mark.parametrize("words", [[right] for right in Right] + [[r, o, s, o, f"{s}2"] for r, o, s in LIMITED])
+def test_an_administrator_who_is_no_superuser_runs_the_printed_sql_with_psql(
+    commands: Commands,
+    database_dsn: str,
+    roles: Roles,
+    administrator: str,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right, *limits = words
+    by_command, by_sql = (Roles.name_of(roles.login()) for _ in range(2))
+    monkeypatch.setenv("MQLAYER_DSN", administrator)
+    for verb in ("grant", "revoke"):
+        commands.text(verb, right, by_command, *limits)
+        ran = psql(administrator, commands.text(verb, right, by_sql, *limits, "--sql"))
+        # Both schemas have one owner: the second GRANT of it says so.
+        assert (ran.returncode, ran.stdout, "ERROR" in ran.stderr) == (0, "", False), (verb, ran.stderr)
+        assert held(database_dsn, by_sql) == held(database_dsn, by_command), verb
+        assert bool(held(database_dsn, by_sql)) == (verb == "grant")
+
+
+@pytest.mark.parametrize(
+    "name", ["Shop App", 'a"b', "o'neill", "caf\u00e9", ":x", ":'x'", "back\\slash", "$1 $$ %s {}"]
+)
+def test_psql_takes_any_name_of_a_role_for_only_a_name(
+    commands: Commands, database_dsn: str, administrator: str, name: str
+) -> None:
+    name = f"{name} {uuid.uuid4().hex[:6]}"
+    execute(database_dsn, sql.SQL("CREATE ROLE {}").format(sql.Identifier(name)).as_string(None))
+    try:
+        commands.text("grant", "consume", name, "--group", "orders/g")
+        given = held(database_dsn, name)
+        commands.text("revoke", "consume", name, "--group", "orders/g")
+        for verb, expected in (("grant", given), ("revoke", set[tuple[str, ...]]())):
+            ran = psql(administrator, commands.text(verb, "consume", name, "--group", "orders/g", "--sql"))
+            assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", ""), verb
+            assert held(database_dsn, name) == expected
+    finally:
+        execute(database_dsn, sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)).as_string(None))
+
+
+def test_the_printed_sql_of_who_may_not_give_rights_changes_nothing(
+    commands: Commands, database_dsn: str, roles: Roles, role: str
+) -> None:
+    operator = roles.login(Right.OPERATE)
+    for right in ("publish", "migrate"):
+        ran = psql(operator, commands.text("grant", right, role, "--sql"))
+        assert ran.returncode != 0
+        assert "ERROR" in ran.stderr
+        assert held(database_dsn, role) == set()
 
 
 NAMES = ["Shop App", "drop", 'a"b', "o'neill", "caf\u00e9", "x; DROP TABLE mqlayer.granted"]
