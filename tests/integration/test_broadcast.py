@@ -34,6 +34,8 @@ from tests.fixtures.commands import Commands
 from tests.fixtures.consuming import Recorder, Stage, member_of
 from tests.fixtures.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("as_consumer")
+
 SHORT_S = 0.05
 KEYS = 8
 

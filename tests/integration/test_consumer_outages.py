@@ -35,6 +35,9 @@ from tests.fixtures.servers import StartPostgres, StartRedis, different_redis_pr
 from tests.fixtures.waiting import wait_until
 from tests.proof.proxy import TcpProxy
 
+as_consumer = pytest.mark.usefixtures("as_consumer")
+"""Where no node restarts: members that may only consume leave arming to a relay or a worker."""
+
 PASSWORD = "s3cr3t"
 
 
@@ -66,6 +69,7 @@ def events(caplog: pytest.LogCaptureFixture) -> set[str]:
 # -- Postgres ----------------------------------------------------------------------------------------------------------
 
 
+@as_consumer
 def test_with_postgres_down_a_start_is_refused_with_its_address_and_without_its_password(
     stage: Stage, start_postgres: StartPostgres
 ) -> None:
@@ -83,6 +87,7 @@ def test_with_postgres_down_a_start_is_refused_with_its_address_and_without_its_
         app.start()
 
 
+@as_consumer
 def test_while_postgres_is_away_for_less_than_the_lease_consumption_goes_on(
     start_stage: StartStage, redis_url: str, start_postgres: StartPostgres, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,6 +112,7 @@ def test_while_postgres_is_away_for_less_than_the_lease_consumption_goes_on(
     assert len(recorder.begun) == 110
 
 
+@as_consumer
 def test_while_postgres_is_away_for_longer_a_member_pauses_and_says_so_then_goes_on(
     start_stage: StartStage, redis_url: str, start_postgres: StartPostgres, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,6 +140,7 @@ def test_while_postgres_is_away_for_longer_a_member_pauses_and_says_so_then_goes
     assert all(after[partition][0] > before[partition][0] for partition in before)
 
 
+@as_consumer
 def test_a_key_that_still_runs_when_its_partition_comes_back_is_not_started_beside_it(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -434,6 +441,7 @@ def test_a_redis_that_was_flushed_is_made_again_and_consumed_from_its_new_beginn
     assert all(epoch > before[p][0] for p, (epoch, _) in member_of(app).holdings().items())
 
 
+@as_consumer
 def test_when_redis_is_out_of_memory_settling_goes_on(start_stage: StartStage, own_redis: RedisServer) -> None:
     """Publishing is refused, and everything that consumers do works: taking, failing, settling, handing over."""
     stage = start_stage(own_redis.url)
@@ -465,6 +473,7 @@ def test_when_redis_is_out_of_memory_settling_goes_on(start_stage: StartStage, o
 # -- lines -------------------------------------------------------------------------------------------------------------
 
 
+@as_consumer
 def test_lines_that_are_cut_in_the_middle_of_reads_and_acks_cost_nothing(
     start_stage: StartStage, redis_url: str, proxy: TcpProxy
 ) -> None:
@@ -493,6 +502,7 @@ def direct_send(stage: Stage, redis_url: str, *, first: int) -> None:
     stage._node = proxied
 
 
+@as_consumer
 def test_acks_wait_while_the_node_can_not_be_reached(
     start_stage: StartStage, redis_url: str, proxy: TcpProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -517,6 +527,7 @@ def test_acks_wait_while_the_node_can_not_be_reached(
     assert len(recorder.begun) == 80
 
 
+@as_consumer
 def test_a_line_that_goes_silent_is_given_up_after_the_timeout(
     start_stage: StartStage, redis_url: str, proxy: TcpProxy, caplog: pytest.LogCaptureFixture
 ) -> None:

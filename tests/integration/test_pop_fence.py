@@ -13,6 +13,8 @@ from mqlayer.errors import AlreadyApplied, OutOfTurn, StaleOwner, StaleToken
 from mqlayer.topics.nodes import rearm_node
 from tests.fixtures.consuming import Stage, StartStage
 
+pytestmark = pytest.mark.usefixtures("as_consumer")
+
 Connection = psycopg.Connection[Any]
 
 

@@ -23,6 +23,8 @@ from mqlayer.topics.nodes import rearm_node
 from tests.fixtures.consuming import Stage, StartStage, migrated
 from tests.fixtures.waiting import wait_until, within
 
+pytestmark = pytest.mark.usefixtures("as_consumer")
+
 WAIT_S: Final = 5.0
 
 OpenReceiver = Callable[..., Receiver]
@@ -486,6 +488,7 @@ def test_arming_a_node_again_voids_every_token(one: Stage, receiver_of: OpenRece
     assert one.all_settled()
 
 
+@pytest.mark.usefixtures("as_who_may_arm")
 def test_a_receiver_arms_a_node_that_restarted_with_all_that_is_out(
     start_stage: StartStage, start_redis: Any, receiver_of: OpenReceiver
 ) -> None:
@@ -529,6 +532,7 @@ def test_receivers_go_on_while_postgres_is_away(
         within(receive_one, 1.0, what="a message is received and settled")
 
 
+@pytest.mark.usefixtures("as_who_may_arm")
 def test_a_node_that_is_away_is_said_so_when_no_other_can_be_asked(
     start_stage: StartStage, start_redis: Any, receiver_of: OpenReceiver
 ) -> None:

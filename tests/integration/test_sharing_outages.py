@@ -44,6 +44,9 @@ from tests.fixtures.telling import Told
 from tests.fixtures.waiting import wait_until
 from tests.proof.fall_back import FallBack, lose_all
 
+as_consumer = pytest.mark.usefixtures("as_consumer")
+"""Where no node restarts: members that may only consume leave arming to a relay or a worker."""
+
 
 @pytest.fixture
 def own_redis(start_redis: StartRedis) -> RedisServer:
@@ -133,6 +136,7 @@ def test_a_native_group_that_somebody_destroys_is_made_again_at_its_place(
     assert len(recorder.ended) == 40
 
 
+@as_consumer
 def test_a_split_goes_on_while_a_message_of_the_parent_waits_and_ends_when_it_is_settled(stage: Stage) -> None:
     """Case 24 without order: successors are read at once, the parent is retired when all of it is settled."""
     stop_failing = threading.Event()
@@ -166,6 +170,7 @@ def test_a_split_goes_on_while_a_message_of_the_parent_waits_and_ends_when_it_is
     assert sorted(recorder.bodies()) == [b"1", b"2", b"3", b"late"]
 
 
+@as_consumer
 def test_trimming_stays_below_the_lowest_message_that_is_not_settled(start_stage: StartStage, redis_url: str) -> None:
     stage = start_stage(redis_url, partitions=1)
     [partition] = stage.partitions
@@ -184,6 +189,7 @@ def test_trimming_stays_below_the_lowest_message_that_is_not_settled(start_stage
     assert standing.lag == 1
 
 
+@as_consumer
 def test_a_seek_gives_everything_again(stage: Stage) -> None:
     recorder = Recorder()
     stage.send_numbers(keys=3, each=3)
@@ -219,6 +225,7 @@ def test_what_died_before_a_fall_back_is_passed_over_where_it_comes_again(
     assert due(stage, stage.partitions[0]) == 0
 
 
+@as_consumer
 def test_a_filter_and_an_archive_see_what_became_of_each_message(stage: Stage) -> None:
     """Cases 62 and 79: handled ones are told once, with their failed attempts."""
     told = Told(stage.database, stage.topic, stage.prefix)
@@ -238,6 +245,7 @@ def test_a_filter_and_an_archive_see_what_became_of_each_message(stage: Stage) -
     assert {len(words) for words in told.words().values()} == {1}
 
 
+@as_consumer
 def test_an_operator_may_pass_over_a_message_that_waits(stage: Stage) -> None:
     """Case 69."""
 
@@ -259,6 +267,7 @@ def test_an_operator_may_pass_over_a_message_that_waits(stage: Stage) -> None:
     assert recorder.attempts(b"2") == [1]
 
 
+@as_consumer
 def test_a_paused_group_is_given_nothing_till_it_is_resumed(stage: Stage) -> None:
     recorder = Recorder()
     app = share(stage, recorder)
@@ -275,6 +284,7 @@ def test_a_paused_group_is_given_nothing_till_it_is_resumed(stage: Stage) -> Non
     assert len(recorder.ended) == 8
 
 
+@as_consumer
 def test_an_async_handler_shares_too_and_its_time_limit_is_a_failed_attempt(stage: Stage) -> None:
     done: list[bytes] = []
 

@@ -19,9 +19,11 @@ from mqlayer.archiving.exporting import export_snapshot
 from mqlayer.changes import split
 from mqlayer.errors import ArchiveBroken, InvalidInput, NotFound
 from mqlayer.postgres.reading import read_address
+from mqlayer.postgres.rights import Right
 from mqlayer.stack import PostgresServer
 from tests.fixtures.archived import BEGAN, ArchivedTopics
 from tests.fixtures.lacking import import_or_leave_out, leave_out
+from tests.fixtures.roles import role_dsn
 from tests.integration.test_archive import LOW, TOPIC, Scene
 
 import_or_leave_out("pyspark")
@@ -50,7 +52,8 @@ def read(spark: Any, filled: ArchivedTopics, way: str, tmp_path: Path, **facts: 
 
     if way != "parquet":
         require(spark, way)
-        return read_snapshot(spark, "s", dsn=filled.dsn, way=way, **facts)  # type: ignore[arg-type]
+        # As the role that has the right to analyze, and no other.
+        return read_snapshot(spark, "s", dsn=role_dsn(filled.dsn, Right.ANALYZE), way=way, **facts)  # type: ignore[arg-type]
     if not (tmp_path / "out").exists():
         export_snapshot(filled.database, "s", tmp_path / "out", file_rows=20)
     return read_snapshot(spark, "s", path=str(tmp_path / "out"), **facts)
