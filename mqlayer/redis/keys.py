@@ -18,6 +18,7 @@ different partitions have different tags. Groups are named by their id: a name m
 
 of a node as a whole (nodes are no members of a cluster):
 <prefix>:ended                              set     outboxes' sources that are ended: nothing is appended under them
+<prefix>:terms                              hash    outbox's source -> the term of its Postgres that counts
 
 of a group with ordered pop, besides (see pop_receive):
 <prefix>:{<partition>}:g<group>:pops        hash    offset -> <batch>:<ms when it is visible>:<lane>

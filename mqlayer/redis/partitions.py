@@ -85,12 +85,14 @@ def end_sources(line: NodeConnection, prefix: str, sources: Sequence[int], *, cl
         raise_for_reply(reply, line.node.address)
 
 
-def set_term(line: NodeConnection, prefix: str, source: int, term: str) -> None:
+def set_term(line: NodeConnection, prefix: str, source: int, term: str, *, partitions: Sequence[int]) -> None:
     """Have a node take of a source only what was read in this term of its outbox's Postgres. Raises StoreUnavailable.
 
-    A term is one life of a Postgres: it ends with a crash, which may take commits back, and with the server.
+    A term is one life of a Postgres: it ends with a crash, which may take commits back, and with the server. A node
+    that has none of its `partitions` is told nothing: it refuses appends anyway, until it is armed.
     """
-    (reply,) = line.call([line.whole_script("source_term", (terms_key(prefix),), source, term)])
+    keys = (terms_key(prefix), *(partition_keys(prefix, partition).meta for partition in partitions))
+    (reply,) = line.call([line.whole_script("source_term", keys, source, term)])
     raise_for_reply(reply, line.node.address)
 
 

@@ -75,13 +75,9 @@ class Comparer:
         `lines` gives connections to other nodes, for parents of its partitions. Raises StoreUnavailable where commits
         are lost, which is noted, where our term is over, and where a store is away.
         """
-        failpoint("relay.before_term")
-        set_term(line, self.prefix, self.source.source_id, self.source.term)
-        failpoint("relay.after_term")
-        with self.application.connection() as connection:
-            refuse_other_term(connection, self.source, self.application.address)
-        with self.control.connection() as connection:
-            rows = connection.execute(query("partitions_of_node"), {"node_id": line.node.node_id}).fetchall()
+        self._tell(line)
+        # Asked behind the telling: one that was opened before it may have taken what was read in another term.
+        rows = self._partitions(line)
         partitions = [partition for partition, _ in rows]
         marks: dict[Spot, int] = {}
         all_marks = marks_of(line, self.prefix, partitions, self.source.source_id)
@@ -89,6 +85,19 @@ class Comparer:
             for lp, mark in found.items():
                 marks[topic_id, lp] = max(mark, marks.get((topic_id, lp), 0))
         self._compare(marks, lambda node_id: line if node_id == line.node.node_id else lines(node_id))
+
+    def _tell(self, line: NodeConnection) -> None:
+        partitions = [partition for partition, _ in self._partitions(line)]
+        failpoint("relay.before_term")
+        set_term(line, self.prefix, self.source.source_id, self.source.term, partitions=partitions)
+        failpoint("relay.after_term")
+        with self.application.connection() as connection:
+            refuse_other_term(connection, self.source, self.application.address)
+
+    def _partitions(self, line: NodeConnection) -> list[tuple[int, int]]:
+        """Return the partitions of a node, with their topics."""
+        with self.control.connection() as connection:
+            return connection.execute(query("partitions_of_node"), {"node_id": line.node.node_id}).fetchall()
 
     def _compare(self, marks: Mapping[Spot, int], lines: Lines) -> None:
         """Compare the records of some seqs with their rows. Raises StoreUnavailable where commits are lost."""
