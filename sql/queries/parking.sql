@@ -273,4 +273,4 @@ SELECT %(group_id)s, partition_id, event, count
 FROM unnest(%(partitions)s::int[], %(events)s::text[], %(counts)s::bigint[]) AS given (partition_id, event, count)
 ORDER BY partition_id, event
 ON CONFLICT (group_id, partition_id, event) DO UPDATE
-SET count = c.count + excluded.count, last_at = clock_timestamp();
+SET count = least(c.count + excluded.count, 9007199254740991), last_at = clock_timestamp();

@@ -105,8 +105,9 @@ def test_a_redrive_that_makes_no_sense_does_not_keep_others_waiting(failing: Fai
 def test_a_group_whose_counts_are_full_does_not_keep_others_from_being_told(failing: Failing) -> None:
     failing.park(*failing.publish(("a", b"1")), due_in_s=-60)
     failing.sql(f"""INSERT INTO mqlayer.failure_count (group_id, partition_id, event, count)
-                    VALUES ({failing.group_id}, 0, 'overdue', 9223372036854775807)""")
-    assert retry_scan(failing.stage.database) == 0
+                    VALUES ({failing.group_id}, 0, 'overdue', 9007199254740991)""")
+    assert retry_scan(failing.stage.database) == 1
+    assert failing.sql("SELECT count FROM mqlayer.failure_count") == [(9007199254740991,)]
 
 
 def test_a_redrive_whose_worker_lives_or_that_is_over_is_left_alone(failing: Failing) -> None:

@@ -74,8 +74,11 @@ class ModelNode:
             return [partition.state.encode(), b"7"]
         if self.limited and len(partition.log) - partition.trimmed >= BACKLOG_LIMIT:
             return [b"full", len(partition.log)]
-        source, runs, at = int(args[7]), [], 10 + 3 * int(args[9])
-        for head in range(10, at, 3):
+        # EVALSHA, digest, count of keys, keys; then source, backlog, term, count of runs.
+        numbers = 3 + int(args[2])
+        heads = numbers + 4
+        source, runs, at = int(args[numbers]), [], heads + 3 * int(args[numbers + 3])
+        for head in range(heads, at, 3):
             lp, first, count = (int(part) for part in args[head : head + 3])
             runs.append((lp, first, [body.decode() for body in args[at + 2 : at + 3 * count : 3]]))
             at += 3 * count
