@@ -16,7 +16,7 @@ from mqlayer.parking import Ledger
 from mqlayer.postgres.queries import query
 from tests.chaos.harness import race_rounds as rounds
 from tests.chaos.harness.places import Place, place
-from tests.chaos.harness.plants import APPLICATION, Plant, plant_this
+from tests.chaos.harness.plants import APPLICATION, CONTROL, Plant, plant_this
 from tests.proof.planted import OutboxById, OutboxByTransaction
 
 LIMIT_S: Final = 120.0
@@ -84,9 +84,10 @@ NUMBERED_FIRST: Final = """v_seq := nextval('mqlayer_app.outbox_number');
         RETURNING c.topic_id, c.body_limit INTO v_topic_id, v_limit;"""
 LOCKED_FIRST: Final = """UPDATE mqlayer_app.counter c SET seq = c.seq + 1 WHERE c.topic = p_topic AND c.lp = v_lp
         RETURNING c.seq, c.topic_id, c.body_limit INTO v_seq, v_topic_id, v_limit;"""
+DELETES: Final = f"{CONTROL}/0030_expand_deletes_by_functions.sql"
 STILL_WAITS: Final = """
-  AND NOT EXISTS (SELECT FROM mqlayer.parked_message m
-                  WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name)"""
+          AND NOT EXISTS (SELECT FROM mqlayer.parked_message m
+                          WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name)"""
 
 RACES: Final[dict[str, RacePlant]] = {
     "by_transaction": RacePlant(
@@ -123,7 +124,7 @@ RACES: Final[dict[str, RacePlant]] = {
     "unpark_unseen": RacePlant(
         "a key is not parked any more once what was handed out of it is handled, whatever came to it meanwhile",
         rounds.parked_keys,
-        Plant("", {"sql/queries/parking.sql": ((STILL_WAITS, ""),)}, code=_unpark_unseen),
+        Plant("", {DELETES: ((STILL_WAITS, ""),)}, code=_unpark_unseen),
     ),
     "session_lock": RacePlant(
         "who has a session's advisory lock is the owner, and has it still after its connection was lost",
