@@ -13,15 +13,15 @@ KEYS
   2 meta_key      hash    state, range of LPs, next offset
   3 marks_key     hash    <source>:<lp> -> highest seq that is in the partition
   4 ended_key     set     the node's: sources of outboxes that go on under others
-  5 terms_key     hash    the node's: source -> the term of its outbox that counts
+  5 terms_key     hash    the node's: source -> the token of the term of its outbox that counts
 
 ARGV
   1 source        int     who numbered the messages
   2 backlog       int     refuse when the stream holds this many records; 0: no limit; -1: none, and of what the
                           partition held before also under a source that is ended; -2: that, unless the source is
                           closed, since what goes on in its place may be here already
-  3 term          str     of the outbox's Postgres from which this was read: nothing of an earlier one is taken; empty
-                          where what was read can't be lost
+  3 term          str     the token of the term of the outbox's Postgres in which this was read: nothing of another one
+                          is taken; empty where what was read can't be lost
   4 run_count     int     1 to 500
   5 ...           per run: lp, first seq, count; then per message, in the order of the runs: facts, key, body
 

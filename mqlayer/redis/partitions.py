@@ -5,6 +5,7 @@ Commands and replies are apart, so that many can go in one write and several wri
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
@@ -85,15 +86,18 @@ def end_sources(line: NodeConnection, prefix: str, sources: Sequence[int], *, cl
         raise_for_reply(reply, line.node.address)
 
 
-def set_term(line: NodeConnection, prefix: str, source: int, term: str, *, partitions: Sequence[int]) -> None:
-    """Have a node take of a source only what was read in this term of its outbox's Postgres. Raises StoreUnavailable.
+def set_term(line: NodeConnection, prefix: str, source: int, term: str, *, partitions: Sequence[int]) -> str:
+    """Have a node take of a source only what was read in this term of its outbox's Postgres; return what appends carry.
 
     A term is one life of a Postgres: it ends with a crash, which may take commits back, and with the server. A node
-    that has none of its `partitions` is told nothing: it refuses appends anyway, until it is armed.
+    that has none of its `partitions` is told nothing: it refuses appends anyway, until it is armed. Raises
+    StoreUnavailable.
     """
     keys = (terms_key(prefix), *(partition_keys(prefix, partition).meta for partition in partitions))
-    (reply,) = line.call([line.whole_script("source_term", keys, source, term)])
-    raise_for_reply(reply, line.node.address)
+    (reply,) = line.call([line.whole_script("source_term", keys, source, term, secrets.token_hex(8))])
+    word, *token = raise_for_reply(reply, line.node.address)
+    # No node has a term without a nonce: what carries that is refused.
+    return token[0].decode() if word == b"ok" else term
 
 
 def word_of(reply: Any, address: str) -> str:

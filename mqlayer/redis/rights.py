@@ -22,7 +22,7 @@ from mqlayer.resources import lua_source
 
 ANY: Final = "*"
 """A key that is told by its place in KEYS only, or that the source of a plain command does not tell."""
-OF_NODE: Final = ("ended",)
+OF_NODE: Final = ("ended", "terms")
 OF_PARTITION: Final = ("log", "meta", "marks", "ids", "ages")
 OF_GROUP: Final = ("lock", "acks", "attempts", "outcomes", "rate", "pops", "lines", "due", "batches", "wake")
 CALLERS: Final = ("eval", "evalsha")

@@ -14,7 +14,9 @@ record of R was written behind them. States:
                         it. Another one, or no row: lost, and given out again
     R < M <= C, and no partition has the record of M any more: not known, taken for the same
 
-It is done when a node is connected, before it is sent anything. A relay that stood still over the crash, or a line or
+It is done when a node is connected, before it is sent anything, and when a partition came to it since, before that is
+sent anything: what its parents took, on other nodes, may be from before a crash. Where the record is on a node that is
+away, the partition waits for it. A relay that stood still over the crash, or a line or
 a node that did, may send what was read before it later than that; so first the node is told the relay's term, and takes
 of the source nothing that was read in another one from then on (`lua/source_term.lua`). A term is one life of the
 outbox's Postgres: from a start, or its recovery from a crash, to the next. In one term no commit is taken back, so what
@@ -35,13 +37,12 @@ Another relay may number the outbox anew meanwhile: then nothing is noted, rows 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import StoreUnavailable
+from mqlayer.errors import NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
@@ -60,6 +61,13 @@ Spot = tuple[int, int]
 Lines = Callable[[NodeId], NodeConnection]
 
 
+class Compared(NamedTuple):
+    """What a node was told, as appends carry it, and which of its partitions were compared since."""
+
+    token: str
+    partitions: frozenset[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Comparer:
     """Compares what nodes hold of an outbox's source with the outbox's rows. For any thread."""
@@ -69,48 +77,71 @@ class Comparer:
     prefix: str
     source: OutboxSource
 
-    def compare_node(self, line: NodeConnection, lines: Lines) -> None:
+    def compare_node(self, line: NodeConnection, lines: Lines) -> Compared:
         """Have a node take nothing of the source but what is read in our term, and compare what it holds of it.
 
         `lines` gives connections to other nodes, for parents of its partitions. Raises StoreUnavailable where commits
-        are lost, which is noted, where our term is over, and where a store is away.
+        are lost, which is noted, where our term is over, and where the node or Postgres is away.
         """
-        self._tell(line)
+        token = self._tell(line)
         # Asked behind the telling: one that was opened before it may have taken what was read in another term.
-        rows = self._partitions(line)
-        partitions = [partition for partition, _ in rows]
-        marks: dict[Spot, int] = {}
-        all_marks = marks_of(line, self.prefix, partitions, self.source.source_id)
-        for (_, topic_id), found in zip(rows, all_marks, strict=True):
-            for lp, mark in found.items():
-                marks[topic_id, lp] = max(mark, marks.get((topic_id, lp), 0))
-        self._compare(marks, lambda node_id: line if node_id == line.node.node_id else lines(node_id))
+        return Compared(token, self._compare_partitions(line, self._partitions(line), lines))
 
-    def _tell(self, line: NodeConnection) -> None:
+    def compare_more(self, line: NodeConnection, partitions: Collection[int], lines: Lines) -> frozenset[int]:
+        """Compare partitions that came to a node since: their marks are their parents'. Return those that are compared.
+
+        Raises StoreUnavailable as `compare_node`.
+        """
+        rows = [(partition, topic_id) for partition, topic_id in self._partitions(line) if partition in partitions]
+        return self._compare_partitions(line, rows, lines)
+
+    def _tell(self, line: NodeConnection) -> str:
         partitions = [partition for partition, _ in self._partitions(line)]
         failpoint("relay.before_term")
-        set_term(line, self.prefix, self.source.source_id, self.source.term, partitions=partitions)
+        token = set_term(line, self.prefix, self.source.source_id, self.source.term, partitions=partitions)
         failpoint("relay.after_term")
         with self.application.connection() as connection:
             refuse_other_term(connection, self.source, self.application.address)
+        return token
 
     def _partitions(self, line: NodeConnection) -> list[tuple[int, int]]:
         """Return the partitions of a node, with their topics."""
         with self.control.connection() as connection:
             return connection.execute(query("partitions_of_node"), {"node_id": line.node.node_id}).fetchall()
 
-    def _compare(self, marks: Mapping[Spot, int], lines: Lines) -> None:
-        """Compare the records of some seqs with their rows. Raises StoreUnavailable where commits are lost."""
+    def _compare_partitions(
+        self, line: NodeConnection, rows: Sequence[tuple[int, int]], lines: Lines
+    ) -> frozenset[int]:
+        """Compare partitions; return them, but for those whose marks wait for a node that is away."""
+        partitions = [partition for partition, _ in rows]
+        marks: dict[Spot, int] = {}
+        holders: dict[Spot, list[int]] = {}
+        found = marks_of(line, self.prefix, partitions, self.source.source_id)
+        for (partition, topic_id), of_partition in zip(rows, found, strict=True):
+            for lp, mark in of_partition.items():
+                marks[topic_id, lp] = max(mark, marks.get((topic_id, lp), 0))
+                holders.setdefault((topic_id, lp), []).append(partition)
+        unknown = self._compare(marks, lambda node_id: line if node_id == line.node.node_id else lines(node_id))
+        return frozenset(partitions).difference(*(holders[spot] for spot in unknown))
+
+    def _compare(self, marks: Mapping[Spot, int], lines: Lines) -> set[Spot]:
+        """Compare the records of some seqs with their rows; return those whose record is on a node that is away.
+
+        Raises StoreUnavailable where commits are lost.
+        """
         ahead = self._ahead(marks)
         lost = {spot for spot, counter in ahead.items() if counter < marks[spot]}
+        unknown: set[Spot] = set()
         for topic_id in {topic for topic, _ in ahead.keys() - lost}:
             wanted = {lp: marks[topic_id, lp] for topic, lp in ahead.keys() - lost if topic == topic_id}
-            records = self._records(topic_id, wanted, lines)
+            records, away = self._records(topic_id, wanted, lines)
             rows = self._rows(topic_id, {lp: wanted[lp] for lp in records})
             lost |= {(topic_id, lp) for lp, one in records.items() if lp not in rows or not is_of_row(one, rows[lp])}
+            unknown |= {(topic_id, lp) for lp in away}
         # What was recorded as relayed since may have been rotated away since, too.
         if lost and (still := lost & self._ahead({spot: marks[spot] for spot in lost}).keys()):
             self._note(still, marks)
+        return unknown
 
     def _ahead(self, marks: Mapping[Spot, int]) -> dict[Spot, int]:
         """Return those of the marks that are past what is recorded as relayed, with their counters."""
@@ -123,18 +154,26 @@ class Comparer:
             rows = connection.execute(query("marks_ahead"), facts).fetchall()
         return {(topic_id, lp): counter for topic_id, lp, counter in rows}
 
-    def _records(self, topic_id: int, wanted: Mapping[int, int], lines: Lines) -> dict[int, Content]:
-        """Return the records of LPs' seqs, by LP, as far as there are any: the youngest partition's first."""
+    def _records(self, topic_id: int, wanted: Mapping[int, int], lines: Lines) -> tuple[dict[int, Content], set[int]]:
+        """Return the records of LPs' seqs, by LP, and the LPs whose record may be on a node that is away.
+
+        The youngest partition's first. A node that was removed has none, and what it held is gone for good.
+        """
         with self.control.connection() as connection:
             partitions = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
         found: dict[int, Content] = {}
-        for partition, node_id, lp_from, lp_to, state, *_ in reversed(partitions):
+        away: set[int] = set()
+        for partition, node_id, lp_from, lp_to, *_ in reversed(partitions):
             left = {lp: seq for lp, seq in wanted.items() if lp_from <= lp < lp_to and lp not in found}
             if left:
-                # A parent's node may be gone for good, and what it held with it.
-                with suppress(*(() if state == "open" else (StoreUnavailable,))):
+                try:
                     found |= self._find(lines(NodeId(node_id)), partition, left)
-        return found
+                except NotFound:
+                    continue
+                except StoreUnavailable as error:
+                    log.info("relay_not_compared", extra={"partition": partition, "reason": str(error)})
+                    away |= left.keys()
+        return found, away - found.keys()
 
     def _find(self, line: NodeConnection, partition: int, wanted: Mapping[int, int]) -> dict[int, Content]:
         found: dict[int, Content] = {}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NodeNotArmed, NotFound, StoreUnavailable
@@ -23,7 +23,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.redis.nodes import Node, NodeConnection, connection_of
 from mqlayer.redis.partitions import end_sources
 from mqlayer.redis.roles import RedisRole
-from mqlayer.relay.comparing import Comparer
+from mqlayer.relay.comparing import Compared, Comparer
 from mqlayer.relay.lanes import Lane, Target
 from mqlayer.relay.pauses import pause_s
 from mqlayer.routes.cache import RouteCache
@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 
 LOOK_LIMIT_S: Final = 5.0
 """A lease may be so short that no question is answered within it."""
+
+COMPARE_AGAIN_S: Final = 0.2
+"""How long after a comparison the next one begins: what it needs may be on a node that is away."""
 
 SentRun = tuple[Lane, int, int]
 """A lane, the first seq and the count of what was sent."""
@@ -64,9 +67,20 @@ class Flight:
     asked: Sequence[Append | MarksQuestion]
 
 
+class Connected(NamedTuple):
+    """A line to a node that was told our term, and what is compared there."""
+
+    line: NodeConnection
+    compared: Compared
+
+
 @dataclass(slots=True, eq=False)
 class Link:
-    """One node. `synced` says that its marks were compared since it was connected."""
+    """One node. `synced` says that its marks were asked for since it was connected.
+
+    `token`: what appends carry, by which it knows that they were read in our term. `compared`: the partitions that may
+    be sent to; `missing`: those that routes name besides, and `comparing` the ones that are seen to.
+    """
 
     node_id: NodeId
     address: str = ""
@@ -79,7 +93,21 @@ class Link:
     failures: int = 0
     trouble: str = ""
     try_at: float = float("-inf")
-    connecting: Future[NodeConnection] | None = None
+    connecting: Future[Connected] | None = None
+    token: str = ""
+    compared: frozenset[int] = frozenset()
+    missing: set[int] = field(default_factory=set)
+    comparing: Future[frozenset[int]] | None = None
+    compare_at: float = float("-inf")
+
+    def takes(self, partition: int) -> bool:
+        """Whether messages may be sent to a partition of it now; one that is not compared will be."""
+        if not self.usable:
+            return False
+        if partition not in self.compared:
+            self.missing.add(partition)
+            return False
+        return True
 
     @property
     def usable(self) -> bool:
@@ -89,6 +117,10 @@ class Link:
 
 class Links:
     """All links of a relay."""
+
+    comparer: Comparer
+    """Tells whether Postgres has what is in Redis; asked of each node before it is sent anything, see there. Set by the
+    owner before the first `tend`, as `former` is."""
 
     def __init__(
         self,
@@ -103,8 +135,6 @@ class Links:
         self._links: dict[int, Link] = {}
         self.former: tuple[int, ...] = ()
         """The outbox's former sources: before nodes are sent anything under its present one, they are told of these."""
-        self.comparer: Comparer | None = None
-        """Tells whether Postgres has what is in Redis; asked of each node before it is sent anything, see there."""
         self._chance = random.Random()
         self._flight_number = 0
         self._looking: Future[dict[NodeId, Node]] | None = None
@@ -140,6 +170,31 @@ class Links:
             elif link.connecting is not None and link.connecting.done() and self._take(link, link.connecting):
                 fresh.append(link)
         return fresh
+
+    def compare(self, now: float) -> None:
+        """Have partitions compared that came to nodes since these were connected, in the background."""
+        for link in self:
+            if link.comparing is not None and link.comparing.done():
+                self._take_compared(link, link.comparing, now)
+            if link.line is not None and link.missing and link.comparing is None and now >= link.compare_at:
+                link.comparing = self._background.submit(self._compare_more, link.node_id, frozenset(link.missing))
+                link.missing.clear()
+
+    def _take_compared(self, link: Link, comparing: Future[frozenset[int]], now: float) -> None:
+        link.comparing = None
+        error = comparing.exception()
+        if error is None:
+            link.compared |= comparing.result()
+        elif not isinstance(error, MqlayerError):
+            raise error
+        else:
+            log.info("relay_not_compared", extra={"node": link.address, "reason": str(error)})
+        link.compare_at = now + COMPARE_AGAIN_S
+
+    def _compare_more(self, node_id: NodeId, partitions: frozenset[int]) -> frozenset[int]:
+        with ExitStack() as cleanup:
+            lines = self._others(cleanup)
+            return self.comparer.compare_more(lines(node_id), partitions, lines)
 
     def look(self, now: float) -> list[tuple[Link, MqlayerError]]:
         """Ask in the background which runs and addresses of nodes count; return the lines that must not be used.
@@ -204,6 +259,9 @@ class Links:
         if link.line is not None:
             link.line.close()
         link.line, link.connecting = None, None
+        # What is under way is of the former line: its answer counts for nothing.
+        link.comparing, link.compared = None, frozenset()
+        link.missing.clear()
         link.synced = link.stalled = False
         link.failures += 1
         link.trouble = str(error)
@@ -221,9 +279,9 @@ class Links:
             if link.connecting is not None:
                 link.connecting.add_done_callback(_close_unused)
 
-    def _take(self, link: Link, connecting: Future[NodeConnection]) -> bool:
+    def _take(self, link: Link, connecting: Future[Connected]) -> bool:
         try:
-            link.line = connecting.result()
+            link.line, (link.token, link.compared) = connecting.result()
         except MqlayerError as error:
             self.drop(link, error)
             return False
@@ -239,7 +297,7 @@ class Links:
             log.warning("relay_node_back", extra={"node": link.line.node.name, "failures": link.failures})
         return True
 
-    def _connect(self, node_id: NodeId, suspect: bool) -> NodeConnection:  # noqa: FBT001
+    def _connect(self, node_id: NodeId, suspect: bool) -> Connected:  # noqa: FBT001
         """Connect to a node, armed again where it has to be. Runs in the background."""
         node = self._routes.refresh_nodes().get(node_id)
         if node is None:
@@ -262,18 +320,15 @@ class Links:
         )
         return self._connected(node)
 
-    def _connected(self, node: Node) -> NodeConnection:
+    def _connected(self, node: Node) -> Connected:
         line = self._open(node)
         try:
             end_sources(line, self._settings.key_prefix, self.former, closed=True)
-            if self.comparer is not None:
-                with ExitStack() as cleanup:
-                    lines = self._others(cleanup)
-                    self.comparer.compare_node(line, lines)
+            with ExitStack() as cleanup:
+                return Connected(line, self.comparer.compare_node(line, self._others(cleanup)))
         except BaseException:
             line.close()
             raise
-        return line
 
     def _open(self, node: Node) -> NodeConnection:
         settings = self._settings
@@ -293,13 +348,13 @@ class Links:
             if node_id not in opened:
                 node = self._routes.refresh_nodes().get(node_id)
                 if node is None:
-                    raise StoreUnavailable(f"node {node_id}", "it was removed")
+                    raise NotFound("node", node_id, "it was removed")
                 opened[node_id] = cleanup.enter_context(closing(self._open(node)))
             return opened[node_id]
 
         return line_to
 
 
-def _close_unused(connecting: Future[NodeConnection]) -> None:
+def _close_unused(connecting: Future[Connected]) -> None:
     if not connecting.cancelled() and connecting.exception() is None:
-        connecting.result().close()
+        connecting.result().line.close()

@@ -38,6 +38,7 @@ class OutboxReader:
         self._messages.adapters.register_loader("text", ByteaBinaryLoader)
         self.after = 0
         self.outbox_uuid: UUID | None = None
+        self.term = ""
 
     def prepare(self) -> None:
         """Set the connection up for reading; once, before anything else. Not where others share its sessions."""
@@ -136,6 +137,7 @@ class OutboxReader:
     def _progress(self, lanes: Sequence[Lane]) -> dict[str, Any]:
         return {
             "outbox_uuid": self.outbox_uuid,
+            "term": self.term,
             "topic_ids": [lane.topic_id for lane in lanes],
             "lps": [lane.lp for lane in lanes],
             "seqs": [lane.acked for lane in lanes],

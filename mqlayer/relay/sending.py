@@ -40,7 +40,7 @@ class Sender:
         self.gone: list[Unsendable] = []
         self.ended = False
         self.appended_count = 0
-        self.source_id, self.term = 0, ""
+        self.source_id = 0
         self._suspects: dict[int, tuple[Lane, int, int]] = {}
 
     @property
@@ -59,7 +59,7 @@ class Sender:
         for link, group in by_link.items():
             asked = [Append(b.target, [(r.lane, r.first, len(r.messages)) for r in b.runs]) for b in group]
             # The target was ready when the batch was made; a line that broke since is noticed by the write.
-            packets = [self._append(link.line, batch) for batch in group] if link.line is not None else []
+            packets = [self._append(link.line, link.token, b) for b in group] if link.line is not None else []
             if not self._links.send(link, packets, asked):
                 self._rewind_flights(link)
 
@@ -255,7 +255,7 @@ class Sender:
                     self._send_again(asked, flight.number)
         link.flights.clear()
 
-    def _append(self, line: NodeConnection, batch: Batch) -> bytes:
+    def _append(self, line: NodeConnection, token: str, batch: Batch) -> bytes:
         heads: list[bytes] = []
         messages: list[bytes] = []
         for lane, first, of_lane in batch.runs:
@@ -271,7 +271,7 @@ class Sender:
             messages,
             count=batch.count,
             backlog=target.backlog_limit,
-            term=self.term,
+            term=token,
         )
 
     def _marks(self, line: NodeConnection, question: MarksQuestion) -> bytes:
@@ -280,8 +280,10 @@ class Sender:
 
     def _lanes_of(self, links: Iterable[Link]) -> dict[Link, dict[Target, list[Lane]]]:
         found: dict[Link, dict[Target, list[Lane]]] = {link: {} for link in links}
-        by_node: dict[int, dict[Target, list[Lane]]] = {link.node_id: found[link] for link in found}
+        by_node: dict[int, Link] = {link.node_id: link for link in found}
         for lane in self._lanes:
-            if lane.target.node_id in by_node:
-                by_node[lane.target.node_id].setdefault(lane.target, []).append(lane)
+            link = by_node.get(lane.target.node_id)
+            # Of a partition that is not compared a mark says nothing of our rows.
+            if link is not None and lane.target.partition in link.compared:
+                found[link].setdefault(lane.target, []).append(lane)
         return found

@@ -118,8 +118,8 @@ class Session:
             check_schema(connection, "control", self._control.address)
         self._recover()
         source = open_source(self._connection, self._control, self._application.address)
-        self._source, self._reader.outbox_uuid = source, source.outbox_uuid
-        self._sender.source_id, self._sender.term = source.source_id, source.term
+        self._source, self._sender.source_id = source, source.source_id
+        self._reader.outbox_uuid, self._reader.term = source.outbox_uuid, source.term
         self._links.former = source.former
         self._links.comparer = Comparer(self._control, self._application, self._settings.key_prefix, source)
         now = time.monotonic()
@@ -164,6 +164,7 @@ class Session:
         now = time.monotonic()
         self._keep_house(now)
         self._targets.set_ready(now)
+        self._links.compare(now)
         rows, late = self._read(now)
         self._pump(late + rows)
         self._judge_sweep(end=not rows)

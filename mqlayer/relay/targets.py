@@ -108,7 +108,7 @@ class Targets:
         self._unrouted.pop(topic_id, None)
 
     def _set_ready(self, target: Target, now: float) -> None:
-        target.ready = target.paused_until <= now and self._links.link(target.node_id).usable
+        target.ready = target.paused_until <= now and self._links.link(target.node_id).takes(target.partition)
 
     def _refuse(self, topic_id: int, reason: str) -> None:
         """Have every row of the topic set aside, as long as nobody changes that."""

@@ -157,13 +157,14 @@ LEFT JOIN mqlayer_app.relayed r ON r.topic_id = c.topic_id AND r.lp = c.lp
 WHERE c.seq > coalesce(r.seq, 0) AND (c.lp >> 6) = ANY(%(lp_sets)s::int[]);
 
 -- name: relayed_put
--- Record how far LPs are in Redis; never backwards, and nothing once the outbox is numbered anew, or is to be: on another
--- timeline what is acknowledged may be in no commit.
+-- Record how far LPs are in Redis; never backwards, and nothing once the outbox is numbered anew, or is to be: in another
+-- term, and on another timeline, what is acknowledged may be in no commit.
 INSERT INTO mqlayer_app.relayed AS r (topic_id, lp, seq)
 SELECT * FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[])
 WHERE EXISTS (SELECT FROM mqlayer_app.identity i
               WHERE i.outbox_uuid = %(outbox_uuid)s AND (i.timeline IS NULL OR i.timeline <> -1)
-                AND (coalesce(i.timeline, 0) = 0 OR mqlayer_app.timeline_v1() IN (i.timeline, 0)) FOR SHARE)
+                AND (coalesce(i.timeline, 0) = 0 OR mqlayer_app.timeline_v1() IN (i.timeline, 0))
+                AND mqlayer_app.term_v1() = %(term)s FOR SHARE)
 ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq WHERE r.seq < excluded.seq;
 
 -- name: relayed_lower

@@ -5,6 +5,8 @@ DO $do$
 DECLARE
     v_count bigint;
 BEGIN
+    -- In the order in which rebalancing takes them: it locks the group's row, then writes assignments.
+    LOCK TABLE mqlayer.consumer_group, mqlayer.assignment, mqlayer.failure_count IN ACCESS EXCLUSIVE MODE;
     -- An epoch only grows, but for this once.
     ALTER TABLE mqlayer.assignment DISABLE TRIGGER assignment_epoch_grows;
     UPDATE mqlayer.assignment SET epoch = nextval('mqlayer.epoch'), changed_at = now()

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 from contextlib import closing
+from datetime import datetime
 from functools import partial
 from typing import Final
 
@@ -18,14 +19,19 @@ import psycopg
 import pytest
 import redis
 
+from mqlayer.changes import finish_changes, move
+from mqlayer.failpoints import FailpointHit, arm, disarm_all
+from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.redis.keys import terms_key
 from mqlayer.relay import relay_once
 from mqlayer.stack import PostgresServer
+from mqlayer.topics import create_topic, register_node
 from tests.fixtures.forking import is_stopped
 from tests.fixtures.functions import GOOD, call, signatures
 from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.waiting import wait_until
+from tests.proof.hand import Hand
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
 # Nothing but a commit that waits writes the log to the disk: what does not wait is lost in a crash for sure.
@@ -361,6 +367,70 @@ def test_a_node_that_lost_what_it_was_told_is_told_again(world: OutboxWorld) -> 
         world.publish(10, keys=5, tag="b")
         world.wait_until_whole()
         assert client.exists(terms_key(world.key_prefix)) == 1
+
+
+def test_a_partition_that_comes_to_a_node_waits_for_the_node_that_knows_what_its_parent_took(
+    database_dsn: str, postgres: PostgresServer, start_redis: StartRedis, key_prefix: str
+) -> None:
+    """Its marks are from before the crash; without its parent's records a lost message is not told from a new one."""
+    own = postgres.create_database("app")
+    migrate(own)
+    first, second = start_redis(), start_redis()
+    world = OutboxWorld(own, key_prefix, [], control_dsn=database_dsn)
+    with Database(database_dsn) as control, Database(own) as application:
+        register_node(control, name="node-1", url=first.url)
+        create_topic(control, "orders", prefix=key_prefix, application=application, partitions=1)
+        register_node(control, name="node-2", url=second.url)
+        hand = Hand(control, key_prefix, "orders")
+        world.publish(5, keys=5, tag="kept")
+        relay_once(world.settings(), limits=QUICK)
+        disk = Disk(postgres)
+        world.publish(10, keys=5, tag="lost")
+        relay_once(world.settings(), limits=QUICK)
+        arm("change.after_open", "raise")
+        try:
+            with pytest.raises(FailpointHit):
+                move(control, "orders", 1, prefix=key_prefix, to="node-2", application=application)
+        finally:
+            disarm_all()
+        disk.come_back()
+        first.kill()
+        with closing(redis.Redis.from_url(second.url)) as client:
+            then = client.hvals(terms_key(key_prefix))
+        with closing(redis.Redis.from_url(second.url)) as client, world.relay():
+            told = partial(client.hvals, terms_key(key_prefix))
+            wait_until(lambda: told() != then and live_relays(world), timeout_s=30, what="the relay to be on node-2")
+            assert set(finish_changes(control, prefix=key_prefix, application=application).values()) == {"done"}
+            world.publish(20, keys=5, tag="new")
+            # So long that a relay that takes the new ones for the lost ones has recorded them as relayed.
+            for _ in range(3):
+                wait_until(partial(beat_since, world, lease_end(world)), timeout_s=30, what="the relay's next beat")
+            first.start()
+            wait_until(lambda: recoveries(control) == 1, timeout_s=30, what="the lost commits to be noticed")
+            wait_until(lambda: unrelayed(world) == 0, timeout_s=30, what="all to be relayed")
+        hand.consume_all()
+    new = {f"key-{k}": [f"new-{n}" for n in range(k, 20, 5)] for k in range(5)}
+    assert {key: [body for body in bodies if body.startswith("new")] for key, bodies in hand.bodies().items()} == new
+
+
+def lease_end(world: OutboxWorld) -> datetime:
+    (end,) = world.rows("SELECT max(lease_until) FROM mqlayer_app.lp_set WHERE relay_id IS NOT NULL")[0]
+    assert isinstance(end, datetime)
+    return end
+
+
+def beat_since(world: OutboxWorld, then: datetime) -> bool:
+    return lease_end(world) > then
+
+
+def unrelayed(world: OutboxWorld) -> int:
+    lines = "mqlayer_app.counter c LEFT JOIN mqlayer_app.relayed r USING (topic_id, lp)"
+    return int(world.rows(f"SELECT count(*) FROM {lines} WHERE coalesce(r.seq, 0) < c.seq")[0][0])
+
+
+def recoveries(control: Database) -> int:
+    with control.connection() as connection:
+        return len(connection.execute("SELECT FROM mqlayer.audit WHERE act = 'outbox recover'").fetchall())
 
 
 @pytest.mark.parametrize("way", ["backend", "postmaster", "restart"])
