@@ -279,7 +279,7 @@ def steps(world: World) -> None:
         lambda: drop_marks_command(line, prefix, 2, [b"3:1", b"3:3"]),
         lambda: trim_command(line, prefix, 1, [floor], floor=200, limit=1000),
         lambda: line.script("source_end", (ended_key(prefix),), SOURCE, f"{SOURCE}:closed"),
-        lambda: line.script("source_term", (terms_key(prefix),), SOURCE, "a term"),
+        lambda: line.script("source_term", (terms_key(prefix),), SOURCE, "a term", "a nonce"),
         lambda: rate_command(line, prefix, 1, GROUP, (1.0, 10.0, 5.0), wanted=2),  # type: ignore[arg-type]
         lambda: raise_command(line, prefix, 1, GROUP, 9),
         lambda: group_forget_command(line, prefix, 3, GROUP, 9, for_good=False, archived=False),
