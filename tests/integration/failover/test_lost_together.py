@@ -295,7 +295,8 @@ def test_nothing_is_recorded_as_relayed_before_the_outbox_is_recovered(world: Ou
     bring(world, 10, "a")
     before = world.rows("SELECT sum(seq) FROM mqlayer_app.relayed")
     ((outbox_uuid,),) = world.rows("SELECT outbox_uuid FROM mqlayer_app.identity")
-    facts = {"outbox_uuid": outbox_uuid, "topic_ids": [1], "lps": [0], "seqs": [500]}
+    ((term,),) = world.rows("SELECT mqlayer_app.term_v1()")
+    facts = {"outbox_uuid": outbox_uuid, "term": term, "topic_ids": [1], "lps": [0], "seqs": [500]}
     with connect(world.dsn) as outbox:
         world.rows("UPDATE mqlayer_app.identity SET timeline = %s", timeline)
         outbox.execute(query("relayed_put"), facts)

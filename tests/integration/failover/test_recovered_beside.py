@@ -21,6 +21,7 @@ from mqlayer.relay import RelayLimits, recover_now, relay_once
 from mqlayer.relay.lanes import Lane, Target
 from mqlayer.relay.pauses import FIRST_S
 from mqlayer.relay.reading import OutboxReader
+from mqlayer.relay.source import term_of
 from mqlayer.routes.cache import load_nodes
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node, register_node
@@ -137,7 +138,7 @@ def test_progress_that_waits_for_the_renumbering_is_none_by_then(
     ((outbox_uuid,),) = world.rows("SELECT outbox_uuid FROM mqlayer_app.identity")
     with connect(database_dsn) as one, connect(database_dsn) as other, ThreadPoolExecutor() as pool:
         reader = OutboxReader(one, RelayLimits())
-        reader.outbox_uuid = outbox_uuid
+        reader.outbox_uuid, reader.term = outbox_uuid, term_of(one)
         with other.transaction():
             facts = {"outbox_uuid": outbox_uuid, "topic_ids": [], "lps": [], "seqs": [], "fallen": []}
             assert other.execute(query("outbox_recover"), facts).fetchone() == (0,)
@@ -159,6 +160,7 @@ def test_what_a_relay_writes_counts_for_the_outbox_whose_numbers_it_knows(
         reader = OutboxReader(connection, RelayLimits())
         ((outbox_uuid,),) = world.rows("SELECT outbox_uuid FROM mqlayer_app.identity")
         reader.outbox_uuid = outbox_uuid if whose == "its own" else uuid.uuid4()
+        reader.term = term_of(connection)
         before = noted(world)
         reader.put_relayed([lane])
         after_progress = noted(world)
@@ -172,6 +174,21 @@ def test_what_a_relay_writes_counts_for_the_outbox_whose_numbers_it_knows(
         assert noted(world) == (3, 1, 1, -1)
     else:
         assert after_progress == noted(world) == before
+
+
+def test_progress_counts_in_the_term_only_in_which_its_rows_were_read(
+    database_dsn: str, node: RedisServer, key_prefix: str
+) -> None:
+    """A pooler may run the statement on a server that lost the rows in a crash since."""
+    world = relayed_world(database_dsn, key_prefix, node.url, count=5, keys=1)
+    ((topic_id, lp),) = world.rows("SELECT topic_id, lp FROM mqlayer_app.relayed")
+    before = noted(world)
+    with connect(database_dsn) as connection:
+        reader = OutboxReader(connection, RelayLimits())
+        ((reader.outbox_uuid,),) = world.rows("SELECT outbox_uuid FROM mqlayer_app.identity")
+        reader.term = "another"
+        reader.put_relayed([Lane(topic_id * 1024 + lp, Target(1, 1, 0), seq=7)])
+    assert noted(world) == before
 
 
 def noted(world: OutboxWorld) -> tuple[Any, ...]:
