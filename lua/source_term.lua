@@ -2,10 +2,9 @@
 --[[
 source_term: have a node take of a source only what was read in one term of its outbox's Postgres.
 
-A crash of Postgres may take commits back, and ends the term. Who relays says the term in which it reads before it is
-told how far the source's marks are; so what was read before the crash is refused from then on, however late it comes.
-A term gets a token each time that it takes another one's place: an old one that is said late, and the right one again
-behind it, leave nobody who was told before either of them.
+A crash of Postgres may take commits back, and ends the term. A relay tells the node its term before it asks for marks,
+so rows that were read before the crash are refused from then on, however late they come. Each change of the term makes
+a new token: where a late relay tells an old term and another one the right term again, appends sent before are refused.
 
 KEYS
   1 terms_key     hash    the node's: source -> the token of the term of its outbox that counts

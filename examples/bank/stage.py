@@ -72,7 +72,7 @@ class Stage:
 
     @property
     def _owner_dsn(self) -> str:
-        """The same database as the superuser, who makes what is there before the processes start."""
+        """The same database as the superuser, who prepares it before the processes start."""
         return make_conninfo(self._stack.owner_dsn(), dbname=DATABASE)
 
     @property

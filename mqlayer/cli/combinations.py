@@ -58,7 +58,7 @@ class RuledCommand(TyperCommand):
     """A command that refuses what its rules exclude, before it does anything."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # its context class is private
-        """Check what was typed, then run the command."""
+        """Check the options, then run the command."""
         said = frozenset(_said(self, ctx))
         for rule in rules_of(self.callback):
             rule.check(said)

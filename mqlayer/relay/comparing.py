@@ -14,14 +14,16 @@ record of R was written behind them. States:
                         it. Another one, or no row: lost, and given out again
     R < M <= C, and no partition has the record of M any more: not known, taken for the same
 
-It is done when a node is connected, before it is sent anything, and when a partition came to it since, before that is
-sent anything: what its parents took, on other nodes, may be from before a crash. Where the record is on a node that is
-away, the partition waits for it. A relay that stood still over the crash, or a line or
-a node that did, may send what was read before it later than that; so first the node is told the relay's term, and takes
-of the source nothing that was read in another one from then on (`lua/source_term.lua`). A term is one life of the
-outbox's Postgres: from a start, or its recovery from a crash, to the next. In one term no commit is taken back, so what
-two relays read in it is the same. Behind the telling Postgres is asked whether the term is its own: a relay that says
-an old one late sends nothing by it, and the others, refused once, say theirs again.
+A relay compares a node as it connects, before it sends anything there, and a partition that came to the node since
+before it sends that anything: its marks are its parents', which may be from before a crash. Where a record is on a node
+that is away, the partition waits for that node.
+
+A relay, a line or a node that stood still over the crash may bring rows of before it later than that. So the relay
+first tells the node its term, and the node takes nothing of the source that was read in another one from then on
+(`lua/source_term.lua`). A term is one life of the outbox's Postgres: from a start, or its recovery from a crash, to the
+next. In one term no commit is taken back, so two relays read the same rows in it. After the telling, the relay asks
+Postgres whether the term is still its own: a relay that tells an old one late sends nothing by it, and the others,
+refused once, tell theirs again.
 
     crash before the node is told       nothing of the old term is refused, and nothing of the new one was sent: the
                                         next to connect compares all that is there
@@ -171,7 +173,7 @@ class Comparer:
                 except NotFound:
                     continue
                 except StoreUnavailable as error:
-                    log.info("relay_not_compared", extra={"partition": partition, "reason": str(error)})
+                    log.debug("relay_record_away", extra={"partition": partition, "reason": str(error)})
                     away |= left.keys()
         return found, away - found.keys()
 

@@ -35,9 +35,6 @@ log = logging.getLogger(__name__)
 LOOK_LIMIT_S: Final = 5.0
 """A lease may be so short that no question is answered within it."""
 
-COMPARE_AGAIN_S: Final = 0.2
-"""How long after a comparison the next one begins: what it needs may be on a node that is away."""
-
 SentRun = tuple[Lane, int, int]
 """A lane, the first seq and the count of what was sent."""
 
@@ -97,7 +94,8 @@ class Link:
     token: str = ""
     compared: frozenset[int] = frozenset()
     missing: set[int] = field(default_factory=set)
-    comparing: Future[frozenset[int]] | None = None
+    comparing: tuple[frozenset[int], Future[frozenset[int]]] | None = None
+    compare_failures: int = 0
     compare_at: float = float("-inf")
 
     def takes(self, partition: int) -> bool:
@@ -174,22 +172,27 @@ class Links:
     def compare(self, now: float) -> None:
         """Have partitions compared that came to nodes since these were connected, in the background."""
         for link in self:
-            if link.comparing is not None and link.comparing.done():
-                self._take_compared(link, link.comparing, now)
+            if link.comparing is not None and link.comparing[1].done():
+                self._take_compared(link, *link.comparing, now)
             if link.line is not None and link.missing and link.comparing is None and now >= link.compare_at:
-                link.comparing = self._background.submit(self._compare_more, link.node_id, frozenset(link.missing))
+                asked = frozenset(link.missing)
+                link.comparing = asked, self._background.submit(self._compare_more, link.node_id, asked)
                 link.missing.clear()
 
-    def _take_compared(self, link: Link, comparing: Future[frozenset[int]], now: float) -> None:
-        link.comparing = None
-        error = comparing.exception()
-        if error is None:
+    def _take_compared(self, link: Link, asked: frozenset[int], comparing: Future[frozenset[int]], now: float) -> None:
+        link.comparing, reason = None, "the records are on a node that is away"
+        try:
             link.compared |= comparing.result()
-        elif not isinstance(error, MqlayerError):
-            raise error
-        else:
-            log.info("relay_not_compared", extra={"node": link.address, "reason": str(error)})
-        link.compare_at = now + COMPARE_AGAIN_S
+        except MqlayerError as error:
+            reason = str(error)
+        if asked <= link.compared:
+            link.compare_failures = 0
+            return
+        link.compare_failures += 1
+        link.compare_at = now + pause_s(link.compare_failures, self._chance)
+        shown = log.warning if link.compare_failures in (1, 5) or link.compare_failures % 30 == 0 else log.debug
+        waiting = sorted(asked - link.compared)
+        shown("relay_not_compared", extra={"node": link.address, "partitions": waiting, "reason": reason})
 
     def _compare_more(self, node_id: NodeId, partitions: frozenset[int]) -> frozenset[int]:
         with ExitStack() as cleanup:
