@@ -98,6 +98,7 @@ class Database:
         self.dsn, self.address, self._application = dsn, address_of(dsn), application
         self._refused: ConfigurationRefused | None = None
         self._pooled: bool | None = None
+        self._in_use: set[int] = set()
         self._pool: ConnectionPool[Connection] = ConnectionPool(
             dsn,
             kwargs={"autocommit": True, **_arguments(dsn, application)},
@@ -146,15 +147,32 @@ class Database:
         try:
             connection = self._take()
         except PoolTimeout:
-            # The pool only says that the time is over; connecting once more tells why, or that all are lent.
-            with connect(self.dsn, application=self._application) as connection:
-                meet_server(connection)
-            raise
+            connection = None
+        if connection is None:
+            with self._connected_beside() as beside:
+                yield beside
+            return
+        self._in_use.add(id(connection))
         try:
             with connection:
                 yield connection
         finally:
+            self._in_use.discard(id(connection))
             self._pool.putconn(connection)
+
+    @contextmanager
+    def _connected_beside(self) -> Iterator[Connection]:
+        """Lend a connection that is none of the pool, whose time is over, unless all of the pool's are in use.
+
+        Connecting once more tells why the pool gave none. Where it comes, the pool was only slow: on a busy machine its
+        threads may wait for longer than the time.
+        """
+        with connect(self.dsn, application=self._application) as connection:
+            meet_server(connection)
+            in_use = len(self._in_use)
+            if in_use >= self._pool.max_size:
+                raise StoreUnavailable(self.address, f"all {in_use} connections of this process are in use")
+            yield connection
 
     def _take(self) -> Connection:
         """Take a connection that answers, as soon as there is one. Raises PoolTimeout after the time."""

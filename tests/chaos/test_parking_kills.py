@@ -23,6 +23,7 @@ from mqlayer.routes.cache import load_route
 from mqlayer.topics import list_nodes
 from tests.chaos.actors import DEADLY, GROUP, TOPIC, put_faults
 from tests.chaos.test_consumer_kills import COUNT, KEYS, Scene, judge, scene
+from tests.fixtures.due_keys import try_now
 from tests.fixtures.forking import Process
 from tests.fixtures.waiting import wait_until
 from tests.proof.history import Deliver, read_histories
@@ -78,11 +79,10 @@ class Shop:
         self.try_now()
         return done()
 
-    def try_now(self, *, attempts: str = "0") -> None:
+    def try_now(self, *, keep_attempts: bool = False) -> None:
         """Have all parked keys tried now: as an operator releases them, or earlier than they are due."""
-        self.rows(f"UPDATE mqlayer.parked_key SET due_at = now(), attempts = {attempts}")
-        self.rows("UPDATE mqlayer.consumer_group SET parking = parking + 1")
-        self.rows("SELECT pg_notify('mqlayer_group', group_id::text) FROM mqlayer.consumer_group")
+        with Database(self.scene.settings.control_dsn()) as database:
+            try_now(database, find_group(database, TOPIC, GROUP).group_id, keep_attempts=keep_attempts)
 
     def settled(self) -> bool:
         """Say whether everything in the streams is settled."""
@@ -226,7 +226,7 @@ def test_a_consumer_that_died_by_chance_costs_a_parked_message_no_attempt(scene:
     shop.wait_places(parked_message=OF_BROKEN, sink=COUNT - OF_BROKEN)
     shop.stop(first)
     shop.fail()
-    shop.try_now(attempts="attempts")
+    shop.try_now(keep_attempts=True)
     shop.killed("parking.before_resume=kill@3")
     shop.start("last")
     shop.wait_places(sink=COUNT)
@@ -254,9 +254,9 @@ def test_kills_while_messages_are_buried_that_were_parked(scene: Scene) -> None:
     shop.wait_places(parked_message=OF_BROKEN, sink=COUNT - OF_BROKEN)
     shop.stop(first)
     for failpoint in ("parking.before_commit=kill@6", "parking.after_commit=kill@6", "parking.before_resume=kill@8"):
-        shop.try_now(attempts="attempts")
+        shop.try_now(keep_attempts=True)
         shop.killed(failpoint)
-    shop.try_now(attempts="attempts")
+    shop.try_now(keep_attempts=True)
     shop.start("last")
     waiting = "SELECT count(*) FROM mqlayer.parked_key WHERE due_at > now() + interval '1 minute'"
     wait_until(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 
 import pytest
 from psycopg_pool import ConnectionPool
 
-from mqlayer.postgres.database import Database
+from mqlayer.errors import StoreUnavailable
+from mqlayer.postgres.database import Connection, Database
 from tests.fixtures.servers import StartPostgres
 
 
@@ -41,3 +43,30 @@ def test_who_is_interrupted_while_a_connection_is_looked_at_gives_it_back(
                 database.connection().__enter__()
         with database.connection() as connection:
             assert connection.execute("SELECT 1").fetchone() == (1,)
+
+
+def test_who_asks_a_pool_whose_own_threads_are_late_is_connected_nevertheless(
+    database_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine they may begin after the time is over; the server has answered long since."""
+    go_on, set_up = threading.Event(), Database._set_up
+
+    def late(database: Database, connection: Connection) -> None:
+        go_on.wait(30)
+        set_up(database, connection)
+
+    monkeypatch.setattr(Database, "_set_up", late)
+    with Database(database_dsn, max_size=1, timeout_s=0.2) as database:
+        try:
+            with database.connection() as connection:
+                assert connection.execute("SELECT 1").fetchone() == (1,)
+        finally:
+            go_on.set()
+
+
+def test_who_finds_all_connections_in_use_is_told_how_many_there_are(database_dsn: str) -> None:
+    with Database(database_dsn, max_size=2, timeout_s=0.2) as database, ExitStack() as lent:
+        for _ in range(2):
+            lent.enter_context(database.connection())
+        with pytest.raises(StoreUnavailable, match="all 2 connections of this process are in use"):
+            lent.enter_context(database.connection())

@@ -16,6 +16,7 @@ from mqlayer.errors import PauseKey, Reject, RetryLater, Skip
 from mqlayer.membership.steering import set_group
 from mqlayer.parking import KeyEntry, KeyRef, Ledger, Page, Turn
 from tests.fixtures.consuming import Recorder, Stage, member_of
+from tests.fixtures.due_keys import try_now
 from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
@@ -53,11 +54,7 @@ def parked(stage: Stage) -> dict[str, list[int]]:
 
 def release(stage: Stage, group: str = "g") -> None:
     """Have every parked key of a group tried now, as an operator does."""
-    with stage.database.connection() as connection, connection.transaction():
-        group_id = stage.group_id(group)
-        connection.execute("UPDATE mqlayer.parked_key SET due_at = now(), attempts = 0 WHERE group_id = %s", [group_id])
-        connection.execute("UPDATE mqlayer.consumer_group SET parking = parking + 1 WHERE group_id = %s", [group_id])
-        connection.execute("SELECT pg_notify('mqlayer_group', %s::text)", [group_id])
+    try_now(stage.database, stage.group_id(group))
 
 
 def test_a_key_that_waits_long_is_parked_and_the_others_go_on(stage: Stage) -> None:

@@ -16,6 +16,7 @@ from mqlayer.membership.seeking import apply_seek, planned_seek
 from mqlayer.membership.steering import set_group
 from mqlayer.routes.cache import RouteCache
 from tests.fixtures.consuming import Recorder
+from tests.fixtures.due_keys import try_now
 from tests.fixtures.waiting import wait_until
 from tests.integration.test_parking import LATER_S, Fault
 from tests.integration.test_route_gates import KEYS, Scene, database, scene, world
@@ -61,9 +62,7 @@ class Shop:
         """Mend the fault, and have parked keys tried now, as an operator does."""
         self.broken = False
         group_id = find_group(self.scene.database, "orders", GROUP).group_id
-        self.scene.world.rows("UPDATE mqlayer.parked_key SET due_at = now(), attempts = 0")
-        self.scene.world.rows("UPDATE mqlayer.consumer_group SET parking = parking + 1")
-        self.scene.world.rows("SELECT pg_notify('mqlayer_group', %s::text)", group_id)
+        try_now(self.scene.database, group_id)
 
     def version(self) -> int:
         """Return the group's route version."""

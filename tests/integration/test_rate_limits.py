@@ -19,6 +19,7 @@ from mqlayer.membership.steering import set_group
 from mqlayer.redis.keys import rate_key
 from mqlayer.redis.rates import RateGiven, rate_command, rate_reply
 from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
+from tests.fixtures.due_keys import try_now
 from tests.fixtures.waiting import wait_until
 
 GROUP_ID: Final = 7
@@ -215,9 +216,7 @@ def test_what_is_parked_and_due_keeps_to_the_rate_as_well(stage: Stage) -> None:
     limited(stage, recorder, None)
     wait_until(lambda: parked(stage) == 300, what="the key is parked")
     set_group(stage.database, stage.topic, "g", rate_limit=60, rate_burst=1, actor="test")
-    with stage.database.connection() as connection:
-        connection.execute("UPDATE mqlayer.parked_key SET due_at = now()")
-        connection.execute("UPDATE mqlayer.consumer_group SET parking = parking + 1")
+    try_now(stage.database, stage.group_id("g"), keep_attempts=True)
     wait_until(lambda: len(recorder.at) > 20, what="some came back")
     assert_rate([recorder], 1.2, low=0.8 * 72, high=1.2 * 72)
     recorder.assert_in_order()
