@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from mqlayer.consuming.node_thread import end_all
 from mqlayer.consuming.reading import Reader, ReadingOwner
 from mqlayer.consuming.settling import Settler, SettlingOwner
 from mqlayer.domain.routing import NodeId
@@ -42,11 +43,6 @@ class Link:
         found = Health.of_all(self.reader.health(limit_s), self.settler.health(limit_s))
         return Health(waits=found.waits) if self.repairing.locked() else found
 
-    def stop(self, timeout_s: float) -> None:
-        """Send what is handled, and end."""
-        self.reader.stop(timeout_s)
-        self.settler.stop(timeout_s)
-
 
 class Links:
     """The links of a member, opened by one thread at first need and looked at by all."""
@@ -81,6 +77,6 @@ class Links:
         return Health.of_all(*(link.health(limit_s) for link in self._by_node.values()))
 
     def stop(self, timeout_s: float) -> None:
-        """End all threads."""
-        for link in self._by_node.values():
-            link.stop(timeout_s)
+        """Send what is handled, and end all threads."""
+        links = self._by_node.values()
+        end_all([thread for link in links for thread in (link.reader, link.settler)], timeout_s)

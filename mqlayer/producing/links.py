@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -150,17 +150,20 @@ class Link:
             self._thread.start()
         self._work.notify()
 
-    def stop(self, timeout_s: float) -> None:
-        """End our thread and close the connection; what is under way stays unsettled."""
+    def end(self) -> None:
+        """Have our thread end; what is under way stays unsettled."""
         with self._ledger.lock:
             self._stopping = True
             self._work.notify()
+
+    def join(self, until: float) -> None:
+        """Wait until our thread has ended, up to a time (monotonic)."""
         if self._thread is not None:
-            self._thread.join(LAST_ANSWER_S)
-        # Ends a wait for an answer that does not come.
+            self._thread.join(max(0.0, until - time.monotonic()))
+
+    def close(self) -> None:
+        """Close the connection: that ends a wait for an answer which does not come."""
         self._line.close()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
 
     # With `io` held
 
@@ -426,3 +429,16 @@ class Link:
     def _new_line(self, node: Node) -> NodeConnection:
         settings = self._options.settings
         return connection_of(node, settings, RedisRole.PUBLISHER)
+
+
+def stop_links(links: Collection[Link], timeout_s: float) -> None:
+    """End the threads of links, and close their connections, side by side."""
+    for link in links:
+        link.end()
+    last_answer = time.monotonic() + LAST_ANSWER_S
+    for link in links:
+        link.join(last_answer)
+        link.close()
+    until = time.monotonic() + timeout_s
+    for link in links:
+        link.join(until)

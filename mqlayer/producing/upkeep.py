@@ -20,7 +20,7 @@ from mqlayer.postgres.rights import Right, require
 from mqlayer.producing.clerk import Clerk
 from mqlayer.producing.lanes import Slot, TopicLanes
 from mqlayer.producing.ledger import Ledger, tell_all
-from mqlayer.producing.links import Link, LinkOptions
+from mqlayer.producing.links import Link, LinkOptions, stop_links
 from mqlayer.producing.looks import Looks
 from mqlayer.producing.lookup import find_on_nodes
 from mqlayer.producing.parcels import Found, Parcel, Place
@@ -131,8 +131,7 @@ class Upkeep:
     def stop(self, timeout_s: float) -> None:
         """End all threads and connections."""
         self._clerk.stop(timeout_s)
-        for link in list(self.links.values()):
-            link.stop(timeout_s)
+        stop_links(list(self.links.values()), timeout_s)
 
     def close_sources(self) -> None:
         """Say in Postgres that our incarnations ended; if that fails they stay open, which costs some memory only."""

@@ -6,6 +6,7 @@ import logging
 import threading
 from typing import Protocol
 
+from mqlayer.consuming.node_thread import end_all
 from mqlayer.consuming.sharing.pool import Batch
 from mqlayer.consuming.sharing.reading import SharedReader, SharedReadingOwner
 from mqlayer.consuming.sharing.settling import SharedSettler, SharedSettlingOwner
@@ -121,13 +122,11 @@ class SharedLinks:
 
     def stop_readers(self, timeout_s: float) -> None:
         """End what reads."""
-        for link in self._by_node.values():
-            link.reader.stop(timeout_s)
+        end_all([link.reader for link in self._by_node.values()], timeout_s)
 
     def stop(self, timeout_s: float) -> None:
         """Send what there is to say, and end."""
-        for link in self._by_node.values():
-            link.settler.stop(timeout_s)
+        end_all([link.settler for link in self._by_node.values()], timeout_s)
 
     def _node(self, node_id: NodeId) -> Node:
         try:
