@@ -25,6 +25,10 @@ INLINE: Final = re.compile(r"`([^`\n]+)`")
 PATH: Final = re.compile(r"(?:(?:tests|unit|property|integration|chaos|proof|fixtures|bench|sql|lua)/)[\w/.]+")
 LINK: Final = re.compile(r"\]\(([\w./-]+\.md)[)#]")
 SLOT: Final = re.compile(r"outbox_\d")
+TEST: Final = re.compile(r"test_\w+")
+MODULE: Final = re.compile(r"[a-z_]+/[\w/]+\.(?:py|lua|sql|pml)")
+DECISIONS: Final = ROOT / "docs" / "design" / "decisions"
+OVERVIEW_BYTES: Final = 30_000
 IN_UNIT_S: Final = {"s": 1.0, "second": 1.0, "seconds": 1.0, "min": 60.0, "minute": 60.0, "minutes": 60.0}
 LATER: Final = re.compile(
     r"\b(?:with|in|by) (?:a |the )?(?:later|future|coming|next) (?:versions?|releases?)\b", re.IGNORECASE
@@ -78,6 +82,37 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     missing = [path for path in named if not any((place / path).exists() for place in (ROOT, ROOT / "tests"))]
     missing += [link for link in LINK.findall(page.read_text("utf-8")) if not (page.parent / link).exists()]
     assert missing == []
+
+
+@cache
+def names_of_tests() -> frozenset[str]:
+    """Return the names of all test functions."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return frozenset(name for file in files for name in re.findall(r"def (test_\w+)\(", file.read_text("utf-8")))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_test_and_module_that_a_page_names_is_there(page: Path) -> None:
+    """Modules of the library are named from its root or from `mqlayer/`."""
+    named = inline(page)
+    missing = [text for text in named if TEST.fullmatch(text) and text not in names_of_tests()]
+    places = (ROOT, ROOT / "mqlayer", ROOT / "tests", ROOT / "docs" / "model")
+    missing += [text for text in named if MODULE.fullmatch(text) and not any((at / text).exists() for at in places)]
+    assert missing == []
+
+
+def test_the_overview_stays_one() -> None:
+    assert (ROOT / "ARCHITECTURE.md").stat().st_size <= OVERVIEW_BYTES
+
+
+def test_every_decision_is_a_short_page_in_the_index() -> None:
+    pages = sorted(DECISIONS.glob("[0-9]*.md"))
+    assert sorted(LINK.findall((DECISIONS / "README.md").read_text("utf-8"))) == [page.name for page in pages]
+    for number, page in enumerate(pages, start=1):
+        lines = page.read_text("utf-8").splitlines()
+        assert page.name.startswith(f"{number:04}-"), page.name
+        assert [line for line in lines if line.startswith("## ")] == ["## Context", "## Decision", "## Consequences"]
+        assert 15 <= len(lines) <= 40, f"{page.name}: {len(lines)} lines"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
