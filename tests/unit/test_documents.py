@@ -36,7 +36,8 @@ MARKDOWN: Final = [
     *sorted(ROOT.glob("*.md")),
     *(page for top in sorted(ROOT.glob("[a-z]*/")) for page in sorted(top.rglob("*.md"))),
 ]
-LINK: Final = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+LINK: Final = re.compile(r"\]\(([\w./-]+\.md)[)#]")
+RELATIVE: Final = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
 HEADING: Final = re.compile(r"^#{1,6} (.*)$", re.MULTILINE)
 SLOT: Final = re.compile(r"outbox_\d")
 IN_UNIT_S: Final = {"s": 1.0, "second": 1.0, "seconds": 1.0, "min": 60.0, "minute": 60.0, "minutes": 60.0}
@@ -90,6 +91,7 @@ def test_every_command_and_option_that_a_page_names_is_there(page: Path) -> None
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     named = [path for text in inline(page) if (path := text.rstrip("/")) and PATH.fullmatch(path)]
     missing = [path for path in named if not any((place / path).exists() for place in (ROOT, ROOT / "tests"))]
+    missing += [link for link in LINK.findall(page.read_text("utf-8")) if not (page.parent / link).exists()]
     assert missing == []
 
 
@@ -97,7 +99,7 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
 def test_every_relative_link_of_a_page_leads_somewhere(page: Path) -> None:
     """To a file or folder that is there, and to a heading of it where the link names one."""
     broken = []
-    for path, anchor in LINK.findall(BLOCK.sub("", page.read_text("utf-8"))):
+    for path, anchor in RELATIVE.findall(BLOCK.sub("", page.read_text("utf-8"))):
         target = (page.parent / path).resolve() if path else page
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(f"{path}#{anchor}")
