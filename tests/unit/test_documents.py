@@ -95,30 +95,6 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("page", MARKDOWN, ids=page_id)
-def test_every_relative_link_of_a_page_leads_somewhere(page: Path) -> None:
-    """To a file or folder that is there, and to a heading of it where the link names one."""
-    broken = []
-    for path, anchor in RELATIVE.findall(BLOCK.sub("", page.read_text("utf-8"))):
-        target = (page.parent / path).resolve() if path else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(f"{path}#{anchor}")
-    assert broken == []
-
-
-@cache
-def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub makes them."""
-    seen: Counter[str] = Counter()
-    found = set()
-    for heading in HEADING.findall(BLOCK.sub("", page.read_text("utf-8"))):
-        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
-        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
-        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
-        seen[slug] += 1
-    return found
-
-
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_no_page_puts_off_to_later_what_is_to_be_told_as_it_is(page: Path) -> None:
     """Of a change that comes, its page speaks once it is there."""
@@ -155,6 +131,30 @@ def test_every_table_is_in_the_catalogue() -> None:
     made -= set(re.findall(r"DROP TABLE (?:IF EXISTS )?mqlayer\w*\.(\w+)", text))
     told = {name.rpartition(".")[2] for name in inline(ROOT / "ARCHITECTURE.md")}
     assert {name for name in made - told if not SLOT.fullmatch(name)} == set()
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=page_id)
+def test_every_relative_link_of_a_page_leads_somewhere(page: Path) -> None:
+    """To a file or folder that is there, and to a heading of it where the link names one."""
+    broken = []
+    for path, anchor in RELATIVE.findall(BLOCK.sub("", page.read_text("utf-8"))):
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(f"{path}#{anchor}")
+    assert broken == []
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    seen: Counter[str] = Counter()
+    found = set()
+    for heading in HEADING.findall(BLOCK.sub("", page.read_text("utf-8"))):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return found
 
 
 def test_every_command_is_in_the_reference() -> None:
