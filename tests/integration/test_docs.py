@@ -1,14 +1,10 @@
-"""The documents' examples run: every Python block of a page in order, every `mqlayer` line of a shell block.
-
-The tutorial runs as a reader types it: its files are saved, and its shell blocks are one script.
-"""
+"""The documents' examples run: every Python block of a page in order, every `mqlayer` line of a shell block."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,15 +21,16 @@ from mqlayer.stack import AnyRedis
 from mqlayer.topics import create_topic, register_node
 from mqlayer.workers import stores
 from tests.fixtures.forking import run_python
+from tests.fixtures.pages import commands_of, examples, runnable
 
 ROOT: Final = Path(__file__).parents[2]
 DOCS: Final = ROOT / "docs"
 TUTORIAL: Final = DOCS / "tutorial" / "ordered-consumer.md"
+"""See test_tutorial.py."""
 WITHOUT_EXAMPLE: Final = {"grant-rights", "troubleshoot", "use-a-pooler"}
 """How-to pages whose commands need roles, faults or servers of their reader."""
 LEAST_EXAMPLES: Final = 175
 """How many blocks and commands of the pages run: a change that marks many as not run would go unseen."""
-BLOCK: Final = re.compile(r"(?P<mark><!-- not run: .*?-->\n)?```(?P<language>\w+)\n(?P<text>.*?)```", re.DOTALL)
 
 
 @pytest.fixture
@@ -52,25 +49,6 @@ def settings(
     monkeypatch.setenv("MQLAYER_CONSUMERS", "")
     yield settings
     stores.close()
-
-
-def runnable(page: Path) -> int:
-    """Return how many Python blocks and `mqlayer` lines of a page run."""
-    return sum(1 if language == "python" else len(commands_of(text)) for language, text in examples(page))
-
-
-def examples(page: Path) -> list[tuple[str, str]]:
-    """Return language and text of a page's blocks that run: those that are not marked otherwise, with a reason."""
-    return [
-        (match["language"], match["text"])
-        for match in BLOCK.finditer(page.read_text("utf-8"))
-        if not match["mark"] and match["language"] in ("python", "bash")
-    ]
-
-
-def commands_of(block: str) -> list[str]:
-    """Return the `mqlayer` lines of a shell block, without their comments."""
-    return [line for line in (row.split("#")[0].strip() for row in block.splitlines()) if line.startswith("mqlayer ")]
 
 
 PAGES: Final = [page for page in sorted(DOCS.rglob("*.md")) if page != TUTORIAL and runnable(page)]
@@ -102,30 +80,6 @@ def test_every_how_to_page_has_an_example_that_runs() -> None:
     without = {page.stem for page in (DOCS / "how-to").glob("*.md") if not runnable(page)}
     assert without == WITHOUT_EXAMPLE
     assert sum(map(runnable, [*PAGES, TUTORIAL])) >= LEAST_EXAMPLES
-
-
-def test_the_tutorial_runs_as_printed(settings: Settings, tmp_path: Path) -> None:
-    """Its files are saved under their names, and its commands are one shell's, killed consumers included."""
-    page = TUTORIAL.read_text("utf-8")
-    for name, text in re.findall(r"Save this as `(\S+)`:\n\n```python\n(.*?)```", page, re.DOTALL):
-        (tmp_path / name).write_text(text)
-    script = "".join(text for language, text in examples(TUTORIAL) if language == "bash")
-    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    places = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PATH": programs, "PYTHONPATH": places, "PYTHONUNBUFFERED": "1"}
-    relay = subprocess.Popen([sys.executable, "-m", "mqlayer", "relay"], env=environment)
-    try:
-        done = subprocess.run(
-            ["/bin/bash", "-c", f"trap 'kill $(jobs -p)' ERR; set -e\n{script}"],
-            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110,
-            check=False,
-        )  # fmt: skip
-    finally:
-        relay.terminate()
-        relay.wait(30)
-    assert done.returncode == 0, done.stdout
-    for printed in re.findall(r"```text\n(.*?)\n```", page):
-        assert printed in done.stdout, done.stdout
 
 
 def test_the_first_program_of_the_readme_is_the_one_that_the_tests_run() -> None:
