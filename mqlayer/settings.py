@@ -156,7 +156,9 @@ class Settings(BaseSettings):
         if unknown:
             known = [*(name.upper() for name in cls.model_fields), *(name.removeprefix(PREFIX) for name in OTHERS)]
             near = difflib.get_close_matches(unknown[0].removeprefix(PREFIX), known, n=1)
-            meant = f"did you mean {PREFIX}{near[0]}?" if near else "unset it; docs/operating.md has all settings"
+            meant = (
+                f"did you mean {PREFIX}{near[0]}?" if near else "unset it; docs/reference/settings.md has all settings"
+            )
             raise InvalidInput(f"no setting is called {', '.join(unknown)}: {meant}")
         return values
 

@@ -42,6 +42,7 @@ SLOW = {
     "test_relay_chaos.py",
     "test_route_machine.py",
     "test_models.py",
+    "test_tutorial.py",
 }
 """Files with tests of ten seconds and more."""
 MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}

@@ -1,4 +1,4 @@
-"""The README's first program. Orders are placed in transactions; a consumer books each once, a customer's in order."""
+"""The README's first program: orders are placed in transactions, and a consumer books each once and in sequence."""
 
 import msgspec
 import psycopg
@@ -10,7 +10,7 @@ app = mqlayer.App()
 
 
 class Order(msgspec.Struct):
-    """What a message of the topic says."""
+    """The body of a message."""
 
     customer: str
     amount: int
@@ -25,7 +25,7 @@ def place(order: Order) -> None:
 
 @app.consumer("orders", group="ledger")
 def book(order: Order, ctx: mqlayer.Context) -> None:
-    """The fence lets the booking commit only once, and only while this process is the key's owner."""
+    """The fence lets the booking commit only once, and only while this process owns the key."""
     with psycopg.connect(app.settings.application_dsn()) as connection:
         ctx.fence(connection)
         connection.execute("INSERT INTO ledger VALUES (%s, %s)", (order.customer, order.amount))

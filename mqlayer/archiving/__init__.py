@@ -1,6 +1,6 @@
 """The archive: what was published, kept in Postgres for as long as an operator wants, and snapshots of it.
 
-See docs/archive.md.
+See docs/how-to/archive.md.
 """
 
 from mqlayer.archiving.archiver import ArchiveReport, archive_pass

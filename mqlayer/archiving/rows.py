@@ -2,7 +2,7 @@
 COPY.
 
 Rows are made in COPY's binary form. Against the text form it spares Postgres the parsing of eleven columns, and both
-sides the escaping of keys and bodies; figures: docs/archive.md.
+sides the escaping of keys and bodies; figures: docs/reference/figures.md.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ def check_replaced(asked: AskedDatabase, limits: Limits) -> list[Finding]:
     known, now, another, noted_s = rows[0] if rows else (0, 0, False, None)
     if another or (known and now not in (0, known)):
         seen = f"it is on timeline {now}{' of another system' if another else ''}, the schema knows {known}"
-        fix = "nothing, while a worker, relay or member runs: the next connection sees to it; see docs/failover.md"
+        fix = "nothing, while a worker, relay or member runs: the next connection repairs it"
+        fix += "; see docs/how-to/fail-over-postgres.md"
         seen += ": it was replaced, and no process has connected since"
         return [Finding("replaced", asked.subject, Verdict.BROKEN, seen, fix)]
     if noted_s is not None and noted_s < limits.replaced_s:

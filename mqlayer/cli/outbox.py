@@ -132,7 +132,7 @@ def recover_(
         say(f"{recovered.count} messages in Redis are in no commit, or can't be proven: see the audit")
     if recovered.gone:
         say(f"{recovered.gone_count} messages that nodes lost are not in the outbox any more; their LPs wait:")
-        say("mqlayer outbox aside list names these, once a relay runs; see docs/failover.md for what goes on")
+        say("mqlayer outbox aside list names these, once a relay runs; see docs/how-to/fail-over-postgres.md")
 
 
 @outbox.command("adopt")

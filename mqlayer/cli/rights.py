@@ -44,7 +44,7 @@ def grant(
     ] = None,
     sql: AsSql = False,
 ) -> None:
-    """Give a role a right in both schemas, each in its database. See docs/security.md for the rights."""
+    """Give a role a right in both schemas, each in its database. See docs/how-to/grant-rights.md for the rights."""
     scopes = rights.scopes_of(right, topics, groups)
     if sql:
         _print({schema: rights.given(schema, role, right, scopes) for schema in SCHEMAS})

@@ -1,6 +1,6 @@
 """What keeps an effect from happening twice, or before its turn, in the effect's own transaction: inbox and versions.
 
-The fence does that for ordered groups, see `Context.fence`; which to take says docs/idempotence.md.
+The fence does that for ordered groups, see `Context.fence`; which to take says docs/explanation/idempotence.md.
 """
 
 from mqlayer.effects.gaps import (

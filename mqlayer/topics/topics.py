@@ -279,5 +279,5 @@ def _attach(application: Database, topic_id: int, name: str, body_limit: int) ->
     except Conflict as error:
         raise Conflict(
             f"the application database knows topic {name!r} under another id than {topic_id}",
-            "the control database lost that one: docs/failover.md says how to go on with its messages",
+            "the control database lost that one: docs/how-to/fail-over-postgres.md says how to go on with its messages",
         ) from error

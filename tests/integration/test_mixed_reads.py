@@ -2,7 +2,7 @@
 
 Matching and other messages, tags with the hash of a wanted one, void records, and the command record of a split lie
 mixed in one partition before its group begins. Nothing there expires by age: a void record is the only record whose
-message is gone (see docs/publishing.md).
+message is gone (see docs/how-to/publish.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Case 42. Afterwards nothing counts as settled that nobody said so of, nothing is handed out before what comes before it
 in its key, and the partition gets going again: by itself, or by `mqlayer node rearm`, which callers and `verify` name.
-What dedup ids a partition knew is not held against it: docs/sending.md says that they go with a node's data.
+What dedup ids a partition knew is not held against it: docs/how-to/deduplicate.md says that they go with a node's data.
 """
 
 from __future__ import annotations

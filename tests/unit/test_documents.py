@@ -1,21 +1,30 @@
-"""What the documents name is there: commands with their options, tests and modules, tables, and how often jobs run."""
+"""What the documents name is there: commands with their options, tests and modules, tables, how often jobs run, links.
+
+And the other way round: the reference pages name every command, error, event, group setting and public name.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import pytest
 from typer.main import get_command
 
+import mqlayer
+from mqlayer import errors
 from mqlayer.cli.main import app
 from mqlayer.domain.jobs import JOBS
+from mqlayer.events import EventKind
+from mqlayer.membership import GroupSettings
 
 ROOT: Final = Path(__file__).parents[2]
+REFERENCE: Final = ROOT / "docs" / "reference"
 PAGES: Final = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -23,7 +32,13 @@ PAGES: Final = [
 BLOCK: Final = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 INLINE: Final = re.compile(r"`([^`\n]+)`")
 PATH: Final = re.compile(r"(?:(?:tests|unit|property|integration|chaos|proof|fixtures|bench|sql|lua)/)[\w/.]+")
+MARKDOWN: Final = [
+    *sorted(ROOT.glob("*.md")),
+    *(page for top in sorted(ROOT.glob("[a-z]*/")) for page in sorted(top.rglob("*.md"))),
+]
 LINK: Final = re.compile(r"\]\(([\w./-]+\.md)[)#]")
+RELATIVE: Final = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+HEADING: Final = re.compile(r"^#{1,6} (.*)$", re.MULTILINE)
 SLOT: Final = re.compile(r"outbox_\d")
 TEST: Final = re.compile(r"test_\w+")
 MODULE: Final = re.compile(r"[a-z_]+/[\w/]+\.(?:py|lua|sql|pml)")
@@ -151,3 +166,58 @@ def test_every_table_is_in_the_catalogue() -> None:
     made -= set(re.findall(r"DROP TABLE (?:IF EXISTS )?mqlayer\w*\.(\w+)", text))
     told = {name.rpartition(".")[2] for name in inline(ROOT / "ARCHITECTURE.md")}
     assert {name for name in made - told if not SLOT.fullmatch(name)} == set()
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=page_id)
+def test_every_relative_link_of_a_page_leads_somewhere(page: Path) -> None:
+    """To a file or folder that is there, and to a heading of it where the link names one."""
+    broken = []
+    for path, anchor in RELATIVE.findall(BLOCK.sub("", page.read_text("utf-8"))):
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(f"{path}#{anchor}")
+    assert broken == []
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    seen: Counter[str] = Counter()
+    found = set()
+    for heading in HEADING.findall(BLOCK.sub("", page.read_text("utf-8"))):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return found
+
+
+def test_every_command_is_in_the_reference() -> None:
+    assert set(commands(program(), "mqlayer")) - set(inline(REFERENCE / "cli.md")) == set()
+
+
+def commands(command: Any, path: str) -> Iterator[str]:
+    """Yield the names of all commands below one."""
+    if hasattr(command, "commands"):
+        for name, below in command.commands.items():
+            yield from commands(below, f"{path} {name}")
+    else:
+        yield path
+
+
+def test_every_error_is_in_the_reference() -> None:
+    base = errors.MqlayerError
+    ours = {name for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, base)}
+    assert ours - {"MqlayerError", *inline(REFERENCE / "errors.md")} == set()
+
+
+def test_every_event_is_in_the_reference() -> None:
+    assert set(get_args(EventKind)) - set(inline(REFERENCE / "events.md")) == set()
+
+
+def test_every_group_setting_is_in_the_reference() -> None:
+    assert {one.name for one in fields(GroupSettings)} - set(inline(REFERENCE / "group-settings.md")) == set()
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    assert set(mqlayer.__all__) - set(inline(REFERENCE / "api.md")) == set()

@@ -52,7 +52,8 @@ def partition_rule(asked: Asked) -> Iterator[Finding]:
             yield _wrong("partition", wanted, seen, "another system uses this key prefix: give each its own")
         elif wanted.state == "open" and held.state == "sealed":
             seen = f"open in Postgres, sealed on its node for change {held.sealed_for}, of which Postgres knows nothing"
-            fix = f"it lost that change: mqlayer route reopen {asked.before.topic} --yes, see docs/failover.md"
+            fix = f"it lost that change: mqlayer route reopen {asked.before.topic} --yes"
+            fix += ", see docs/how-to/fail-over-postgres.md"
             yield _wrong("partition", wanted, seen, fix)
         elif held.state != wanted.state:
             yield _wrong("partition", wanted, f"{wanted.state} in Postgres, {held.state} on its node", REARM)
@@ -115,7 +116,7 @@ def marks_rule(asked: Asked) -> Iterator[Finding]:
             counted = counters.get(lp, Counted(lp, 0, 0, 0))
             if mark > counted.seq:
                 seen = f"LP {lp} has seqs up to {mark}, the outbox gave out {counted.seq}: its database lost commits"
-                fix = "see docs/failover.md: these messages are out, their transactions are gone"
+                fix = "see docs/how-to/fail-over-postgres.md: these messages are out, their transactions are gone"
                 yield _wrong("marks", wanted, seen, fix)
             relayed = asked.before.relayed.get(lp, 0)
             if mark < relayed:
@@ -213,7 +214,9 @@ def chain_rule(asked: Asked) -> Iterator[Finding]:
                 yield _wrong("chain", wanted, f"{name} begins at {first}, its parents left off before {begin}", _CHAIN)
 
 
-_FORGOTTEN: Final = "SELECT mqlayer.server_replaced_v1('{}') in the control database, see docs/failover.md"
+_FORGOTTEN: Final = (
+    "SELECT mqlayer.server_replaced_v1('{}') in the control database, see docs/how-to/fail-over-postgres.md"
+)
 _CHAIN: Final = "no script does this: somebody wrote to the node by hand, or it mixes two servers' data"
 
 

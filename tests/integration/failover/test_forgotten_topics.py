@@ -12,7 +12,7 @@ from tests.fixtures.waiting import wait_until
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
 FORMER_ID = 1_000_000
-PAGE = Path(__file__).parents[3] / "docs" / "failover.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "fail-over-postgres.md"
 
 
 @pytest.fixture
@@ -38,12 +38,12 @@ def test_other_topics_go_on_and_the_log_says_what_to_do(world: OutboxWorld, capl
         wait_until(lambda: len(values(world, "payments")) == 3, what="the other topic's messages")
     (told, *_) = (record for record in caplog.records if record.message == "topic_not_attached")
     assert told.__dict__["topic"] == "orders"
-    assert "docs/failover.md" in told.__dict__["reason"]
+    assert "docs/how-to/fail-over-postgres.md" in told.__dict__["reason"]
     assert values(world, "orders") == []
 
 
 def test_its_messages_are_published_anew_once_the_former_one_has_another_name(world: OutboxWorld) -> None:
-    """As docs/failover.md has it."""
+    """As docs/how-to/fail-over-postgres.md has it."""
     rename, publish = re.findall(r"```sql\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     relay_once(world.settings(), limits=QUICK)
     world.rows("SELECT mqlayer_app.publish_at_v1('orders', 'key-0', 'later', now() + interval '1 day')")

@@ -147,7 +147,7 @@ def test_a_session_that_waits_for_standbys_goes_on_waiting_for_them(database_dsn
 
 
 def test_the_list_of_settings_in_the_documents_is_the_one_in_force() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "operating.md").read_text("utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "settings.md").read_text("utf-8")
     for kind, words in (("members, receivers, producers", "mqlayer consumer"), ("relay", "mqlayer relay")):
         limits = own_sessions.LIMITS[words]
         cells = [f"{seconds:g} s" for seconds in (limits.statement_s, limits.lock_s, limits.idle_in_transaction_s)]
