@@ -48,8 +48,7 @@ SELECT i.outbox_uuid, i.timeline AS known, mqlayer_app.timeline_v1() AS now, i.r
 -- name: outbox_identity_now
 -- Whether this is that outbox yet, on the timeline that its relays know.
 SELECT 1 FROM mqlayer_app.identity i
-WHERE i.outbox_uuid = %(outbox_uuid)s AND (i.timeline IS NULL OR i.timeline <> -1)
-  AND (coalesce(i.timeline, 0) = 0 OR mqlayer_app.timeline_v1() IN (i.timeline, 0));
+WHERE i.outbox_uuid = %(outbox_uuid)s AND mqlayer_app.timeline_holds_v1(i.timeline);
 
 -- name: outbox_term
 -- In which term of its Postgres this outbox is read.
@@ -58,8 +57,7 @@ SELECT mqlayer_app.term_v1();
 -- name: outbox_term_now
 -- In which term this is that outbox yet, on the timeline that its relays know.
 SELECT mqlayer_app.term_v1() FROM mqlayer_app.identity i
-WHERE i.outbox_uuid = %(outbox_uuid)s AND (i.timeline IS NULL OR i.timeline <> -1)
-  AND (coalesce(i.timeline, 0) = 0 OR mqlayer_app.timeline_v1() IN (i.timeline, 0));
+WHERE i.outbox_uuid = %(outbox_uuid)s AND mqlayer_app.timeline_holds_v1(i.timeline);
 
 -- name: outbox_server_put
 -- Note the timeline where there was none, or none was told.
@@ -162,8 +160,7 @@ WHERE c.seq > coalesce(r.seq, 0) AND (c.lp >> 6) = ANY(%(lp_sets)s::int[]);
 INSERT INTO mqlayer_app.relayed AS r (topic_id, lp, seq)
 SELECT * FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[])
 WHERE EXISTS (SELECT FROM mqlayer_app.identity i
-              WHERE i.outbox_uuid = %(outbox_uuid)s AND (i.timeline IS NULL OR i.timeline <> -1)
-                AND (coalesce(i.timeline, 0) = 0 OR mqlayer_app.timeline_v1() IN (i.timeline, 0))
+              WHERE i.outbox_uuid = %(outbox_uuid)s AND mqlayer_app.timeline_holds_v1(i.timeline)
                 AND mqlayer_app.term_v1() = %(term)s FOR SHARE)
 ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq WHERE r.seq < excluded.seq;
 
