@@ -1,3 +1,7 @@
+-- part: still_this_outbox
+-- The outbox is not numbered anew, and stays so until the transaction ends.
+EXISTS (SELECT FROM mqlayer_app.identity i WHERE i.outbox_uuid = %(outbox_uuid)s FOR SHARE);
+
 -- name: outbox_topic_put
 -- Let an application database publish to a topic: its limits, and a counter for each LP.
 WITH put AS (
@@ -169,7 +173,7 @@ ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq WHERE r.seq < exclud
 UPDATE mqlayer_app.relayed r SET seq = least(r.seq, fallen.seq)
 FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[]) AS fallen(topic_id, lp, seq)
 WHERE r.topic_id = fallen.topic_id AND r.lp = fallen.lp
-  AND EXISTS (SELECT FROM mqlayer_app.identity i WHERE i.outbox_uuid = %(outbox_uuid)s FOR SHARE);
+  AND {still_this_outbox};
 
 -- name: relayed_list
 -- How far LPs of the sets given are recorded to be in Redis.
@@ -190,7 +194,7 @@ WHERE c.topic_id = %(topic_id)s AND c.lp >= %(lp_from)s AND c.lp < %(lp_to)s ORD
 -- Set a row aside; its LP waits. Not once the outbox is numbered anew.
 INSERT INTO mqlayer_app.set_aside (topic_id, lp, seq, reason)
 SELECT %(topic_id)s::int, %(lp)s::smallint, %(seq)s::bigint, %(reason)s::text
-WHERE EXISTS (SELECT FROM mqlayer_app.identity i WHERE i.outbox_uuid = %(outbox_uuid)s FOR SHARE)
+WHERE {still_this_outbox}
 ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq, reason = excluded.reason, set_aside_at = now();
 
 -- name: set_aside_list
@@ -208,7 +212,7 @@ DELETE FROM mqlayer_app.set_aside WHERE topic_id = %(topic_id)s AND lp = %(lp)s 
 INSERT INTO mqlayer_app.voided AS v (id, topic_id, lp, seq, reason, created_at, key, headers, body)
 SELECT o.id, o.topic_id, o.lp, o.seq, %(reason)s, o.created_at, o.key, o.headers, o.body
 FROM mqlayer_app.outbox o WHERE o.topic_id = %(topic_id)s AND o.lp = %(lp)s AND o.seq = %(seq)s
-  AND EXISTS (SELECT FROM mqlayer_app.identity i WHERE i.outbox_uuid = %(outbox_uuid)s FOR SHARE)
+  AND {still_this_outbox}
 ON CONFLICT (id) DO UPDATE SET seq = excluded.seq;
 
 -- name: voided_list
