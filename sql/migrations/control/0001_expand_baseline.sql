@@ -991,11 +991,11 @@ EXCEPTION WHEN insufficient_privilege OR feature_not_supported OR undefined_func
     RETURN '';
 END $$;
 
--- Answer that this server took another one's place. Numbers that were given out in lost commits would be given out
--- again, while Redis holds the work that was done under them: each sequence leaps over more than can have been lost. So
--- do allocations, which are counted in rows, as seeks are: a member that saw the lost ones would take those of now for
--- older ones, hold nothing, and give nothing away. And no node is armed any more, so that each owner there gets a new
--- epoch, above all that the lost commits gave out, before a node is used.
+-- Repair what a server that took another one's place may lack. Numbers that were given out in lost commits would be
+-- given out again, while Redis holds the work that was done under them: each sequence leaps over more than can have
+-- been lost. So do allocations, which are counted in rows, as seeks are: a member that saw the lost ones would take
+-- those of now for older ones, hold nothing, and give nothing away. And no node is armed any more, so that each owner
+-- there gets a new epoch, above all that the lost commits gave out, before a node is used.
 CREATE FUNCTION mqlayer.server_replaced_v1(p_facts jsonb) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 DECLARE
@@ -1015,7 +1015,7 @@ BEGIN
     INSERT INTO mqlayer.audit (actor, act, object, facts) VALUES ('database', 'postgres replaced', 'control', p_facts);
 END $$;
 
--- Say whether this server is another one than the schema knows, and answer that.
+-- Say whether this server is another one than the schema knows, and if so repair what it may lack.
 CREATE FUNCTION mqlayer.server_seen_v1() RETURNS boolean
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 DECLARE
