@@ -352,9 +352,8 @@ INSERT INTO mqlayer_app.lp_set (lp_set) SELECT generate_series(0, 15);
 
 -- Empty one slot of the outbox if every row in it is relayed. The lock proves that no open transaction wrote to the
 -- slot: such a one would hold it. So NOWAIT answers 'busy' and nothing waits behind us. The slot before the current one
--- is left alone too: its rows are younger than the last seconds that a Redis with a lazier fsync than "always" may
--- lose. Nothing is emptied before an outbox that may lack commits is recovered: until then no relay notes the losses of
--- nodes.
+-- is left alone too: its rows are so young that a Redis with a lazier fsync than "always" may lose them. Nothing is
+-- emptied before an outbox that may lack commits is recovered: until then no relay notes the losses of nodes.
 CREATE FUNCTION mqlayer_app.outbox_rotate_v1(p_slot smallint) RETURNS text
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
 DECLARE
