@@ -1,3 +1,7 @@
+-- part: still_this_outbox
+-- The outbox is not numbered anew, and stays so until the transaction ends.
+EXISTS (SELECT FROM mqlayer_app.identity i WHERE i.outbox_uuid = %(outbox_uuid)s FOR SHARE);
+
 -- name: outbox_topic_put
 -- Let an application database publish to a topic: its limits, and a counter for each LP.
 WITH put AS (
@@ -48,8 +52,7 @@ SELECT i.outbox_uuid, i.timeline AS known, mqlayer_app.timeline_v1() AS now, i.r
 -- name: outbox_identity_now
 -- Whether this is that outbox yet, on the timeline that its relays know.
 SELECT 1 FROM mqlayer_app.identity i
-WHERE i.outbox_uuid = %(outbox_uuid)s AND (i.timeline IS NULL OR i.timeline <> -1)
-  AND (coalesce(i.timeline, 0) = 0 OR mqlayer_app.timeline_v1() IN (i.timeline, 0));
+WHERE i.outbox_uuid = %(outbox_uuid)s AND mqlayer_app.timeline_holds_v1(i.timeline);
 
 -- name: outbox_term
 -- In which term of its Postgres this outbox is read.
@@ -58,8 +61,7 @@ SELECT mqlayer_app.term_v1();
 -- name: outbox_term_now
 -- In which term this is that outbox yet, on the timeline that its relays know.
 SELECT mqlayer_app.term_v1() FROM mqlayer_app.identity i
-WHERE i.outbox_uuid = %(outbox_uuid)s AND (i.timeline IS NULL OR i.timeline <> -1)
-  AND (coalesce(i.timeline, 0) = 0 OR mqlayer_app.timeline_v1() IN (i.timeline, 0));
+WHERE i.outbox_uuid = %(outbox_uuid)s AND mqlayer_app.timeline_holds_v1(i.timeline);
 
 -- name: outbox_server_put
 -- Note the timeline where there was none, or none was told.
@@ -162,8 +164,7 @@ WHERE c.seq > coalesce(r.seq, 0) AND (c.lp >> 6) = ANY(%(lp_sets)s::int[]);
 INSERT INTO mqlayer_app.relayed AS r (topic_id, lp, seq)
 SELECT * FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[])
 WHERE EXISTS (SELECT FROM mqlayer_app.identity i
-              WHERE i.outbox_uuid = %(outbox_uuid)s AND (i.timeline IS NULL OR i.timeline <> -1)
-                AND (coalesce(i.timeline, 0) = 0 OR mqlayer_app.timeline_v1() IN (i.timeline, 0))
+              WHERE i.outbox_uuid = %(outbox_uuid)s AND mqlayer_app.timeline_holds_v1(i.timeline)
                 AND mqlayer_app.term_v1() = %(term)s FOR SHARE)
 ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq WHERE r.seq < excluded.seq;
 
@@ -172,7 +173,7 @@ ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq WHERE r.seq < exclud
 UPDATE mqlayer_app.relayed r SET seq = least(r.seq, fallen.seq)
 FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[]) AS fallen(topic_id, lp, seq)
 WHERE r.topic_id = fallen.topic_id AND r.lp = fallen.lp
-  AND EXISTS (SELECT FROM mqlayer_app.identity i WHERE i.outbox_uuid = %(outbox_uuid)s FOR SHARE);
+  AND {still_this_outbox};
 
 -- name: relayed_list
 -- How far LPs of the sets given are recorded to be in Redis.
@@ -193,7 +194,7 @@ WHERE c.topic_id = %(topic_id)s AND c.lp >= %(lp_from)s AND c.lp < %(lp_to)s ORD
 -- Set a row aside; its LP waits. Not once the outbox is numbered anew.
 INSERT INTO mqlayer_app.set_aside (topic_id, lp, seq, reason)
 SELECT %(topic_id)s::int, %(lp)s::smallint, %(seq)s::bigint, %(reason)s::text
-WHERE EXISTS (SELECT FROM mqlayer_app.identity i WHERE i.outbox_uuid = %(outbox_uuid)s FOR SHARE)
+WHERE {still_this_outbox}
 ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq, reason = excluded.reason, set_aside_at = now();
 
 -- name: set_aside_list
@@ -211,7 +212,7 @@ DELETE FROM mqlayer_app.set_aside WHERE topic_id = %(topic_id)s AND lp = %(lp)s 
 INSERT INTO mqlayer_app.voided AS v (id, topic_id, lp, seq, reason, created_at, key, headers, body)
 SELECT o.id, o.topic_id, o.lp, o.seq, %(reason)s, o.created_at, o.key, o.headers, o.body
 FROM mqlayer_app.outbox o WHERE o.topic_id = %(topic_id)s AND o.lp = %(lp)s AND o.seq = %(seq)s
-  AND EXISTS (SELECT FROM mqlayer_app.identity i WHERE i.outbox_uuid = %(outbox_uuid)s FOR SHARE)
+  AND {still_this_outbox}
 ON CONFLICT (id) DO UPDATE SET seq = excluded.seq;
 
 -- name: voided_list

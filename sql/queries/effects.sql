@@ -1,15 +1,17 @@
+-- part: groups_known
+-- The groups in the inbox, each by one probe of its index.
+(SELECT group_id FROM mqlayer_app.inbox ORDER BY group_id LIMIT 1)
+UNION ALL
+SELECT (SELECT i.group_id FROM mqlayer_app.inbox i WHERE i.group_id > k.group_id ORDER BY i.group_id LIMIT 1)
+FROM known k WHERE k.group_id IS NOT NULL;
+
 -- name: inbox_put
 -- Note in the effect's own transaction that a message has its effect.
 SELECT mqlayer_app.inbox_put_v1(%(group_id)s, %(source)s, %(lp)s::smallint, %(seq)s, %(name)s, %(seek)s, %(replay)s);
 
 -- name: inbox_stats
--- What the inbox remembers of each group; groups are found by one probe of the index each.
-WITH RECURSIVE known AS (
-    (SELECT group_id FROM mqlayer_app.inbox ORDER BY group_id LIMIT 1)
-    UNION ALL
-    SELECT (SELECT i.group_id FROM mqlayer_app.inbox i WHERE i.group_id > k.group_id ORDER BY i.group_id LIMIT 1)
-    FROM known k WHERE k.group_id IS NOT NULL
-)
+-- What the inbox remembers of each group.
+WITH RECURSIVE known AS ({groups_known})
 SELECT k.group_id,
        (SELECT count(*) FROM (SELECT FROM mqlayer_app.inbox i WHERE i.group_id = k.group_id LIMIT %(limit)s) AS counted),
        (SELECT min(i.kept_at) FROM mqlayer_app.inbox i WHERE i.group_id = k.group_id),
@@ -23,12 +25,7 @@ WHERE group_id = %(group_id)s AND id = %(id)s;
 
 -- name: inbox_groups
 -- Groups of which the inbox has something older than the horizon.
-WITH RECURSIVE known AS (
-    (SELECT group_id FROM mqlayer_app.inbox ORDER BY group_id LIMIT 1)
-    UNION ALL
-    SELECT (SELECT i.group_id FROM mqlayer_app.inbox i WHERE i.group_id > k.group_id ORDER BY i.group_id LIMIT 1)
-    FROM known k WHERE k.group_id IS NOT NULL
-)
+WITH RECURSIVE known AS ({groups_known})
 SELECT k.group_id FROM known k
 WHERE EXISTS (SELECT FROM mqlayer_app.inbox i WHERE i.group_id = k.group_id
                 AND i.kept_at < now() - make_interval(secs => %(horizon_s)s));

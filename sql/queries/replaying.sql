@@ -1,3 +1,15 @@
+-- part: replay_wanted
+-- The record is one of the replay by partition, key, tag, time and snapshot.
+(%(partitions)s::int[] IS NULL OR r.partition_id = ANY(%(partitions)s::int[]))
+AND (%(key)s::bytea IS NULL OR r.lp = %(lp)s::smallint AND r.key = %(key)s)
+AND (%(tag)s::text IS NULL OR r.tags @> ARRAY[%(tag)s::text])
+AND (%(since)s::timestamptz IS NULL OR r.published_at >= %(since)s)
+AND (%(until)s::timestamptz IS NULL OR r.published_at < %(until)s)
+AND (%(snapshot_id)s::int IS NULL OR EXISTS (
+    SELECT FROM mqlayer_archive.cut c
+    WHERE c.snapshot_id = %(snapshot_id)s AND c.topic_id = r.topic_id AND c.source = r.source AND c.lp = r.lp
+      AND r.seq BETWEEN c.first_seq AND c.last_seq));
+
 -- name: replay_topic_seen
 -- What the archive holds of a group's topic: its last batch; nothing where it was never archived.
 SELECT a.batch FROM mqlayer.consumer_group g JOIN mqlayer_archive.topic a USING (topic_id)
@@ -101,15 +113,7 @@ FROM (SELECT r.*, count(*) OVER () AS found, row_number() OVER line AS number,
       FROM mqlayer_archive.record r
       WHERE r.topic_id = %(topic_id)s AND r.batch >= %(first)s AND r.batch <= %(last)s
         AND (r.batch, r.log_offset) > (%(at_batch)s::bigint, %(at_record)s::bigint)
-        AND (%(partitions)s::int[] IS NULL OR r.partition_id = ANY(%(partitions)s::int[]))
-        AND (%(key)s::bytea IS NULL OR r.lp = %(lp)s::smallint AND r.key = %(key)s)
-        AND (%(tag)s::text IS NULL OR r.tags @> ARRAY[%(tag)s::text])
-        AND (%(since)s::timestamptz IS NULL OR r.published_at >= %(since)s)
-        AND (%(until)s::timestamptz IS NULL OR r.published_at < %(until)s)
-        AND (%(snapshot_id)s::int IS NULL OR EXISTS (
-            SELECT FROM mqlayer_archive.cut c
-            WHERE c.snapshot_id = %(snapshot_id)s AND c.topic_id = r.topic_id AND c.source = r.source AND c.lp = r.lp
-              AND r.seq BETWEEN c.first_seq AND c.last_seq))
+        AND {replay_wanted}
       WINDOW line AS (ORDER BY r.batch, r.log_offset)) AS next
 WHERE number <= %(limit)s AND (before < %(bytes)s OR number = 1)
 ORDER BY batch, log_offset;
@@ -118,15 +122,7 @@ ORDER BY batch, log_offset;
 -- How many records of the archive a replay would look at and not leave out by its filter.
 SELECT count(*) FROM mqlayer_archive.record r
 WHERE r.topic_id = %(topic_id)s AND r.batch <= %(upto)s
-  AND (%(partitions)s::int[] IS NULL OR r.partition_id = ANY(%(partitions)s::int[]))
-  AND (%(key)s::bytea IS NULL OR r.lp = %(lp)s::smallint AND r.key = %(key)s)
-  AND (%(tag)s::text IS NULL OR r.tags @> ARRAY[%(tag)s::text])
-  AND (%(since)s::timestamptz IS NULL OR r.published_at >= %(since)s)
-  AND (%(until)s::timestamptz IS NULL OR r.published_at < %(until)s)
-  AND (%(snapshot_id)s::int IS NULL OR EXISTS (
-      SELECT FROM mqlayer_archive.cut c
-      WHERE c.snapshot_id = %(snapshot_id)s AND c.topic_id = r.topic_id AND c.source = r.source AND c.lp = r.lp
-        AND r.seq BETWEEN c.first_seq AND c.last_seq));
+  AND {replay_wanted};
 
 -- name: replay_hold
 -- Lock a replay for its next batch, if it still is where its worker thinks; nothing where it is not, or is over, or

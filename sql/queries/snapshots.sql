@@ -1,3 +1,18 @@
+-- part: record_columns
+-- As they are stored: readers bring key, headers and numbers into the declared form.
+r.version, r.partition_id AS partition, r.log_offset AS "offset", r.source, r.lp, r.seq, r.published_at, r.archived_at,
+r.key, r.tags, r.headers, r.body, r.batch;
+
+-- part: outcome_columns
+g.name AS "group", o.partition_id AS partition, o.first_offset, o.last_offset, o.word, o.attempts, o.delivered_at,
+o.settled_at, o.actor, o.reason, o.epoch, o.place;
+
+-- part: snapshot_end
+-- The end of the last day that began before the snapshot.
+(SELECT coalesce((max(d.day) + 1)::timestamp AT TIME ZONE 'UTC', 'infinity')
+ FROM mqlayer_archive.snapshot_topic p JOIN mqlayer_archive.day d USING (topic_id)
+ WHERE p.snapshot_id = %(snapshot_id)s::int AND d.first_batch <= p.batch);
+
 
 -- name: snapshot_topics_lock
 -- Hold topics as they are in the archive, in the order in which everybody locks them: no batch is added and nothing is
@@ -129,37 +144,30 @@ ORDER BY c.name, c.source, c.lp;
 SELECT mqlayer_archive.snapshot_v1(%(snapshot_id)s::int);
 
 -- name: snapshot_records
--- The records of a snapshot in a range of LPs. Key, headers and numbers are as they are stored; readers bring them into
--- the declared form. The cut is small and put together first, so that each record is looked up once; days that began
--- after it are left out.
+-- The records of a snapshot in a range of LPs. The cut is small and put together first, so that each record is looked up
+-- once. Days that began after it are left out.
 WITH stretch AS MATERIALIZED (
     SELECT t.name, c.topic_id, c.source, c.lp, c.first_seq, c.last_seq, p.batch
     FROM mqlayer_archive.snapshot_topic p
     JOIN mqlayer.topic t USING (topic_id)
     JOIN mqlayer_archive.cut c USING (snapshot_id, topic_id)
     WHERE p.snapshot_id = %(snapshot_id)s::int)
-SELECT c.name AS topic, r.version, r.partition_id AS partition, r.log_offset AS "offset", r.source, r.lp, r.seq,
-       r.published_at, r.archived_at, r.key, r.tags, r.headers, r.body, r.batch, r.topic_id
+SELECT c.name AS topic, {record_columns}, r.topic_id
 FROM mqlayer_archive.record r
 JOIN stretch c ON r.topic_id = c.topic_id AND r.source = c.source AND r.lp = c.lp
     AND r.seq BETWEEN c.first_seq AND c.last_seq AND r.batch <= c.batch
 WHERE r.lp >= %(lp_from)s::smallint AND r.lp < %(lp_to)s::smallint
-  AND r.archived_at < (SELECT coalesce((max(d.day) + 1)::timestamp AT TIME ZONE 'UTC', 'infinity')
-                       FROM mqlayer_archive.snapshot_topic p JOIN mqlayer_archive.day d USING (topic_id)
-                       WHERE p.snapshot_id = %(snapshot_id)s::int AND d.first_batch <= p.batch);
+  AND r.archived_at < {snapshot_end};
 
 -- name: snapshot_records_whole
 -- The same of a snapshot that is all that the archive held of its topics: its cut is what its batches hold, so nothing is
 -- looked up for each record.
-SELECT t.name AS topic, r.version, r.partition_id AS partition, r.log_offset AS "offset", r.source, r.lp, r.seq,
-       r.published_at, r.archived_at, r.key, r.tags, r.headers, r.body, r.batch, r.topic_id
+SELECT t.name AS topic, {record_columns}, r.topic_id
 FROM mqlayer_archive.snapshot_topic p
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer_archive.record r ON r.topic_id = p.topic_id AND r.batch <= p.batch
 WHERE p.snapshot_id = %(snapshot_id)s::int
-  AND r.archived_at < (SELECT coalesce((max(d.day) + 1)::timestamp AT TIME ZONE 'UTC', 'infinity')
-                       FROM mqlayer_archive.snapshot_topic p JOIN mqlayer_archive.day d USING (topic_id)
-                       WHERE p.snapshot_id = %(snapshot_id)s::int AND d.first_batch <= p.batch);
+  AND r.archived_at < {snapshot_end};
 
 -- name: snapshot_whole
 -- Whether a snapshot is all that the archive held of its topics.
@@ -167,8 +175,7 @@ SELECT coalesce(bool_and(p.whole), false) FROM mqlayer_archive.snapshot_topic p 
 
 -- name: snapshot_outcomes
 -- The outcomes of a snapshot, of partitions whose LPs begin in a range.
-SELECT t.name AS topic, g.name AS "group", o.partition_id AS partition, o.first_offset, o.last_offset, o.word, o.attempts,
-       o.delivered_at, o.settled_at, o.actor, o.reason, o.epoch, o.place, o.topic_id, o.batch
+SELECT t.name AS topic, {outcome_columns}, o.topic_id, o.batch
 FROM mqlayer_archive.snapshot_topic p
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer_archive.outcome o ON o.topic_id = p.topic_id AND o.batch <= p.batch
@@ -207,8 +214,7 @@ SELECT mqlayer_archive.batches_v1(%(topic_id)s::int, %(after)s::bigint);
 
 -- name: stream_records
 -- The records of a topic's batches in a range of LPs, as they are stored.
-SELECT t.name AS topic, r.version, r.partition_id AS partition, r.log_offset AS "offset", r.source, r.lp, r.seq,
-       r.published_at, r.archived_at, r.key, r.tags, r.headers, r.body, r.batch
+SELECT t.name AS topic, {record_columns}
 FROM mqlayer_archive.record r
 JOIN mqlayer.topic t USING (topic_id)
 WHERE r.topic_id = %(topic_id)s::int AND r.batch > %(after)s::bigint AND r.batch <= %(upto)s::bigint
@@ -216,8 +222,7 @@ WHERE r.topic_id = %(topic_id)s::int AND r.batch > %(after)s::bigint AND r.batch
 
 -- name: stream_outcomes
 -- The outcomes of a topic's batches, of partitions whose LPs begin in a range.
-SELECT t.name AS topic, g.name AS "group", o.partition_id AS partition, o.first_offset, o.last_offset, o.word, o.attempts,
-       o.delivered_at, o.settled_at, o.actor, o.reason, o.epoch, o.place
+SELECT t.name AS topic, {outcome_columns}
 FROM mqlayer_archive.outcome o
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer.consumer_group g ON g.group_id = o.group_id

@@ -68,6 +68,7 @@ GRANT SELECT (id, topic_id, lp, slot, seq, created_at, key) ON mqlayer_app.outbo
 GRANT SELECT ON mqlayer_app.relay TO {role};
 GRANT SELECT ON mqlayer_app.relayed TO {role};
 GRANT SELECT ON mqlayer_app.set_aside TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.timeline_holds_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.timeline_v1 TO {role};
 GRANT SELECT ON mqlayer_app.topic TO {role};
 GRANT SELECT ON mqlayer_app.version_user TO {role};

@@ -78,6 +78,7 @@ GRANT SELECT, INSERT (lp, seq, topic_id), UPDATE (seq) ON mqlayer_app.relayed TO
 GRANT SELECT, INSERT (lp, reason, seq, topic_id), UPDATE (reason, seq, set_aside_at), DELETE ON mqlayer_app.set_aside TO
     {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.term_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.timeline_holds_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.timeline_v1 TO {role};
 GRANT SELECT, INSERT (body_limit, name, topic_id), UPDATE (body_limit) ON mqlayer_app.topic TO {role};
 GRANT SELECT (id, seq), INSERT (body, created_at, headers, id, key, lp, reason, seq, topic_id), UPDATE (seq) ON

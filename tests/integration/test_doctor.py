@@ -34,6 +34,7 @@ from mqlayer.stack.redis_server import DURABLE_OPTIONS
 from mqlayer.topics import rearm_node, register_node
 from mqlayer.workers.claims import claimed
 from tests.fixtures.commands import Commands
+from tests.fixtures.later_steps import LATER, with_later_step
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.waiting import wait_until
 from tests.proof.outbox_world import QUICK, OutboxWorld
@@ -393,7 +394,9 @@ def test_few_free_connections_are_a_warning(ward: Ward) -> None:
     assert "max_connections" in ward.finding("connections", part=0.0).fix
 
 
-def test_a_schema_that_is_missing_older_or_newer_is_broken(ward: Ward, empty_database_dsn: str, run: Commands) -> None:
+def test_a_schema_that_is_missing_older_or_newer_is_broken(
+    ward: Ward, empty_database_dsn: str, run: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = {line["check"]: line for line in map(json.loads, run("doctor", "--json").stdout.splitlines())}
     for schema in ("control", "application"):
         assert found[f"{schema} schema"]["verdict"] == "broken"
@@ -403,8 +406,12 @@ def test_a_schema_that_is_missing_older_or_newer_is_broken(ward: Ward, empty_dat
     run.text("migrate")
     assert {line["verdict"] for line in map(json.loads, run("doctor", "--json").stdout.splitlines())
             if line["check"].endswith("schema")} == {"ok"}  # fmt: skip
-    ward.world.rows("DELETE FROM mqlayer.migration WHERE number = (SELECT max(number) FROM mqlayer.migration)")
-    assert "run `mqlayer migrate`" in ward.finding("control schema").fix
+    with monkeypatch.context() as patch:
+        patch.setattr("mqlayer.postgres.migrations.migrations", with_later_step)
+        finding = ward.finding("control schema")
+    before, after = LATER["control"].number - 1, LATER["control"].number
+    assert finding.seen == f"it is control {before}, this code needs control {after}"
+    assert "run `mqlayer migrate`" in finding.fix
     ward.world.rows("INSERT INTO mqlayer.migration (number, name) VALUES (99, 'of tomorrow')")
     assert "upgrade mqlayer" in ward.finding("control schema").fix
 

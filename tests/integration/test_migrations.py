@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -16,16 +17,23 @@ import mqlayer
 from mqlayer import failpoints
 from mqlayer.errors import SchemaMismatch, StoreUnavailable
 from mqlayer.postgres.database import Database, connect
-from mqlayer.postgres.migrations import SCHEMAS, check_schema, latest, migrate, migrations, script
+from mqlayer.postgres.migrations import SCHEMAS, SchemaName, check_schema, latest, migrate, migrations, script
 from mqlayer.postgres.queries import queries, query
 from tests.fixtures.forking import run_python
+from tests.fixtures.later_steps import LATER, WARNING, with_later_step
 from tests.fixtures.roles import grant_application
 
 ROLE = "mqlayer_test_application"
 
 
-STEPS = {schema: [step.number for step in migrations(schema)] for schema in SCHEMAS}
-ALL = sum(map(len, STEPS.values()))
+Steps = dict[SchemaName, list[int]]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """The numbers of all steps of each schema, with a later one that only the test has."""
+    monkeypatch.setattr("mqlayer.postgres.migrations.migrations", with_later_step)
+    return {schema: [step.number for step in with_later_step(schema)] for schema in SCHEMAS}
 
 
 def numbers(dsn: str, schema: str) -> list[int]:
@@ -33,49 +41,76 @@ def numbers(dsn: str, schema: str) -> list[int]:
         return [row[0] for row in connection.execute(f"SELECT number FROM {schema}.migration ORDER BY 1").fetchall()]
 
 
-def test_migrating_runs_each_step_once(empty_database_dsn: str) -> None:
+def test_migrating_runs_each_step_once(empty_database_dsn: str, steps: Steps) -> None:
     ran = [(m.schema, m.number) for m in migrate(empty_database_dsn)]
-    assert ran == [(schema, number) for schema in SCHEMAS for number in STEPS[schema]]
+    assert ran == [(schema, number) for schema in SCHEMAS for number in steps[schema]]
     assert migrate(empty_database_dsn) == []
 
 
-def test_two_at_once_run_each_step_once(empty_database_dsn: str) -> None:
+def test_two_at_once_run_each_step_once(empty_database_dsn: str, steps: Steps) -> None:
     with ThreadPoolExecutor(4) as pool:
         done = [step for steps in pool.map(lambda _: migrate(empty_database_dsn), range(4)) for step in steps]
     # Whoever has the lock runs the next step, so that two may share them.
     assert sorted((m.schema, m.number) for m in done) == sorted(
-        (schema, number) for schema in SCHEMAS for number in STEPS[schema]
+        (schema, number) for schema in SCHEMAS for number in steps[schema]
     )
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
-def test_a_migration_that_is_killed_leaves_whole_steps_and_the_next_goes_on(empty_database_dsn: str, nth: int) -> None:
-    environment = os.environ | {"MQLAYER_DSN": empty_database_dsn, "MQLAYER_APP_DSN": empty_database_dsn}
-    killed = environment | {"MQLAYER_FAILPOINTS": f"migrate.before_record=kill@{nth}"}
-    assert run_python("mqlayer", "migrate", env=killed, timeout=60) == -9
-    assert len(migrate(empty_database_dsn)) == ALL + 1 - nth
-    assert {schema: numbers(empty_database_dsn, SCHEMAS[schema]) for schema in SCHEMAS} == STEPS
+def test_a_migration_that_is_killed_leaves_whole_steps_and_the_next_goes_on(
+    empty_database_dsn: str, steps: Steps, nth: int
+) -> None:
+    killed = {"MQLAYER_DSN": empty_database_dsn, "MQLAYER_FAILPOINTS": f"migrate.before_record=kill@{nth}"}
+    assert run_python("tests.fixtures.later_steps", env=os.environ | killed, timeout=60) == -9
+    assert len(migrate(empty_database_dsn)) == sum(map(len, steps.values())) + 1 - nth
+    assert {schema: numbers(empty_database_dsn, SCHEMAS[schema]) for schema in SCHEMAS} == steps
 
 
 @pytest.mark.parametrize(
     ("schema", "there", "not_there"),
     [("control", "mqlayer", "mqlayer_app"), ("application", "mqlayer_app", "mqlayer")],
 )
-def test_each_schema_is_installed_on_its_own(empty_database_dsn: str, schema: str, there: str, not_there: str) -> None:
-    migrate(empty_database_dsn, schema=schema)  # type: ignore[arg-type]
-    assert numbers(empty_database_dsn, there) == STEPS[schema]  # type: ignore[index]
+def test_each_schema_is_installed_on_its_own(
+    empty_database_dsn: str, steps: Steps, schema: SchemaName, there: str, not_there: str
+) -> None:
+    migrate(empty_database_dsn, schema=schema)
+    assert numbers(empty_database_dsn, there) == steps[schema]
     with pytest.raises(psycopg.errors.UndefinedTable):
         numbers(empty_database_dsn, not_there)
 
 
-def test_a_step_that_breaks_leaves_nothing(empty_database_dsn: str) -> None:
+def test_a_step_that_breaks_leaves_nothing(empty_database_dsn: str, steps: Steps) -> None:
     failpoints.arm("migrate.before_record", "raise")
     try:
         with pytest.raises(failpoints.FailpointHit):
             migrate(empty_database_dsn)
     finally:
         failpoints.disarm_all()
-    assert len(migrate(empty_database_dsn)) == ALL
+    assert len(migrate(empty_database_dsn)) == sum(map(len, steps.values()))
+
+
+def test_an_older_database_is_refused_until_it_is_migrated_and_keeps_its_rows(
+    database_dsn: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connect(database_dsn) as connection:
+        connection.execute("INSERT INTO mqlayer.job (name) VALUES ('kept')")
+        monkeypatch.setattr("mqlayer.postgres.migrations.migrations", with_later_step)
+        before = latest("control") - 1
+        with pytest.raises(SchemaMismatch, match=f"control {before}.*control {before + 1}.*mqlayer migrate"):
+            check_schema(connection, "control", "postgres")
+        with caplog.at_level(logging.WARNING):
+            assert migrate(database_dsn) == list(LATER.values())
+        check_schema(connection, "control", "postgres")
+        assert connection.execute("SELECT name FROM mqlayer.job").fetchall() == [("kept",)]
+    told = [record.__dict__.get("text") for record in caplog.records if record.message == "migration_says"]
+    assert told == [WARNING] * 2
+
+
+def test_a_function_of_a_later_step_looks_its_names_up_in_pg_temp_last(database_dsn: str, steps: Steps) -> None:
+    migrate(database_dsn)
+    with connect(database_dsn) as connection:
+        found = connection.execute("SELECT proconfig FROM pg_proc WHERE proname = 'notes_v1'").fetchall()
+    assert sorted(found) == [([f"search_path=pg_catalog, {name}, pg_temp"],) for name in sorted(SCHEMAS.values())]
 
 
 def test_a_newer_database_is_refused_and_stays(database_dsn: str) -> None:
@@ -85,7 +120,7 @@ def test_a_newer_database_is_refused_and_stays(database_dsn: str) -> None:
             check_schema(connection, "control", "postgres")
     with pytest.raises(SchemaMismatch, match="9999"):
         migrate(database_dsn)
-    assert numbers(database_dsn, "mqlayer") == [*STEPS["control"], 9999]
+    assert numbers(database_dsn, "mqlayer") == [*(step.number for step in migrations("control")), 9999]
 
 
 def test_a_missing_schema_is_an_error_that_says_what_to_run(empty_database_dsn: str) -> None:
@@ -103,18 +138,18 @@ def test_a_database_that_is_away_is_named_without_its_password() -> None:
     assert "secret" not in str(refused.value)
 
 
-def test_the_printed_script_does_what_the_runner_does(empty_database_dsn: str) -> None:
+def test_the_printed_script_does_what_the_runner_does(empty_database_dsn: str, steps: Steps) -> None:
     with closing(psycopg.connect(empty_database_dsn, autocommit=True)) as connection:
         connection.execute(script())
-    assert numbers(empty_database_dsn, "mqlayer") == STEPS["control"]
+    assert numbers(empty_database_dsn, "mqlayer") == steps["control"]
     assert migrate(empty_database_dsn) == []
 
 
-@pytest.mark.parametrize("schema", ["control", "application"])
-def test_migrations_are_numbered_without_holes_and_named_by_kind(schema: str) -> None:
-    steps = migrations(schema)  # type: ignore[arg-type]
-    assert [step.number for step in steps] == list(range(1, latest(schema) + 1))  # type: ignore[arg-type]
-    assert all(step.name.startswith(("expand_", "contract_")) for step in steps)
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_migrations_are_numbered_without_holes_and_named_by_kind(schema: SchemaName) -> None:
+    found = migrations(schema)
+    assert [step.number for step in found] == list(range(1, latest(schema) + 1))
+    assert all(step.name.startswith(("expand_", "contract_")) for step in found)
 
 
 @pytest.fixture

@@ -75,8 +75,6 @@ def _unpark_unseen() -> None:
     setattr(Ledger, "_next", _next)  # noqa: B010
 
 
-OUTBOX_AND_FENCE: Final = f"{APPLICATION}/0010_expand_bounds.sql"
-"""The last migration that writes these functions out; a bug in an earlier one would be written over."""
 NUMBERED_FIRST: Final = """v_seq := nextval('mqlayer_app.outbox_number');
     -- Whatever else a publisher does between the two.
     PERFORM pg_sleep(random() * 0.002);
@@ -84,7 +82,6 @@ NUMBERED_FIRST: Final = """v_seq := nextval('mqlayer_app.outbox_number');
         RETURNING c.topic_id, c.body_limit INTO v_topic_id, v_limit;"""
 LOCKED_FIRST: Final = """UPDATE mqlayer_app.counter c SET seq = c.seq + 1 WHERE c.topic = p_topic AND c.lp = v_lp
         RETURNING c.seq, c.topic_id, c.body_limit INTO v_seq, v_topic_id, v_limit;"""
-DELETES: Final = f"{CONTROL}/0030_expand_deletes_by_functions.sql"
 STILL_WAITS: Final = """
           AND NOT EXISTS (SELECT FROM mqlayer.parked_message m
                           WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name)"""
@@ -97,13 +94,13 @@ RACES: Final[dict[str, RacePlant]] = {
     "number_before_lock": RacePlant(
         "a publisher takes its number first and the lock of its LP then",
         rounds.own_outbox,
-        Plant("", {OUTBOX_AND_FENCE: ((LOCKED_FIRST, NUMBERED_FIRST),)}),
+        Plant("", {APPLICATION: ((LOCKED_FIRST, NUMBERED_FIRST),)}),
     ),
     "lps_unsorted": RacePlant(
         "a transaction takes its LPs in the order of its messages",
         rounds.deadlocks,
         Plant("", {
-            OUTBOX_AND_FENCE: (
+            APPLICATION: (
                 ('GROUP BY topic, lp ORDER BY topic COLLATE "C", lp\n', "GROUP BY topic, lp ORDER BY min(n)\n"),
             )
         }),
@@ -124,7 +121,7 @@ RACES: Final[dict[str, RacePlant]] = {
     "unpark_unseen": RacePlant(
         "a key is not parked any more once what was handed out of it is handled, whatever came to it meanwhile",
         rounds.parked_keys,
-        Plant("", {DELETES: ((STILL_WAITS, ""),)}, code=_unpark_unseen),
+        Plant("", {CONTROL: ((STILL_WAITS, ""),)}, code=_unpark_unseen),
     ),
     "session_lock": RacePlant(
         "who has a session's advisory lock is the owner, and has it still after its connection was lost",
@@ -142,7 +139,7 @@ RACES: Final[dict[str, RacePlant]] = {
     "fence_without_epoch": RacePlant(
         "the fence knows what was applied, not who owns the LP",
         rounds.fenced_owners,
-        Plant("", {OUTBOX_AND_FENCE: (("IF epoch > p_epoch THEN", "IF false THEN"),)}),
+        Plant("", {APPLICATION: (("IF epoch > p_epoch THEN", "IF false THEN"),)}),
     ),
     "no_new_epochs": RacePlant(
         "a node that fell back is armed under the epochs of before, as if tokens came from Redis alone",

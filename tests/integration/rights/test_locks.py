@@ -9,7 +9,6 @@ from typing import Final
 import psycopg
 import pytest
 
-from mqlayer.postgres.migrations import migrate, migrations
 from mqlayer.postgres.rights import Right, privileges
 from tests.fixtures.roles import Roles
 
@@ -74,36 +73,3 @@ def test_every_right_is_one_of_the_two_kinds() -> None:
     tried = {right for rights, _ in UNTRUSTED for right in rights}
     assert tried | set(TRUSTED) | {Right.MIGRATE} == set(Right)
     assert not any(deletes(right) for right in tried)
-
-
-OLD: Final = ("member", "parked_key", "parked_message", "group_start", "drained")
-UNDO: Final = """
-    DROP FUNCTION mqlayer.check_group_v1, mqlayer.check_count_v1, mqlayer.members_forget_v1,
-        mqlayer.beginnings_forget_v1, mqlayer.parked_messages_end_v1, mqlayer.parked_key_end_v1,
-        mqlayer.parked_keys_forget_v1, mqlayer.retired_messages_drop_v1, mqlayer.retired_keys_drop_v1;
-"""
-
-
-@pytest.mark.parametrize(
-    ("rights", "kept"),
-    [
-        ([Right.CONSUME], set()),
-        ([Right.CONSUME, Right.WORK], {"group_start", "drained"}),
-        ([Right.CONSUME, Right.OPERATE], {"parked_message", "group_start", "drained"}),
-    ],
-)
-def test_migrating_takes_the_locks_from_roles_of_an_earlier_installation(
-    database_dsn: str, roles: Roles, rights: list[Right], kept: set[str]
-) -> None:
-    login = roles.login(*rights)
-    with closing(psycopg.connect(database_dsn, autocommit=True)) as owner:
-        owner.execute(UNDO.encode())
-        for table in OLD:
-            owner.execute(f'GRANT DELETE ON mqlayer.{table} TO "{Roles.name_of(login)}"'.encode())
-    names = [f"mqlayer.{table}" for table in OLD]
-    assert {name for name, _ in locked(login, names)} == set(names)
-    (step,) = [one for one in migrations("control") if one.name == "expand_deletes_by_functions"]
-    with closing(psycopg.connect(database_dsn, autocommit=True)) as owner:
-        owner.execute(step.text.encode())
-    migrate(database_dsn)
-    assert {name for name, _ in locked(login, names)} == {f"mqlayer.{table}" for table in kept}

@@ -1,0 +1,1109 @@
+-- The schemas at a glance: tables with their columns, constraints, indexes, triggers and policies, then sequences,
+-- views and functions, in the order in which the migrations make them. Bodies and reasons are in sql/migrations.
+-- For readers, not for psql. `scripts/schema` writes this file, and a test compares it.
+
+
+-- mqlayer -------------------------------------------------------------------------------------------------------------
+
+CREATE TABLE mqlayer.granted (
+    role      regrole NOT NULL,
+    privilege text    NOT NULL,
+    scope     text    NOT NULL DEFAULT '',
+    CONSTRAINT granted_key PRIMARY KEY (role, privilege, scope),
+    CONSTRAINT granted_privilege
+        CHECK (privilege IN ('publish', 'consume', 'relay', 'work', 'look', 'analyze', 'operate'))
+);
+
+CREATE TABLE mqlayer.node (
+    node_id      int         NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name         text        NOT NULL,
+    url          text        NOT NULL,
+    armed_run_id text,
+    armed_at     timestamptz,
+    last_run_id  text,
+    former_runs  text[]      NOT NULL DEFAULT '{}',
+    lost_at      timestamptz,
+    created_at   timestamptz NOT NULL DEFAULT now(),
+    CONSTRAINT node_name_unique UNIQUE (name),
+    CONSTRAINT node_name_form CHECK (name ~ '^[a-z][a-z0-9_.-]{0,62}$'),
+    CONSTRAINT node_url_is_address CHECK (url !~ '^[^/]*//[^/?#]*@'
+        AND url !~ '[?&](username|password|credential_provider|sentinel_username|sentinel_password|ssl_password)='),
+    CONSTRAINT node_texts CHECK (octet_length(url) <= 4096 AND octet_length(armed_run_id) <= 1024
+        AND octet_length(last_run_id) <= 1024 AND pg_column_size(former_runs) <= 1000000)
+);
+-- Row-level security by the policies read, hold, add, remove.
+
+CREATE TABLE mqlayer.topic (
+    topic_id       int         NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name           text        NOT NULL,
+    strategy       text        NOT NULL,
+    body_limit     int         NOT NULL,
+    backlog_limit  bigint      NOT NULL,
+    archived       boolean     NOT NULL DEFAULT false,
+    retention_days int,
+    version        int,
+    lp_zero        smallint    NOT NULL DEFAULT 0,
+    paused_at      timestamptz,
+    paused_by      text,
+    created_at     timestamptz NOT NULL DEFAULT now(),
+    CONSTRAINT topic_name_unique UNIQUE (name),
+    CONSTRAINT topic_name_form CHECK (name ~ '^[a-z][a-z0-9_.-]{0,62}$'),
+    CONSTRAINT topic_strategy CHECK (strategy IN ('strict', 'best_effort')),
+    CONSTRAINT topic_body_limit CHECK (body_limit >= 1 AND body_limit <= 1000000),
+    CONSTRAINT topic_backlog_limit CHECK (backlog_limit >= 0),
+    CONSTRAINT topic_retention CHECK (retention_days >= 1),
+    CONSTRAINT topic_version CHECK (version >= 1),
+    CONSTRAINT topic_lp_zero CHECK (lp_zero = 0),
+    CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096),
+    CONSTRAINT topic_version_has_routes FOREIGN KEY (topic_id, version, lp_zero)
+        REFERENCES mqlayer.route(topic_id, version, lp_from) DEFERRABLE INITIALLY DEFERRED
+);
+CREATE TRIGGER topic_version_consecutive BEFORE UPDATE OF version ON mqlayer.topic FOR EACH ROW
+    EXECUTE FUNCTION mqlayer.route_version_guard();
+
+CREATE TABLE mqlayer.route_change (
+    change_id  int         NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    topic_id   int         NOT NULL REFERENCES mqlayer.topic(topic_id),
+    version    int         NOT NULL,
+    kind       text        NOT NULL,
+    state      text        NOT NULL DEFAULT 'planned',
+    mode       text        NOT NULL DEFAULT 'live',
+    actor      text        NOT NULL,
+    planned_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    sealed_at  timestamptz,
+    opened_at  timestamptz,
+    ended_at   timestamptz,
+    CONSTRAINT route_change_kind CHECK (kind IN ('split', 'merge', 'move')),
+    CONSTRAINT route_change_mode CHECK (mode IN ('live', 'away', 'lost')),
+    CONSTRAINT route_change_state CHECK (state IN ('planned', 'sealing', 'sealed', 'done', 'dropped')),
+    CONSTRAINT route_change_actor CHECK (octet_length(actor) <= 4096)
+);
+CREATE UNIQUE INDEX route_change_one_at_a_time ON mqlayer.route_change (topic_id)
+    WHERE state IN ('planned', 'sealing', 'sealed');
+CREATE UNIQUE INDEX route_change_version ON mqlayer.route_change (topic_id, version) WHERE state <> 'dropped';
+
+CREATE TABLE mqlayer.partition (
+    partition_id int         NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    topic_id     int         NOT NULL REFERENCES mqlayer.topic(topic_id),
+    node_id      int         NOT NULL REFERENCES mqlayer.node(node_id),
+    lp_from      smallint    NOT NULL,
+    lp_to        smallint    NOT NULL,
+    state        text        NOT NULL DEFAULT 'importing',
+    born_in      int         REFERENCES mqlayer.route_change(change_id),
+    ended_in     int         REFERENCES mqlayer.route_change(change_id),
+    created_at   timestamptz NOT NULL DEFAULT now(),
+    retired_at   timestamptz,
+    CONSTRAINT partition_of_topic UNIQUE (topic_id, partition_id),
+    CONSTRAINT partition_range_known UNIQUE (partition_id, lp_from, lp_to),
+    CONSTRAINT partition_range CHECK (lp_from >= 0 AND lp_from < lp_to AND lp_to <= 1024),
+    CONSTRAINT partition_state CHECK (state IN ('importing', 'open', 'sealed', 'deleted'))
+);
+CREATE INDEX partition_by_node ON mqlayer.partition (node_id);
+CREATE INDEX partition_by_birth ON mqlayer.partition (born_in) WHERE born_in IS NOT NULL;
+CREATE INDEX partition_by_end ON mqlayer.partition (ended_in) WHERE ended_in IS NOT NULL;
+CREATE INDEX partition_in_use ON mqlayer.partition (topic_id) WHERE state IN ('open', 'sealed');
+-- Row-level security by the policies read, hold, add, remove.
+
+CREATE TABLE mqlayer.route (
+    topic_id     int      NOT NULL REFERENCES mqlayer.topic(topic_id),
+    version      int      NOT NULL,
+    lp_from      smallint NOT NULL,
+    lp_to        smallint NOT NULL,
+    next_from    smallint NOT NULL GENERATED ALWAYS AS ((((lp_to)::int % 1024))::smallint) STORED,
+    partition_id int      NOT NULL,
+    CONSTRAINT route_key PRIMARY KEY (topic_id, version, lp_from),
+    CONSTRAINT route_end_unique UNIQUE (topic_id, version, next_from),
+    CONSTRAINT route_partition_once UNIQUE (topic_id, version, partition_id),
+    CONSTRAINT route_range CHECK (lp_from >= 0 AND lp_from < lp_to AND lp_to <= 1024),
+    CONSTRAINT route_version CHECK (version >= 1),
+    CONSTRAINT route_partition_range FOREIGN KEY (partition_id, lp_from, lp_to)
+        REFERENCES mqlayer.partition(partition_id, lp_from, lp_to),
+    CONSTRAINT route_partition_topic FOREIGN KEY (topic_id, partition_id)
+        REFERENCES mqlayer.partition(topic_id, partition_id),
+    CONSTRAINT route_tiles FOREIGN KEY (topic_id, version, next_from)
+        REFERENCES mqlayer.route(topic_id, version, lp_from) DEFERRABLE INITIALLY DEFERRED
+);
+
+CREATE TABLE mqlayer.seal (
+    partition_id int         NOT NULL REFERENCES mqlayer.partition(partition_id),
+    change_id    int         NOT NULL REFERENCES mqlayer.route_change(change_id),
+    seal_id      uuid        NOT NULL,
+    next_offset  bigint      NOT NULL,
+    run_id       text        NOT NULL,
+    marks        jsonb       NOT NULL,
+    away         boolean     NOT NULL DEFAULT false,
+    cut          boolean     NOT NULL DEFAULT false,
+    sealed_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT seal_key PRIMARY KEY (partition_id),
+    CONSTRAINT seal_run_id CHECK (octet_length(run_id) <= 1024)
+);
+
+CREATE TABLE mqlayer.abandoned (
+    node_id      int         NOT NULL REFERENCES mqlayer.node(node_id),
+    partition_id int         NOT NULL REFERENCES mqlayer.partition(partition_id),
+    at           timestamptz NOT NULL DEFAULT now(),
+    CONSTRAINT abandoned_key PRIMARY KEY (node_id, partition_id)
+);
+
+CREATE TABLE mqlayer.partition_rate (
+    partition_id int              NOT NULL REFERENCES mqlayer.partition(partition_id),
+    next_offset  bigint           NOT NULL,
+    per_s        double precision NOT NULL,
+    measured_at  timestamptz      NOT NULL,
+    CONSTRAINT partition_rate_key PRIMARY KEY (partition_id)
+);
+
+CREATE TABLE mqlayer.source (
+    source_id   int         NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    kind        text        NOT NULL,
+    name        text        NOT NULL,
+    outbox_uuid uuid,
+    cluster     text,
+    opened_by   name        NOT NULL DEFAULT mqlayer.caller_v1(),
+    opened_at   timestamptz NOT NULL DEFAULT now(),
+    closed_at   timestamptz,
+    dropped_at  timestamptz,
+    tried_at    timestamptz,
+    CONSTRAINT source_kind CHECK (kind IN ('outbox', 'direct')),
+    CONSTRAINT source_outbox_identity CHECK ((kind = 'outbox') = (outbox_uuid IS NOT NULL AND cluster IS NOT NULL)),
+    CONSTRAINT source_name_length CHECK (octet_length(name) <= 1024),
+    CONSTRAINT source_cluster_length CHECK (octet_length(cluster) <= 1024)
+);
+CREATE INDEX source_closed ON mqlayer.source (closed_at) WHERE kind = 'direct' AND dropped_at IS NULL;
+CREATE UNIQUE INDEX source_outbox_live ON mqlayer.source (outbox_uuid) WHERE kind = 'outbox' AND closed_at IS NULL;
+-- Row-level security by the policies read, add, change.
+
+CREATE TABLE mqlayer.consumer_group (
+    group_id              int                NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    topic_id              int                NOT NULL REFERENCES mqlayer.topic(topic_id),
+    name                  text               NOT NULL,
+    state                 text               NOT NULL DEFAULT 'creating',
+    mode                  text               NOT NULL DEFAULT 'exclusive',
+    ordered               boolean            NOT NULL DEFAULT true,
+    scope                 text,
+    start                 text               NOT NULL,
+    start_at              timestamptz,
+    from_archive          boolean            NOT NULL DEFAULT false,
+    broadcast_of          int                REFERENCES mqlayer.consumer_group(group_id),
+    instance              text,
+    keep_away_s           double precision,
+    away_since            timestamptz,
+    settings_version      int                NOT NULL DEFAULT 1,
+    tag_filter            text               NOT NULL DEFAULT 'none',
+    balance               text               NOT NULL DEFAULT 'count',
+    attempt_limit         int                NOT NULL DEFAULT 17,
+    policy                text               NOT NULL DEFAULT 'park',
+    backoff_s             double precision[] NOT NULL,
+    backoff_jitter        double precision   NOT NULL DEFAULT 0,
+    final_errors          text[]             NOT NULL DEFAULT '{}',
+    retried_errors        text[]             NOT NULL DEFAULT '{}',
+    time_limit_s          double precision,
+    time_cap_s            double precision,
+    invisible_s           double precision,
+    rate_limit            double precision,
+    rate_burst            double precision,
+    parked_keys_limit     int                NOT NULL DEFAULT 10000,
+    parked_messages_limit bigint             NOT NULL DEFAULT 10000000,
+    parked_bytes_limit    bigint             NOT NULL DEFAULT 10737418240,
+    key_messages_limit    bigint             NOT NULL DEFAULT 2000000,
+    key_bytes_limit       bigint             NOT NULL DEFAULT 2147483648,
+    version               int                NOT NULL DEFAULT 1,
+    seek                  int                NOT NULL DEFAULT 0,
+    replay                int                NOT NULL DEFAULT 0,
+    allocation            bigint             NOT NULL DEFAULT 0,
+    parking               bigint             NOT NULL DEFAULT 0,
+    paused_at             timestamptz,
+    paused_by             text,
+    created_at            timestamptz        NOT NULL DEFAULT now(),
+    retired_at            timestamptz,
+    CONSTRAINT consumer_group_name_unique UNIQUE (topic_id, name),
+    CONSTRAINT consumer_group_name_form CHECK (name ~ CASE WHEN instance IS NULL THEN '^[a-z][a-z0-9_.-]{0,62}$'
+        ELSE '^[a-z][a-z0-9_.-]{0,62}@[a-z0-9][a-z0-9_.-]{0,62}$' END),
+    CONSTRAINT consumer_group_state CHECK (state IN ('creating', 'live', 'retired')),
+    CONSTRAINT consumer_group_mode CHECK (mode IN ('exclusive', 'pop', 'shared', 'broadcast')),
+    CONSTRAINT consumer_group_scope CHECK (scope IN ('partition', 'key')),
+    CONSTRAINT consumer_group_scope_of_pop CHECK ((mode = 'pop') = (scope IS NOT NULL)),
+    CONSTRAINT consumer_group_start CHECK (start IN ('earliest', 'latest', 'time')),
+    CONSTRAINT consumer_group_start_time CHECK ((start = 'time') = (start_at IS NOT NULL)),
+    CONSTRAINT consumer_group_from_archive CHECK (NOT from_archive OR mode = 'exclusive' AND start <> 'latest'),
+    CONSTRAINT consumer_group_instance CHECK ((broadcast_of IS NULL) = (instance IS NULL)),
+    CONSTRAINT consumer_group_instance_mode CHECK (instance IS NULL OR mode = 'exclusive'),
+    CONSTRAINT consumer_group_instance_length CHECK (octet_length(instance) <= 63),
+    CONSTRAINT consumer_group_keep_away CHECK ((mode = 'broadcast') = (keep_away_s IS NOT NULL)
+        AND keep_away_s > 0::double precision AND keep_away_s < 'Infinity'),
+    CONSTRAINT consumer_group_tag_filter
+        CHECK (tag_filter ~ '^(none|(any|all):[a-z0-9][a-z0-9_.-]*(,[a-z0-9][a-z0-9_.-]*)*)$'),
+    CONSTRAINT consumer_group_balance CHECK (balance IN ('count', 'rate')),
+    CONSTRAINT consumer_group_attempt_limit CHECK (attempt_limit >= 1),
+    CONSTRAINT consumer_group_policy CHECK (policy IN ('park', 'block', 'dead_letter', 'skip')),
+    CONSTRAINT consumer_group_backoff CHECK (cardinality(backoff_s) >= 1),
+    CONSTRAINT consumer_group_backoff_jitter CHECK (backoff_jitter >= 0::double precision
+        AND backoff_jitter <= 1::double precision),
+    CONSTRAINT consumer_group_time_limit CHECK (time_limit_s > 0::double precision AND time_limit_s < 'Infinity'),
+    CONSTRAINT consumer_group_time_cap CHECK (time_cap_s > 0::double precision AND time_cap_s < 'Infinity'),
+    CONSTRAINT consumer_group_invisible CHECK (invisible_s > 0::double precision AND invisible_s < 'Infinity'),
+    CONSTRAINT consumer_group_invisible_of_shared CHECK (mode <> 'shared' OR invisible_s IS NOT NULL),
+    CONSTRAINT consumer_group_shared CHECK (mode <> 'shared' OR NOT ordered AND (policy IN ('dead_letter', 'skip'))),
+    CONSTRAINT consumer_group_rate_limit CHECK (rate_limit > 0::double precision AND rate_limit < 'Infinity'),
+    CONSTRAINT consumer_group_rate_burst CHECK (rate_burst >= 1::double precision AND rate_burst < 'Infinity'),
+    CONSTRAINT consumer_group_parking_limits CHECK (parked_keys_limit > 0 AND parked_messages_limit > 0
+        AND parked_bytes_limit > 0 AND key_messages_limit > 0 AND key_bytes_limit > 0),
+    CONSTRAINT consumer_group_counts CHECK (allocation >= 0 AND allocation <= 4611686018427387904 AND parking >= 0
+        AND parking <= 4611686018427387904),
+    CONSTRAINT consumer_group_texts_length CHECK (octet_length(COALESCE(paused_by, '')) <= 1024
+        AND octet_length(COALESCE(tag_filter, '')) <= 65536 AND cardinality(backoff_s) <= 1000
+        AND pg_column_size(final_errors) <= 1000000 AND pg_column_size(retried_errors) <= 1000000)
+);
+CREATE UNIQUE INDEX consumer_group_instances ON mqlayer.consumer_group (broadcast_of, instance)
+    WHERE broadcast_of IS NOT NULL;
+CREATE TRIGGER group_known AFTER INSERT ON mqlayer.consumer_group FOR EACH ROW
+    EXECUTE FUNCTION mqlayer.group_known_v1();
+-- Row-level security by the policies read, add, change, remove.
+
+CREATE TABLE mqlayer.group_start (
+    group_id     int    NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    partition_id int    NOT NULL REFERENCES mqlayer.partition(partition_id),
+    start_offset bigint NOT NULL,
+    CONSTRAINT group_start_key PRIMARY KEY (group_id, partition_id),
+    CONSTRAINT group_start_offset CHECK (start_offset >= 1)
+);
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.drained (
+    group_id     int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    partition_id int         NOT NULL REFERENCES mqlayer.partition(partition_id),
+    drained_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT drained_key PRIMARY KEY (group_id, partition_id)
+);
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.partition_pause (
+    group_id     int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    partition_id int         NOT NULL REFERENCES mqlayer.partition(partition_id),
+    paused_at    timestamptz NOT NULL DEFAULT now(),
+    paused_by    text        NOT NULL,
+    CONSTRAINT partition_pause_key PRIMARY KEY (group_id, partition_id),
+    CONSTRAINT partition_pause_by CHECK (octet_length(paused_by) <= 4096)
+);
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.member (
+    group_id    int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    member_id   text        NOT NULL,
+    session     bigint      NOT NULL DEFAULT nextval('mqlayer.member_session'),
+    host        text        NOT NULL,
+    pid         int         NOT NULL,
+    leaving     boolean     NOT NULL DEFAULT false,
+    joined_at   timestamptz NOT NULL DEFAULT now(),
+    lease_until timestamptz NOT NULL,
+    CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
+    CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
+    CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
+    CONSTRAINT member_lease_until CHECK (lease_until = '-infinity' OR lease_until >= '1970-01-01 00:00:00+00'
+        AND lease_until <= '9000-01-01 00:00:00+00')
+);
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.assignment (
+    group_id     int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    partition_id int         NOT NULL REFERENCES mqlayer.partition(partition_id),
+    member_id    text,
+    epoch        bigint      NOT NULL,
+    target       text,
+    changed_at   timestamptz NOT NULL DEFAULT now(),
+    CONSTRAINT assignment_key PRIMARY KEY (group_id, partition_id),
+    CONSTRAINT assignment_texts CHECK (octet_length(member_id) <= 1024 AND octet_length(target) <= 1024),
+    CONSTRAINT assignment_member FOREIGN KEY (group_id, member_id) REFERENCES mqlayer.member(group_id, member_id)
+);
+CREATE INDEX assignment_by_member ON mqlayer.assignment (group_id, member_id);
+CREATE TRIGGER assignment_epoch_grows BEFORE UPDATE ON mqlayer.assignment FOR EACH ROW
+    EXECUTE FUNCTION mqlayer.assignment_epoch_guard();
+CREATE TRIGGER assignment_epoch_given AFTER INSERT OR UPDATE OF epoch ON mqlayer.assignment FOR EACH ROW
+    EXECUTE FUNCTION mqlayer.assignment_epoch_given_v1();
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.parked_key (
+    group_id      int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    lp            smallint    NOT NULL,
+    name          bytea       NOT NULL,
+    cause         text        NOT NULL,
+    due_at        timestamptz,
+    attempts      int         NOT NULL DEFAULT 0,
+    started       bigint,
+    started_alone boolean     NOT NULL DEFAULT false,
+    released      boolean     NOT NULL DEFAULT false,
+    messages      bigint      NOT NULL DEFAULT 0,
+    bytes         bigint      NOT NULL DEFAULT 0,
+    paused_at     timestamptz,
+    paused_by     text,
+    parked_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT parked_key_key PRIMARY KEY (group_id, lp, name),
+    CONSTRAINT parked_key_cause CHECK (cause IN ('retry', 'exhausted', 'rejected', 'paused', 'redriven', 'replayed')),
+    CONSTRAINT parked_key_due_at CHECK (due_at >= '1970-01-01 00:00:00+00' AND due_at <= '9000-01-01 00:00:00+00'),
+    CONSTRAINT parked_key_texts CHECK (octet_length(name) <= 65536 AND octet_length(paused_by) <= 4096)
+);
+CREATE INDEX parked_key_due ON mqlayer.parked_key (due_at) WHERE due_at IS NOT NULL;
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.parked_message (
+    group_id     int      NOT NULL,
+    lp           smallint NOT NULL,
+    name         bytea    NOT NULL,
+    source       int      NOT NULL,
+    seq          bigint   NOT NULL,
+    place        bigint   NOT NULL,
+    partition_id int      NOT NULL REFERENCES mqlayer.partition(partition_id),
+    log_offset   bigint   NOT NULL,
+    key          bytea    NOT NULL,
+    m            bytea    NOT NULL,
+    body         bytea    NOT NULL,
+    redriven     boolean  NOT NULL DEFAULT false,
+    replay       bigint,
+    attempts     int      NOT NULL DEFAULT 0,
+    tried        int      NOT NULL DEFAULT 0,
+    CONSTRAINT parked_message_key PRIMARY KEY (group_id, lp, source, seq),
+    CONSTRAINT parked_message_sizes CHECK (octet_length(name) <= 65536 AND octet_length(key) <= 65536
+        AND octet_length(m) <= 1000000 AND octet_length(body) <= 16777216),
+    CONSTRAINT parked_message_of_key FOREIGN KEY (group_id, lp, name) REFERENCES mqlayer.parked_key(group_id, lp, name)
+);
+CREATE INDEX parked_message_line ON mqlayer.parked_message (group_id, lp, name, place, seq);
+CREATE INDEX parked_message_place ON mqlayer.parked_message (group_id, partition_id, log_offset);
+CREATE INDEX parked_message_numbers ON mqlayer.parked_message (group_id, lp, name, source, seq);
+CREATE INDEX parked_message_position ON mqlayer.parked_message (group_id, lp, name, partition_id, log_offset);
+CREATE INDEX parked_message_replay ON mqlayer.parked_message (replay) WHERE replay IS NOT NULL;
+CREATE TRIGGER parked_message_in AFTER INSERT ON mqlayer.parked_message REFERENCING NEW TABLE AS changed
+    FOR EACH STATEMENT EXECUTE FUNCTION mqlayer.parked_count_v1();
+CREATE TRIGGER parked_message_out AFTER DELETE ON mqlayer.parked_message REFERENCING OLD TABLE AS changed
+    FOR EACH STATEMENT EXECUTE FUNCTION mqlayer.parked_count_v1();
+ALTER TABLE mqlayer.parked_message ALTER COLUMN group_id SET STATISTICS 0;
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.parked_total (
+    group_id int      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    slot     smallint NOT NULL,
+    messages bigint   NOT NULL,
+    bytes    bigint   NOT NULL,
+    CONSTRAINT parked_total_key PRIMARY KEY (group_id, slot)
+);
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.parking_change (
+    group_id int      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    number   bigint   NOT NULL,
+    lp       smallint NOT NULL,
+    name     bytea    NOT NULL,
+    CONSTRAINT parking_change_key PRIMARY KEY (group_id, number, lp, name),
+    CONSTRAINT parking_change_name CHECK (octet_length(name) <= 65536)
+);
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.dead_message (
+    dead_id       bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    group_id      int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    lp            smallint    NOT NULL,
+    source        int         NOT NULL,
+    seq           bigint      NOT NULL,
+    partition_id  int         NOT NULL REFERENCES mqlayer.partition(partition_id),
+    log_offset    bigint      NOT NULL,
+    key           bytea       NOT NULL,
+    m             bytea       NOT NULL,
+    body          bytea,
+    cause         text        NOT NULL,
+    reason        text        NOT NULL,
+    attempts      int         NOT NULL,
+    actor         text        NOT NULL,
+    died_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    redriven_at   timestamptz,
+    redriven_seek int,
+    adrift        boolean     NOT NULL DEFAULT false,
+    CONSTRAINT dead_message_once UNIQUE (group_id, lp, source, seq),
+    CONSTRAINT dead_message_cause CHECK (cause IN ('exhausted', 'rejected', 'skipped', 'discarded')),
+    CONSTRAINT dead_message_sizes CHECK (octet_length(key) <= 65536 AND octet_length(m) <= 1000000
+        AND octet_length(body) <= 16777216),
+    CONSTRAINT dead_message_texts CHECK (octet_length(reason) <= 65536 AND octet_length(actor) <= 4096)
+);
+CREATE INDEX dead_message_listed ON mqlayer.dead_message (group_id, died_at) WHERE redriven_at IS NULL;
+CREATE INDEX dead_message_stream ON mqlayer.dead_message (group_id, partition_id, log_offset);
+CREATE INDEX dead_message_line ON mqlayer.dead_message (group_id, lp, key, partition_id, log_offset, dead_id)
+    WHERE redriven_at IS NULL;
+CREATE INDEX dead_message_adrift ON mqlayer.dead_message (group_id, lp) WHERE adrift;
+ALTER TABLE mqlayer.dead_message ALTER COLUMN group_id SET STATISTICS 0;
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.failed_attempt (
+    group_id  int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    lp        smallint    NOT NULL,
+    source    int         NOT NULL,
+    seq       bigint      NOT NULL,
+    attempt   int         NOT NULL,
+    failed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    member_id text        NOT NULL,
+    error     text        NOT NULL,
+    CONSTRAINT failed_attempt_key PRIMARY KEY (group_id, lp, source, seq, attempt, failed_at),
+    CONSTRAINT failed_attempt_texts CHECK (octet_length(error) <= 65536 AND octet_length(member_id) <= 1024)
+);
+CREATE INDEX failed_attempt_old ON mqlayer.failed_attempt (failed_at);
+ALTER TABLE mqlayer.failed_attempt ALTER COLUMN group_id SET STATISTICS 0;
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.failure_count (
+    group_id     int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    partition_id int         NOT NULL,
+    event        text        NOT NULL,
+    count        bigint      NOT NULL,
+    last_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT failure_count_key PRIMARY KEY (group_id, partition_id, event),
+    CONSTRAINT failure_count_event_length CHECK (octet_length(event) <= 63),
+    CONSTRAINT failure_count_count CHECK (count >= 0 AND count <= 9007199254740991)
+);
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.redrive (
+    redrive_id   bigint           NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    group_id     int              NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    kind         text             NOT NULL DEFAULT 'dead',
+    filter       jsonb            NOT NULL,
+    upto_id      bigint           NOT NULL,
+    per_s        double precision NOT NULL,
+    actor        text             NOT NULL,
+    state        text             NOT NULL DEFAULT 'running',
+    at_lp        smallint         NOT NULL DEFAULT -1,
+    at_key       bytea            NOT NULL DEFAULT '\x',
+    at_partition int              NOT NULL DEFAULT 0,
+    at_offset    bigint           NOT NULL DEFAULT 0,
+    at_dead_id   bigint           NOT NULL DEFAULT 0,
+    upto_batch   bigint,
+    snapshot_id  int,
+    bounds       jsonb            NOT NULL DEFAULT '{}',
+    place        bigint,
+    newer        text,
+    name         bytea,
+    at_batch     bigint           NOT NULL DEFAULT 0,
+    at_record    bigint           NOT NULL DEFAULT 0,
+    sent         bigint           NOT NULL DEFAULT 0,
+    not_sent     bigint           NOT NULL DEFAULT 0,
+    results      jsonb            NOT NULL DEFAULT '{}',
+    worker       text,
+    lease_until  timestamptz,
+    next_at      timestamptz      NOT NULL DEFAULT clock_timestamp(),
+    waits        text,
+    started_at   timestamptz      NOT NULL DEFAULT clock_timestamp(),
+    ended_at     timestamptz,
+    CONSTRAINT redrive_kind CHECK (kind IN ('dead', 'replay', 'backfill')),
+    CONSTRAINT redrive_state CHECK (state IN ('running', 'done', 'cancelled')),
+    CONSTRAINT redrive_rate CHECK (per_s >= 0::double precision AND per_s < 'Infinity'),
+    CONSTRAINT redrive_ended CHECK ((state = 'running') = (ended_at IS NULL)),
+    CONSTRAINT redrive_newer CHECK (newer IN ('wait', 'between')),
+    CONSTRAINT redrive_of_archive CHECK ((kind = 'dead') = (upto_batch IS NULL) AND (kind = 'dead') = (place IS NULL)
+        AND (kind = 'dead') = (newer IS NULL)),
+    CONSTRAINT redrive_filter_names CHECK (jsonb_typeof(filter) = 'object'
+        AND (filter - ARRAY['key', 'since', 'until'] - CASE WHEN kind = 'dead' THEN ARRAY['cause', 'error', 'dead_ids']
+        ELSE ARRAY['tag', 'snapshot'] END) = '{}'),
+    CONSTRAINT redrive_filter_values CHECK (COALESCE(jsonb_typeof(filter -> 'key'), 'string') = 'string'
+        AND COALESCE(jsonb_typeof(filter -> 'cause'), 'string') = 'string'
+        AND COALESCE(jsonb_typeof(filter -> 'error'), 'string') = 'string'
+        AND COALESCE(jsonb_typeof(filter -> 'tag'), 'string') = 'string'
+        AND COALESCE(jsonb_typeof(filter -> 'snapshot'), 'string') = 'string'
+        AND COALESCE(jsonb_typeof(filter -> 'since'), 'string') = 'string'
+        AND COALESCE(jsonb_typeof(filter -> 'until'), 'string') = 'string'
+        AND COALESCE(jsonb_typeof(filter -> 'dead_ids'), 'array') = 'array' AND octet_length(filter::text) <= 1000000),
+    CONSTRAINT redrive_filter_times CHECK ( CASE WHEN NOT filter ? 'since' AND NOT filter ? 'until' THEN true
+        WHEN COALESCE(filter ->> 'since',
+        filter ->> 'until') ~ '^\d{4}-\d\d-\d\dT([01]\d|2[0-3]):[0-5]\d:[0-5]\d([.]\d{6})?([+-]\d\d:\d\d(:\d\d)?)$'
+        AND COALESCE(filter ->> 'until',
+        filter ->> 'since') ~ '^\d{4}-\d\d-\d\dT([01]\d|2[0-3]):[0-5]\d:[0-5]\d([.]\d{6})?([+-]\d\d:\d\d(:\d\d)?)$'
+        THEN COALESCE(filter ->> 'since', filter ->> 'until')::timestamptz IS NOT NULL
+        AND COALESCE(filter ->> 'until', filter ->> 'since')::timestamptz IS NOT NULL ELSE false END),
+    CONSTRAINT redrive_texts CHECK (octet_length(actor) <= 4096 AND octet_length(worker) <= 1024
+        AND octet_length(waits) <= 65536 AND octet_length(name) <= 65536 AND octet_length(at_key) <= 65536),
+    CONSTRAINT redrive_documents CHECK (octet_length(bounds::text) <= 1000000
+        AND octet_length(results::text) <= 1000000)
+);
+CREATE INDEX redrive_running ON mqlayer.redrive (redrive_id) WHERE state = 'running';
+CREATE UNIQUE INDEX redrive_one_replay ON mqlayer.redrive (group_id) WHERE state = 'running' AND kind <> 'dead';
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.redrive_result (
+    redrive_id bigint      NOT NULL REFERENCES mqlayer.redrive(redrive_id),
+    dead_id    bigint      NOT NULL,
+    result     text        NOT NULL,
+    at         timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT redrive_result_key PRIMARY KEY (redrive_id, dead_id),
+    CONSTRAINT redrive_result_word CHECK (result IN ('sent', 'already', 'no_body', 'gone'))
+);
+
+CREATE TABLE mqlayer.replay_result (
+    redrive_id bigint      NOT NULL REFERENCES mqlayer.redrive(redrive_id),
+    lp         smallint    NOT NULL,
+    source     int         NOT NULL,
+    seq        bigint      NOT NULL,
+    result     text        NOT NULL,
+    at         timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT replay_result_key PRIMARY KEY (redrive_id, lp, source, seq),
+    CONSTRAINT replay_result_word CHECK (result IN ('already', 'dead', 'ahead'))
+);
+
+CREATE TABLE mqlayer.job (
+    name    text        NOT NULL,
+    epoch   bigint      NOT NULL DEFAULT 0,
+    next_at timestamptz NOT NULL DEFAULT now(),
+    last_at timestamptz,
+    CONSTRAINT job_key PRIMARY KEY (name),
+    CONSTRAINT job_name CHECK (octet_length(name) <= 63)
+);
+
+CREATE TABLE mqlayer.audit (
+    audit_id bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    at       timestamptz NOT NULL DEFAULT now(),
+    actor    text        NOT NULL,
+    role     name        NOT NULL DEFAULT mqlayer.caller_v1(),
+    act      text        NOT NULL,
+    object   text        NOT NULL,
+    facts    jsonb       NOT NULL DEFAULT '{}',
+    CONSTRAINT audit_texts CHECK (octet_length(actor) <= 4096 AND octet_length(act) <= 1024
+        AND octet_length(object) <= 4096),
+    CONSTRAINT audit_facts CHECK (octet_length(facts::text) <= 1000000)
+);
+
+CREATE TABLE mqlayer.server (
+    only_one  boolean     NOT NULL DEFAULT true,
+    system_id text        NOT NULL,
+    timeline  int         NOT NULL,
+    since     timestamptz NOT NULL DEFAULT now(),
+    replaced  int         NOT NULL DEFAULT 0,
+    CONSTRAINT server_key PRIMARY KEY (only_one),
+    CONSTRAINT server_only_one CHECK (only_one)
+);
+
+CREATE TABLE mqlayer.migration (
+    number int         NOT NULL PRIMARY KEY,
+    name   text        NOT NULL,
+    at     timestamptz NOT NULL DEFAULT now()
+);
+
+-- sequences
+CREATE SEQUENCE mqlayer.member_session;
+CREATE SEQUENCE mqlayer.epoch;
+CREATE SEQUENCE mqlayer.parked_place INCREMENT BY 16777216 START WITH 16777216;
+
+-- views
+CREATE VIEW mqlayer.readable (group_id int, partition_id int);
+CREATE VIEW mqlayer.parked_fact (group_id int, lp smallint, name bytea, source int, seq bigint, place bigint,
+    partition_id int, log_offset bigint, key bytea, redriven boolean, replay bigint, attempts int, tried int, m bytea,
+    m_size int, body_size int);
+CREATE VIEW mqlayer.dead_fact (dead_id bigint, group_id int, lp smallint, source int, seq bigint, partition_id int,
+    log_offset bigint, key bytea, body_size int, cause text, reason text, attempts int, actor text, died_at timestamptz,
+    redriven_at timestamptz, redriven_seek int, adrift boolean);
+
+-- functions
+CREATE FUNCTION mqlayer.caller_v1() RETURNS name STABLE;
+CREATE FUNCTION mqlayer.has_v1(VARIADIC p_privileges text[]) RETURNS boolean STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer.has_for_v1(p_privilege text, p_scope text) RETURNS boolean STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer.groups_v1() RETURNS int[] STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer.route_version_guard() RETURNS trigger;
+CREATE FUNCTION mqlayer.group_known_v1() RETURNS trigger SECURITY DEFINER;
+CREATE FUNCTION mqlayer.may_create_group_v1(p_topic_id int, p_name text, p_broadcast_of int)
+    RETURNS boolean STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer.assignment_epoch_guard() RETURNS trigger;
+CREATE FUNCTION mqlayer.assignment_epoch_given_v1() RETURNS trigger SECURITY DEFINER;
+CREATE FUNCTION mqlayer.parked_count_v1() RETURNS trigger SECURITY DEFINER;
+CREATE FUNCTION mqlayer.timeline_v1() RETURNS int SECURITY DEFINER;
+CREATE FUNCTION mqlayer.system_v1() RETURNS text SECURITY DEFINER;
+CREATE FUNCTION mqlayer.server_replaced_v1(p_facts jsonb) RETURNS void SECURITY DEFINER;
+CREATE FUNCTION mqlayer.server_seen_v1() RETURNS boolean SECURITY DEFINER;
+CREATE FUNCTION mqlayer.check_group_v1(p_group_id int) RETURNS void STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer.check_count_v1(p_name text, p_count bigint) RETURNS void IMMUTABLE;
+CREATE FUNCTION mqlayer.members_forget_v1(p_group_id int) RETURNS void SECURITY DEFINER;
+CREATE FUNCTION mqlayer.beginnings_forget_v1(p_group_id int) RETURNS void SECURITY DEFINER;
+CREATE FUNCTION mqlayer.parked_messages_end_v1(p_group_id int, p_lps smallint[], p_sources int[], p_seqs bigint[],
+    p_handled boolean[], p_given_s double precision, p_actor text) RETURNS void SECURITY DEFINER;
+CREATE FUNCTION mqlayer.parked_key_end_v1(p_group_id int, p_lp smallint, p_name bytea)
+    RETURNS SETOF smallint SECURITY DEFINER;
+CREATE FUNCTION mqlayer.parked_keys_forget_v1(p_group_id int, p_lps smallint[], p_names bytea[])
+    RETURNS void SECURITY DEFINER;
+CREATE FUNCTION mqlayer.retired_messages_drop_v1(p_group_id int, p_limit int) RETURNS bigint SECURITY DEFINER;
+CREATE FUNCTION mqlayer.retired_keys_drop_v1(p_group_id int, p_limit int) RETURNS bigint SECURITY DEFINER;
+
+
+-- mqlayer_archive -----------------------------------------------------------------------------------------------------
+
+CREATE TABLE mqlayer_archive.topic (
+    topic_id      int         NOT NULL REFERENCES mqlayer.topic(topic_id),
+    batch         bigint      NOT NULL DEFAULT 0,
+    stretch       int         NOT NULL DEFAULT 1,
+    passed_at     timestamptz,
+    dropped_batch bigint      NOT NULL DEFAULT 0,
+    CONSTRAINT topic_key PRIMARY KEY (topic_id)
+);
+-- Row-level security by the policies read, hold, add, remove.
+
+CREATE TABLE mqlayer_archive.progress (
+    partition_id int     NOT NULL REFERENCES mqlayer.partition(partition_id),
+    topic_id     int     NOT NULL REFERENCES mqlayer.topic(topic_id),
+    upto_offset  bigint  NOT NULL,
+    complete     boolean NOT NULL DEFAULT false,
+    CONSTRAINT progress_key PRIMARY KEY (partition_id)
+);
+CREATE INDEX progress_by_topic ON mqlayer_archive.progress (topic_id);
+
+CREATE TABLE mqlayer_archive.mark (
+    topic_id  int      NOT NULL REFERENCES mqlayer.topic(topic_id),
+    source    int      NOT NULL,
+    lp        smallint NOT NULL,
+    first_seq bigint   NOT NULL,
+    last_seq  bigint   NOT NULL,
+    stretch   int      NOT NULL DEFAULT 1,
+    CONSTRAINT mark_key PRIMARY KEY (topic_id, source, lp)
+) WITH (fillfactor=50);
+
+CREATE TABLE mqlayer_archive.gap (
+    topic_id     int         NOT NULL REFERENCES mqlayer.topic(topic_id),
+    source       int         NOT NULL,
+    lp           smallint    NOT NULL,
+    after_seq    bigint      NOT NULL,
+    next_seq     bigint      NOT NULL,
+    partition_id int         NOT NULL REFERENCES mqlayer.partition(partition_id),
+    log_offset   bigint      NOT NULL,
+    found_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    accepted_at  timestamptz,
+    actor        text,
+    CONSTRAINT gap_key PRIMARY KEY (topic_id, source, lp, after_seq),
+    CONSTRAINT gap_range CHECK (next_seq > (after_seq + 1)),
+    CONSTRAINT gap_actor CHECK (octet_length(actor) <= 4096)
+);
+
+CREATE TABLE mqlayer_archive.record (
+    topic_id     int         NOT NULL,
+    batch        bigint      NOT NULL,
+    version      int         NOT NULL,
+    partition_id int         NOT NULL,
+    log_offset   bigint      NOT NULL,
+    source       int         NOT NULL,
+    lp           smallint    NOT NULL,
+    seq          bigint      NOT NULL,
+    published_at timestamptz NOT NULL,
+    archived_at  timestamptz NOT NULL,
+    key          bytea,
+    tags         text[],
+    headers      text,
+    body         bytea       NOT NULL
+) PARTITION BY RANGE (archived_at);
+CREATE INDEX record_read ON mqlayer_archive.record (topic_id, batch, partition_id);
+
+CREATE TABLE mqlayer_archive.outcome (
+    topic_id     int         NOT NULL,
+    batch        bigint      NOT NULL,
+    group_id     int         NOT NULL,
+    partition_id int         NOT NULL,
+    first_offset bigint      NOT NULL,
+    last_offset  bigint      NOT NULL,
+    word         text        NOT NULL,
+    attempts     int         NOT NULL,
+    delivered_at timestamptz,
+    settled_at   timestamptz NOT NULL,
+    actor        text        NOT NULL,
+    reason       text,
+    archived_at  timestamptz NOT NULL,
+    epoch        bigint      NOT NULL,
+    place        bigint      NOT NULL,
+    CONSTRAINT outcome_range CHECK (first_offset <= last_offset),
+    CONSTRAINT outcome_word
+        CHECK (word IN ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven',
+        'replayed'))
+) PARTITION BY RANGE (archived_at);
+CREATE INDEX outcome_by_offset ON mqlayer_archive.outcome (group_id, partition_id, first_offset);
+CREATE INDEX outcome_by_batch ON mqlayer_archive.outcome (topic_id, batch);
+
+CREATE TABLE mqlayer_archive.outcome_queue (
+    place        bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    topic_id     int         NOT NULL,
+    group_id     int         NOT NULL,
+    partition_id int         NOT NULL,
+    log_offset   bigint      NOT NULL,
+    word         text        NOT NULL,
+    attempts     int         NOT NULL,
+    delivered_at timestamptz,
+    settled_at   timestamptz NOT NULL DEFAULT statement_timestamp(),
+    actor        text        NOT NULL,
+    reason       text,
+    epoch        bigint      NOT NULL DEFAULT COALESCE(pg_sequence_last_value('mqlayer.epoch'), (0)::bigint),
+    CONSTRAINT outcome_queue_word
+        CHECK (word IN ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven',
+        'replayed')),
+    CONSTRAINT outcome_queue_offset CHECK (log_offset >= 0 AND log_offset <= 9007199254740991),
+    CONSTRAINT outcome_queue_texts CHECK (octet_length(actor) <= 4096 AND octet_length(reason) <= 65536),
+    CONSTRAINT outcome_queue_delivered_at CHECK (delivered_at >= '1970-01-01 00:00:00+00'
+        AND delivered_at <= '9000-01-01 00:00:00+00')
+);
+CREATE INDEX outcome_queue_by_topic ON mqlayer_archive.outcome_queue (topic_id, place);
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer_archive.outcome_progress (
+    group_id     int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    partition_id int         NOT NULL REFERENCES mqlayer.partition(partition_id),
+    epoch        bigint      NOT NULL,
+    place        bigint      NOT NULL,
+    dropped      bigint      NOT NULL DEFAULT 0,
+    dropped_at   timestamptz,
+    CONSTRAINT outcome_progress_key PRIMARY KEY (group_id, partition_id)
+) WITH (fillfactor=50);
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer_archive.day (
+    day         date   NOT NULL,
+    topic_id    int    NOT NULL REFERENCES mqlayer.topic(topic_id),
+    first_batch bigint NOT NULL,
+    last_batch  bigint NOT NULL,
+    records     bigint NOT NULL,
+    outcomes    bigint NOT NULL,
+    CONSTRAINT day_key PRIMARY KEY (day, topic_id)
+);
+
+CREATE TABLE mqlayer_archive.snapshot (
+    snapshot_id int         NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name        text        NOT NULL,
+    upto_at     timestamptz,
+    created_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT snapshot_name_unique UNIQUE (name),
+    CONSTRAINT snapshot_name_form CHECK (name ~ '^[a-z][a-z0-9_.-]{0,62}$')
+);
+
+CREATE TABLE mqlayer_archive.snapshot_topic (
+    snapshot_id int     NOT NULL REFERENCES mqlayer_archive.snapshot(snapshot_id) ON DELETE CASCADE,
+    topic_id    int     NOT NULL REFERENCES mqlayer.topic(topic_id),
+    batch       bigint  NOT NULL,
+    version     int     NOT NULL,
+    records     bigint  NOT NULL,
+    whole       boolean,
+    CONSTRAINT snapshot_topic_key PRIMARY KEY (snapshot_id, topic_id)
+);
+
+CREATE TABLE mqlayer_archive.cut (
+    snapshot_id int      NOT NULL REFERENCES mqlayer_archive.snapshot(snapshot_id) ON DELETE CASCADE,
+    topic_id    int      NOT NULL,
+    source      int      NOT NULL,
+    lp          smallint NOT NULL,
+    first_seq   bigint   NOT NULL,
+    last_seq    bigint   NOT NULL,
+    CONSTRAINT cut_key PRIMARY KEY (snapshot_id, topic_id, source, lp)
+);
+
+-- functions
+CREATE FUNCTION mqlayer_archive.day_made_v1(p_day date) RETURNS boolean STABLE;
+CREATE FUNCTION mqlayer_archive.day_make_v1(p_day date) RETURNS boolean SECURITY DEFINER;
+CREATE FUNCTION mqlayer_archive.day_drop_v1(p_day date) RETURNS void SECURITY DEFINER;
+CREATE FUNCTION mqlayer_archive.lock_v1() RETURNS void SECURITY DEFINER;
+CREATE FUNCTION mqlayer_archive.snapshot_v1(p_snapshot int) RETURNS int;
+CREATE FUNCTION mqlayer_archive.batches_v1(p_topic int, p_after bigint) RETURNS bigint;
+CREATE FUNCTION mqlayer_archive.final_outcomes_v1(topic text, upto_batch bigint DEFAULT NULL)
+    RETURNS TABLE(group_name text, partition_id int, log_offset bigint, word text, attempts int,
+    delivered_at timestamptz, settled_at timestamptz, actor text, reason text) STABLE;
+
+
+-- mqlayer_app ---------------------------------------------------------------------------------------------------------
+
+CREATE TABLE mqlayer_app.granted (
+    role      regrole NOT NULL,
+    privilege text    NOT NULL,
+    scope     text    NOT NULL DEFAULT '',
+    CONSTRAINT granted_key PRIMARY KEY (role, privilege, scope),
+    CONSTRAINT granted_privilege
+        CHECK (privilege IN ('publish', 'consume', 'relay', 'work', 'look', 'analyze', 'operate'))
+);
+
+CREATE TABLE mqlayer_app.known_group (
+    group_id int  NOT NULL,
+    scope    text NOT NULL,
+    CONSTRAINT known_group_key PRIMARY KEY (group_id),
+    CONSTRAINT known_group_scope_length CHECK (octet_length(scope) <= 1024)
+);
+
+CREATE TABLE mqlayer_app.version_user (
+    name text    NOT NULL,
+    role regrole NOT NULL,
+    CONSTRAINT version_user_key PRIMARY KEY (name)
+);
+
+CREATE TABLE mqlayer_app.identity (
+    only_one    boolean NOT NULL DEFAULT true,
+    outbox_uuid uuid    NOT NULL DEFAULT gen_random_uuid(),
+    timeline    int     DEFAULT mqlayer_app.timeline_v1(),
+    replaces    uuid[],
+    CONSTRAINT identity_key PRIMARY KEY (only_one),
+    CONSTRAINT identity_only_one CHECK (only_one)
+);
+
+CREATE UNLOGGED TABLE mqlayer_app.term (
+    only_one  boolean NOT NULL DEFAULT true,
+    term_uuid uuid    NOT NULL DEFAULT gen_random_uuid(),
+    CONSTRAINT term_key PRIMARY KEY (only_one),
+    CONSTRAINT term_only_one CHECK (only_one)
+);
+
+CREATE TABLE mqlayer_app.topic (
+    topic_id   int  NOT NULL,
+    name       text NOT NULL,
+    body_limit int  NOT NULL,
+    CONSTRAINT topic_key PRIMARY KEY (topic_id),
+    CONSTRAINT topic_name_unique UNIQUE (name),
+    CONSTRAINT topic_name_length CHECK (octet_length(name) <= 63)
+);
+
+CREATE TABLE mqlayer_app.counter (
+    topic_id   int      NOT NULL,
+    lp         smallint NOT NULL,
+    topic      text     NOT NULL,
+    body_limit int      NOT NULL,
+    seq        bigint   NOT NULL DEFAULT 0,
+    CONSTRAINT counter_key PRIMARY KEY (topic_id, lp),
+    CONSTRAINT counter_topic_unique UNIQUE (topic, lp),
+    CONSTRAINT counter_topic_length CHECK (octet_length(topic) <= 63)
+) WITH (fillfactor=20);
+
+CREATE TABLE mqlayer_app.outbox (
+    id         bigint      NOT NULL,
+    topic_id   int         NOT NULL,
+    lp         smallint    NOT NULL,
+    slot       smallint    NOT NULL,
+    seq        bigint      NOT NULL,
+    created_at timestamptz NOT NULL,
+    key        text,
+    headers    text,
+    body       bytea       NOT NULL
+) PARTITION BY LIST (slot);
+CREATE INDEX outbox_id ON mqlayer_app.outbox (id);
+
+CREATE TABLE mqlayer_app.outbox_0 PARTITION OF mqlayer_app.outbox FOR VALUES IN ('0');
+CREATE UNIQUE INDEX outbox_0_key ON mqlayer_app.outbox_0 (topic_id, lp, seq);
+
+CREATE TABLE mqlayer_app.outbox_1 PARTITION OF mqlayer_app.outbox FOR VALUES IN ('1');
+CREATE UNIQUE INDEX outbox_1_key ON mqlayer_app.outbox_1 (topic_id, lp, seq);
+
+CREATE TABLE mqlayer_app.outbox_2 PARTITION OF mqlayer_app.outbox FOR VALUES IN ('2');
+CREATE UNIQUE INDEX outbox_2_key ON mqlayer_app.outbox_2 (topic_id, lp, seq);
+
+CREATE TABLE mqlayer_app.outbox_3 PARTITION OF mqlayer_app.outbox FOR VALUES IN ('3');
+CREATE UNIQUE INDEX outbox_3_key ON mqlayer_app.outbox_3 (topic_id, lp, seq);
+
+CREATE TABLE mqlayer_app.relayed (
+    topic_id int      NOT NULL,
+    lp       smallint NOT NULL,
+    seq      bigint   NOT NULL,
+    CONSTRAINT relayed_key PRIMARY KEY (topic_id, lp)
+) WITH (fillfactor=50);
+
+CREATE TABLE mqlayer_app.set_aside (
+    topic_id     int         NOT NULL,
+    lp           smallint    NOT NULL,
+    seq          bigint      NOT NULL,
+    reason       text        NOT NULL,
+    set_aside_at timestamptz NOT NULL DEFAULT now(),
+    CONSTRAINT set_aside_key PRIMARY KEY (topic_id, lp),
+    CONSTRAINT set_aside_reason_length CHECK (octet_length(reason) <= 65536)
+);
+
+CREATE TABLE mqlayer_app.voided (
+    id         bigint      NOT NULL,
+    topic_id   int         NOT NULL,
+    lp         smallint    NOT NULL,
+    seq        bigint      NOT NULL,
+    reason     text        NOT NULL,
+    created_at timestamptz NOT NULL,
+    key        text,
+    headers    text,
+    body       bytea,
+    voided_at  timestamptz NOT NULL DEFAULT now(),
+    ended      text,
+    ended_at   timestamptz,
+    CONSTRAINT voided_key PRIMARY KEY (id),
+    CONSTRAINT voided_ended CHECK (ended IN ('published', 'discarded')),
+    CONSTRAINT voided_keeps_its_message CHECK ((ended IS NULL) = (body IS NOT NULL)
+        AND (ended IS NULL) = (ended_at IS NULL)),
+    CONSTRAINT voided_sizes CHECK (octet_length(key) <= 65536 AND octet_length(headers) <= 1000000
+        AND octet_length(body) <= 16777216 AND octet_length(reason) <= 65536)
+);
+
+CREATE TABLE mqlayer_app.relay (
+    relay_id    text        NOT NULL,
+    lease_until timestamptz NOT NULL,
+    CONSTRAINT relay_key PRIMARY KEY (relay_id),
+    CONSTRAINT relay_id_length CHECK (octet_length(relay_id) <= 1024)
+);
+
+CREATE TABLE mqlayer_app.lp_set (
+    lp_set      smallint    NOT NULL,
+    relay_id    text,
+    epoch       bigint      NOT NULL DEFAULT 0,
+    lease_until timestamptz NOT NULL DEFAULT '-infinity',
+    CONSTRAINT lp_set_key PRIMARY KEY (lp_set),
+    CONSTRAINT lp_set_range CHECK (lp_set >= 0 AND lp_set <= 15),
+    CONSTRAINT lp_set_relay_id_length CHECK (octet_length(relay_id) <= 1024)
+);
+
+CREATE TABLE mqlayer_app.dedup (
+    topic_id     int         NOT NULL,
+    lp           smallint    NOT NULL,
+    token        bytea       NOT NULL,
+    seq          bigint      NOT NULL,
+    published_at timestamptz NOT NULL,
+    CONSTRAINT dedup_key PRIMARY KEY (topic_id, lp, token)
+);
+CREATE INDEX dedup_published_at ON mqlayer_app.dedup (published_at);
+
+CREATE TABLE mqlayer_app.delayed (
+    delayed_id bigint      NOT NULL GENERATED ALWAYS AS IDENTITY,
+    topic_id   int         NOT NULL,
+    lp         smallint    NOT NULL,
+    due_at     timestamptz NOT NULL,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    key        text,
+    headers    text,
+    body       bytea       NOT NULL,
+    CONSTRAINT delayed_key PRIMARY KEY (delayed_id)
+);
+CREATE INDEX delayed_topic_due_at ON mqlayer_app.delayed (topic_id, due_at);
+CREATE INDEX delayed_order ON mqlayer_app.delayed (topic_id, lp, due_at, delayed_id);
+
+CREATE TABLE mqlayer_app.fence_epoch (
+    group_id int      NOT NULL,
+    lp       smallint NOT NULL,
+    epoch    bigint   NOT NULL,
+    CONSTRAINT fence_epoch_key PRIMARY KEY (group_id, lp)
+) WITH (fillfactor=50);
+
+CREATE TABLE mqlayer_app.fence_applied (
+    group_id   int         NOT NULL,
+    lp         smallint    NOT NULL,
+    source_id  int         NOT NULL,
+    key        text        NOT NULL,
+    replay     int         NOT NULL DEFAULT 0,
+    seq        bigint      NOT NULL,
+    applied_at timestamptz NOT NULL DEFAULT now(),
+    CONSTRAINT fence_applied_key PRIMARY KEY (group_id, lp, key, source_id)
+) WITH (fillfactor=70);
+
+CREATE TABLE mqlayer_app.inbox (
+    group_id   int         NOT NULL,
+    id         text        COLLATE "C" NOT NULL,
+    source_id  int         NOT NULL,
+    lp         smallint    NOT NULL,
+    seq        bigint      NOT NULL,
+    replay     int         NOT NULL,
+    applied_at timestamptz NOT NULL DEFAULT now(),
+    kept_at    timestamptz NOT NULL DEFAULT now(),
+    CONSTRAINT inbox_key PRIMARY KEY (group_id, id)
+);
+CREATE INDEX inbox_kept_at ON mqlayer_app.inbox (group_id, kept_at);
+
+CREATE TABLE mqlayer_app.entity_version (
+    name          text             NOT NULL,
+    entity        text             NOT NULL,
+    version       bigint           NOT NULL,
+    held_messages int              NOT NULL DEFAULT 0,
+    held_bytes    bigint           NOT NULL DEFAULT 0,
+    missing_since timestamptz,
+    alarm_at      timestamptz,
+    gap_s         double precision NOT NULL,
+    released      boolean          NOT NULL DEFAULT false,
+    CONSTRAINT entity_version_key PRIMARY KEY (name, entity),
+    CONSTRAINT entity_version_held CHECK (held_messages >= 0 AND held_bytes >= 0),
+    CONSTRAINT entity_version_missing CHECK (held_messages > 0 OR missing_since IS NULL AND alarm_at IS NULL)
+) WITH (fillfactor=70);
+CREATE INDEX entity_version_alarm ON mqlayer_app.entity_version (alarm_at) WHERE alarm_at IS NOT NULL;
+CREATE INDEX entity_version_released ON mqlayer_app.entity_version (name) WHERE released;
+
+CREATE TABLE mqlayer_app.held_version (
+    name    text        NOT NULL,
+    entity  text        NOT NULL,
+    version bigint      NOT NULL,
+    origin  text        NOT NULL,
+    headers text        NOT NULL,
+    body    bytea       NOT NULL,
+    held_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT held_version_key PRIMARY KEY (name, entity, version)
+);
+
+CREATE TABLE mqlayer_app.held_total (
+    name     text     NOT NULL,
+    slot     smallint NOT NULL,
+    messages bigint   NOT NULL,
+    bytes    bigint   NOT NULL,
+    CONSTRAINT held_total_key PRIMARY KEY (name, slot)
+);
+
+CREATE TABLE mqlayer_app.migration (
+    number int         NOT NULL PRIMARY KEY,
+    name   text        NOT NULL,
+    at     timestamptz NOT NULL DEFAULT now()
+);
+
+-- sequences
+CREATE SEQUENCE mqlayer_app.publish_any;
+CREATE SEQUENCE mqlayer_app.consume_any;
+CREATE SEQUENCE mqlayer_app.outbox_number;
+CREATE SEQUENCE mqlayer_app.relay_epoch;
+
+-- views
+CREATE VIEW mqlayer_app.outbox_message (id bigint, topic_id int, lp smallint, seq bigint, key text, size int,
+    facts text, body bytea);
+CREATE VIEW mqlayer_app.delayed_fact (delayed_id bigint, topic_id int, lp smallint, due_at timestamptz,
+    created_at timestamptz, key text, body_size int);
+CREATE VIEW mqlayer_app.delayed_next (topic_id int, due_at timestamptz);
+CREATE VIEW mqlayer_app.held_version_fact (name text, entity text, version bigint, origin text, size int,
+    held_at timestamptz);
+
+-- functions
+CREATE FUNCTION mqlayer_app.caller_v1() RETURNS name STABLE;
+CREATE FUNCTION mqlayer_app.has_v1(VARIADIC p_privileges text[]) RETURNS boolean STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.has_for_v1(p_privilege text, p_scope text) RETURNS boolean STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.may_publish_all_v1() RETURNS boolean STABLE;
+CREATE FUNCTION mqlayer_app.may_consume_all_v1() RETURNS boolean STABLE;
+CREATE FUNCTION mqlayer_app.check_topic_v1(p_topic text) RETURNS void STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.check_group_v1(p_group_id int) RETURNS void STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.check_versions_v1(p_name text) RETURNS void SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.within_v1(p_name text, p_value numeric, p_low numeric, p_high numeric)
+    RETURNS void IMMUTABLE;
+CREATE FUNCTION mqlayer_app.timeline_v1() RETURNS int SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.timeline_holds_v1(p_timeline int) RETURNS boolean;
+CREATE FUNCTION mqlayer_app.term_v1() RETURNS text SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.outbox_rotate_v1(p_slot smallint) RETURNS text SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.lp_v1(p_key text) RETURNS smallint STABLE;
+CREATE FUNCTION mqlayer_app.tags_v1(VARIADIC p_tags text[]) RETURNS jsonb STABLE;
+CREATE FUNCTION mqlayer_app.headers_check_v1(p_headers jsonb) RETURNS void IMMUTABLE;
+CREATE FUNCTION mqlayer_app.publish_v1(p_topic text, p_key text, p_body bytea, p_headers jsonb DEFAULT NULL)
+    RETURNS bigint SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.publish_many_v1(p_topics text[], p_keys text[], p_bodies bytea[],
+    p_headers jsonb[] DEFAULT NULL) RETURNS int SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.dedup_token_v1(p_key text, p_dedup_id text) RETURNS bytea STABLE;
+CREATE FUNCTION mqlayer_app.outbox_put_v1(p_topic text, p_lp smallint, p_key text, p_body bytea, p_headers jsonb,
+    p_dedup_id text, OUT seq bigint, OUT duplicate boolean);
+CREATE FUNCTION mqlayer_app.publish_once_v1(p_topic text, p_key text, p_body bytea, p_dedup_id text,
+    p_headers jsonb DEFAULT NULL, OUT seq bigint, OUT duplicate boolean) SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.publish_many_once_v1(p_topics text[], p_keys text[], p_bodies bytea[], p_dedup_ids text[],
+    p_headers jsonb[] DEFAULT NULL) RETURNS int SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.publish_at_v1(p_topic text, p_key text, p_body bytea, p_at timestamptz,
+    p_headers jsonb DEFAULT NULL) RETURNS bigint SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.cancel_delayed_v1(p_delayed_id bigint) RETURNS boolean SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.delayed_release_v1(p_limit int, p_wait_ms int, OUT released int,
+    OUT next_s double precision) SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.outbox_renew_v1(p_keep boolean) RETURNS bigint SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.outbox_recover_v1(p_outbox uuid, p_topic_ids int[], p_lps smallint[], p_seqs bigint[],
+    p_fallen boolean[]) RETURNS bigint SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.fence_v1(p_group_id int, p_lp smallint, p_source_id int, p_key text, p_seq bigint,
+    p_epoch bigint, p_replay int DEFAULT 0, OUT answer text, OUT epoch bigint) SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.fence_many_v1(p_group_id int, p_lps smallint[], p_source_ids int[], p_keys text[],
+    p_seqs bigint[], p_epochs bigint[], p_replays int[], OUT answers text[], OUT epochs bigint[]) SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.fence_raise_v1(p_group_id int, p_lp_from smallint, p_lp_to smallint, p_epoch bigint)
+    RETURNS int SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.fence_clean_v1(p_horizon interval, p_limit int) RETURNS int SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.inbox_put_v1(p_group_id int, p_source_id int, p_lp smallint, p_seq bigint,
+    p_name text DEFAULT NULL, p_seek int DEFAULT 0, p_replay bigint DEFAULT NULL) RETURNS text SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.held_total_add_v1(p_name text, p_messages bigint, p_bytes bigint) RETURNS void;
+CREATE FUNCTION mqlayer_app.version_take_v1(p_name text, p_entity text, p_version bigint, p_body bytea, p_headers text,
+    p_origin text, p_first bigint, p_messages int, p_bytes bigint, p_all_messages bigint, p_all_bytes bigint,
+    p_gap_s double precision, OUT answer text, OUT current bigint, OUT alarm boolean, OUT missing_s double precision,
+    OUT held int, OUT versions bigint[], OUT bodies bytea[], OUT headers text[], OUT origins text[]) SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.version_released_v1(p_name text, p_gap_s double precision, OUT entity text,
+    OUT versions bigint[], OUT bodies bytea[], OUT headers text[], OUT origins text[]) SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.version_set_v1(p_name text, p_entity text, p_version bigint, p_drop boolean DEFAULT false)
+    RETURNS int SECURITY DEFINER;
