@@ -15,6 +15,7 @@ import pytest
 from mqlayer.cli.spark_programs import check_spark
 from mqlayer.errors import SparkMissing
 from tests.fixtures.node_clients import COMMANDS, ClientsSeen
+from tests.fixtures.process_files import file_of_each_process
 from tests.fixtures.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -60,12 +61,10 @@ def spark_is_here() -> bool:
 def processes_of(directory: Path) -> list[str]:
     """Return the commands of living processes that were started for a directory, by command or environment."""
     found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            facts = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
-        except OSError:
-            continue
-        if str(directory).encode() in facts and process.name != str(os.getpid()):
+    environments = dict(file_of_each_process("environ"))
+    for pid, arguments in file_of_each_process("cmdline"):
+        facts = arguments + environments.get(pid, b"")
+        if str(directory).encode() in facts and pid != os.getpid():
             found.append(facts.split(b"\0")[0].decode())
     return found
 

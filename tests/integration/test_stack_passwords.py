@@ -31,6 +31,7 @@ from mqlayer.stack.contents import StackContents
 from mqlayer.stack.credentials import NODE_ROLES, Login, ProcessKind, StackCredentials
 from mqlayer.topics import create_topic, list_nodes, register_node
 from tests.fixtures.node_clients import COMMANDS, ClientsSeen, default_is_kept_out, redis_users
+from tests.fixtures.process_files import file_of_each_process
 from tests.fixtures.servers import StartRedis, different_redis_programs
 from tests.fixtures.waiting import wait_until
 
@@ -225,7 +226,7 @@ def test_no_password_is_in_arguments_logs_or_output(place: Path) -> None:
     result = CliRunner().invoke(app, ["up", "--nodes", "1", "--directory", str(place)])
     assert result.exit_code == 0, result.output
     status = CliRunner().invoke(app, ["status", "--json", "--directory", str(place)])
-    arguments = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    arguments = [told for _, told in file_of_each_process("cmdline")]
     logs = [path.read_bytes() for path in place.rglob("*.log")]
     assert logs
     for password in passwords(place):

@@ -16,6 +16,7 @@ import pytest
 from mqlayer.health import Health, HealthEndpoint, Reply, health_endpoint, server
 from mqlayer.settings import Settings
 from tests.fixtures.asking import ask, free_ports
+from tests.fixtures.process_files import links_of
 from tests.fixtures.waiting import wait_until
 
 SLOW_CLIENTS = 200
@@ -130,19 +131,12 @@ def test_sockets_are_bounded_and_the_oldest_makes_room(port: int, connect: Conne
 def ends_here(port: int) -> int:
     """Count the connections of this port that this process has the serving end of."""
     wanted, found = f":{port:04X}", 0
-    own = set(open_files())
+    own = set(links_of("self"))
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
         listens = fields[3] == "0A"
         found += fields[1].endswith(wanted) and not listens and f"socket:[{fields[9]}]" in own
     return found
-
-
-def open_files() -> Iterator[str]:
-    """Yield what this process has open; some of it is closed while this looks."""
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):
-            yield str(entry.readlink())
 
 
 @pytest.mark.parametrize("slow", [silent, half_a_head, unread_answer])
