@@ -14,7 +14,17 @@ from rich.table import Table
 from bench.registry import BENCHES, Line, note
 from bench.stage import Stage
 
-FRAMEWORK = {"__init__", "__main__", "actors", "crew", "crew_notes", "filling", "processes", "registry", "stage"}
+FRAMEWORK = {
+    "__init__",
+    "__main__",
+    "actors",
+    "consumer_process",
+    "consumer_notes",
+    "fill",
+    "processes",
+    "registry",
+    "stage",
+}
 
 
 def main(

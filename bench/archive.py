@@ -9,10 +9,10 @@ from typing import Any
 
 import psycopg
 
-from bench.filling import fill
+from bench.fill import fill
 from bench.registry import Line, bench, compared, in_turn
 from bench.stage import KEYS, Stage, System
-from mqlayer.archiving import archive_pass
+from mqlayer.archive import archive_pass
 from mqlayer.redis.keys import partition_keys
 from mqlayer.topics import set_archived
 

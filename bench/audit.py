@@ -14,9 +14,9 @@ from typing import Final
 
 from bench.registry import Line, bench, note
 from bench.stage import Stage, System
-from mqlayer.archiving import create_snapshot
-from mqlayer.changes import split
-from mqlayer.routes.cache import load_route
+from mqlayer.archive import create_snapshot
+from mqlayer.routes import split
+from mqlayer.runtime.route_cache import load_route
 
 RECORDS: Final = int(os.environ.get("BENCH_MESSAGES", "1000000"))
 KEYS: Final = 10_000

@@ -12,7 +12,7 @@ import psycopg
 
 import mqlayer
 from bench.consume import new_group
-from bench.filling import fill
+from bench.fill import fill
 from bench.registry import Line, bench, compared, in_turn
 from bench.stage import Stage, System
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import mqlayer
-from bench.filling import fill
+from bench.fill import fill
 from bench.registry import Line, bench, compared, in_turn
 from bench.stage import BATCH, FSYNCS, Stage, System, line_name
 from mqlayer.redis.keys import partition_keys

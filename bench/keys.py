@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import mqlayer
 from bench.consume import new_group
-from bench.filling import fill
+from bench.fill import fill
 from bench.registry import Line, bench, compared, note
 from bench.stage import BATCH, Stage, System
 from mqlayer.consuming import MemberOptions
@@ -142,7 +142,7 @@ def by_hand(system: System, load: Load) -> float:
     client, group = system.client(), new_group()
     log = partition_keys(system.settings.key_prefix, system.route.ranges[0].partition).log
     client.xgroup_create(log, group, "0")
-    crew = Crew(load)
+    crew = KeyedThreads(load)
     began, read, acked = time.perf_counter(), 0, 0
     while acked < load.count:
         if read - acked <= IN_HAND - BATCH and read < MESSAGES:
@@ -159,7 +159,7 @@ def by_hand(system: System, load: Load) -> float:
     return acked / elapsed
 
 
-class Crew:
+class KeyedThreads:
     """Threads with a queue each, which handle what is given to them in order."""
 
     def __init__(self, load: Load) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from bench.filling import fill
+from bench.fill import fill
 from bench.latency import await_line, process
 from bench.registry import Line, bench, compared, note
 from bench.stage import Stage, System

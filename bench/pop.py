@@ -9,10 +9,10 @@ from functools import partial
 import mqlayer
 from bench.consume import new_group
 from bench.consume import ours as exclusive
-from bench.filling import fill
+from bench.fill import fill
 from bench.registry import Line, bench, compared, in_turn
 from bench.stage import Stage, System
-from mqlayer.membership.groups import Scope
+from mqlayer.groups.group import Scope
 
 MESSAGES = 40_000
 ROUNDS = 3

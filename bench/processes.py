@@ -1,4 +1,4 @@
-"""The processes of `bench.crew`, and what they note."""
+"""The processes of `bench.consumer_process`, and what they note."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from bench.crew_notes import NOTE
+from bench.consumer_notes import NOTE
 from bench.latency import await_line
 from bench.stage import System
 
 PATIENCE_S: Final = 60.0
-CONSUME: Final = ("-m", "mqlayer", "consume", "bench.crew:app")
+CONSUME: Final = ("-m", "mqlayer", "consume", "bench.consumer_process:app")
 
 
 class Note(NamedTuple):
@@ -77,7 +77,7 @@ class Worker:
         return at_ns
 
 
-class Crew:
+class ConsumerGroup:
     """The processes of one group."""
 
     def __init__(self, system: System, directory: Path, facts: Mapping[str, str]) -> None:
@@ -118,10 +118,10 @@ class Crew:
 
 
 @contextmanager
-def crew(system: System, **facts: object) -> Iterator[Crew]:
+def consumer_group(system: System, **facts: object) -> Iterator[ConsumerGroup]:
     """Lend a new group; `facts` are of the environment of its processes."""
     with tempfile.TemporaryDirectory(prefix="mqlayer-bench-") as directory:
-        members = Crew(system, Path(directory), {name: str(fact) for name, fact in facts.items()})
+        members = ConsumerGroup(system, Path(directory), {name: str(fact) for name, fact in facts.items()})
         try:
             yield members
         finally:

@@ -11,8 +11,8 @@ import redis
 
 from bench.registry import Line, bench, note
 from bench.stage import Stage, System
-from mqlayer.changes import split
-from mqlayer.routes.cache import load_route
+from mqlayer.routes import split
+from mqlayer.runtime.route_cache import load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
 

@@ -13,15 +13,15 @@ from typing import Any, Final
 
 from bench.registry import Line, bench, compared, in_turn, note
 from bench.stage import BATCH, BODY, Stage, System
-from mqlayer.changes import merge, move, split
 from mqlayer.domain.routing import Route, lp_of
 from mqlayer.producing import Producer
-from mqlayer.producing.lanes import TopicLanes
-from mqlayer.producing.ledger import Ledger
-from mqlayer.producing.links import LinkOptions
-from mqlayer.producing.messages import place_key
-from mqlayer.producing.upkeep import Upkeep
-from mqlayer.routes.cache import RouteCache, load_route
+from mqlayer.producing.in_flight import InFlight
+from mqlayer.producing.message import lp_and_key
+from mqlayer.producing.metadata_refresher import MetadataRefresher
+from mqlayer.producing.node_sender import SenderOptions
+from mqlayer.producing.send_queues import TopicQueues
+from mqlayer.routes import merge, move, split
+from mqlayer.runtime.route_cache import RouteCache, load_route
 
 RATE_PER_S: Final = 1_000
 SECONDS: Final = 8.0
@@ -62,19 +62,19 @@ def route_lookup(stage: Stage) -> Iterator[Line]:
         for name, keys, limit in (("route_lookup", known_keys(), LIMIT_US), ("route_lookup[new keys]", None, None)):
             runs: dict[str, Callable[[], float]] = {
                 "raw": lambda keys=keys: look_up(keys or new_keys(), dict.fromkeys(keys or (), table[0]).get),  # type: ignore[misc]
-                "ours": lambda keys=keys: look_up(keys or new_keys(), lambda key: table[place_key(key)[0]]),  # type: ignore[misc]
+                "ours": lambda keys=keys: look_up(keys or new_keys(), lambda key: table[lp_and_key(key)[0]]),  # type: ignore[misc]
             }
             figures = in_turn(5, runs)
             yield compared(name, figures["ours"], figures["raw"], unit="us per message", target=limit)
 
 
 @contextmanager
-def topic_of_a_producer(system: System) -> Iterator[TopicLanes]:
+def topic_of_a_producer(system: System) -> Iterator[TopicQueues]:
     """Lend the topic as a producer has it after its first message: the route in force, as a partition for each LP."""
-    ledger = Ledger(source=1, max_count=1, max_bytes=1, require_replicas=0)
-    options = LinkOptions(system.settings, in_flight=1, replicas=0, replica_timeout_s=1.0)
+    ledger = InFlight(source=1, max_count=1, max_bytes=1, require_replicas=0)
+    options = SenderOptions(system.settings, max_in_flight=1, replicas=0, replica_timeout_s=1.0)
     routes = RouteCache(system.database)
-    upkeep = Upkeep(name="bench", database=system.database, routes=routes, ledger=ledger, options=options)
+    upkeep = MetadataRefresher(name="bench", database=system.database, routes=routes, in_flight=ledger, options=options)
     try:
         yield upkeep.topic("bench")
     finally:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
-from bench.filling import fill
-from bench.processes import CONSUME, Crew, crew, wait_until
+from bench.fill import fill
+from bench.processes import CONSUME, ConsumerGroup, consumer_group, wait_until
 from bench.registry import Line, bench, compared, note
 from bench.stage import BATCH, BODY, KEYS, Stage, System
 
@@ -34,7 +34,10 @@ def scale_members(stage: Stage) -> Iterator[Line]:
     logs = [f"raw-{number}" for number in range(PARTITIONS)]
     filled = 0
     for count in PROCESSES:
-        with crew(system, BENCH_WAIT_MS=WAIT_MS) as ours, crew(system, BENCH_WAIT_MS=WAIT_MS) as raw:
+        with (
+            consumer_group(system, BENCH_WAIT_MS=WAIT_MS) as ours,
+            consumer_group(system, BENCH_WAIT_MS=WAIT_MS) as raw,
+        ):
             start_raw(system, raw, logs, count)
             start_ours(system, ours, count)
             figures: dict[str, list[float]] = {"raw": [], "ours": []}
@@ -54,7 +57,7 @@ def scale_members(stage: Stage) -> Iterator[Line]:
         yield compared(name, medians["ours"], medians["raw"], unit="msg/s", target=1.0)
 
 
-def start_ours(system: System, members: Crew, count: int) -> None:
+def start_ours(system: System, members: ConsumerGroup, count: int) -> None:
     """Start members, and wait until each has its share."""
     for _ in range(count):
         members.start(*CONSUME, "--concurrency", str(CONCURRENCY))
@@ -74,13 +77,13 @@ def shares(system: System, group: str) -> list[int]:
     return [int(row[0]) for row in rows]
 
 
-def start_raw(system: System, members: Crew, logs: list[str], count: int) -> None:
+def start_raw(system: System, members: ConsumerGroup, logs: list[str], count: int) -> None:
     """Start raw consumers, and wait until each is ready."""
     client = system.client()
     for log in logs:
         client.xgroup_create(log, members.group, "$", mkstream=True)
     for _ in range(count):
-        members.start("-m", "bench.crew", "raw", system.redis_url, str(CONCURRENCY), *logs)
+        members.start("-m", "bench.consumer_process", "raw", system.redis_url, str(CONCURRENCY), *logs)
     for worker in members.workers:
         worker.await_ready()
 
@@ -95,7 +98,7 @@ def fill_raw(system: System, logs: list[str], messages: int) -> None:
         pipeline.execute()
 
 
-def rate(members: Crew, messages: int, fill_up: Callable[[], None]) -> float:
+def rate(members: ConsumerGroup, messages: int, fill_up: Callable[[], None]) -> float:
     """Give a crew so many messages; return how many it handles in a second."""
     before = [worker.handled for worker in members.workers]
     # What fills must neither be measured nor take the processors from what is.

@@ -10,10 +10,10 @@ from functools import partial
 
 import mqlayer
 from bench.consume import new_group, raw
-from bench.filling import fill
+from bench.fill import fill
 from bench.registry import Line, bench, compared, in_turn
 from bench.stage import FSYNCS, Stage, System, line_name
-from mqlayer.consuming.sharing.member import SharedMember
+from mqlayer.consuming.shared.member import SharedMember
 
 MESSAGES = 300_000
 ROUNDS = 3

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from bench.registry import Line, bench, compared, in_turn, note
 from bench.stage import Stage, System
-from mqlayer.archiving import create_snapshot
-from mqlayer.archiving.exporting import export_snapshot
+from mqlayer.archive import create_snapshot
+from mqlayer.archive.parquet_export import export_snapshot
+from mqlayer.postgres.arrow_reader import read_address
 from mqlayer.postgres.database import connect
-from mqlayer.postgres.reading import read_address
 
 ROWS: Final = int(os.environ.get("BENCH_SPARK_ROWS", "1000000"))
 BODY_BYTES: Final = 128
@@ -82,7 +82,7 @@ def measured(stage: Stage, way: str) -> Iterator[Line]:
                     "plain": rate(lambda tasks=tasks: plain(spark, system, tasks)),
                     way: rate(
                         lambda tasks=tasks: read_snapshot(
-                            spark, "bench", dsn=system.dsn, way=way, partitions=tasks, path=path
+                            spark, "bench", dsn=system.dsn, method=way, partitions=tasks, path=path
                         ).coalesce(tasks)
                     ),
                 },
@@ -109,7 +109,7 @@ def rate(frame: Callable[[], Any]) -> Callable[[], float]:
 
 def plain(spark: Any, system: System, tasks: int) -> Any:
     """The same rows and columns by Spark's JDBC source alone, keys as texts and headers as maps."""
-    from mqlayer.archiving.tables import COLUMNS as DECLARED
+    from mqlayer.archive.columns import COLUMNS as DECLARED
     from mqlayer.spark import jdbc
 
     address = read_address(system.dsn)

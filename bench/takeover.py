@@ -1,4 +1,4 @@
-"""How long partitions stand still when a member dies, leaves or joins: real processes under steady load."""
+"""How long partitions get stuck when a member dies, leaves or joins: real processes under steady load."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Final
 
-from bench.processes import Crew, Note, Worker, crew, wait_until
+from bench.processes import ConsumerGroup, Note, Worker, consumer_group, wait_until
 from bench.registry import Line, bench, compared, note
 from bench.stage import BODY, Stage, System
-from mqlayer.consuming.heart import LONGEST_BEAT_S
+from mqlayer.consuming.engine.heartbeat import LONGEST_HEARTBEAT_S
 from mqlayer.domain.routing import lp_of
 from mqlayer.producing import Producer
 
@@ -39,7 +39,7 @@ def takeover(stage: Stage) -> Iterator[Line]:
         for lease_s in LEASES_S:
             name = "takeover" if lease_s == LEASES_S[0] else f"takeover[lease {lease_s:g} s]"
             first_s, last_s = losses(system, signal.SIGKILL, lease_s)
-            target = round(1 + min(lease_s / 3, LONGEST_BEAT_S) / lease_s, 2)
+            target = round(1 + min(lease_s / 3, LONGEST_HEARTBEAT_S) / lease_s, 2)
             yield compared(name, first_s, lease_s, unit="s", target=target)
             last = name.replace("]", ", last partition]") if "[" in name else f"{name}[last partition]"
             yield compared(last, last_s, lease_s, unit="s", target=None)
@@ -54,7 +54,7 @@ def join(stage: Stage) -> Iterator[Line]:
     one of each partition that it gets; the same from the start of its process. Then the longest gap in partitions that
     did not move, beside the same without a join, and in those that moved."""
     system = stage.system(partitions=PARTITIONS)
-    with publishing(system), crew(system) as members:
+    with publishing(system), consumer_group(system) as members:
         for _ in range(2):
             members.start()
         members.await_balance(PARTITIONS)
@@ -72,13 +72,13 @@ def join(stage: Stage) -> Iterator[Line]:
 def losses(system: System, number: signal.Signals, lease_s: float) -> tuple[float, float]:
     """Lose a member of two some times; return the medians until the first and until the last partition goes on."""
     figures = []
-    with crew(system, MQLAYER_LEASE_S=lease_s) as members:
+    with consumer_group(system, MQLAYER_LEASE_S=lease_s) as members:
         members.start()
         for _ in range(ROUNDS):
             members.start()
             members.await_balance(PARTITIONS)
             # At any moment of its heartbeats.
-            time.sleep(random.uniform(0, LONGEST_BEAT_S))
+            time.sleep(random.uniform(0, LONGEST_HEARTBEAT_S))
             victim, successor = members.workers
             figures.append(lose(members, victim, successor, number))
             note(f"  {number.name}, lease {lease_s:g} s: {figures[-1][0]:.2f} s, all {figures[-1][1]:.2f} s")
@@ -86,7 +86,7 @@ def losses(system: System, number: signal.Signals, lease_s: float) -> tuple[floa
     return statistics.median(firsts), statistics.median(lasts)
 
 
-def lose(members: Crew, victim: Worker, successor: Worker, number: signal.Signals) -> tuple[float, float]:
+def lose(members: ConsumerGroup, victim: Worker, successor: Worker, number: signal.Signals) -> tuple[float, float]:
     """End a member; return how long until the first and the last of its partitions goes on, in s."""
     lost = victim.partitions(time.monotonic_ns() - int(0.5e9))
     at_ns = members.end(victim, number)
@@ -99,12 +99,12 @@ def lose(members: Crew, victim: Worker, successor: Worker, number: signal.Signal
 class Joining:
     """A third member that came and went: what was seen of it."""
 
-    def __init__(self, members: Crew, *, in_process: bool) -> None:
+    def __init__(self, members: ConsumerGroup, *, in_process: bool) -> None:
         others = list(members.workers)
         time.sleep(WINDOW_S)
         at_ns = time.monotonic_ns()
         if in_process:
-            newcomer = members.start("-m", "bench.crew", "join")
+            newcomer = members.start("-m", "bench.consumer_process", "join")
             newcomer.await_ready()
             time.sleep(WINDOW_S)
             at_ns = time.monotonic_ns()

@@ -20,8 +20,8 @@ ARGV
 
 RETURNS
   {"kept", epoch}   the group came back under this epoch; nothing was changed
-  {"resting"}       nothing but the lock is left
-  {"untold"}        nothing but the lock and outcomes that are not fetched
+  {"lock_only"}     nothing but the lock is left
+  {"unfetched"}     nothing but the lock and outcomes that are not fetched
   {"forgotten"}     nothing is left
 ]]
 local meta_key = KEYS[1]
@@ -35,16 +35,16 @@ local archived = ARGV[3] == '1'
 local held = tonumber(redis.call('HGET', lock_key, 'epoch') or '0')
 if held >= epoch then return {'kept', held} end
 local state = redis.call('HGET', meta_key, 'state')
-local untold = archived and redis.call('XLEN', outcomes_key) > 0
+local unfetched = archived and redis.call('XLEN', outcomes_key) > 0
 redis.call('HSET', lock_key, 'owner', '', 'epoch', string.format('%d', epoch - 1))
 local native = redis.call('HGET', lock_key, 'shared')
 if native and redis.call('EXISTS', log_key) == 1 then redis.call('XGROUP', 'DESTROY', log_key, native) end
-if not untold then redis.call('UNLINK', outcomes_key) end
+if not unfetched then redis.call('UNLINK', outcomes_key) end
 for i = 5, #KEYS do redis.call('UNLINK', KEYS[i]) end
-if not state or state == 'deleted' or (for_good and not untold) then
+if not state or state == 'deleted' or (for_good and not unfetched) then
   redis.call('UNLINK', lock_key)
-  return {untold and 'untold' or 'forgotten'}
+  return {unfetched and 'unfetched' or 'forgotten'}
 end
-redis.call('HDEL', lock_key, 'refreshed_at', 'committed', 'base', 'top', 'seek', 'told', 'deaths', 'suspect', 'shared', 'swept',
-  'pop', 'wakes', 'seen', 'rest')
-return {untold and 'untold' or 'resting'}
+redis.call('HDEL', lock_key, 'refreshed_at', 'committed', 'base', 'top', 'seek', 'outcome_count', 'crash_count', 'suspect', 'shared', 'reclaimed_to',
+  'pop', 'wake_count', 'examined', 'withheld_until')
+return {unfetched and 'unfetched' or 'lock_only'}

@@ -31,13 +31,13 @@ local first = tonumber(ARGV[2])
 local count = tonumber(ARGV[3])
 local seek = tonumber(ARGV[4])
 
--- include bits_lost
+-- include bitmap_lost
 
 if count < 1 or count > 1000 then return redis.error_reply('ERR key_find: 1 to 1000 offsets') end
 local lock = redis.call('HMGET', lock_key, 'committed', 'base', 'seek', 'shared', 'top')
 local committed, base, top = 0, 0, tonumber(lock[5] or '0')
 if tonumber(lock[3] or '0') >= seek then committed, base = tonumber(lock[1] or '0'), tonumber(lock[2] or '0') end
-local bits_kept = top > committed and not bits_lost(redis.call('STRLEN', acks_key), committed, base, top)
+local bits_kept = top > committed and not bitmap_lost(redis.call('STRLEN', acks_key), committed, base, top)
 local given = 0
 if lock[4] then
   local groups = redis.pcall('XINFO', 'GROUPS', log_key)

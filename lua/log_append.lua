@@ -36,7 +36,7 @@ RETURNS
   {"ended", source}                   nothing appended: its outbox goes on, or is to go on, under another source
   {"stale", term}                     nothing appended: another term of the source's outbox counts; empty: none yet
   {"full", length}                    nothing appended: at its backlog limit
-  {"toolarge", count}                 nothing appended: more than 500 messages
+  {"too_large", count}                nothing appended: more than 500 messages
 ]]
 local log_key = KEYS[1]
 local meta_key = KEYS[2]
@@ -48,7 +48,7 @@ local backlog = tonumber(ARGV[2])
 local term = ARGV[3]
 local run_count = tonumber(ARGV[4])
 
--- include count_tail
+-- include recount_tail
 
 local function append(counted)
   -- Locals: 500 messages use them thousands of times, and each use of a global is a lookup by name.
@@ -83,7 +83,7 @@ local function append(counted)
     total = total + counts[i]
     at = at + 3
   end
-  if total > 500 or run_count > 500 then return {'toolarge', total} end
+  if total > 500 or run_count > 500 then return {'too_large', total} end
   if #argv ~= 4 + 3 * run_count + 3 * total then
     return redis.error_reply('ERR log_append: counts do not match the messages given')
   end
@@ -101,7 +101,7 @@ local function append(counted)
   end
   -- A partition that has records has marks: without them every seq would look like the first one.
   if is_new and offset > 1 and call('EXISTS', marks_key) == 0 and call('XLEN', log_key) > 0 then return {'absent'} end
-  if report and not counted and count_tail(log_key, meta_key, marks_key, offset, 500) > offset then return append(true) end
+  if report and not counted and recount_tail(log_key, meta_key, marks_key, offset, 500) > offset then return append(true) end
 
   local first_offset = offset
   local raised, raised_count = {}, 0
@@ -137,7 +137,7 @@ local function append(counted)
           if not added then return {'absent'} end
           if type(added) == 'table' then
             if counted or not string.find(added.err, 'equal or smaller', 1, true) then return added end
-            count_tail(log_key, meta_key, marks_key, offset, 500)
+            recount_tail(log_key, meta_key, marks_key, offset, 500)
             return append(true)
           end
         else

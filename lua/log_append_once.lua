@@ -34,7 +34,7 @@ RETURNS
   {"deleted", change}                 only its tombstone is left
   {"absent"}                          no such partition on this node, or it lost its records or marks
   {"full", length}                    at its backlog limit
-  {"toolarge", count}                 more than 500 messages
+  {"too_large", count}                more than 500 messages
 ]]
 local log_key = KEYS[1]
 local meta_key = KEYS[2]
@@ -49,7 +49,7 @@ local run_count = tonumber(ARGV[5])
 
 local call, format, argv = redis.call, string.format, ARGV
 
--- include count_tail
+-- include recount_tail
 
 local meta = call('HMGET', meta_key, 'state', 'lp_from', 'lp_to', 'next')
 local state = meta[1]
@@ -59,13 +59,13 @@ if backlog > 0 then
   local length = call('XLEN', log_key)
   if length >= backlog then return {'full', length} end
 end
-if run_count > 500 then return {'toolarge', run_count} end
+if run_count > 500 then return {'too_large', run_count} end
 if #argv ~= 5 + 6 * run_count then
   return redis.error_reply('ERR log_append_once: the count does not match the messages given')
 end
 
 local lp_from, lp_to = tonumber(meta[2]), tonumber(meta[3])
-local offset = count_tail(log_key, meta_key, marks_key, tonumber(meta[4]), 500)
+local offset = recount_tail(log_key, meta_key, marks_key, tonumber(meta[4]), 500)
 if offset > 1 and call('EXISTS', log_key) == 0 then return {'absent'} end
 local fields, ids, known = {}, {}, {}
 for i = 1, run_count do

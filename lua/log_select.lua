@@ -11,8 +11,8 @@ KEYS
 
 ARGV
   1 after         int     read what comes behind this offset
-  2 looks         int     look at so many records, 1 to 1000
-  3 room          int     return so many messages, 1 or more
+  2 max_scanned   int     look at so many records, 1 to 1000
+  3 limit         int     return so many messages, 1 or more
   4 bytes         int     return no more once so many bytes of bodies are found, and look at none once 4 MB are seen
   5 match         string  any: one of the hashes is enough; all: each must be there
   6 ...           string  hashes, one or more
@@ -24,13 +24,13 @@ RETURNS
 ]]
 local log_key = KEYS[1]
 local after = tonumber(ARGV[1])
-local looks = tonumber(ARGV[2])
-local room = tonumber(ARGV[3])
+local max_scanned = tonumber(ARGV[2])
+local limit = tonumber(ARGV[3])
 local bytes = tonumber(ARGV[4])
 local match = ARGV[5]
 local call, format, argv, find = redis.call, string.format, ARGV, string.find
 
-if looks < 1 or looks > 1000 or room < 1 then return redis.error_reply('ERR log_select: 1 to 1000 looks, some room') end
+if max_scanned < 1 or max_scanned > 1000 or limit < 1 then return redis.error_reply('ERR log_select: 1 to 1000 looks, some room') end
 local SEEN_LIMIT = 4000000
 local PIECE_BYTES = 500000
 
@@ -46,9 +46,9 @@ local function matches(m)
 end
 
 local last, ranges, entries = after, {}, {}
-local looked, seen, size, piece = 0, 0, 0, 16
-while looked < looks do
-  local wanted = math.min(piece, looks - looked)
+local scanned, seen, size, piece = 0, 0, 0, 16
+while scanned < max_scanned do
+  local wanted = math.min(piece, max_scanned - scanned)
   -- The id of the command record, should it be next: all messages behind `last` come after that.
   local part = call('XRANGE', log_key, format('%d-1', last), '+', 'COUNT', wanted)
   for i = 1, #part do
@@ -59,7 +59,7 @@ while looked < looks do
       return {'selected', last, 0, ranges, entries}
     end
     local offset = tonumber(string.sub(id, 1, -3))
-    looked = looked + 1
+    scanned = scanned + 1
     seen = seen + #fields[6]
     if matches(fields[2]) then
       entries[#entries + 1] = entry
@@ -71,10 +71,10 @@ while looked < looks do
       ranges[#ranges + 1] = offset
     end
     last = offset
-    if #entries >= room or size >= bytes then return {'selected', last, 1, ranges, entries} end
+    if #entries >= limit or size >= bytes then return {'selected', last, 1, ranges, entries} end
   end
   if #part < wanted then return {'selected', last, 0, ranges, entries} end
   if seen >= SEEN_LIMIT then break end
-  piece = math.max(1, math.min(128, math.floor(PIECE_BYTES * looked / math.max(1, seen))))
+  piece = math.max(1, math.min(128, math.floor(PIECE_BYTES * scanned / math.max(1, seen))))
 end
 return {'selected', last, 1, ranges, entries}

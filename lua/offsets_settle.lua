@@ -24,7 +24,7 @@ ARGV
   1 member        string  who asks
   2 epoch         int     fencing epoch of its assignment
   3 range_count   int     1 to 500
-  4 told          string  empty: nothing is told; else <entries kept at most>:<a letter per range: h handled, u unmatched,
+  4 encoded_outcome string  empty: nothing is told; else <entries kept at most>:<a letter per range: h handled, u unmatched,
                           - not to be told>:<last offset:how many ms ago it was given, by commas, rising>
   5 ...           per range: first offset, last offset; then the offsets whose attempts may be forgotten
 
@@ -43,15 +43,15 @@ local outcomes_key = KEYS[5]
 local member = ARGV[1]
 local epoch = tonumber(ARGV[2])
 local range_count = tonumber(ARGV[3])
-local told = ARGV[4]
+local encoded_outcome = ARGV[4]
 
 local WINDOW = 1048576
 local KEEP_BYTES = 1024
 local NEAR_BYTES = 4096
 local format, byte_of, floor, max, min = string.format, string.byte, math.floor, math.max, math.min
 
--- include bits_lost
--- include tell_outcome
+-- include bitmap_lost
+-- include outcome_append
 
 local next_offset = tonumber(redis.call('HGET', meta_key, 'next') or '0')
 if next_offset == 0 then return {'absent'} end
@@ -59,10 +59,10 @@ local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'base'
 local held = tonumber(lock[2] or '0')
 if lock[1] ~= member or held ~= epoch then return {'fenced', held} end
 if range_count < 1 or range_count > 500 then return redis.error_reply('ERR offsets_settle: 1 to 500 ranges') end
-local kept, words, reads
-if told ~= '' then
-  kept, words, reads = string.match(told, '^(%d+):([hu-]+):([%d:,]*)$')
-  if not words or #words ~= range_count then return redis.error_reply('ERR offsets_settle: a letter per range') end
+local kept, letters, reads
+if encoded_outcome ~= '' then
+  kept, letters, reads = string.match(encoded_outcome, '^(%d+):([hu-]+):([%d:,]*)$')
+  if not letters or #letters ~= range_count then return redis.error_reply('ERR offsets_settle: a letter per range') end
 end
 local committed, base, top = tonumber(lock[3]), tonumber(lock[4]), tonumber(lock[5] or '0')
 local firsts, lasts = {}, {}
@@ -75,27 +75,27 @@ for i = 1, range_count do
 end
 
 local bits_kept = top > committed
-if bits_kept and bits_lost(redis.call('STRLEN', acks_key), committed, base, top) then
+if bits_kept and bitmap_lost(redis.call('STRLEN', acks_key), committed, base, top) then
   redis.call('HSET', lock_key, 'owner', '', 'base', format('%d', committed), 'top', '0')
   return {'fenced', held}
 end
 
 -- What is settled by this call and no earlier one, by its letter: first and last offset in turn.
 local fresh = {h = {}, u = {}}
-local function tell(line, first, last)
+local function add_range(line, first, last)
   local n = #line
   if line[n] == first - 1 then line[n] = last else line[n + 1], line[n + 2] = first, last end
 end
 -- The part of the bitmap where the ranges lie, in one read; unless they lie far apart: then each one's is read.
 local near, near_from = nil, 0
-if words and bits_kept then
+if letters and bits_kept then
   local low, high = next_offset, committed
   for i = 1, range_count do low, high = min(low, firsts[i]), max(high, lasts[i]) end
   near_from = floor((max(low, committed) - base) / 8)
   local near_to = floor((high - base) / 8)
   if near_to - near_from < NEAR_BYTES then near = redis.call('GETRANGE', acks_key, near_from, near_to) end
 end
-local function tell_clear(line, first, last)
+local function add_clear(line, first, last)
   local from, to = first - base, last - base
   local low, high = floor(from / 8), floor(to / 8)
   local bytes, begin = near, near_from
@@ -103,33 +103,33 @@ local function tell_clear(line, first, last)
     bytes, begin = redis.call('GETRANGE', acks_key, low, high), low
   end
   if high > low and not string.find(string.sub(bytes, low - begin + 1, high - begin + 1), '%Z') then
-    return tell(line, first, last)
+    return add_range(line, first, last)
   end
   for at = low, high do
     local byte = byte_of(bytes, at - begin + 1) or 0
     for bit = max(from, 8 * at), min(to, 8 * at + 7) do
-      if byte == 0 or byte % 2 ^ (8 - bit % 8) < 2 ^ (7 - bit % 8) then tell(line, base + bit, base + bit) end
+      if byte == 0 or byte % 2 ^ (8 - bit % 8) < 2 ^ (7 - bit % 8) then add_range(line, base + bit, base + bit) end
     end
   end
 end
-local function tell_range(i, at, line, first, last)
+local function add_new(i, at, line, first, last)
   -- But for what earlier ranges of the call have.
   for j = at, i - 1 do
     local from, to = firsts[j], lasts[j]
     if from <= last and to >= first then
-      if first < from then tell_range(i, j + 1, line, first, from - 1) end
+      if first < from then add_new(i, j + 1, line, first, from - 1) end
       if to >= last then return end
       first = to + 1
     end
   end
-  if bits_kept then tell_clear(line, first, last) else tell(line, first, last) end
+  if bits_kept then add_clear(line, first, last) else add_range(line, first, last) end
 end
 local highest = 0
-for i = 1, words and range_count or 0 do
+for i = 1, letters and range_count or 0 do
   local first, last = max(firsts[i], committed), lasts[i]
-  local line = fresh[string.sub(words, i, i)]
+  local line = fresh[string.sub(letters, i, i)]
   -- Ranges come in order: then none has anything of an earlier one.
-  if line and first <= last then tell_range(i, first > highest and i or 1, line, first, last) end
+  if line and first <= last then add_new(i, first > highest and i or 1, line, first, last) end
   highest = max(highest, last)
 end
 if #fresh.h > 0 or #fresh.u > 0 then
@@ -150,7 +150,7 @@ if #fresh.h > 0 or #fresh.u > 0 then
   end
   add('r', reads)
   add('a', table.concat(failed, ','))
-  tell_outcome(outcomes_key, lock_key, epoch, tonumber(kept), entry)
+  outcome_append(outcomes_key, lock_key, epoch, tonumber(kept), entry)
 end
 
 local function set_bits(first, last)

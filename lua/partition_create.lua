@@ -14,7 +14,7 @@ ARGV
 
 RETURNS
   {"created"}           it did not exist
-  {"kept", state}       it exists with this range and change; nothing was changed
+  {"unchanged", state}  it exists with this range and change; nothing was changed
   {"conflict", state}   it exists otherwise; nothing was changed
 ]]
 local meta_key = KEYS[1]
@@ -26,7 +26,7 @@ local change = ARGV[5]
 
 local meta = redis.call('HMGET', meta_key, 'state', 'lp_from', 'lp_to', 'change')
 if meta[1] then
-  if meta[2] == lp_from and meta[3] == lp_to and meta[4] == change then return {'kept', meta[1]} end
+  if meta[2] == lp_from and meta[3] == lp_to and meta[4] == change then return {'unchanged', meta[1]} end
   return {'conflict', meta[1]}
 end
 redis.call('HSET', meta_key, 'state', state, 'topic', topic, 'lp_from', lp_from, 'lp_to', lp_to,

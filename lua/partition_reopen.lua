@@ -2,7 +2,7 @@
 --[[
 partition_reopen: take a seal back that nobody recorded, where the partition lacks what its outbox can send again.
 
-For mending only, in one MULTI with the log_append that continues the chain of `field` and the partition_seal behind it,
+For repairing only, in one MULTI with the log_append that continues the chain of `field` and the partition_seal behind it,
 whose entry id is then higher than that of the command which is taken back. The first two ask for memory, so neither
 goes without the other. Whoever comes late finds another seal or another mark, and changes nothing.
 

@@ -14,20 +14,20 @@ ARGV
 
 RETURNS
   {"retired"}     nothing but the tombstone is left
-  {"untold", n}   so many streams of outcomes besides, of which not all is fetched
+  {"unfetched", n}  so many streams of outcomes besides, of which not all is fetched
 ]]
 local meta_key = KEYS[1]
 local streams = tonumber(ARGV[1])
 
 redis.call('HSET', meta_key, 'state', 'deleted')
-local untold = 0
+local unfetched = 0
 for i = 2, #KEYS do
   if i > #KEYS - streams and redis.call('XLEN', KEYS[i]) > 0 then
-    untold = untold + 1
+    unfetched = unfetched + 1
   else
     redis.call('UNLINK', KEYS[i])
   end
 end
-redis.call('HDEL', meta_key, 'topic', 'lp_from', 'lp_to', 'next', 'first', 'change', 'sealed_for', 'seal', 'lost', 'passing')
-if untold > 0 then return {'untold', untold} end
+redis.call('HDEL', meta_key, 'topic', 'lp_from', 'lp_to', 'next', 'first', 'change', 'sealed_for', 'seal', 'lost', 'lost_marks')
+if unfetched > 0 then return {'unfetched', unfetched} end
 return {'retired'}

@@ -31,7 +31,7 @@ local change = ARGV[1]
 local seal = ARGV[2]
 local brief = ARGV[3] == '1'
 
--- include count_tail
+-- include recount_tail
 
 local meta = redis.call('HMGET', meta_key, 'state', 'next', 'sealed_for', 'seal')
 local state, next_offset = meta[1], meta[2]
@@ -56,7 +56,7 @@ if state == 'sealed' then
   return {'sealed', meta[4], tonumber(next_offset), brief and {} or redis.call('HGETALL', marks_key)}
 end
 if last and tonumber(string.match(last[1], '^%d+')) >= tonumber(next_offset) then
-  next_offset = count_tail(log_key, meta_key, marks_key, tonumber(next_offset), 500)
+  next_offset = recount_tail(log_key, meta_key, marks_key, tonumber(next_offset), 500)
 end
 redis.call('HSET', meta_key, 'state', 'sealed', 'sealed_for', change, 'seal', seal)
 local failed = put_command(seal)

@@ -2,27 +2,27 @@
 --[[
 pop_receive: give out a batch of messages of one partition to whoever asks, in order.
 
-What is withheld together is a lane: a key, a message without a key by itself, or with scope "partition" all messages.
-A lane's messages that are not settled stand in `lines`; those at its front may be out. While any of them is out and
-invisible, or waits for its delay, nothing of the lane is given out. Each message is looked at once when it is new
-(`seen`), so one lane that waits does not make the others dear.
+What is withheld together is a queue: a key, a message without a key by itself, or with scope "partition" all messages.
+A queue's messages that are not settled stand in `queues`; those at its front may be out. While any of them is out and
+invisible, or waits for its delay, nothing of the queue is given out. Each message is looked at once when it is new
+(`examined`), so one queue that waits does not make the others dear.
 
-The lanes are written first and `seen` last: where the call ends in between, what it looked at is looked at again. Where the
-lock or what stands in lanes was removed, all that is not below committed is given again, in order, once those who may have
-some of it are not waited for any more (`rest`).
+The queues are written first and `examined` last: where the call ends in between, what it looked at is looked at again. Where the
+lock or what stands in queues was removed, all that is not below committed is given again, in order, once those who may have
+some of it are not waited for any more (`withheld_until`).
 
 KEYS
   1 meta_key      hash    state, next and first offset of the partition, seal id
   2 log_key       stream  the partition's records
-  3 lock_key      hash    owner ("pop"), epoch, committed, base, top, seek; pop: number of the last batch, wakes, seen:
-                          the first offset that was not looked at, rest: ms until when nothing is given out
+  3 lock_key      hash    owner ("pop"), epoch, committed, base, top, seek; pop: number of the last batch, wake_count, examined:
+                          the first offset that was not looked at, withheld_until: ms until when nothing is given out
   4 acks_key      string  ack bitmap: bit i is offset base + i
   5 attempts_key  hash    offset -> <times given out>:<ms of the first>:<ms of the last>
-  6 pops_key      hash    offset -> <batch that it is out with, 0: given back>:<ms when it is visible>:<lane>
-  7 lines_key     zset    <length of lane><lane><offset, 16 digits> of what was looked at and is not settled
-  8 due_key       zset    lane -> ms when it may be given out
+  6 pops_key      hash    offset -> <batch that it is out with, 0: given back>:<ms when it is visible>:<queue>
+  7 queues_key    zset    <length of queue><queue><offset, 16 digits> of what was looked at and is not settled
+  8 due_key       zset    queue -> ms when it may be given out
   9 batches_key   hash    attempt id -> <batch>:<offsets>; #<slot> -> attempt id
-  10 rate_key     hash    left, at_us: what may be given out of the group's rate (see rate_take)
+  10 rate_key     hash    left, at_us: what may be given out of the group's rate (see rate_acquire)
 
 ARGV
   1 epoch         int     epoch of the group at this partition
@@ -31,18 +31,18 @@ ARGV
   4 scope         string  "partition" or "key": what is withheld behind a message that is out
   5 limit         int     1 to 500 messages
   6 bytes         int     no more once the bodies have so many
-  7 invisible_ms  int     how long they are withheld from others
+  7 visibility_timeout_ms int     how long they are withheld from others
   8 attempt       string  id of this attempt: the same one gets the same batch again, and nothing is counted
-  9 only_again    int     1: give out nothing but a batch of this attempt
+  9 only_repeat   int     1: give out nothing but a batch of this attempt
   10 per_s        number  how many messages this partition gives out by the second; 0: no limit
   11 rate_size    number  how many of them at once after a rest, at least 1
 
 RETURNS
   {"given", batch, {offset, times given out, m, key, body, ...}}
-  {"more", 0, next, wakes}         nothing as yet, and there is more to look at: ask again
-  {"empty", left, next, wakes}     nothing; what is appended may be given at once. left: ms until a lane is free again,
-                                   -1 for none; wakes: number of the last entry that told of a lane that got free
-  {"blocked", left, next, wakes}   nothing, whatever is appended; left is also the time until the rate gives a message
+  {"more", 0, next, wake_count}         nothing as yet, and there is more to look at: ask again
+  {"empty", left, next, wake_count}     nothing; what is appended may be given at once. left: ms until a queue is free again,
+                                   -1 for none; wake_count: number of the last entry that told of a queue that got free
+  {"blocked", left, next, wake_count}   nothing, whatever is appended; left is also the time until the rate gives a message
   {"drained", seal}                everything before the command record is settled
   {"fenced", epoch}                a higher epoch is in force; nothing was changed
   {"absent"}                       no such partition on this node, or its records are gone
@@ -53,7 +53,7 @@ local lock_key = KEYS[3]
 local acks_key = KEYS[4]
 local attempts_key = KEYS[5]
 local pops_key = KEYS[6]
-local lines_key = KEYS[7]
+local queues_key = KEYS[7]
 local due_key = KEYS[8]
 local batches_key = KEYS[9]
 local rate_key = KEYS[10]
@@ -63,9 +63,9 @@ local seek = tonumber(ARGV[3])
 local scope = ARGV[4]
 local limit = tonumber(ARGV[5])
 local bytes = tonumber(ARGV[6])
-local invisible_ms = tonumber(ARGV[7])
+local visibility_timeout_ms = tonumber(ARGV[7])
 local attempt = ARGV[8]
-local only_again = ARGV[9] == '1'
+local only_repeat = ARGV[9] == '1'
 local per_s = tonumber(ARGV[10])
 local rate_size = tonumber(ARGV[11])
 
@@ -77,45 +77,45 @@ local CHUNK = 50
 local KEPT_BATCHES = 256
 local format = string.format
 
--- include pop_torn
+-- include pop_incomplete
 
 if limit < 1 or limit > WIDTH then return redis.error_reply('ERR pop_receive: 1 to 500 messages') end
 if scope ~= 'key' and scope ~= 'partition' then return redis.error_reply('ERR pop_receive: no such scope') end
 local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first', 'seal')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
 local next_offset = tonumber(meta[2])
-local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'seek', 'pop', 'wakes', 'seen', 'base', 'top', 'rest')
+local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'seek', 'pop', 'wake_count', 'examined', 'base', 'top', 'withheld_until')
 local held = tonumber(lock[2] or '0')
 local in_force = held == epoch and lock[1] == 'pop'
 if not in_force and held >= epoch then return {'fenced', held} end
-local committed, batch, wakes = tonumber(lock[3] or '0'), tonumber(lock[5] or '0'), tonumber(lock[6] or '0')
-local seen = tonumber(lock[7] or '0')
+local committed, batch, wake_count = tonumber(lock[3] or '0'), tonumber(lock[5] or '0'), tonumber(lock[6] or '0')
+local examined = tonumber(lock[7] or '0')
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-local until_ms = now + invisible_ms
+local until_ms = now + visibility_timeout_ms
 
-local rest, at_first = tonumber(lock[10] or '0'), format('%d', committed)
+local withheld_until, at_first = tonumber(lock[10] or '0'), format('%d', committed)
 if committed == 0 or tonumber(lock[4] or '0') < seek then
-  local gone = redis.call('UNLINK', acks_key, attempts_key, pops_key, lines_key, due_key, batches_key)
+  local gone = redis.call('UNLINK', acks_key, attempts_key, pops_key, queues_key, due_key, batches_key)
   -- Without a lock, it was removed: receivers may have some of what is given again.
-  if not lock[3] and gone > 0 then rest = until_ms end
+  if not lock[3] and gone > 0 then withheld_until = until_ms end
   -- A partition that fell back below the start begins anew: what comes now is new to the group.
   committed = math.max(math.min(start, next_offset), tonumber(meta[3] or '1'))
-  at_first, seen = format('%d', committed), committed
+  at_first, examined = format('%d', committed), committed
   redis.call('HSET', lock_key, 'seek', format('%d', seek), 'committed', at_first, 'base', at_first, 'top', '0',
-    'seen', at_first, 'rest', format('%d', rest))
-elseif pop_torn(log_key, acks_key, lines_key, due_key, committed, tonumber(lock[8]), tonumber(lock[9] or '0'), seen) then
-  rest, seen = until_ms, committed
-  redis.call('HSET', lock_key, 'rest', format('%d', rest))
-  redis.call('UNLINK', acks_key, pops_key, lines_key, due_key, batches_key)
-  redis.call('HSET', lock_key, 'base', at_first, 'top', '0', 'seen', at_first)
+    'examined', at_first, 'withheld_until', format('%d', withheld_until))
+elseif pop_incomplete(log_key, acks_key, queues_key, due_key, committed, tonumber(lock[8]), tonumber(lock[9] or '0'), examined) then
+  withheld_until, examined = until_ms, committed
+  redis.call('HSET', lock_key, 'withheld_until', format('%d', withheld_until))
+  redis.call('UNLINK', acks_key, pops_key, queues_key, due_key, batches_key)
+  redis.call('HSET', lock_key, 'base', at_first, 'top', '0', 'examined', at_first)
 end
 if not in_force then redis.call('HSET', lock_key, 'owner', 'pop', 'epoch', format('%d', epoch)) end
 
-if rest > now then return {'blocked', rest - now, next_offset, wakes} end
+if withheld_until > now then return {'blocked', withheld_until - now, next_offset, wake_count} end
 
--- A lane may hold zero bytes, at which %s ends.
-local function prefix_of(lane) return format('%03d', #lane) .. lane end
+-- A queue may hold zero bytes, at which %s ends.
+local function prefix_of(queue) return format('%03d', #queue) .. queue end
 local function record_at(offset)
   local id = format('%d-0', offset)
   local entry = redis.call('XRANGE', log_key, id, id)[1]
@@ -125,13 +125,13 @@ end
 local known = redis.call('HGET', batches_key, attempt)
 if known then
   local number, listed = string.match(known, '^(%d+):(.*)$')
-  local again, offsets, lanes = {}, {}, {}
+  local again, offsets, queues = {}, {}, {}
   for offset in string.gmatch(listed, '%d+') do offsets[#offsets + 1] = offset end
   local out = redis.call('HMGET', pops_key, unpack(offsets))
   local times = redis.call('HMGET', attempts_key, unpack(offsets))
   local pops = {}
   for i, offset in ipairs(offsets) do
-    local of, visible, lane = string.match(out[i] or '', '^(%d+):(%d+):(.*)$')
+    local of, visible, queue = string.match(out[i] or '', '^(%d+):(%d+):(.*)$')
     local record = of == number and record_at(tonumber(offset))
     if record then
       local n = #again
@@ -139,13 +139,13 @@ if known then
       again[n + 3], again[n + 4], again[n + 5] = record[2], record[4], record[6]
       local later = math.max(tonumber(visible), until_ms)
       pops[#pops + 1] = offset
-      pops[#pops + 1] = format('%s:%d:', number, later) .. lane
-      lanes[lane] = math.max(lanes[lane] or 0, later)
+      pops[#pops + 1] = format('%s:%d:', number, later) .. queue
+      queues[queue] = math.max(queues[queue] or 0, later)
     end
   end
   if #again > 0 then
     redis.call('HSET', pops_key, unpack(pops))
-    for lane, later in pairs(lanes) do redis.call('ZADD', due_key, 'GT', format('%d', later), lane) end
+    for queue, later in pairs(queues) do redis.call('ZADD', due_key, 'GT', format('%d', later), queue) end
     return {'given', tonumber(number), again}
   end
 end
@@ -157,7 +157,7 @@ local function note_rate(left)
     'at_us', format('%d', tonumber(time[1]) * 1000000 + tonumber(time[2])))
   redis.call('PEXPIRE', rate_key, format('%d', math.min(1e12, 60000 + math.ceil((rate_size - left) / per_s * 1000))))
 end
-if per_s > 0 and not only_again then
+if per_s > 0 and not only_repeat then
   local now_us = tonumber(time[1]) * 1000000 + tonumber(time[2])
   local bucket = redis.call('HMGET', rate_key, 'left', 'at_us')
   rate_left = 1
@@ -168,53 +168,53 @@ if per_s > 0 and not only_again then
   if not bucket[1] or now_us < tonumber(bucket[2]) then note_rate(rate_left) end
   limit = math.min(limit, math.floor(rate_left))
   if limit < 1 and not (meta[1] == 'sealed' and committed >= next_offset) then
-    return {'blocked', math.ceil((1 - rate_left) / per_s * 1000), next_offset, wakes}
+    return {'blocked', math.ceil((1 - rate_left) / per_s * 1000), next_offset, wake_count}
   end
 end
 
--- What is given: offset, lane and record each. Of a lane, "whole": all of it that was looked at is given, or there is
+-- What is given: offset, queue and record each. Of a queue, "whole": all of it that was looked at is given, or there is
 -- none; "part": something of it stays behind.
 local given, states, dropped, held_back, size = {}, {}, {}, {}, 0
--- What stands in lanes beyond `seen`: by a call that ended in its middle.
+-- What stands in queues beyond `examined`: by a call that ended in its middle.
 local ahead = {}
 local function has_room() return #given < limit and size < bytes end
-local function give(offset, lane, record)
-  given[#given + 1] = {offset, lane, record}
+local function give(offset, queue, record)
+  given[#given + 1] = {offset, queue, record}
   size = size + #record[4] + #record[6]
 end
 
-if not only_again then
-  local lanes = redis.call('ZRANGEBYSCORE', due_key, '-inf', format('%d', now), 'LIMIT', 0, limit)
-  for _, lane in ipairs(lanes) do
+if not only_repeat then
+  local queues = redis.call('ZRANGEBYSCORE', due_key, '-inf', format('%d', now), 'LIMIT', 0, limit)
+  for _, queue in ipairs(queues) do
     if not has_room() then break end
-    local prefix = prefix_of(lane)
-    local members = redis.call('ZRANGEBYLEX', lines_key, '[' .. prefix .. '0', '(' .. prefix .. ':', 'LIMIT', 0, WIDTH)
-    states[lane] = #members < WIDTH and 'whole' or 'part'
-    -- A call that ended in its middle left the time of a lane in which nothing stands.
-    if #members == 0 then redis.call('ZREM', due_key, lane) end
+    local prefix = prefix_of(queue)
+    local members = redis.call('ZRANGEBYLEX', queues_key, '[' .. prefix .. '0', '(' .. prefix .. ':', 'LIMIT', 0, WIDTH)
+    states[queue] = #members < WIDTH and 'whole' or 'part'
+    -- A call that ended in its middle left the time of a queue in which nothing stands.
+    if #members == 0 then redis.call('ZREM', due_key, queue) end
     for _, member in ipairs(members) do
       local offset = tonumber(string.sub(member, -16))
-      if offset >= seen then ahead[offset] = true end
-      local record = states[lane] ~= 'stuck' and has_room() and record_at(offset)
+      if offset >= examined then ahead[offset] = true end
+      local record = states[queue] ~= 'stuck' and has_room() and record_at(offset)
       if record then
-        give(offset, lane, record)
+        give(offset, queue, record)
       else
         -- Somebody removed a record, or there is no room: what is behind it waits, and is out with nobody.
-        if has_room() then states[lane] = 'stuck' elseif states[lane] ~= 'stuck' then states[lane] = 'part' end
+        if has_room() then states[queue] = 'stuck' elseif states[queue] ~= 'stuck' then states[queue] = 'part' end
         dropped[#dropped + 1] = format('%d', offset)
       end
     end
   end
 end
 
-local at, looked = seen, 0
-local may_look = not only_again
+local at, looked = examined, 0
+local may_look = not only_repeat
 if scope == 'partition' then
   may_look = may_look and (states[''] == 'whole' or (not states[''] and not redis.call('ZSCORE', due_key, '')))
 else
-  may_look = may_look and redis.call('ZCARD', lines_key) < HELD_LIMIT
+  may_look = may_look and redis.call('ZCARD', queues_key) < HELD_LIMIT
 end
-may_look = may_look and seen < committed + WINDOW
+may_look = may_look and examined < committed + WINDOW
 while may_look and has_room() and at < next_offset and looked < LOOK_LIMIT do
   -- Behind what is held back, nobody knows how much is to be given.
   local count = #held_back > 0 and CHUNK or math.min(CHUNK, limit - #given)
@@ -226,15 +226,15 @@ while may_look and has_room() and at < next_offset and looked < LOOK_LIMIT do
   for _, entry in ipairs(entries) do
     if not has_room() then break end
     local offset, record = tonumber(string.match(entry[1], '^%d+')), entry[2]
-    local lane = ''
-    if scope == 'key' then lane = record[4] == '\255' and '\255' .. format('%d', offset) or record[4] end
-    if not states[lane] then states[lane] = redis.call('ZSCORE', due_key, lane) and 'part' or 'whole' end
+    local queue = ''
+    if scope == 'key' then queue = record[4] == '\255' and '\255' .. format('%d', offset) or record[4] end
+    if not states[queue] then states[queue] = redis.call('ZSCORE', due_key, queue) and 'part' or 'whole' end
     if ahead[offset] then
-      -- It was found in its lane already.
-    elseif states[lane] == 'whole' then
-      give(offset, lane, record)
+      -- It was found in its queue already.
+    elseif states[queue] == 'whole' then
+      give(offset, queue, record)
     else
-      held_back[#held_back + 1] = prefix_of(lane) .. format('%016d', offset)
+      held_back[#held_back + 1] = prefix_of(queue) .. format('%016d', offset)
     end
     looked = looked + 1
     at = offset + 1
@@ -246,39 +246,39 @@ if #dropped > 0 then
     redis.call('HDEL', pops_key, unpack(dropped, i, math.min(i + WIDTH - 1, #dropped)))
   end
 end
-for lane, state in pairs(states) do
+for queue, state in pairs(states) do
   -- Looked for again at times only: nobody can say when it goes on.
-  if state == 'stuck' then redis.call('ZADD', due_key, format('%d', until_ms), lane) end
+  if state == 'stuck' then redis.call('ZADD', due_key, format('%d', until_ms), queue) end
 end
-local lines = {}
+local queued = {}
 for _, member in ipairs(held_back) do
-  lines[#lines + 1] = '0'
-  lines[#lines + 1] = member
+  queued[#queued + 1] = '0'
+  queued[#queued + 1] = member
 end
 if #given > 0 and per_s > 0 then note_rate(rate_left - #given) end
 if #given > 0 then
   batch = batch + 1
-  local offsets, pops, lane_due, due, counts, reply = {}, {}, {}, {}, {}, {}
+  local offsets, pops, queue_due, due, counts, reply = {}, {}, {}, {}, {}, {}
   for i, one in ipairs(given) do offsets[i] = format('%d', one[1]) end
   local times = redis.call('HMGET', attempts_key, unpack(offsets))
   for i, one in ipairs(given) do
-    local offset, lane, record = offsets[i], one[2], one[3]
+    local offset, queue, record = offsets[i], one[2], one[3]
     local count, first = string.match(times[i] or '', '^(%d+):(%d+):')
-    local told = tonumber(count or '0') + 1
-    pops[2 * i - 1], pops[2 * i] = offset, format('%d:%d:', batch, until_ms) .. lane
-    counts[2 * i - 1], counts[2 * i] = offset, format('%d:%s:%d', told, first or format('%d', now), now)
-    lines[#lines + 1] = '0'
-    lines[#lines + 1] = prefix_of(lane) .. format('%016d', one[1])
-    if not lane_due[lane] then
-      lane_due[lane] = true
-      due[#due + 1], due[#due + 2] = format('%d', until_ms), lane
+    local times_given = tonumber(count or '0') + 1
+    pops[2 * i - 1], pops[2 * i] = offset, format('%d:%d:', batch, until_ms) .. queue
+    counts[2 * i - 1], counts[2 * i] = offset, format('%d:%s:%d', times_given, first or format('%d', now), now)
+    queued[#queued + 1] = '0'
+    queued[#queued + 1] = prefix_of(queue) .. format('%016d', one[1])
+    if not queue_due[queue] then
+      queue_due[queue] = true
+      due[#due + 1], due[#due + 2] = format('%d', until_ms), queue
     end
     local n = #reply
-    reply[n + 1], reply[n + 2], reply[n + 3], reply[n + 4], reply[n + 5] = one[1], told, record[2], record[4], record[6]
+    reply[n + 1], reply[n + 2], reply[n + 3], reply[n + 4], reply[n + 5] = one[1], times_given, record[2], record[4], record[6]
   end
-  -- The lanes are closed before anything is said to be out.
+  -- The queues are closed before anything is said to be out.
   redis.call('ZADD', due_key, unpack(due))
-  for i = 1, #lines, 2 * WIDTH do redis.call('ZADD', lines_key, unpack(lines, i, math.min(i + 2 * WIDTH - 1, #lines))) end
+  for i = 1, #queued, 2 * WIDTH do redis.call('ZADD', queues_key, unpack(queued, i, math.min(i + 2 * WIDTH - 1, #queued))) end
   redis.call('HSET', pops_key, unpack(pops))
   redis.call('HSET', attempts_key, unpack(counts))
   local slot = format('#%d', batch % KEPT_BATCHES)
@@ -290,14 +290,14 @@ if #given > 0 then
     end
   end
   redis.call('HSET', batches_key, slot, attempt, attempt, format('%d:%s', batch, table.concat(offsets, ',')))
-  redis.call('HSET', lock_key, 'pop', format('%d', batch), 'seen', format('%d', math.max(at, seen)))
+  redis.call('HSET', lock_key, 'pop', format('%d', batch), 'examined', format('%d', math.max(at, examined)))
   return {'given', batch, reply}
 end
 
-for i = 1, #lines, 2 * WIDTH do redis.call('ZADD', lines_key, unpack(lines, i, math.min(i + 2 * WIDTH - 1, #lines))) end
-if at > seen then redis.call('HSET', lock_key, 'seen', format('%d', at)) end
+for i = 1, #queued, 2 * WIDTH do redis.call('ZADD', queues_key, unpack(queued, i, math.min(i + 2 * WIDTH - 1, #queued))) end
+if at > examined then redis.call('HSET', lock_key, 'examined', format('%d', at)) end
 if meta[1] == 'sealed' and committed >= next_offset then return {'drained', meta[4]} end
 local soonest = redis.call('ZRANGEBYSCORE', due_key, format('(%d', now), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
 local left = soonest[2] and tonumber(soonest[2]) - now or -1
-if looked >= LOOK_LIMIT and at < next_offset then return {'more', 0, next_offset, wakes} end
-return {may_look and 'empty' or 'blocked', left, next_offset, wakes}
+if looked >= LOOK_LIMIT and at < next_offset then return {'more', 0, next_offset, wake_count} end
+return {may_look and 'empty' or 'blocked', left, next_offset, wake_count}

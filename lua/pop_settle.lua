@@ -7,27 +7,27 @@ and told. What is settled already is settled: that is no error, whoever says it.
 
 Of an archived topic, what is acknowledged is told in one entry of a stream, in the form of offsets_settle.
 
-What is acknowledged is told first, then settled, and leaves its lane last: where the call ends in between, it is given
-again, or the same call again does the rest. While what stands in lanes is not whole, nothing is taken (see pop_receive).
+What is acknowledged is told first, then settled, and leaves its queue last: where the call ends in between, it is given
+again, or the same call again does the rest. While what stands in queues is not whole, nothing is taken (see pop_receive).
 
 KEYS
   1 meta_key      hash    state and next offset of the partition
-  2 lock_key      hash    owner ("pop"), epoch, committed, base, top, seen; wakes
+  2 lock_key      hash    owner ("pop"), epoch, committed, base, top, examined; wake_count
   3 acks_key      string  ack bitmap: bit i is offset base + i; absent while nothing above committed is settled
   4 attempts_key  hash    offset -> times given out and when (see pop_receive)
-  5 pops_key      hash    offset -> <batch that it is out with, 0: given back>:<ms when it is visible>:<lane>
-  6 lines_key     zset    <length of lane><lane><offset, 16 digits> of what was looked at and is not settled
-  7 due_key       zset    lane -> ms when it may be given out
-  8 wake_key      stream  one entry, <wakes>-0: a lane got free, or will be sooner
+  5 pops_key      hash    offset -> <batch that it is out with, 0: given back>:<ms when it is visible>:<queue>
+  6 queues_key    zset    <length of queue><queue><offset, 16 digits> of what was looked at and is not settled
+  7 due_key       zset    queue -> ms when it may be given out
+  8 wake_key      stream  one entry, <wake_count>-0: a queue got free, or will be sooner
   9 outcomes_key  stream  what became of offsets, until an archiver has fetched it
   10 log_key      stream  the partition's records
 
 ARGV
   1 epoch         int     the epoch under which they were given
-  2 word          string  "ack"; "nack": give it back, with all behind it in its lane; "extend"
-  3 ms            int     nack: the lane rests so long; extend: it is withheld for so long from now on
+  2 action        string  "ack"; "nack": give it back, with all behind it in its queue; "extend"
+  3 ms            int     nack: the queue rests so long; extend: it is withheld for so long from now on
   4 count         int     1 to 500 messages
-  5 told          string  empty: nothing is told; else <entries kept at most>:<who settles>
+  5 encoded_outcome string  empty: nothing is told; else <entries kept at most>:<who settles>
   6 ...           per message: batch, offset
 
 RETURNS
@@ -42,32 +42,32 @@ local lock_key = KEYS[2]
 local acks_key = KEYS[3]
 local attempts_key = KEYS[4]
 local pops_key = KEYS[5]
-local lines_key = KEYS[6]
+local queues_key = KEYS[6]
 local due_key = KEYS[7]
 local wake_key = KEYS[8]
 local outcomes_key = KEYS[9]
 local log_key = KEYS[10]
 local epoch = tonumber(ARGV[1])
-local word = ARGV[2]
+local action = ARGV[2]
 local ms = tonumber(ARGV[3])
 local count = tonumber(ARGV[4])
-local told = ARGV[5]
+local encoded_outcome = ARGV[5]
 
 local WIDTH = 500
 local KEEP_BYTES = 1024
 local format = string.format
 
--- include pop_torn
--- include tell_outcome
+-- include pop_incomplete
+-- include outcome_append
 
 local meta = redis.call('HMGET', meta_key, 'state', 'next')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
 local next_offset = tonumber(meta[2])
-local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'base', 'top', 'seen')
+local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'base', 'top', 'examined')
 local held = tonumber(lock[2] or '0')
 if lock[1] ~= 'pop' or held ~= epoch then return {'fenced', held} end
 if count < 1 or count > WIDTH then return redis.error_reply('ERR pop_settle: 1 to 500 messages') end
-if word ~= 'ack' and word ~= 'nack' and word ~= 'extend' then return redis.error_reply('ERR pop_settle: no such word') end
+if action ~= 'ack' and action ~= 'nack' and action ~= 'extend' then return redis.error_reply('ERR pop_settle: no such word') end
 local committed, base, top = tonumber(lock[3]), tonumber(lock[4]), tonumber(lock[5] or '0')
 local bits_kept = top > committed
 local offsets = {}
@@ -77,7 +77,7 @@ for i = 1, count do
   if offset >= next_offset then return {'unknown', next_offset} end
   offsets[i] = ARGV[2 * i + 5]
 end
-if pop_torn(log_key, acks_key, lines_key, due_key, committed, base, top, tonumber(lock[6] or '0')) then
+if pop_incomplete(log_key, acks_key, queues_key, due_key, committed, base, top, tonumber(lock[6] or '0')) then
   local all = {}
   for i = 1, count do all[i] = i end
   return {'settled', committed, all}
@@ -86,32 +86,32 @@ local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local out = redis.call('HMGET', pops_key, unpack(offsets))
 
--- Ours: offset and lane each; the same message twice is one.
+-- Ours: offset and queue each; the same message twice is one.
 local ours, stale, taken = {}, {}, {}
 for i = 1, count do
   local offset = tonumber(offsets[i])
-  local of, _, lane = string.match(out[i] or '', '^(%d+):(%d+):(.*)$')
+  local of, _, queue = string.match(out[i] or '', '^(%d+):(%d+):(.*)$')
   if of == ARGV[2 * i + 4] and of ~= '0' then
-    if not taken[offset] then ours[#ours + 1] = {offset, lane} end
+    if not taken[offset] then ours[#ours + 1] = {offset, queue} end
     taken[offset] = true
   else
     local settled = offset < committed or (bits_kept and redis.call('GETBIT', acks_key, offset - base) == 1)
-    if word ~= 'ack' or not settled then stale[#stale + 1] = i end
+    if action ~= 'ack' or not settled then stale[#stale + 1] = i end
   end
 end
 table.sort(ours, function(a, b) return a[1] < b[1] end)
 
-local lanes, changes, removed = {}, {}, {}
-local function place(lane, offset) return format('%03d', #lane) .. lane .. format('%016d', offset) end
+local queues, changes, removed = {}, {}, {}
+local function place(queue, offset) return format('%03d', #queue) .. queue .. format('%016d', offset) end
 for i, one in ipairs(ours) do
-  local offset, lane = one[1], one[2]
-  lanes[lane] = true
+  local offset, queue = one[1], one[2]
+  queues[queue] = true
   changes[i] = format('%d', offset)
-  removed[i] = place(lane, offset)
+  removed[i] = place(queue, offset)
 end
 
-local function tell()
-  local kept, who = string.match(told, '^(%d+):(.*)$')
+local function append_settled()
+  local kept, who = string.match(encoded_outcome, '^(%d+):(.*)$')
   local times = redis.call('HMGET', attempts_key, unpack(changes))
   local ranges, reads, failed, from = {}, {}, {}, nil
   for i, one in ipairs(ours) do
@@ -134,15 +134,15 @@ local function tell()
   for i, read in ipairs(reads) do reads[i] = format('%d:%s', read[1], read[2]) end
   local entry = {'m', who, 't', format('%d', now), 'h', table.concat(ranges, ','), 'r', table.concat(reads, ',')}
   if #failed > 0 then entry[#entry + 1], entry[#entry + 2] = 'a', table.concat(failed, ',') end
-  tell_outcome(outcomes_key, lock_key, epoch, tonumber(kept), entry)
+  outcome_append(outcomes_key, lock_key, epoch, tonumber(kept), entry)
 end
 
-if #ours > 0 and word == 'ack' then
-  if told ~= '' then tell() end
+if #ours > 0 and action == 'ack' then
+  if encoded_outcome ~= '' then append_settled() end
   for _, one in ipairs(ours) do
     local offset = one[1]
     if offset < committed then
-      -- Settled by a call that ended before it left its lane.
+      -- Settled by a call that ended before it left its queue.
     elseif not bits_kept and offset == committed then
       committed = offset + 1
       base = committed
@@ -180,39 +180,39 @@ if #ours > 0 and word == 'ack' then
     redis.call('SET', acks_key, redis.call('GETRANGE', acks_key, spent, -1))
   end
   redis.call('HDEL', attempts_key, unpack(changes))
-  redis.call('ZREM', lines_key, unpack(removed))
+  redis.call('ZREM', queues_key, unpack(removed))
   redis.call('HDEL', pops_key, unpack(changes))
-elseif word == 'nack' then
+elseif action == 'nack' then
   for _, one in ipairs(ours) do
-    -- The first one of a lane decides for all behind it: they must not go on before it.
-    local offset, lane = one[1], one[2]
-    if lanes[lane] == true then
-      lanes[lane] = 'back'
-      redis.call('HSET', pops_key, format('%d', offset), format('0:%d:', now + ms) .. lane)
-      local behind = redis.call('ZRANGEBYLEX', lines_key, '[' .. place(lane, offset + 1),
-        '(' .. format('%03d', #lane) .. lane .. ':', 'LIMIT', 0, WIDTH)
+    -- The first one of a queue decides for all behind it: they must not go on before it.
+    local offset, queue = one[1], one[2]
+    if queues[queue] == true then
+      queues[queue] = 'back'
+      redis.call('HSET', pops_key, format('%d', offset), format('0:%d:', now + ms) .. queue)
+      local behind = redis.call('ZRANGEBYLEX', queues_key, '[' .. place(queue, offset + 1),
+        '(' .. format('%03d', #queue) .. queue .. ':', 'LIMIT', 0, WIDTH)
       local freed = {}
       for i, member in ipairs(behind) do freed[i] = format('%d', tonumber(string.sub(member, -16))) end
       if #freed > 0 then redis.call('HDEL', pops_key, unpack(freed)) end
     end
   end
-elseif word == 'extend' then
+elseif action == 'extend' then
   for i, one in ipairs(ours) do
     local of = string.match(redis.call('HGET', pops_key, changes[i]), '^%d+')
     redis.call('HSET', pops_key, changes[i], format('%s:%d:', of, now + ms) .. one[2])
   end
 end
 
--- When a lane may go on: now where nothing at its front is out, else when the last of what is out is visible.
+-- When a queue may go on: now where nothing at its front is out, else when the last of what is out is visible.
 local wake = false
-for lane, _ in pairs(lanes) do
-  local prefix = format('%03d', #lane) .. lane
-  local members = redis.call('ZRANGEBYLEX', lines_key, '[' .. prefix .. '0', '(' .. prefix .. ':', 'LIMIT', 0, WIDTH)
-  local before = tonumber(redis.call('ZSCORE', due_key, lane) or '0')
+for queue, _ in pairs(queues) do
+  local prefix = format('%03d', #queue) .. queue
+  local members = redis.call('ZRANGEBYLEX', queues_key, '[' .. prefix .. '0', '(' .. prefix .. ':', 'LIMIT', 0, WIDTH)
+  local before = tonumber(redis.call('ZSCORE', due_key, queue) or '0')
   if #members == 0 then
-    redis.call('ZREM', due_key, lane)
-    -- Of a lane of its own, nobody waits for more than what is appended.
-    wake = wake or lane == ''
+    redis.call('ZREM', due_key, queue)
+    -- Of a queue of its own, nobody waits for more than what is appended.
+    wake = wake or queue == ''
   else
     local names, due = {}, now
     for i, member in ipairs(members) do names[i] = format('%d', tonumber(string.sub(member, -16))) end
@@ -221,17 +221,17 @@ for lane, _ in pairs(lanes) do
       if not fronts[i] then break end
       due = math.max(due, tonumber(string.match(fronts[i], '^%d+:(%d+):')))
     end
-    redis.call('ZADD', due_key, format('%d', due), lane)
+    redis.call('ZADD', due_key, format('%d', due), queue)
     wake = wake or due < before or due <= now
   end
 end
 if wake or (#ours > 0 and meta[1] == 'sealed' and committed >= next_offset) then
-  local wakes = redis.call('HINCRBY', lock_key, 'wakes', 1)
-  local woke = redis.pcall('XADD', wake_key, 'MAXLEN', 1, format('%d-0', wakes), 'w', '1')
+  local wake_count = redis.call('HINCRBY', lock_key, 'wake_count', 1)
+  local woke = redis.pcall('XADD', wake_key, 'MAXLEN', 1, format('%d-0', wake_count), 'w', '1')
   if type(woke) == 'table' and woke.err then
     -- The lock was removed, and began to count anew.
     redis.call('DEL', wake_key)
-    redis.call('XADD', wake_key, 'MAXLEN', 1, format('%d-0', wakes), 'w', '1')
+    redis.call('XADD', wake_key, 'MAXLEN', 1, format('%d-0', wake_count), 'w', '1')
   end
 end
 return {'settled', committed, stale}

@@ -7,14 +7,14 @@ gone are forgotten. What is with nobody and is not due, since that was removed, 
 
 KEYS
   1 log_key       stream  the partition's records, with the native consumer group
-  2 lock_key      hash    owner ("shared") and epoch; swept: up to which offset what is with nobody was looked at
-  3 attempts_key  hash    offset -> failed attempts and when (see shared_back)
+  2 lock_key      hash    owner ("shared") and epoch; reclaimed_to: up to which offset what is with nobody was looked at
+  3 attempts_key  hash    offset -> failed attempts and when (see shared_nack)
   4 due_key       zset    offset -> ms when it may be given again
 
 ARGV
   1 group         string  the native consumer group
   2 epoch         int     the epoch in force
-  3 invisible     int     ms after which a message is taken from a member that did not say that it still has it
+  3 visibility_timeout_ms int     ms after which a message is taken from a member that did not say that it still has it
   4 limit         int     1 to 500 messages
 
 RETURNS
@@ -28,7 +28,7 @@ local attempts_key = KEYS[3]
 local due_key = KEYS[4]
 local group = ARGV[1]
 local epoch = tonumber(ARGV[2])
-local invisible = ARGV[3]
+local visibility_timeout_ms = ARGV[3]
 local limit = tonumber(ARGV[4])
 
 local FORGET_MS = 3600000
@@ -48,15 +48,15 @@ for _, facts in ipairs(consumers) do
   local name = named['name']
   if name == '-' and named['pending'] > redis.call('ZCARD', due_key) then
     -- It is with nobody, and what said when it is due is gone: it is due now.
-    local from = redis.call('HGET', lock_key, 'swept') or '0'
+    local from = redis.call('HGET', lock_key, 'reclaimed_to') or '0'
     local page = redis.call('XPENDING', log_key, group, '(' .. from .. '-0', '+', limit, '-')
     for _, one in ipairs(page) do redis.call('ZADD', due_key, 'NX', now, string.match(one[1], '^%d+')) end
-    local swept = #page == limit and string.match(page[limit][1], '^%d+') or '0'
-    redis.call('HSET', lock_key, 'swept', swept)
+    local reclaimed_to = #page == limit and string.match(page[limit][1], '^%d+') or '0'
+    redis.call('HSET', lock_key, 'reclaimed_to', reclaimed_to)
   elseif name ~= '-' and named['pending'] == 0 and named['idle'] > FORGET_MS then
     redis.call('XGROUP', 'DELCONSUMER', log_key, group, name)
   elseif name ~= '-' and named['pending'] > 0 and done < limit then
-    local late = redis.call('XPENDING', log_key, group, 'IDLE', invisible, '-', '+', limit - done, name)
+    local late = redis.call('XPENDING', log_key, group, 'IDLE', visibility_timeout_ms, '-', '+', limit - done, name)
     for _, one in ipairs(late) do
       local id = one[1]
       local offset = string.match(id, '^%d+')

@@ -14,7 +14,7 @@ KEYS
   1 meta_key      hash    state and next offset of the partition
   2 log_key       stream  the partition's records, with the native consumer group
   3 lock_key      hash    owner ("shared"), epoch, committed; told
-  4 attempts_key  hash    offset -> failed attempts and when (see shared_back)
+  4 attempts_key  hash    offset -> failed attempts and when (see shared_nack)
   5 due_key       zset    offset -> ms when it may be given again
   6 outcomes_key  stream  what became of offsets, until an archiver has fetched it
 
@@ -23,7 +23,7 @@ ARGV
   2 epoch         int     the epoch under which they were given
   3 member        string  who settles
   4 command       string  entry id of a command record that was read, or empty
-  5 told          string  empty: nothing is told; else as of offsets_settle: <entries kept at most>:<a letter per
+  5 encoded_outcome string  empty: nothing is told; else as of offsets_settle: <entries kept at most>:<a letter per
                           range>:<last offset:how many ms ago it was given, by commas>
   6 range_count   int     0 to 500 ranges, of 1000 messages at most
   7 ...           per range: first offset, last offset
@@ -44,13 +44,13 @@ local group = ARGV[1]
 local epoch = tonumber(ARGV[2])
 local member = ARGV[3]
 local command = ARGV[4]
-local told = ARGV[5]
+local encoded_outcome = ARGV[5]
 local range_count = tonumber(ARGV[6])
 
 local LIMIT = 1000
 local format = string.format
 
--- include tell_outcome
+-- include outcome_append
 -- include settled_upto
 
 local meta = redis.call('HMGET', meta_key, 'state', 'next')
@@ -59,10 +59,10 @@ local next_offset = tonumber(meta[2])
 local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed')
 local held = tonumber(lock[2] or '0')
 if lock[1] ~= 'shared' or held ~= epoch then return {'fenced', held} end
-local kept, words, reads
-if told ~= '' then
-  kept, words, reads = string.match(told, '^(%d+):([hu-]*):([%d:,]*)$')
-  if not words or #words ~= range_count then return redis.error_reply('ERR shared_settle: a letter per range') end
+local kept, letters, reads
+if encoded_outcome ~= '' then
+  kept, letters, reads = string.match(encoded_outcome, '^(%d+):([hu-]*):([%d:,]*)$')
+  if not letters or #letters ~= range_count then return redis.error_reply('ERR shared_settle: a letter per range') end
 end
 local ids = {}
 for i = 1, range_count do
@@ -77,9 +77,9 @@ end
 
 -- What is settled by this call and no earlier one, by its letter: first and last offset in turn.
 local fresh = {h = {}, u = {}}
-if words then
+if letters then
   for i = 1, range_count do
-    local line = fresh[string.sub(words, i, i)]
+    local line = fresh[string.sub(letters, i, i)]
     if line then
       local first, last = tonumber(ARGV[2 * i + 5]), tonumber(ARGV[2 * i + 6])
       local pending = redis.call('XPENDING', log_key, group, format('%d-0', first), format('%d-0', last), LIMIT)
@@ -99,7 +99,7 @@ local offsets = {}
 if noted or back then
   for i, id in ipairs(ids) do offsets[i] = string.sub(id, 1, -3) end
 end
-if noted and words then
+if noted and letters then
   local counts = redis.call('HMGET', attempts_key, unpack(offsets))
   for i, offset in ipairs(offsets) do
     local count = counts[i] and string.match(counts[i], '^%d+') or '0'
@@ -119,7 +119,7 @@ if #fresh.h > 0 or #fresh.u > 0 then
   end
   add('r', reads)
   add('a', table.concat(failed, ','))
-  tell_outcome(outcomes_key, lock_key, epoch, tonumber(kept), entry)
+  outcome_append(outcomes_key, lock_key, epoch, tonumber(kept), entry)
 end
 local count = 0
 if #ids > 0 then count = redis.call('XACK', log_key, group, unpack(ids)) end

@@ -3,11 +3,11 @@
 from mqlayer import outbox
 from mqlayer.consuming import App, Batch, BatchMessage, BatchOf, Context, MemberOptions
 from mqlayer.domain.tags import all_of, any_of
-from mqlayer.effects import Versioned, VersionGap, Versions
 from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
 from mqlayer.events import Event, on_event
-from mqlayer.popping import PopMessage, Receiver
+from mqlayer.idempotency import VersionedEvent, VersionGap, Versions
 from mqlayer.producing import Message, Producer, Receipt
+from mqlayer.receiving import PopMessage, Receiver
 from mqlayer.settings import Settings
 
 __version__ = "0.1.0"
@@ -32,7 +32,7 @@ __all__ = [
     "Settings",
     "Skip",
     "VersionGap",
-    "Versioned",
+    "VersionedEvent",
     "Versions",
     "__version__",
     "all_of",

@@ -35,7 +35,7 @@ MqlayerError
 │   ├── AlreadyApplied      this message's effect is there: settle it and go on
 │   ├── StaleOwner          a later owner acted: roll back and stop
 │   ├── StaleToken          ordered pop: others have these messages since, or may
-│   └── OutOfTurn           ordered pop: an earlier message of the key comes first
+│   └── OutOfOrder           ordered pop: an earlier message of the key comes first
 ├── VersionsFull            too many later versions wait for missing ones
 ├── HandlerFault            what a member reports of a handler
 │   ├── BodyMismatch        the body does not fit the handler's type
@@ -44,7 +44,7 @@ MqlayerError
     ├── RetryLater          try it again after so many seconds
     ├── Reject              no attempt will help: the group's policy decides
     ├── Skip                pass it over
-    └── PauseKey            its key rests for so many seconds
+    └── PauseKey            its key is paused for so many seconds
 ```
 
 Facts are positional arguments, so that an error survives pickling; the message says what to do next.
@@ -57,7 +57,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from mqlayer.secrecy import redact as redact  # noqa: PLC0414 - also found here, where errors are made
+from mqlayer.redaction import redact as redact  # noqa: PLC0414 - also found here, where errors are made
 
 
 class MqlayerError(Exception):
@@ -494,11 +494,11 @@ class StaleToken(FenceError):
         more = f" and {len(self.offsets) - 5} more" if len(self.offsets) > 5 else ""
         return (
             f"group {self.group!r} of {self.topic!r} gives {named}{more} to others by now: do no more for them; "
-            "ask for a longer invisible time, or extend it in time"
+            "ask for a longer visibility timeout, or extend it in time"
         )
 
 
-class OutOfTurn(FenceError):
+class OutOfOrder(FenceError):
     """An earlier message of the same key and batch has no effect yet; roll back."""
 
     def __init__(self, group: str, topic: str, partition: int, offset: int, earlier: int) -> None:
@@ -599,14 +599,14 @@ class Skip(HandlerControl):
 
 
 class PauseKey(HandlerControl):
-    """The message and all of its key rest for `seconds`; it counts as no failed attempt."""
+    """The message and all of its key are paused for `seconds`; it counts as no failed attempt."""
 
     def __init__(self, seconds: float, reason: str = "") -> None:
         super().__init__(seconds, reason)
         self.seconds, self.reason = _wait_s(seconds), reason
 
     def __str__(self) -> str:
-        return f"its key rests for {self.seconds:g} s" + _because(self.reason)
+        return f"its key is paused for {self.seconds:g} s" + _because(self.reason)
 
 
 class BatchUndone(HandlerControl):

@@ -1,8 +1,8 @@
 """What happens to messages and keys that fail, told to whoever wants to count it: by members, operators' acts and jobs.
 
-Hooks of a process hear of all that it does: its members, the functions of `mqlayer.failures` that it calls, and the
+Hooks of a process hear of all that it does: its members, the functions of `mqlayer.redelivery` that it calls, and the
 periodic jobs where it is a worker. Acts in other processes are counted in Postgres, see
-`mqlayer.failures.failure_counts`.
+`mqlayer.redelivery.failure_counts`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 EventKind = Literal[
     "failed", "timed_out", "paused", "blocked", "parking_full", "parked", "unparked", "dead", "skipped",
-    "released", "discarded", "ruled", "passed_over", "redriven", "redrive_waits", "redrive_ended", "overdue",
-    "version_gap", "begun_anew", "acknowledged_lost",
+    "released", "discarded", "kept_dead", "head_skipped", "redriven", "redrive_blocked", "redrive_ended", "overdue",
+    "version_gap", "instance_reset", "acknowledged_loss",
 ]  # fmt: skip
 
 
@@ -90,12 +90,12 @@ def on_event(hook: HookType) -> HookType:
     return hook
 
 
-def forget_hook(hook: Hook) -> None:
+def remove_hook(hook: Hook) -> None:
     """Call a function no more that `on_event` took."""
     _hooks.remove(hook)
 
 
-def tell(event: Event, hooks: Sequence[Hook] = ()) -> None:
+def emit(event: Event, hooks: Sequence[Hook] = ()) -> None:
     """Call every hook of this process, and these."""
     for hook in (*_hooks, *hooks):
         try:

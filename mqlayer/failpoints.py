@@ -62,12 +62,12 @@ class _Action:
 
 
 @dataclass(slots=True)
-class _Armed:
+class _ArmedFailpoint:
     actions: list[_Action] = field(default_factory=list)
     reached_count: int = 0
 
 
-_armed: dict[str, _Armed] = {}
+_armed: dict[str, _ArmedFailpoint] = {}
 _lock = threading.Lock()
 
 
@@ -84,7 +84,7 @@ def arm(name: str, action: str, *, occurrence: int = 1) -> None:
     """
     parsed = _parse_action(name, action, occurrence)
     with _lock:
-        _armed.setdefault(name, _Armed()).actions.append(parsed)
+        _armed.setdefault(name, _ArmedFailpoint()).actions.append(parsed)
 
 
 def disarm_all() -> None:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from mqlayer.errors import redact
-from mqlayer.visible import json_line, visible
+from mqlayer.escaping import escape, json_line
 
 # What every record has by itself; the rest are the fields that the event was logged with. The last one is Celery's.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "data"}
@@ -27,16 +27,16 @@ class EventFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the base class's name
         """Return the line, its fields in the order in which they were given."""
-        shown = (f" {name}={_shown(value)}" for name, value in fields_of(record).items())
-        return visible(super().formatMessage(record) + "".join(shown))
+        shown = (f" {name}={_quote(value)}" for name, value in fields_of(record).items())
+        return escape(super().formatMessage(record) + "".join(shown))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802  # the base class's name
         """Return the trace, its own lines apart."""
-        return visible(super().formatException(ei), lines=True)
+        return escape(super().formatException(ei), lines=True)
 
     def formatStack(self, stack_info: str) -> str:  # noqa: N802  # the base class's name
         """Return the stack, its own lines apart."""
-        return visible(super().formatStack(stack_info), lines=True)
+        return escape(super().formatStack(stack_info), lines=True)
 
 
 class JsonFormatter(logging.Formatter):
@@ -61,6 +61,6 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 
-def _shown(value: object) -> str:
+def _quote(value: object) -> str:
     text = str(value)
     return json.dumps(text, ensure_ascii=False) if not text or _NEEDS_QUOTES.intersection(text) else text

@@ -42,7 +42,7 @@ class SessionLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ConnectionOptions:
     """How a database is reached, and what its sessions are for."""
 
     direct: str = field(default="", repr=False)
@@ -57,19 +57,19 @@ class Way:
 class Dsn(str):
     """A DSN that knows the way to its database. A plain str is a DSN with the ordinary way."""
 
-    __slots__ = ("way",)
-    way: Way
+    __slots__ = ("options",)
+    options: ConnectionOptions
 
-    def __new__(cls, dsn: str, way: Way = Way()) -> Dsn:
+    def __new__(cls, dsn: str, options: ConnectionOptions = ConnectionOptions()) -> Dsn:
         """Make it of a DSN."""
         made = super().__new__(cls, dsn)
-        made.way = way
+        made.options = options
         return made
 
 
-def way_of(dsn: str) -> Way:
+def options_of(dsn: str) -> ConnectionOptions:
     """Return the way of a DSN."""
-    return dsn.way if isinstance(dsn, Dsn) else Way()
+    return dsn.options if isinstance(dsn, Dsn) else ConnectionOptions()
 
 
 class Settings(BaseSettings):
@@ -164,17 +164,17 @@ class Settings(BaseSettings):
 
     def control_dsn(self) -> Dsn:
         """Return the control database's DSN, to be given to the driver only."""
-        return Dsn(self.dsn.get_secret_value(), self._way(self.direct_dsn, "MQLAYER_DIRECT_DSN"))
+        return Dsn(self.dsn.get_secret_value(), self._options(self.direct_dsn, "MQLAYER_DIRECT_DSN"))
 
     def application_dsn(self) -> Dsn:
         """Return the application database's DSN, to be given to the driver only."""
         if self.app_dsn is None:
-            way = self._way(self.app_direct_dsn or self.direct_dsn, "MQLAYER_DIRECT_DSN")
-            return Dsn(self.dsn.get_secret_value(), way)
-        return Dsn(self.app_dsn.get_secret_value(), self._way(self.app_direct_dsn, "MQLAYER_APP_DIRECT_DSN"))
+            options = self._options(self.app_direct_dsn or self.direct_dsn, "MQLAYER_DIRECT_DSN")
+            return Dsn(self.dsn.get_secret_value(), options)
+        return Dsn(self.app_dsn.get_secret_value(), self._options(self.app_direct_dsn, "MQLAYER_APP_DIRECT_DSN"))
 
-    def _way(self, direct: SecretStr | None, setting: str) -> Way:
-        return Way(
+    def _options(self, direct: SecretStr | None, setting: str) -> ConnectionOptions:
+        return ConnectionOptions(
             direct=direct.get_secret_value() if direct is not None else "",
             direct_setting=setting,
             pooled_by_session=self.pooler == "session",

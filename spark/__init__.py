@@ -4,8 +4,8 @@ if __name__ != "mqlayer.spark":
     raise ImportError("import this package as mqlayer.spark", name=__name__)
 
 try:
-    from mqlayer.spark.reading import read_snapshot, register
     from mqlayer.spark.session import session
+    from mqlayer.spark.snapshot_reader import read_snapshot, register
 except ModuleNotFoundError as error:
     raise ImportError("Spark needs more packages: pip install 'mqlayer[spark]'", name=error.name) from error
 

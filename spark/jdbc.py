@@ -9,7 +9,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from mqlayer.errors import InvalidInput
-from mqlayer.postgres.reading import READ_ONLY, ReadAddress, bound
+from mqlayer.postgres.arrow_reader import READ_ONLY, ReadAddress, bound
 from mqlayer.spark.schemas import TYPES
 
 DRIVER: Final = "org.postgresql.Driver"

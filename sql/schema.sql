@@ -11,7 +11,7 @@ CREATE TABLE mqlayer.granted (
     scope     text    NOT NULL DEFAULT '',
     CONSTRAINT granted_key PRIMARY KEY (role, privilege, scope),
     CONSTRAINT granted_privilege
-        CHECK (privilege IN ('publish', 'consume', 'relay', 'work', 'look', 'analyze', 'operate'))
+        CHECK (privilege IN ('publish', 'consume', 'relay', 'work', 'view', 'analyze', 'operate'))
 );
 
 CREATE TABLE mqlayer.node (
@@ -74,7 +74,7 @@ CREATE TABLE mqlayer.route_change (
     opened_at  timestamptz,
     ended_at   timestamptz,
     CONSTRAINT route_change_kind CHECK (kind IN ('split', 'merge', 'move')),
-    CONSTRAINT route_change_mode CHECK (mode IN ('live', 'away', 'lost')),
+    CONSTRAINT route_change_mode CHECK (mode IN ('live', 'unreachable', 'lost')),
     CONSTRAINT route_change_state CHECK (state IN ('planned', 'sealing', 'sealed', 'done', 'dropped')),
     CONSTRAINT route_change_actor CHECK (octet_length(actor) <= 4096)
 );
@@ -89,8 +89,8 @@ CREATE TABLE mqlayer.partition (
     lp_from      smallint    NOT NULL,
     lp_to        smallint    NOT NULL,
     state        text        NOT NULL DEFAULT 'importing',
-    born_in      int         REFERENCES mqlayer.route_change(change_id),
-    ended_in     int         REFERENCES mqlayer.route_change(change_id),
+    created_by_change      int         REFERENCES mqlayer.route_change(change_id),
+    ended_by_change     int         REFERENCES mqlayer.route_change(change_id),
     created_at   timestamptz NOT NULL DEFAULT now(),
     retired_at   timestamptz,
     CONSTRAINT partition_of_topic UNIQUE (topic_id, partition_id),
@@ -99,8 +99,8 @@ CREATE TABLE mqlayer.partition (
     CONSTRAINT partition_state CHECK (state IN ('importing', 'open', 'sealed', 'deleted'))
 );
 CREATE INDEX partition_by_node ON mqlayer.partition (node_id);
-CREATE INDEX partition_by_birth ON mqlayer.partition (born_in) WHERE born_in IS NOT NULL;
-CREATE INDEX partition_by_end ON mqlayer.partition (ended_in) WHERE ended_in IS NOT NULL;
+CREATE INDEX partition_by_created_by_change ON mqlayer.partition (created_by_change) WHERE created_by_change IS NOT NULL;
+CREATE INDEX partition_by_ended_by_change ON mqlayer.partition (ended_by_change) WHERE ended_by_change IS NOT NULL;
 CREATE INDEX partition_in_use ON mqlayer.partition (topic_id) WHERE state IN ('open', 'sealed');
 -- Row-level security by the policies read, hold, add, remove.
 
@@ -131,7 +131,7 @@ CREATE TABLE mqlayer.seal (
     next_offset  bigint      NOT NULL,
     run_id       text        NOT NULL,
     marks        jsonb       NOT NULL,
-    away         boolean     NOT NULL DEFAULT false,
+    unreachable         boolean     NOT NULL DEFAULT false,
     cut          boolean     NOT NULL DEFAULT false,
     sealed_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
     CONSTRAINT seal_key PRIMARY KEY (partition_id),
@@ -186,8 +186,8 @@ CREATE TABLE mqlayer.consumer_group (
     from_archive          boolean            NOT NULL DEFAULT false,
     broadcast_of          int                REFERENCES mqlayer.consumer_group(group_id),
     instance              text,
-    keep_away_s           double precision,
-    away_since            timestamptz,
+    instance_expiry_s           double precision,
+    absent_since            timestamptz,
     settings_version      int                NOT NULL DEFAULT 1,
     tag_filter            text               NOT NULL DEFAULT 'none',
     balance               text               NOT NULL DEFAULT 'count',
@@ -195,11 +195,11 @@ CREATE TABLE mqlayer.consumer_group (
     policy                text               NOT NULL DEFAULT 'park',
     backoff_s             double precision[] NOT NULL,
     backoff_jitter        double precision   NOT NULL DEFAULT 0,
-    final_errors          text[]             NOT NULL DEFAULT '{}',
-    retried_errors        text[]             NOT NULL DEFAULT '{}',
+    non_retryable_errors          text[]             NOT NULL DEFAULT '{}',
+    retryable_errors        text[]             NOT NULL DEFAULT '{}',
     time_limit_s          double precision,
-    time_cap_s            double precision,
-    invisible_s           double precision,
+    max_time_limit_s            double precision,
+    visibility_timeout_s           double precision,
     rate_limit            double precision,
     rate_burst            double precision,
     parked_keys_limit     int                NOT NULL DEFAULT 10000,
@@ -229,8 +229,8 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_instance CHECK ((broadcast_of IS NULL) = (instance IS NULL)),
     CONSTRAINT consumer_group_instance_mode CHECK (instance IS NULL OR mode = 'exclusive'),
     CONSTRAINT consumer_group_instance_length CHECK (octet_length(instance) <= 63),
-    CONSTRAINT consumer_group_keep_away CHECK ((mode = 'broadcast') = (keep_away_s IS NOT NULL)
-        AND keep_away_s > 0::double precision AND keep_away_s < 'Infinity'),
+    CONSTRAINT consumer_group_keep_away CHECK ((mode = 'broadcast') = (instance_expiry_s IS NOT NULL)
+        AND instance_expiry_s > 0::double precision AND instance_expiry_s < 'Infinity'),
     CONSTRAINT consumer_group_tag_filter
         CHECK (tag_filter ~ '^(none|(any|all):[a-z0-9][a-z0-9_.-]*(,[a-z0-9][a-z0-9_.-]*)*)$'),
     CONSTRAINT consumer_group_balance CHECK (balance IN ('count', 'rate')),
@@ -240,9 +240,9 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_backoff_jitter CHECK (backoff_jitter >= 0::double precision
         AND backoff_jitter <= 1::double precision),
     CONSTRAINT consumer_group_time_limit CHECK (time_limit_s > 0::double precision AND time_limit_s < 'Infinity'),
-    CONSTRAINT consumer_group_time_cap CHECK (time_cap_s > 0::double precision AND time_cap_s < 'Infinity'),
-    CONSTRAINT consumer_group_invisible CHECK (invisible_s > 0::double precision AND invisible_s < 'Infinity'),
-    CONSTRAINT consumer_group_invisible_of_shared CHECK (mode <> 'shared' OR invisible_s IS NOT NULL),
+    CONSTRAINT consumer_group_max_time_limit CHECK (max_time_limit_s > 0::double precision AND max_time_limit_s < 'Infinity'),
+    CONSTRAINT consumer_group_visibility_timeout CHECK (visibility_timeout_s > 0::double precision AND visibility_timeout_s < 'Infinity'),
+    CONSTRAINT consumer_group_visibility_timeout_of_shared CHECK (mode <> 'shared' OR visibility_timeout_s IS NOT NULL),
     CONSTRAINT consumer_group_shared CHECK (mode <> 'shared' OR NOT ordered AND (policy IN ('dead_letter', 'skip'))),
     CONSTRAINT consumer_group_rate_limit CHECK (rate_limit > 0::double precision AND rate_limit < 'Infinity'),
     CONSTRAINT consumer_group_rate_burst CHECK (rate_burst >= 1::double precision AND rate_burst < 'Infinity'),
@@ -252,7 +252,7 @@ CREATE TABLE mqlayer.consumer_group (
         AND parking <= 4611686018427387904),
     CONSTRAINT consumer_group_texts_length CHECK (octet_length(COALESCE(paused_by, '')) <= 1024
         AND octet_length(COALESCE(tag_filter, '')) <= 65536 AND cardinality(backoff_s) <= 1000
-        AND pg_column_size(final_errors) <= 1000000 AND pg_column_size(retried_errors) <= 1000000)
+        AND pg_column_size(non_retryable_errors) <= 1000000 AND pg_column_size(retryable_errors) <= 1000000)
 );
 CREATE UNIQUE INDEX consumer_group_instances ON mqlayer.consumer_group (broadcast_of, instance)
     WHERE broadcast_of IS NOT NULL;
@@ -351,7 +351,7 @@ CREATE TABLE mqlayer.parked_message (
     name         bytea    NOT NULL,
     source       int      NOT NULL,
     seq          bigint   NOT NULL,
-    place        bigint   NOT NULL,
+    position        bigint   NOT NULL,
     partition_id int      NOT NULL REFERENCES mqlayer.partition(partition_id),
     log_offset   bigint   NOT NULL,
     key          bytea    NOT NULL,
@@ -366,8 +366,8 @@ CREATE TABLE mqlayer.parked_message (
         AND octet_length(m) <= 1000000 AND octet_length(body) <= 16777216),
     CONSTRAINT parked_message_of_key FOREIGN KEY (group_id, lp, name) REFERENCES mqlayer.parked_key(group_id, lp, name)
 );
-CREATE INDEX parked_message_line ON mqlayer.parked_message (group_id, lp, name, place, seq);
-CREATE INDEX parked_message_place ON mqlayer.parked_message (group_id, partition_id, log_offset);
+CREATE INDEX parked_message_queue ON mqlayer.parked_message (group_id, lp, name, position, seq);
+CREATE INDEX parked_message_log ON mqlayer.parked_message (group_id, partition_id, log_offset);
 CREATE INDEX parked_message_numbers ON mqlayer.parked_message (group_id, lp, name, source, seq);
 CREATE INDEX parked_message_position ON mqlayer.parked_message (group_id, lp, name, partition_id, log_offset);
 CREATE INDEX parked_message_replay ON mqlayer.parked_message (replay) WHERE replay IS NOT NULL;
@@ -415,7 +415,7 @@ CREATE TABLE mqlayer.dead_message (
     died_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
     redriven_at   timestamptz,
     redriven_seek int,
-    adrift        boolean     NOT NULL DEFAULT false,
+    log_lost        boolean     NOT NULL DEFAULT false,
     CONSTRAINT dead_message_once UNIQUE (group_id, lp, source, seq),
     CONSTRAINT dead_message_cause CHECK (cause IN ('exhausted', 'rejected', 'skipped', 'discarded')),
     CONSTRAINT dead_message_sizes CHECK (octet_length(key) <= 65536 AND octet_length(m) <= 1000000
@@ -424,9 +424,9 @@ CREATE TABLE mqlayer.dead_message (
 );
 CREATE INDEX dead_message_listed ON mqlayer.dead_message (group_id, died_at) WHERE redriven_at IS NULL;
 CREATE INDEX dead_message_stream ON mqlayer.dead_message (group_id, partition_id, log_offset);
-CREATE INDEX dead_message_line ON mqlayer.dead_message (group_id, lp, key, partition_id, log_offset, dead_id)
+CREATE INDEX dead_message_queue ON mqlayer.dead_message (group_id, lp, key, partition_id, log_offset, dead_id)
     WHERE redriven_at IS NULL;
-CREATE INDEX dead_message_adrift ON mqlayer.dead_message (group_id, lp) WHERE adrift;
+CREATE INDEX dead_message_log_lost ON mqlayer.dead_message (group_id, lp) WHERE log_lost;
 ALTER TABLE mqlayer.dead_message ALTER COLUMN group_id SET STATISTICS 0;
 -- Row-level security by the policies read, change, remove, add.
 
@@ -475,7 +475,7 @@ CREATE TABLE mqlayer.redrive (
     upto_batch   bigint,
     snapshot_id  int,
     bounds       jsonb            NOT NULL DEFAULT '{}',
-    place        bigint,
+    position        bigint,
     newer        text,
     name         bytea,
     at_batch     bigint           NOT NULL DEFAULT 0,
@@ -486,7 +486,7 @@ CREATE TABLE mqlayer.redrive (
     worker       text,
     lease_until  timestamptz,
     next_at      timestamptz      NOT NULL DEFAULT clock_timestamp(),
-    waits        text,
+    blocked_by        text,
     started_at   timestamptz      NOT NULL DEFAULT clock_timestamp(),
     ended_at     timestamptz,
     CONSTRAINT redrive_kind CHECK (kind IN ('dead', 'replay', 'backfill')),
@@ -494,7 +494,7 @@ CREATE TABLE mqlayer.redrive (
     CONSTRAINT redrive_rate CHECK (per_s >= 0::double precision AND per_s < 'Infinity'),
     CONSTRAINT redrive_ended CHECK ((state = 'running') = (ended_at IS NULL)),
     CONSTRAINT redrive_newer CHECK (newer IN ('wait', 'between')),
-    CONSTRAINT redrive_of_archive CHECK ((kind = 'dead') = (upto_batch IS NULL) AND (kind = 'dead') = (place IS NULL)
+    CONSTRAINT redrive_of_archive CHECK ((kind = 'dead') = (upto_batch IS NULL) AND (kind = 'dead') = (position IS NULL)
         AND (kind = 'dead') = (newer IS NULL)),
     CONSTRAINT redrive_filter_names CHECK (jsonb_typeof(filter) = 'object'
         AND (filter - ARRAY['key', 'since', 'until'] - CASE WHEN kind = 'dead' THEN ARRAY['cause', 'error', 'dead_ids']
@@ -515,7 +515,7 @@ CREATE TABLE mqlayer.redrive (
         THEN COALESCE(filter ->> 'since', filter ->> 'until')::timestamptz IS NOT NULL
         AND COALESCE(filter ->> 'until', filter ->> 'since')::timestamptz IS NOT NULL ELSE false END),
     CONSTRAINT redrive_texts CHECK (octet_length(actor) <= 4096 AND octet_length(worker) <= 1024
-        AND octet_length(waits) <= 65536 AND octet_length(name) <= 65536 AND octet_length(at_key) <= 65536),
+        AND octet_length(blocked_by) <= 65536 AND octet_length(name) <= 65536 AND octet_length(at_key) <= 65536),
     CONSTRAINT redrive_documents CHECK (octet_length(bounds::text) <= 1000000
         AND octet_length(results::text) <= 1000000)
 );
@@ -584,16 +584,16 @@ CREATE TABLE mqlayer.migration (
 -- sequences
 CREATE SEQUENCE mqlayer.member_session;
 CREATE SEQUENCE mqlayer.epoch;
-CREATE SEQUENCE mqlayer.parked_place INCREMENT BY 16777216 START WITH 16777216;
+CREATE SEQUENCE mqlayer.parked_position INCREMENT BY 16777216 START WITH 16777216;
 
 -- views
 CREATE VIEW mqlayer.readable (group_id int, partition_id int);
-CREATE VIEW mqlayer.parked_fact (group_id int, lp smallint, name bytea, source int, seq bigint, place bigint,
+CREATE VIEW mqlayer.parked_fact (group_id int, lp smallint, name bytea, source int, seq bigint, position bigint,
     partition_id int, log_offset bigint, key bytea, redriven boolean, replay bigint, attempts int, tried int, m bytea,
     m_size int, body_size int);
 CREATE VIEW mqlayer.dead_fact (dead_id bigint, group_id int, lp smallint, source int, seq bigint, partition_id int,
     log_offset bigint, key bytea, body_size int, cause text, reason text, attempts int, actor text, died_at timestamptz,
-    redriven_at timestamptz, redriven_seek int, adrift boolean);
+    redriven_at timestamptz, redriven_seek int, log_lost boolean);
 
 -- functions
 CREATE FUNCTION mqlayer.caller_v1() RETURNS name STABLE;
@@ -630,8 +630,8 @@ CREATE FUNCTION mqlayer.retired_keys_drop_v1(p_group_id int, p_limit int) RETURN
 CREATE TABLE mqlayer_archive.topic (
     topic_id      int         NOT NULL REFERENCES mqlayer.topic(topic_id),
     batch         bigint      NOT NULL DEFAULT 0,
-    stretch       int         NOT NULL DEFAULT 1,
-    passed_at     timestamptz,
+    segment       int         NOT NULL DEFAULT 1,
+    last_pass_at     timestamptz,
     dropped_batch bigint      NOT NULL DEFAULT 0,
     CONSTRAINT topic_key PRIMARY KEY (topic_id)
 );
@@ -652,7 +652,7 @@ CREATE TABLE mqlayer_archive.mark (
     lp        smallint NOT NULL,
     first_seq bigint   NOT NULL,
     last_seq  bigint   NOT NULL,
-    stretch   int      NOT NULL DEFAULT 1,
+    segment   int      NOT NULL DEFAULT 1,
     CONSTRAINT mark_key PRIMARY KEY (topic_id, source, lp)
 ) WITH (fillfactor=50);
 
@@ -697,7 +697,7 @@ CREATE TABLE mqlayer_archive.outcome (
     partition_id int         NOT NULL,
     first_offset bigint      NOT NULL,
     last_offset  bigint      NOT NULL,
-    word         text        NOT NULL,
+    outcome         text        NOT NULL,
     attempts     int         NOT NULL,
     delivered_at timestamptz,
     settled_at   timestamptz NOT NULL,
@@ -705,44 +705,44 @@ CREATE TABLE mqlayer_archive.outcome (
     reason       text,
     archived_at  timestamptz NOT NULL,
     epoch        bigint      NOT NULL,
-    place        bigint      NOT NULL,
+    position        bigint      NOT NULL,
     CONSTRAINT outcome_range CHECK (first_offset <= last_offset),
-    CONSTRAINT outcome_word
-        CHECK (word IN ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven',
+    CONSTRAINT outcome_known
+        CHECK (outcome IN ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven',
         'replayed'))
 ) PARTITION BY RANGE (archived_at);
 CREATE INDEX outcome_by_offset ON mqlayer_archive.outcome (group_id, partition_id, first_offset);
 CREATE INDEX outcome_by_batch ON mqlayer_archive.outcome (topic_id, batch);
 
 CREATE TABLE mqlayer_archive.outcome_queue (
-    place        bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    position        bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     topic_id     int         NOT NULL,
     group_id     int         NOT NULL,
     partition_id int         NOT NULL,
     log_offset   bigint      NOT NULL,
-    word         text        NOT NULL,
+    outcome         text        NOT NULL,
     attempts     int         NOT NULL,
     delivered_at timestamptz,
     settled_at   timestamptz NOT NULL DEFAULT statement_timestamp(),
     actor        text        NOT NULL,
     reason       text,
     epoch        bigint      NOT NULL DEFAULT COALESCE(pg_sequence_last_value('mqlayer.epoch'), (0)::bigint),
-    CONSTRAINT outcome_queue_word
-        CHECK (word IN ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven',
+    CONSTRAINT outcome_queue_known
+        CHECK (outcome IN ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven',
         'replayed')),
     CONSTRAINT outcome_queue_offset CHECK (log_offset >= 0 AND log_offset <= 9007199254740991),
     CONSTRAINT outcome_queue_texts CHECK (octet_length(actor) <= 4096 AND octet_length(reason) <= 65536),
     CONSTRAINT outcome_queue_delivered_at CHECK (delivered_at >= '1970-01-01 00:00:00+00'
         AND delivered_at <= '9000-01-01 00:00:00+00')
 );
-CREATE INDEX outcome_queue_by_topic ON mqlayer_archive.outcome_queue (topic_id, place);
+CREATE INDEX outcome_queue_by_topic ON mqlayer_archive.outcome_queue (topic_id, position);
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer_archive.outcome_progress (
     group_id     int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
     partition_id int         NOT NULL REFERENCES mqlayer.partition(partition_id),
     epoch        bigint      NOT NULL,
-    place        bigint      NOT NULL,
+    position        bigint      NOT NULL,
     dropped      bigint      NOT NULL DEFAULT 0,
     dropped_at   timestamptz,
     CONSTRAINT outcome_progress_key PRIMARY KEY (group_id, partition_id)
@@ -796,7 +796,7 @@ CREATE FUNCTION mqlayer_archive.lock_v1() RETURNS void SECURITY DEFINER;
 CREATE FUNCTION mqlayer_archive.snapshot_v1(p_snapshot int) RETURNS int;
 CREATE FUNCTION mqlayer_archive.batches_v1(p_topic int, p_after bigint) RETURNS bigint;
 CREATE FUNCTION mqlayer_archive.final_outcomes_v1(topic text, upto_batch bigint DEFAULT NULL)
-    RETURNS TABLE(group_name text, partition_id int, log_offset bigint, word text, attempts int,
+    RETURNS TABLE(group_name text, partition_id int, log_offset bigint, outcome text, attempts int,
     delivered_at timestamptz, settled_at timestamptz, actor text, reason text) STABLE;
 
 
@@ -808,7 +808,7 @@ CREATE TABLE mqlayer_app.granted (
     scope     text    NOT NULL DEFAULT '',
     CONSTRAINT granted_key PRIMARY KEY (role, privilege, scope),
     CONSTRAINT granted_privilege
-        CHECK (privilege IN ('publish', 'consume', 'relay', 'work', 'look', 'analyze', 'operate'))
+        CHECK (privilege IN ('publish', 'consume', 'relay', 'work', 'view', 'analyze', 'operate'))
 );
 
 CREATE TABLE mqlayer_app.known_group (
@@ -892,14 +892,14 @@ CREATE TABLE mqlayer_app.relayed (
     CONSTRAINT relayed_key PRIMARY KEY (topic_id, lp)
 ) WITH (fillfactor=50);
 
-CREATE TABLE mqlayer_app.set_aside (
+CREATE TABLE mqlayer_app.quarantined (
     topic_id     int         NOT NULL,
     lp           smallint    NOT NULL,
     seq          bigint      NOT NULL,
     reason       text        NOT NULL,
-    set_aside_at timestamptz NOT NULL DEFAULT now(),
-    CONSTRAINT set_aside_key PRIMARY KEY (topic_id, lp),
-    CONSTRAINT set_aside_reason_length CHECK (octet_length(reason) <= 65536)
+    quarantined_at timestamptz NOT NULL DEFAULT now(),
+    CONSTRAINT quarantined_key PRIMARY KEY (topic_id, lp),
+    CONSTRAINT quarantined_reason_length CHECK (octet_length(reason) <= 65536)
 );
 
 CREATE TABLE mqlayer_app.voided (

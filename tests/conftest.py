@@ -12,12 +12,12 @@ import pytest
 from hypothesis import settings
 
 from mqlayer.redis.access import forget_access
-from tests.fixtures.lacking import parts_left_out
+from tests.fixtures.missing_tools import parts_left_out
 
 pytest_plugins = [
     "tests.fixtures.archived",
     "tests.fixtures.commands",
-    "tests.fixtures.consuming",
+    "tests.fixtures.consumers",
     "tests.fixtures.dead_nodes",
     "tests.fixtures.outboxes",
     "tests.fixtures.plain_install",
@@ -37,7 +37,7 @@ SLOW = {
     "test_parking_kills.py",
     "test_periodic_jobs.py",
     "test_power_cut.py",
-    "test_producer_links.py",
+    "test_node_sender.py",
     "test_receiver_kills.py",
     "test_relay_chaos.py",
     "test_route_machine.py",

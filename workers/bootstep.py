@@ -20,14 +20,14 @@ from celery.exceptions import ImproperlyConfigured
 from click import Option
 
 from mqlayer.consuming import App
-from mqlayer.consuming.loading import load_app
+from mqlayer.consuming.api.app_loader import load_app
 from mqlayer.errors import AccessDenied, MqlayerError, PermissionDenied, StoreUnavailable, redact
 from mqlayer.health import Health, HealthEndpoint
 from mqlayer.postgres.database import Database, address_of, connect, driver_errors
 from mqlayer.postgres.rights import Right, SchemaName, require
-from mqlayer.redis.asking import check_rights
-from mqlayer.redis.permissions import Duty
+from mqlayer.redis.acl_check import RequiredAccess
 from mqlayer.redis.roles import RedisRole
+from mqlayer.redis.server_info import check_access
 from mqlayer.settings import Settings
 from mqlayer.topics import list_nodes
 from mqlayer.workers.health import BareWorker
@@ -56,7 +56,7 @@ class ConsumerHost:
         settings = app.settings
         if settings.health_port:
             self._endpoint = HealthEndpoint(
-                self.health, host=settings.health_host, port=settings.health_port, counts=app.told_counts
+                self.health, host=settings.health_host, port=settings.health_port, counts=app.counts_as_json
             )
         self._thread = threading.Thread(target=self._connect, name="mqlayer-consumer-host", daemon=True)
 
@@ -102,7 +102,7 @@ class ConsumerHost:
                 self._reason = ""
                 return
             self._reason = reason
-            log.warning("consumers_wait", extra={"reason": reason, "again_in_s": wait_s})
+            log.warning("consumers_blocked", extra={"reason": reason, "again_in_s": wait_s})
             self._stopping.wait(wait_s * random.uniform(0.8, 1.0))
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
@@ -161,7 +161,7 @@ class CheckRights(bootsteps.Step):
             nodes = list_nodes(database)
         for node in nodes:
             try:
-                check_rights(node, Duty(RedisRole.WORKER, settings.key_prefix))
+                check_access(node, RequiredAccess(RedisRole.WORKER, settings.key_prefix))
             except AccessDenied:
                 raise
             except StoreUnavailable as error:

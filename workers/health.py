@@ -15,7 +15,7 @@ from billiard.process import current_process
 from celery.signals import after_task_publish, beat_init
 
 from mqlayer.errors import MqlayerError
-from mqlayer.health import Health, HealthEndpoint, Turns
+from mqlayer.health import Health, HealthEndpoint, Liveness
 from mqlayer.settings import Settings
 
 UNSENT_S: Final = 30.0
@@ -52,7 +52,7 @@ class BeatHealth:
     """Answers for a beat."""
 
     def __init__(self) -> None:
-        self._sent = Turns()
+        self._sent = Liveness()
 
     def __call__(self) -> Health:
         """Say whether the broker takes what is due."""
@@ -60,7 +60,7 @@ class BeatHealth:
 
     def note_sent(self, **_: Any) -> None:
         """Note that the broker took a task."""
-        self._sent.note()
+        self._sent.note_turn()
 
 
 @beat_init.connect

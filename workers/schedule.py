@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mqlayer.domain.jobs import JOBS, Job
+from mqlayer.domain.jobs import JOBS, PeriodicJob
 
 
-def task_name(job: Job) -> str:
+def task_name(job: PeriodicJob) -> str:
     """Return the name of a job's task."""
     return f"mqlayer.{job.name}"
 

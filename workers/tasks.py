@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from mqlayer.archiving import archive_pass, retain_by_topics
-from mqlayer.changes import bring_back_nodes, finish_changes, retire_partitions
+from mqlayer.archive import archive_pass, retain_by_topics
 from mqlayer.domain import jobs
-from mqlayer.effects import watch_versions
-from mqlayer.failures import clean_attempts, reclaim_shared, retry_scan
-from mqlayer.membership import balance_by_rate, rebalance_groups
-from mqlayer.membership.retiring import forget_instances, forget_retired, retire_away
+from mqlayer.groups import balance_by_rate, rebalance_groups
+from mqlayer.groups.retirement import forget_instances, forget_retired, retire_absent
+from mqlayer.idempotency import watch_versions
+from mqlayer.maintenance import clean_fence, clean_inbox, drop_closed_marks, trim_pass
 from mqlayer.outbox import clean_dedup, release_delayed, rotate
+from mqlayer.redelivery import clean_attempts, reclaim_shared, retry_scan
 from mqlayer.relay import relay_once
-from mqlayer.trimming import clean_fence, clean_inbox, drop_closed_marks, trim_pass
+from mqlayer.routes import finish_changes, rearm_lost_nodes, retire_partitions
 from mqlayer.workers.app import app
-from mqlayer.workers.claims import claimed
+from mqlayer.workers.connections import application, control, settings
+from mqlayer.workers.job_claims import claimed
 from mqlayer.workers.schedule import task_name
-from mqlayer.workers.stores import application, control, settings
 
 
 @app.task(name=task_name(jobs.RELAY))
@@ -67,12 +67,12 @@ def rearm_nodes() -> None:
     """Bring nodes back into service that restarted and that nobody else met since."""
     if claimed(control(), jobs.REARM_NODES):
         unsafe, prefix = settings().allow_unsafe_redis, settings().key_prefix
-        bring_back_nodes(control(), prefix=prefix, application=application(), unsafe=unsafe)
+        rearm_lost_nodes(control(), prefix=prefix, application=application(), unsafe=unsafe)
 
 
 @app.task(name=task_name(jobs.REBALANCE))
 def rebalance() -> None:
-    """Give on what members left behind that died without a word."""
+    """Hand over what members left behind that died without a word."""
     if claimed(control(), jobs.REBALANCE):
         rebalance_groups(control())
 
@@ -148,6 +148,6 @@ def watch_entity_versions() -> None:
 def retire_groups() -> None:
     """Drop the positions of instances that are away for too long, and what retired groups have on the nodes."""
     if claimed(control(), jobs.RETIRE_GROUPS):
-        retire_away(control())
+        retire_absent(control())
         forget_retired(control(), prefix=settings().key_prefix, unsafe=settings().allow_unsafe_redis)
         forget_instances(control())

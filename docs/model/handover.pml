@@ -63,7 +63,7 @@ hidden byte i_, v_;
 #define ALL ((1 << size) - 1)
 #define UNSETTLED (settled != ALL)
 
-/* lua/lock_take.lua: a higher epoch takes the lock at once, our own is kept, a lower one is refused. */
+/* lua/lock_acquire.lua: a higher epoch takes the lock at once, our own is kept, a lower one is refused. */
 #ifdef LOWER_ACCEPTED
 #define MAY_TAKE(e, m) true
 #else
@@ -336,7 +336,7 @@ end:
 #ifndef NO_RAISE
     atomic { epochs++; raised = epochs };
 #ifndef RAISE_POSTGRES_ONLY
-    /* lua/lock_raise.lua */
+    /* lua/lock_fence.lua */
     atomic {
         if
         :: run_id != my_run -> goto abort

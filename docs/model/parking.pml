@@ -4,7 +4,7 @@
  * act. See README.md.
  *
  * An atomic block is one Lua script, one Postgres transaction, or one step inside a process. A member's threads (reader,
- * worker, settler, keeper) are one loop that takes any step that is possible, so all their interleavings are there; what
+ * worker, settler, parking worker) are one loop that takes any step that is possible, so all their interleavings are there; what
  * it does never waits for hearing that it is not the owner any more.
  *
  * Configuration (-D): N messages of one key; FAILS attempts fail; THEFTS times the partition is given to the other
@@ -66,7 +66,7 @@ hidden byte i_;
 #define MINE (lock_epoch == my_epoch)
 #define IN_FORCE (owner == me && epoch == my_epoch)
 
-/* parking/ledger.py, write: parking_hold, before anything is written. */
+/* parking/store.py, write: parking_hold, before anything is written. */
 #ifdef NO_PARK_EPOCH
 #define MAY_WRITE true
 #else
@@ -76,7 +76,7 @@ hidden byte i_;
 /* Message i may be handled only if all before it are applied or dead. */
 #define IN_ORDER(i) (((applied | dead) & (SEQ(i) - 1)) == SEQ(i) - 1)
 
-/* What was read of the key and waits for the keeper goes into the page of a turn too, ahead of it. */
+/* What was read of the key and waits for the parking worker goes into the page of a turn too, ahead of it. */
 inline put_lane()
 {
 #ifdef TURN_ALONE
@@ -220,7 +220,7 @@ end:
         :: else -> goto drop
         fi
        }
-    /* -- the keeper: keeping.py, and parking/ledger.py under one transaction ------------------------------------------- */
+    /* -- the parking worker: parking_worker.py, and parking/store.py under one transaction ------------------------------------------- */
 #ifdef SETTLE_FIRST
     :: atomic {
         open && knows != IN_LINE && lane && !batch && !hand -> batch = lane; passed = passed | lane; lane = 0

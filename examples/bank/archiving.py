@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from mqlayer.archiving import archive_pass, create_snapshot
-from mqlayer.cli.spark_programs import check_spark
+from mqlayer.archive import archive_pass, create_snapshot
+from mqlayer.cli.spark_requirements import check_spark
 from mqlayer.errors import SparkMissing
 from mqlayer.postgres.database import Database
 
@@ -25,7 +25,7 @@ def archive(control_dsn: str) -> int:
     with Database(control_dsn) as database:
         while True:
             report = archive_pass(database, prefix="mq")
-            behind = [*report.passed_by.values(), *report.failed.values(), *report.held, *report.stopped]
+            behind = [*report.skipped_nodes.values(), *report.failed.values(), *report.locked_topics, *report.stopped]
             if report.ended and not behind:
                 return create_snapshot(database, SNAPSHOT, actor="bank").records
             if time.monotonic() > until:
@@ -39,10 +39,10 @@ def audit(control_dsn: str, note: Callable[[str], None]) -> str | None:
     except SparkMissing as missing:
         note(f"the order audit is left out: {missing}")
         return None
-    from mqlayer.spark.jobs.framework import Wish
-    from mqlayer.spark.jobs.running import JOBS, lent_session, tables_of
+    from mqlayer.spark.jobs.job import JobParams
+    from mqlayer.spark.jobs.runner import JOBS, borrowed_session, tables_of
 
     note("auditing the order of the archive with Spark")
-    with lent_session("mqlayer bank") as spark:
-        found = JOBS["audit"](tables_of(spark, SNAPSHOT, dsn=control_dsn), Wish())
+    with borrowed_session("mqlayer bank") as spark:
+        found = JOBS["audit"](tables_of(spark, SNAPSHOT, dsn=control_dsn), JobParams())
     return str(found.facts["verdict"])

@@ -13,9 +13,9 @@ from typing import Final, Protocol
 
 from examples.bank.effects import GROUP, TOPIC
 from examples.bank.figures import Figures, Watch
-from mqlayer.inspecting import group_standings
+from mqlayer.inspect import group_statuses
 from mqlayer.postgres.database import Database
-from mqlayer.stack.deadlines import comes_true
+from mqlayer.stack.wait import comes_true
 
 LOOK_WITHIN_S: Final = 0.1
 LOOKS: Final = 20
@@ -80,7 +80,7 @@ class Members:
 class Receivers:
     """Receivers in processes of their own. Nobody on a server knows them: they are caught in the midst of an effect."""
 
-    over = "the invisible time of its messages is over, others handled them"
+    over = "the visibility timeout of its messages is over, others handled them"
 
     def __init__(self, figures: Figures, control_dsn: str, pids: Sequence[int], *, prefix: str) -> None:
         self._figures, self._dsn, self._prefix = figures, control_dsn, prefix
@@ -107,8 +107,8 @@ class Receivers:
         def relieved() -> bool:
             asked_s = time.monotonic() - caught_at
             with Database(self._dsn, application="bank relief") as database:
-                (standing,) = group_standings(database, TOPIC, GROUP, prefix=self._prefix)
-            return not standing.away and (standing.age_s is None or standing.age_s < asked_s)
+                (status,) = group_statuses(database, TOPIC, GROUP, prefix=self._prefix)
+            return not status.unreachable and (status.age_s is None or status.age_s < asked_s)
 
         return relieved
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from examples.bank.crews import Crew, Victim
 from examples.bank.stage import LEASE_S
-from mqlayer.stack.deadlines import comes_true
+from mqlayer.stack.wait import comes_true
 
 CAUGHT_WITHIN_S: Final = 20.0
 BETWEEN_LOOKS_S: Final = 0.02

@@ -18,7 +18,7 @@ import psycopg
 
 import mqlayer
 from examples.bank.effects import CONCURRENCY, GROUP, TOPIC, Entry, ReadModel
-from mqlayer.errors import AlreadyApplied, FenceError, MqlayerError, OutOfTurn, StaleToken
+from mqlayer.errors import AlreadyApplied, FenceError, MqlayerError, OutOfOrder, StaleToken
 from mqlayer.logs import EventFormatter
 
 READY: Final = "receiver_started"
@@ -50,7 +50,7 @@ class Clerk:
         for number, message in enumerate(line):
             try:
                 self._apply(message)
-            except (FenceError, StaleToken, OutOfTurn, psycopg.Error) as error:
+            except (FenceError, StaleToken, OutOfOrder, psycopg.Error) as error:
                 log.warning("message_given_back", extra={"reason": type(error).__name__})
                 if isinstance(error, MqlayerError):
                     self._model.note_refusal(message.key, error)
@@ -92,7 +92,7 @@ def main() -> None:
         log.info(READY)
         while not stopping.is_set():
             try:
-                clerk.handle(receiver.receive(invisible_s=settings.lease_s, wait_s=WAIT_S))
+                clerk.handle(receiver.receive(visibility_timeout_s=settings.lease_s, wait_s=WAIT_S))
             except MqlayerError as error:
                 # What it had comes again, to whoever asks next.
                 log.warning("receive_failed", extra={"reason": str(error)})

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Final
 
 from examples.bank.effects import TOPIC
-from mqlayer.changes import merge, move, split
-from mqlayer.domain.routing import Range, Route
+from mqlayer.domain.routing import LpRange, Route
 from mqlayer.errors import MqlayerError
 from mqlayer.postgres.database import Database
-from mqlayer.routes.cache import load_route
+from mqlayer.routes import merge, move, split
+from mqlayer.runtime.route_cache import load_route
 
 PREFIX: Final = "mq"
 
@@ -91,5 +91,5 @@ def _difference(before: Route, after: Route) -> str:
     return f"{' + '.join(ended)} became {' + '.join(made)}"
 
 
-def _shown(r: Range) -> str:
+def _shown(r: LpRange) -> str:
     return f"{r.partition} [{r.lp_from}, {r.lp_to}) on node {r.node}"

@@ -1,7 +1,7 @@
 """The README's main job, on real servers: pgbench's bank, outbox to read model.
 
 While pgbench runs, partitions of the topic are split, moved and merged; half-way one consumer is killed and another one
-stopped past its lease. With `--pop` the consumers are receivers of an ordered pop, stopped past an invisible time.
+stopped past its lease. With `--pop` the consumers are receivers of an ordered pop, stopped past a visibility timeout.
 
     python -m examples.bank.run --seconds 60
 
@@ -34,7 +34,7 @@ from examples.bank.rerouting import PREFIX, Rerouting
 from examples.bank.show import Show, show_verdict
 from examples.bank.stage import CONSUMER_PROCESSES, PARTITIONS, Stage
 from mqlayer.errors import MqlayerError
-from mqlayer.stack.deadlines import comes_true
+from mqlayer.stack.wait import comes_true
 
 DEFAULT_RATE: Final = 200
 JOINED_WITHIN_S: Final = 60.0

@@ -18,10 +18,10 @@ from examples.bank.effects import GROUP, TOPIC
 from examples.bank.receivers import READY
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
-from mqlayer.postgres.rights import Right, ensure_login, give
+from mqlayer.postgres.rights import Right, ensure_login, grant
 from mqlayer.redis.access import use_only
 from mqlayer.stack import Addresses, NoServerProgram, PostgresDatabases, Stack, postgres_programs
-from mqlayer.stack.background import BackgroundProcess
+from mqlayer.stack.background_process import BackgroundProcess
 from mqlayer.stack.credentials import Login, ProcessKind
 from mqlayer.topics import create_topic
 
@@ -94,7 +94,7 @@ class Stage:
             role = sql.Identifier(ROLE)
             connection.execute(sql.SQL("CREATE ROLE {} LOGIN PASSWORD {}").format(role, sql.Literal(self._password)))
             connection.execute(sql.SQL("GRANT CREATE ON SCHEMA public TO {}").format(role))
-            give(self._owner_dsn, "application", ROLE, Right.PUBLISH, [TOPIC])
+            grant(self._owner_dsn, "application", ROLE, Right.PUBLISH, [TOPIC])
             self._make_roles()
             with Database(self._up.dsn) as control, Database(self.bank_dsn) as bank:
                 create_topic(control, TOPIC, prefix="mq", partitions=PARTITIONS, application=bank, archived=True)
@@ -106,10 +106,10 @@ class Stage:
         for role, rights in PROCESS_ROLES.items():
             ensure_login(self._owner_dsn, role, self._password)
             for right, scope in rights.items():
-                give(self._stack.owner_dsn(), "control", role, right, [scope])
-                give(self._owner_dsn, "application", role, right, [scope])
+                grant(self._stack.owner_dsn(), "control", role, right, [scope])
+                grant(self._owner_dsn, "application", role, right, [scope])
         operator = str(conninfo_to_dict(self._up.dsn)["user"])
-        give(self._owner_dsn, "application", operator, Right.OPERATE)
+        grant(self._owner_dsn, "application", operator, Right.OPERATE)
         with psycopg.connect(self._owner_dsn, autocommit=True) as connection:
             # To judge the run: the bank's tables, and the sessions of its consumers.
             connection.execute(sql.SQL("GRANT pg_read_all_data, pg_monitor TO {}").format(sql.Identifier(operator)))

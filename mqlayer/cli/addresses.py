@@ -42,7 +42,7 @@ def settings_of_owner() -> Settings:
 
 
 def use_stack_here() -> None:
-    """Let the rest of this process, and what it starts, find the stack here; addresses given already stay."""
+    """Pause the of this process, and what it starts, find the stack here; addresses given already stay."""
     addresses = _addresses_here(Settings())
     if addresses is not None:
         for name, value in addresses.environment().items():

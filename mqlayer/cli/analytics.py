@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mqlayer.archiving import find_snapshot
+from mqlayer.archive import find_snapshot
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.showing import JsonOption, say, show_rows, shown_key
-from mqlayer.cli.spark_programs import check_spark
+from mqlayer.cli.output import JsonOption, echo, format_key, show_rows
+from mqlayer.cli.spark_requirements import check_spark
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 
 if TYPE_CHECKING:
-    from mqlayer.spark.jobs.framework import Found
+    from mqlayer.spark.jobs.job import JobResult
 
-SHOWN: Final = 20
+MAX_SHOWN: Final = 20
 """Rows of each table that a person sees."""
 
 
@@ -38,7 +38,7 @@ def analytics(
     split_report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Of skew: write the splits for route split --from-report.")
     ] = None,
-    way: Annotated[
+    method: Annotated[
         str | None, typer.Option(help="How Spark reads: jdbc or python; else jdbc where its driver is.")
     ] = None,
     conf: Annotated[
@@ -53,25 +53,25 @@ def analytics(
         find_snapshot(database, snapshot)
     given = _settings(conf or ())
     check_spark()
-    from mqlayer.spark.jobs.framework import Wish
-    from mqlayer.spark.jobs.running import as_json as json_of
-    from mqlayer.spark.jobs.running import lent_session, names_of, perform, tables_of
+    from mqlayer.spark.jobs.job import JobParams
+    from mqlayer.spark.jobs.runner import as_json as json_of
+    from mqlayer.spark.jobs.runner import borrowed_session, names_of, perform, tables_of
 
     jobs = names_of(job)
     for option, value in (("--split-report", split_report), ("--partitions", partitions)):
         if value is not None and "skew" not in jobs:
             raise InvalidInput(f"{option} goes with the job skew: leave it out, or run skew or all")
 
-    def show(found: Found) -> None:
+    def show(found: JobResult) -> None:
         if as_json:
             typer.echo(json_of(snapshot, found))
         else:
             _show(found)
 
-    with lent_session("mqlayer analytics", **given) as spark:
-        tables = tables_of(spark, snapshot, dsn=dsn, way=way, topics=topic or ())
-        wish = Wish(partitions, split_report)
-        done = perform(tables, jobs, wish=wish, out=out, html=html, show=show)
+    with borrowed_session("mqlayer analytics", **given) as spark:
+        tables = tables_of(spark, snapshot, dsn=dsn, method=method, topics=topic or ())
+        options = JobParams(partitions, split_report)
+        done = perform(tables, jobs, params=options, out=out, html=html, show=show)
     if not all(found.good for found in done):
         raise typer.Exit(1)
 
@@ -84,18 +84,18 @@ def _settings(given: Any) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _show(found: Found) -> None:
+def _show(found: JobResult) -> None:
     for title, rows in found.rows.items():
-        say(title)
-        shown = [{name: _shown(name, value) for name, value in row.items()} for row in rows[:SHOWN]]
+        echo(title)
+        shown = [{name: _format(name, value) for name, value in row.items()} for row in rows[:MAX_SHOWN]]
         show_rows(shown, as_json=False, nothing="none")
-        if len(rows) > SHOWN:
-            say(f"{len(rows) - SHOWN} more: --json, --html or --out has them")
-        say()
+        if len(rows) > MAX_SHOWN:
+            echo(f"{len(rows) - MAX_SHOWN} more: --json, --html or --out has them")
+        echo()
     if found.job == "audit":
-        say(f"order audit: {found.facts['verdict']}")
-        say()
+        echo(f"order audit: {found.facts['verdict']}")
+        echo()
 
 
-def _shown(name: str, value: Any) -> Any:
-    return shown_key(value) if name == "key" else value
+def _format(name: str, value: Any) -> Any:
+    return format_key(value) if name == "key" else value

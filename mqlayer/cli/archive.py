@@ -11,12 +11,12 @@ from typing import Annotated, Final
 
 import typer
 
-from mqlayer.archiving import ArchiveReport, accept_gaps, archive_pass, archive_status, list_gaps, retain
+from mqlayer.archive import ArchiveReport, accept_gaps, archive_pass, archive_status, list_gaps, retain
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import TopicArgument
-from mqlayer.cli.permission import check_change
-from mqlayer.cli.showing import JsonOption, counted, say, show_rows
+from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
+from mqlayer.cli.permissions import check_change
 from mqlayer.errors import InvalidInput, MqlayerError
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
@@ -46,7 +46,9 @@ def run(
     with Database(settings.control_dsn(), application="mqlayer archive") as database:
         check_change(database, Right.WORK)
         if once:
-            _tell(archive_pass(database, prefix=settings.key_prefix, topic=topic, unsafe=settings.allow_unsafe_redis))
+            _print_report(
+                archive_pass(database, prefix=settings.key_prefix, topic=topic, unsafe=settings.allow_unsafe_redis)
+            )
             return
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stopping.set())
@@ -57,7 +59,7 @@ def run(
                 )
                 idle = not report.total
             except MqlayerError as error:
-                say(str(error), err=True)
+                echo(str(error), err=True)
                 idle = True
             if idle:
                 stopping.wait(IDLE_S)
@@ -70,9 +72,9 @@ def status(topic: SomeTopic = None, as_json: JsonOption = False) -> None:
     with Database(settings.control_dsn()) as database:
         found = archive_status(database, prefix=settings.key_prefix, topic=topic, unsafe=settings.allow_unsafe_redis)
     for one in found:
-        for name, reason in one.away.items():
-            say(f"node {name} was not asked: {reason}", err=True)
-    rows = ({name: fact for name, fact in asdict(one).items() if name != "away"} for one in found)
+        for name, reason in one.unreachable.items():
+            echo(f"node {name} was not asked: {reason}", err=True)
+    rows = ({name: fact for name, fact in asdict(one).items() if name != "unreachable"} for one in found)
     show_rows(rows, as_json=as_json, nothing="no topic is archived: mqlayer topic set NAME --archived")
 
 
@@ -99,7 +101,7 @@ def accept_gap(
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         count = accept_gaps(database, topic, reason=reason, partition=partition, actor=actor())
-    say(f"{counted(count, 'gap')} accepted; the next pass goes on behind")
+    echo(f"{pluralize(count, 'gap')} accepted; the next pass goes on behind")
 
 
 @archive.command("retain")
@@ -122,16 +124,16 @@ def _age(text: str) -> timedelta:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def _tell(report: ArchiveReport) -> None:
+def _print_report(report: ArchiveReport) -> None:
     """Print what a pass did; exit code 1 where something is left that it could not archive."""
-    say(f"{counted(report.total, 'record')} archived, {counted(len(report.completed), 'partition')} completed")
+    echo(f"{pluralize(report.total, 'record')} archived, {pluralize(len(report.completed), 'partition')} completed")
     for partition in report.stopped:
-        say(f"partition {partition} waits at a gap: mqlayer archive gaps --waiting", err=True)
-    for name, reason in report.passed_by.items():
-        say(f"node {name} was passed by: {reason}", err=True)
-    for name in report.held:
-        say(f"the archive of topic {name} is held by another process", err=True)
+        echo(f"partition {partition} waits at a gap: mqlayer archive gaps --waiting", err=True)
+    for name, reason in report.skipped_nodes.items():
+        echo(f"node {name} was passed by: {reason}", err=True)
+    for name in report.locked_topics:
+        echo(f"the archive of topic {name} is held by another process", err=True)
     for partition, reason in report.failed.items():
-        say(f"partition {partition} was not archived: {reason}", err=True)
-    if report.stopped or report.passed_by or report.held or report.failed:
+        echo(f"partition {partition} was not archived: {reason}", err=True)
+    if report.stopped or report.skipped_nodes or report.locked_topics or report.failed:
         raise typer.Exit(1)

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from mqlayer.cli.addresses import use_stack_here
-from mqlayer.cli.supervision import Supervisor, SupervisorLine
-from mqlayer.consuming.app import App
-from mqlayer.consuming.loading import load_app
+from mqlayer.cli.supervisor import Supervisor, SupervisorPipe
+from mqlayer.consuming.api.app import App
+from mqlayer.consuming.api.app_loader import load_app
 from mqlayer.errors import InvalidInput
 from mqlayer.health import health_endpoint
 
@@ -52,13 +52,13 @@ def _run_here(app: App) -> bool:
     # What is loaded by now stays: without this, the collector walks through all of it for every few thousand messages.
     gc.collect()
     gc.freeze()
-    line = SupervisorLine.from_environment()
-    if line is None:
+    pipe = SupervisorPipe.from_environment()
+    if pipe is None:
         return app.run()
-    line.watch()
-    app.process_number = line.number
+    pipe.watch()
+    app.process_number = pipe.number
     port = app.settings.health_port
-    return app.run(on_start=line.say_started, health_port=port + line.number if port else 0)
+    return app.run(on_start=pipe.report_started, health_port=port + pipe.number if port else 0)
 
 
 def _supervise(context: typer.Context, app: App, path: str, processes: int, concurrency: int | None) -> bool:
@@ -68,7 +68,7 @@ def _supervise(context: typer.Context, app: App, path: str, processes: int, conc
     instances = [consumer.instance for consumer in app.consumers if consumer.instance]
     if instances:
         raise InvalidInput(f"instance {instances[0]!r} is one process: leave it out, or run one process")
-    limit_s = max((consumer.options.drain_limit_s for consumer in app.consumers), default=0.0) + SLACK_S
+    limit_s = max((consumer.options.drain_timeout_s for consumer in app.consumers), default=0.0) + SLACK_S
     command = [sys.executable, "-m", "mqlayer", "consume", path]
     if concurrency is not None:
         command += ["--concurrency", str(concurrency)]

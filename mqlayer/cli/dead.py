@@ -9,14 +9,15 @@ import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.combinations import RuledCommand, excludes
-from mqlayer.cli.giving import BackgroundOption, KeyOption, RateOption, last_columns, tell_end, work_here
-from mqlayer.cli.messages import LimitOption, RawOption, ReasonOption, show_message
-from mqlayer.cli.options import time_given
-from mqlayer.cli.permission import check_change, check_group_change
-from mqlayer.cli.showing import JsonOption, counted, say, show_rows, shown_key
+from mqlayer.cli.message_output import LimitOption, RawOption, ReasonOption, show_message
+from mqlayer.cli.option_rules import RuledCommand, excludes
+from mqlayer.cli.options import parse_time_option
+from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_rows
+from mqlayer.cli.permissions import check_change, check_group_change
+from mqlayer.cli.redelivery import BackgroundOption, KeyOption, RateOption, common_columns, print_result, work_here
 from mqlayer.errors import InvalidInput
-from mqlayer.failures import (
+from mqlayer.postgres.database import Database
+from mqlayer.redelivery import (
     DeadFilter,
     DeadMessage,
     Redrive,
@@ -33,7 +34,6 @@ from mqlayer.failures import (
     start_redrive,
     work_on,
 )
-from mqlayer.postgres.database import Database
 
 OnlyTopic = Annotated[str | None, typer.Argument(help="Only of this topic.")]
 OnlyGroup = Annotated[str | None, typer.Argument(help="Only of this group.")]
@@ -68,12 +68,12 @@ def list_(
     as_json: JsonOption = False,
 ) -> None:
     """List dead messages, those that died last first."""
-    wanted = DeadFilter(key, cause, error, time_given(since), time_given(until))
+    wanted = DeadFilter(key, cause, error, parse_time_option(since), parse_time_option(until))
     with Database(settings_here().control_dsn()) as database:
         found = dead_messages(database, wanted, topic=topic, group=group, redriven=redriven, after=after, limit=limit)
     show_rows(map(_facts if as_json else _row, found), as_json=as_json, nothing="no message is dead")
     if len(found) == limit and not as_json:
-        say(f"there may be more: --after {found[-1].dead_id}")
+        echo(f"there may be more: --after {found[-1].dead_id}")
 
 
 @dead.command(cls=RuledCommand)
@@ -134,20 +134,20 @@ def redrive(
         if topic is None or group is None:
             raise InvalidInput("name a topic and a group, or a redrive: --resume ID")
         named = tuple(find_dead(database, one, topic=topic, group=group) for one in message or ()) or None
-        wanted = DeadFilter(key, cause, error, time_given(since), time_given(until), named)
+        wanted = DeadFilter(key, cause, error, parse_time_option(since), parse_time_option(until), named)
         if (wanted == DeadFilter()) != every:
             raise InvalidInput("say which: --message, --key, --cause, --error, --since, --until; or --all of them")
         if plan:
             found, bodiless = count_dead(database, topic, group, wanted)
-            say(f"{counted(found, 'dead message')}, {bodiless} of them without a body to send; nothing was done")
+            echo(f"{pluralize(found, 'dead message')}, {bodiless} of them without a body to send; nothing was done")
             return
         started = start_redrive(
             database, topic, group, wanted, per_s=rate, actor=actor(), worker=None if background else worker
         )
         if background:
-            say(f"redrive {started} is left to the worker: see mqlayer dead redrives")
+            echo(f"redrive {started} is left to the worker: see mqlayer dead redrives")
             return
-        say(f"redrive {started}; if it is cut off: mqlayer dead redrive --resume {started}", err=True)
+        echo(f"redrive {started}; if it is cut off: mqlayer dead redrive --resume {started}", err=True)
         _finish(database, started, worker, as_json=as_json)
 
 
@@ -179,7 +179,7 @@ def results(
         {
             "dead_id": one.dead_id,
             "message": one.identity and str(one.identity),
-            "key": one.key if as_json else shown_key(one.key),
+            "key": one.key if as_json else format_key(one.key),
             "result": one.result,
             "at": one.at.isoformat(timespec="milliseconds"),
         }
@@ -187,7 +187,7 @@ def results(
     )
     show_rows(rows, as_json=as_json, nothing="no message behind that")
     if len(found) == limit and not as_json:
-        say(f"there may be more: --after {found[-1].dead_id}")
+        echo(f"there may be more: --after {found[-1].dead_id}")
 
 
 @dead.command()
@@ -196,7 +196,7 @@ def cancel(redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The red
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         found = cancel_redrive(database, redrive_id, actor=actor())
-    say(f"redrive {redrive_id} is cancelled: {_counts(found)}")
+    echo(f"redrive {redrive_id} is cancelled: {_counts(found)}")
 
 
 @dead.command()
@@ -207,7 +207,7 @@ def discard(message: NamedArgument, reason: ReasonOption, topic: OfTopic = None,
         check_group_change(database, topic, group)
         dead_id = find_dead(database, message, topic=topic, group=group)
         discard_dead(database, dead_id, reason=reason, actor=actor())
-    say(f"dead message {dead_id} is discarded")
+    echo(f"dead message {dead_id} is discarded")
 
 
 def _check_named(message: str, topic: str | None, group: str | None) -> None:
@@ -220,11 +220,11 @@ def _finish(database: Database, redrive_id: int, worker: str, *, as_json: bool) 
     work = partial(work_on, database, redrive_id, worker=worker)
     done = work_here(work, cancel=f"mqlayer dead cancel {redrive_id}")
     see = f"mqlayer dead results {redrive_id}"
-    tell_end(done, f"redrive {redrive_id}", _redrive_row(done), _counts(done), as_json=as_json, see=see)
+    print_result(done, f"redrive {redrive_id}", _redrive_row(done), _counts(done), as_json=as_json, see=see)
 
 
 def _counts(found: Redrive) -> str:
-    return f"{counted(found.sent, 'message')} given back, {found.not_sent} not"
+    return f"{pluralize(found.sent, 'message')} given back, {found.not_sent} not"
 
 
 def _redrive_row(one: Redrive) -> dict[str, Any]:
@@ -236,8 +236,8 @@ def _redrive_row(one: Redrive) -> dict[str, Any]:
         "sent": one.sent,
         "not_sent": one.not_sent,
         "per_s": one.per_s,
-        **last_columns(one),
-        "waits": one.waits,
+        **common_columns(one),
+        "blocked_by": one.blocked_by,
     }
 
 
@@ -248,7 +248,7 @@ def _row(one: DeadMessage) -> dict[str, Any]:
         "topic": one.topic,
         "group": one.group,
         "message": str(one.identity),
-        "key": shown_key(one.key),
+        "key": format_key(one.key),
         "bytes": one.bytes,
         "cause": one.cause,
         "reason": reason[:100],

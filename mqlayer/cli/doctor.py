@@ -8,13 +8,13 @@ from typing import Annotated, Final
 
 import typer
 
-from mqlayer.checking import Finding, Verdict, examine
-from mqlayer.checking.verifying import verify as verify_stores
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.showing import JsonOption, show_rows
+from mqlayer.cli.output import JsonOption, show_rows
+from mqlayer.doctor import CheckStatus, Finding, diagnose
+from mqlayer.doctor.verify import verify as verify_stores
 from mqlayer.postgres.database import Database
 
-UNTOLD: Final = 3
+EXIT_UNKNOWN: Final = 3
 """Exit code of `verify` where nothing differs, and not everything could be compared."""
 
 
@@ -25,11 +25,11 @@ def add_to(app: typer.Typer) -> None:
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Check servers, settings, schemas and what waits, and say how to mend it; exit code 1 if something is broken.
+    """Check servers, settings, schemas and what waits, and say how to repair it; exit code 1 if something is broken.
 
     Changes nothing. Works on MQLAYER_DSN, MQLAYER_APP_DSN, MQLAYER_BROKER_URL and the registered nodes.
     """
-    _show(examine(settings_here()), as_json=as_json, nothing="nothing to check")
+    _show(diagnose(settings_here()), as_json=as_json, nothing="nothing to check")
 
 
 def verify(
@@ -55,13 +55,13 @@ def verify(
             unsafe=settings.allow_unsafe_redis,
         )
     _show(found, as_json=as_json, nothing="no topic to verify")
-    if any(finding.verdict is Verdict.UNKNOWN for finding in found):
-        raise typer.Exit(UNTOLD)
+    if any(finding.verdict is CheckStatus.UNKNOWN for finding in found):
+        raise typer.Exit(EXIT_UNKNOWN)
 
 
 def _show(findings: Iterable[Finding], *, as_json: bool, nothing: str) -> None:
     found = list(findings)
     rows = ({name: str(value) for name, value in asdict(finding).items()} for finding in found)
     show_rows(rows, as_json=as_json, nothing=nothing)
-    if any(finding.verdict is Verdict.BROKEN for finding in found):
+    if any(finding.verdict is CheckStatus.BROKEN for finding in found):
         raise typer.Exit(1)

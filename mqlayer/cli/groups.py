@@ -1,4 +1,4 @@
-"""`group`: where groups stand and why; and what an operator says to one: settings, rest, seek, its end."""
+"""`group`: where groups stand and why; and what an operator says to one: settings, pauses, seek, its end."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.combinations import RuledCommand, excludes
+from mqlayer.cli.option_rules import RuledCommand, excludes
 from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument
-from mqlayer.cli.pauses import PartitionOption, WaitOption, say_partitions, say_under_way
-from mqlayer.cli.permission import check_change, check_group_change
-from mqlayer.cli.showing import JsonOption, counted, say, show_rows, shown_age
-from mqlayer.cli.standings import (
+from mqlayer.cli.output import JsonOption, echo, format_age, pluralize, show_rows
+from mqlayer.cli.pauses import PartitionOption, WaitOption, print_partitions, print_running
+from mqlayer.cli.permissions import check_change, check_group_change
+from mqlayer.cli.rows import (
+    describe_rules,
     failure_facts,
     group_row,
     lag_row,
@@ -25,27 +26,26 @@ from mqlayer.cli.standings import (
     partition_facts,
     partition_row,
     replay_facts,
-    rules_words,
     settings_row,
     stall_row,
     version_facts,
     version_row,
 )
-from mqlayer.domain.retrying import DEFAULT_BACKOFF_S, POLICIES, exponential
+from mqlayer.domain.retry_rules import DEFAULT_BACKOFF_S, POLICIES, exponential
 from mqlayer.domain.tags import NO_FILTER
 from mqlayer.errors import InvalidInput
-from mqlayer.failures import failure_counts
-from mqlayer.inspecting import GroupStanding, group_members, group_standings
-from mqlayer.membership import GroupSettings, SeekPlan, Start, apply_seek, ensure_group, find_group, planned_seek
-from mqlayer.membership.pausing import pause_partitions, resume_partitions, wait_paused
-from mqlayer.membership.retiring import forget_retired, retire_group
-from mqlayer.membership.steering import evict_member, pause_group, resume_group, set_group
+from mqlayer.groups import GroupSettings, SeekPlan, Start, apply_seek, ensure_group, find_group, planned_seek
+from mqlayer.groups.admin import evict_member, pause_group, resume_group, set_group
+from mqlayer.groups.pauses import pause_partitions, resume_partitions, wait_paused
+from mqlayer.groups.retirement import forget_retired, retire_group
+from mqlayer.inspect import GroupStatus, group_members, group_statuses
 from mqlayer.postgres.database import Database
-from mqlayer.routes.cache import RouteCache
+from mqlayer.redelivery import failure_counts
+from mqlayer.runtime.route_cache import RouteCache
 
 GroupArgument = Annotated[str, typer.Argument(help="The group's name.")]
 
-groups = typer.Typer(no_args_is_help=True, help="Groups: settings, rest, and where they stand.")
+groups = typer.Typer(no_args_is_help=True, help="Groups: settings, pauses, and where they stand.")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -71,16 +71,16 @@ def set_(
     policy: Annotated[
         str | None, typer.Option(metavar="|".join(POLICIES), help="What is done with a message that failed for good.")
     ] = None,
-    final: Annotated[
+    non_retryable: Annotated[
         str | None, typer.Option(metavar="E,E,…", help="Exceptions that are not worth another attempt; or none.")
     ] = None,
-    retried: Annotated[
+    retryable: Annotated[
         str | None, typer.Option(metavar="E,E,…", help="The only exceptions that are tried again; or all.")
     ] = None,
     time_limit: Annotated[
         str | None, typer.Option(metavar="S", help="Seconds that a handler has for a message; or none.")
     ] = None,
-    time_cap: Annotated[
+    max_time_limit: Annotated[
         str | None, typer.Option(metavar="S", help="Seconds up to which a handler may extend its time; or none.")
     ] = None,
     parked_keys: Annotated[int | None, typer.Option(help="Parked keys of a partition, at most.")] = None,
@@ -95,7 +95,7 @@ def set_(
         str | None,
         typer.Option(metavar="any:T,T|all:T,T|none", help="Only messages with any, or all, of these tags; or none."),
     ] = None,
-    keep_away: Annotated[
+    instance_expiry: Annotated[
         float | None, typer.Option(metavar="S", help="Seconds for which an instance that is away keeps its position.")
     ] = None,
     rate: Annotated[
@@ -118,7 +118,7 @@ def set_(
             actor=actor(),
             balance=balance,  # type: ignore[arg-type]  # judged there, for programs too
             tag_filter=tag_filter,
-            keep_away_s=keep_away,
+            instance_expiry_s=instance_expiry,
             rate_limit=None if rate is None else _rate(rate),
             rate_burst=None if burst is None else _rate(burst),
             if_version=if_version,
@@ -126,53 +126,53 @@ def set_(
             jitter=jitter,
             attempt_limit=attempts,
             policy=policy,  # type: ignore[arg-type]  # likewise
-            final_errors=None if final is None else _names(final, nothing="none"),
-            retried_errors=None if retried is None else _names(retried, nothing="all"),
+            non_retryable_errors=None if non_retryable is None else _names(non_retryable, nothing="none"),
+            retryable_errors=None if retryable is None else _names(retryable, nothing="all"),
             time_limit_s=None if time_limit is None else _limit(time_limit),
-            time_cap_s=None if time_cap is None else _limit(time_cap),
+            max_time_limit_s=None if max_time_limit is None else _limit(max_time_limit),
             parked_keys_limit=parked_keys,
             parked_messages_limit=parked_messages,
             parked_bytes_limit=parked_bytes,
             key_messages_limit=key_messages,
             key_bytes_limit=key_bytes,
         )
-    words = f"{rules_words(changed.rules)}, balance by {changed.balance}"
-    if changed.keep_away_s is not None:
-        words += f", positions kept for {changed.keep_away_s:g} s"
+    words = f"{describe_rules(changed.rules)}, balance by {changed.balance}"
+    if changed.instance_expiry_s is not None:
+        words += f", positions kept for {changed.instance_expiry_s:g} s"
     if changed.tag_filter != NO_FILTER:
         words += f", only messages with {changed.tag_filter.replace(':', ' of ')}"
     if changed.rate is not None:
         words += f", {changed.rate.per_s:g} messages/s, {changed.rate.burst:g} at once"
-    say(f"settings version {changed.settings_version}: {words}")
+    echo(f"settings version {changed.settings_version}: {words}")
 
 
 @groups.command()
 def pause(
     topic: TopicArgument, group: GroupArgument, partition: PartitionOption = None, wait: WaitOption = 0.0
 ) -> None:
-    """Let a group rest, or partitions of it: what runs is finished, nothing more is started before it is resumed."""
+    """Pause a group, or partitions of it: what runs is finished, nothing more is started before it is resumed."""
     with Database(settings_here().control_dsn()) as database:
         check_group_change(database, topic, group)
         if partition:
             changed = pause_partitions(database, topic, group, partition, actor=actor())
-            say_partitions(partition, changed, "is paused", "is paused already")
+            print_partitions(partition, changed, "is paused", "is paused already")
         else:
             done = pause_group(database, topic, group, actor=actor())
-            say(f"group {group} of topic {topic} {'is paused' if done else 'is paused already'}")
-        say_under_way(wait_paused(database, topic, group, partition or None, timeout_s=wait))
+            echo(f"group {group} of topic {topic} {'is paused' if done else 'is paused already'}")
+        print_running(wait_paused(database, topic, group, partition or None, timeout_s=wait))
 
 
 @groups.command()
 def resume(topic: TopicArgument, group: GroupArgument, partition: PartitionOption = None) -> None:
-    """Let a paused group, or partitions of it, go on where they rested."""
+    """Let a paused group, or partitions of it, go on where they were paused."""
     with Database(settings_here().control_dsn()) as database:
         check_group_change(database, topic, group)
         if partition:
             changed = resume_partitions(database, topic, group, partition, actor=actor())
-            say_partitions(partition, changed, "goes on", "was not paused")
+            print_partitions(partition, changed, "goes on", "was not paused")
             return
         done = resume_group(database, topic, group, actor=actor())
-    say(f"group {group} of topic {topic} {'goes on' if done else 'was not paused'}")
+    echo(f"group {group} of topic {topic} {'goes on' if done else 'was not paused'}")
 
 
 @groups.command()
@@ -185,7 +185,7 @@ def evict(
     with Database(settings_here().control_dsn()) as database:
         check_group_change(database, topic, group)
         evict_member(database, topic, group, member, actor=actor())
-    say(f"member {member} of group {group} of topic {topic} is out")
+    echo(f"member {member} of group {group} of topic {topic} is out")
 
 
 @groups.command()
@@ -203,15 +203,15 @@ def retire(
         if not yes:
             find_group(database, topic, group)
             with_it = ", and what is parked dropped" if drop_parked else ""
-            say(f"group {group} of topic {topic} would be retired{with_it}; nothing was changed; --yes does this")
+            echo(f"group {group} of topic {topic} would be retired{with_it}; nothing was changed; --yes does this")
             return
         check_change(database)
         done = retire_group(database, topic, group, actor=actor(), drop_parked=drop_parked)
         forget_retired(database, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
-    with_it = f", with {counted(done.instances, 'instance')}" if done.group.mode == "broadcast" else ""
+    with_it = f", with {pluralize(done.instances, 'instance')}" if done.group.mode == "broadcast" else ""
     if done.parked:
-        with_it += f"; {counted(done.parked, 'parked message')} dropped"
-    say(f"group {group} of topic {topic} is retired{with_it}")
+        with_it += f"; {pluralize(done.parked, 'parked message')} dropped"
+    echo(f"group {group} of topic {topic} is retired{with_it}")
 
 
 @groups.command()
@@ -235,9 +235,9 @@ def create(
     with Database(settings.control_dsn()) as database, closing(RouteCache(database)) as routes:
         check_group_change(database, topic, group)
         ensure_group(database, routes, topic=topic, name=group, prefix=prefix, settings=said, unsafe=unsafe)
-        (standing,) = group_standings(database, topic, group, prefix=prefix, unsafe=unsafe)
-    given = "" if standing.replay is None else f"; first it is given the archive: replay {standing.replay.replay_id}"
-    say(f"group {group} of topic {topic} is {standing.facts.state}{given}")
+        (status,) = group_statuses(database, topic, group, prefix=prefix, unsafe=unsafe)
+    given = "" if status.replay is None else f"; first it is given the archive: replay {status.replay.replay_id}"
+    echo(f"group {group} of topic {topic} is {status.facts.state}{given}")
 
 
 @groups.command("list")
@@ -245,14 +245,14 @@ def list_(
     topic: Annotated[str | None, typer.Argument(help="Only of this topic.")] = None, as_json: JsonOption = False
 ) -> None:
     """List groups: state, route version, living members, partitions not drained, and messages not settled."""
-    found = _standings(topic)
+    found = _statuses(topic)
     show_rows(map(group_row, found), as_json=as_json, nothing="no groups: a group is created by its first member")
 
 
 @groups.command()
 def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False) -> None:
     """Show a group's settings, and where it is in each partition."""
-    (found,) = _standings(topic, group)
+    (found,) = _statuses(topic, group)
     settings = settings_row(found)
     if as_json:
         partitions = [partition_facts(one) for one in found.partitions]
@@ -262,10 +262,10 @@ def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False
         show_rows([settings | failures | {"partitions": partitions}], as_json=True, nothing="")
         return
     for name, value in (settings | {"version": f"{settings['version']} of {settings['topic_version']}"}).items():
-        if name not in ("topic_version", "away"):
-            say(f"{name.replace('_', ' ')}: {_words(value)}")
+        if name not in ("topic_version", "unreachable"):
+            echo(f"{name.replace('_', ' ')}: {_describe(value)}")
     show_rows(map(partition_row, found.partitions), as_json=False, nothing="it has no partitions yet")
-    _say_away(found)
+    _print_unreachable(found)
 
 
 @groups.command()
@@ -296,75 +296,76 @@ def lag(
     group: Annotated[str | None, typer.Argument(help="Only this group.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how far groups are behind, per partition and route version, and why a partition stands still."""
-    found = _standings(topic, group)
+    """Show how far groups are behind, per partition and route version, and why a partition is stuck."""
+    found = _statuses(topic, group)
     if group is not None and found[0].facts.mode == "broadcast":
-        found = [one for one in _standings(topic) if one.facts.name.startswith(f"{group}@")]
+        found = [one for one in _statuses(topic) if one.facts.name.startswith(f"{group}@")]
     # A broadcast group itself has no lag: its instances have.
     found = [one for one in found if one.facts.mode != "broadcast"]
     if as_json:
-        show_rows(map(_lag_told, found), as_json=True, nothing="")
+        show_rows(map(_lag_json, found), as_json=True, nothing="")
         return
-    for standing in found:
-        _show_lag(standing)
+    for status in found:
+        _show_lag(status)
     if not found:
-        say(f"topic {topic} has no groups: a group is created by its first member")
+        echo(f"topic {topic} has no groups: a group is created by its first member")
 
 
-def _standings(topic: str | None, group: str | None = None) -> list[GroupStanding]:
+def _statuses(topic: str | None, group: str | None = None) -> list[GroupStatus]:
     settings = settings_here()
     with Database(settings.control_dsn()) as database:
-        return group_standings(database, topic, group, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
+        return group_statuses(database, topic, group, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
 
 
-def _lag_told(standing: GroupStanding) -> dict[str, Any]:
+def _lag_json(status: GroupStatus) -> dict[str, Any]:
     return {
-        "topic": standing.facts.topic,
-        "group": standing.facts.name,
-        "state": standing.facts.state,
-        "lag": standing.lag,
-        "age_s": standing.age_s,
-        "versions": [version_facts(one) for one in standing.versions()],
-        "partitions": [partition_facts(one) for one in standing.undrained],
-        "away": dict(standing.away),
-        "parked": parked_facts(standing),
-        "replay": replay_facts(standing),
+        "topic": status.facts.topic,
+        "group": status.facts.name,
+        "state": status.facts.state,
+        "lag": status.lag,
+        "age_s": status.age_s,
+        "versions": [version_facts(one) for one in status.versions()],
+        "partitions": [partition_facts(one) for one in status.undrained],
+        "unreachable": dict(status.unreachable),
+        "parked": parked_facts(status),
+        "replay": replay_facts(status),
     }
 
 
-def _show_lag(standing: GroupStanding) -> None:
-    behind = [one for one in standing.undrained if one.lag != 0]
-    oldest = f", the oldest {shown_age(standing.age_s)} old" if standing.age_s is not None else ""
-    say(f"group {standing.facts.name}: {counted(standing.lag, 'message')} not settled{oldest}")
-    if (parked := standing.parked).keys:
-        named = f"{standing.facts.topic} {standing.facts.name}"
-        say(
-            f"parked: {counted(parked.messages, 'message')} of {counted(parked.keys, 'key')}, {parked.waiting} of them "
+def _show_lag(status: GroupStatus) -> None:
+    behind = [one for one in status.undrained if one.lag != 0]
+    oldest = f", the oldest {format_age(status.age_s)} old" if status.age_s is not None else ""
+    echo(f"group {status.facts.name}: {pluralize(status.lag, 'message')} not settled{oldest}")
+    if (parked := status.parked).keys:
+        named = f"{status.facts.topic} {status.facts.name}"
+        echo(
+            f"parked: {pluralize(parked.messages, 'message')} of {pluralize(parked.keys, 'key')}, {parked.waiting} "
+            f"of them "
             f"wait for an operator: mqlayer parked list {named}"
         )
-    if (replay := standing.replay) is not None:
-        how_far = f"{counted(replay.sent, 'message')} given, {replay.waiting} of them wait"
+    if (replay := status.replay) is not None:
+        how_far = f"{pluralize(replay.sent, 'message')} given, {replay.waiting} of them wait"
         place = f"batch {replay.at_batch} of {replay.upto_batch} of the archive"
-        say(f"{replay.kind} {replay.replay_id}: {how_far}; {place}: mqlayer replay show {replay.replay_id}")
-    settled = len(standing.undrained) - len(behind)
-    show_rows(map(version_row, standing.versions()), as_json=False, nothing="it has no partitions yet")
+        echo(f"{replay.kind} {replay.replay_id}: {how_far}; {place}: mqlayer replay show {replay.replay_id}")
+    settled = len(status.undrained) - len(behind)
+    show_rows(map(version_row, status.versions()), as_json=False, nothing="it has no partitions yet")
     if behind:
         show_rows(map(lag_row, behind), as_json=False, nothing="")
     if settled:
-        say(f"nothing waits in {counted(settled, 'partition')}")
+        echo(f"nothing waits in {pluralize(settled, 'partition')}")
     if still := [one for one in behind if one.stall is not None]:
         show_rows(map(stall_row, still), as_json=False, nothing="")
-    _say_away(standing)
+    _print_unreachable(status)
 
 
-def _say_away(standing: GroupStanding) -> None:
-    for name, reason in sorted(standing.away.items()):
-        say(f"node {name} does not answer: {reason}", err=True)
+def _print_unreachable(status: GroupStatus) -> None:
+    for name, reason in sorted(status.unreachable.items()):
+        echo(f"node {name} does not answer: {reason}", err=True)
 
 
-def _words(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(map(_words, value)) or "none"
+        return ", ".join(map(_describe, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -399,9 +400,9 @@ def seek(
                 unsafe=settings.allow_unsafe_redis,
             )
         for line in _plan_lines(planned, replay=replay):
-            say(line)
+            echo(line)
         if not apply:
-            say("nothing was changed; --apply does this")
+            echo("nothing was changed; --apply does this")
             return
         missed = apply_seek(
             database,
@@ -411,9 +412,9 @@ def seek(
             replay=replay,
             unsafe=settings.allow_unsafe_redis,
         )
-    say(f"group {group} of topic {topic} goes on from there")
+    echo(f"group {group} of topic {topic} goes on from there")
     for name in missed:
-        say(f"node {name} does not answer: what earlier owners do there is refused once it does", err=True)
+        echo(f"node {name} does not answer: what earlier owners do there is refused once it does", err=True)
 
 
 def _backoff(text: str) -> tuple[float, ...]:

@@ -10,14 +10,14 @@ import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.messages import MessageOption, ReasonOption, identity_given
+from mqlayer.cli.message_output import MessageOption, ReasonOption, parse_identity_option
 from mqlayer.cli.options import TopicArgument
-from mqlayer.cli.permission import check_change, check_group_change
-from mqlayer.cli.showing import JsonOption, counted, say, show_rows, shown_age, shown_key
-from mqlayer.cli.standings import head_facts, partition_facts, waiting_words
-from mqlayer.failures import pause_key, resume_key, skip_head
-from mqlayer.inspecting import KeyStanding, ParkedKeyStanding, Search, explain_key
+from mqlayer.cli.output import JsonOption, echo, format_age, format_key, pluralize, show_rows
+from mqlayer.cli.permissions import check_change, check_group_change
+from mqlayer.cli.rows import describe_waiting, head_facts, partition_facts
+from mqlayer.inspect import KeySearch, KeyStatus, ParkedKeyStatus, explain_key
 from mqlayer.postgres.database import Database
+from mqlayer.redelivery import pause_key, resume_key, skip_head
 
 keys = typer.Typer(no_args_is_help=True, help="Keys: where they are, and what they wait for.")
 
@@ -39,13 +39,13 @@ def explain(
     with Database(settings.control_dsn()) as database:
         found = explain_key(database, topic, key, group, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
     if as_json:
-        show_rows([_told(found)], as_json=True, nothing="")
+        show_rows([_json(found)], as_json=True, nothing="")
         return
-    say(f"key {shown_key(found.key)} of topic {topic}: LP {found.lp}, published to partition "
+    echo(f"key {format_key(found.key)} of topic {topic}: LP {found.lp}, published to partition "
                f"{found.publishes_to.partition} on {found.publishes_to.node}")  # fmt: skip
-    show_rows(map(_crossed, map(asdict, found.crossings)), as_json=False, nothing="")
-    for line in _lines(found):
-        say(line)
+    show_rows(map(_crossed, map(asdict, found.locations)), as_json=False, nothing="")
+    for line in _text_lines(found):
+        echo(line)
 
 
 @keys.command("skip-head")
@@ -71,13 +71,13 @@ def skip_head_(
             reason=reason,
             actor=actor(),
             prefix=settings.key_prefix,
-            only=identity_given(message),
+            only=parse_identity_option(message),
             application=application,
             unsafe=settings.allow_unsafe_redis,
         )
-    say(f"message {skipped.identity} is passed over: dead message {skipped.dead_id}")
+    echo(f"message {skipped.identity} is passed over: dead message {skipped.dead_id}")
     if not skipped.fenced:
-        say("if a handler has it in hand, its effect may still commit; its ack is refused", err=True)
+        echo("if a handler has it in hand, its effect may still commit; its ack is refused", err=True)
 
 
 @keys.command()
@@ -86,11 +86,11 @@ def pause(
     key: Annotated[str, typer.Argument(help="The message key.")],
     group: Annotated[str, typer.Option(help="For which group.")],
 ) -> None:
-    """Let a key rest: its messages wait in order, in Postgres, until it is resumed; other keys go on."""
+    """Pause a key: its messages wait in order, in Postgres, until it is resumed; other keys go on."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         done = pause_key(database, topic, group, key, actor=actor())
-    say(f"key {shown_key(key)} {'is paused' if done else 'is paused already'} for group {group} of topic {topic}")
+    echo(f"key {format_key(key)} {'is paused' if done else 'is paused already'} for group {group} of topic {topic}")
 
 
 @keys.command()
@@ -103,7 +103,7 @@ def resume(
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         done = resume_key(database, topic, group, key, actor=actor())
-    say(f"key {shown_key(key)} {'goes on' if done else 'was not paused'} for group {group} of topic {topic}")
+    echo(f"key {format_key(key)} {'goes on' if done else 'was not paused'} for group {group} of topic {topic}")
 
 
 def _crossed(crossing: dict[str, Any]) -> dict[str, Any]:
@@ -114,11 +114,11 @@ def _crossed(crossing: dict[str, Any]) -> dict[str, Any]:
         "node": crossing["node"],
         "LPs": f"[{crossing['lp_from']}, {crossing['lp_to']})",
         "state": crossing["state"],
-        "for_the_group": crossing["sight"],
+        "for_the_group": crossing["visibility"],
     }
 
 
-def _lines(found: KeyStanding) -> Iterable[str]:
+def _text_lines(found: KeyStatus) -> Iterable[str]:
     group, current = found.group.facts, found.current
     where = "is in no partition yet" if current is None else f"is in partition {current.facts.partition}"
     if current is not None and current.facts.owner is not None:
@@ -129,43 +129,44 @@ def _lines(found: KeyStanding) -> Iterable[str]:
     yield from _parked_lines(found.parked)
     yield from _search_lines(found.search)
     for one in found.holds_up:
-        left = "its node does not answer" if one.lag is None else f"{counted(one.lag, 'message')} left"
-        yield f"hidden behind partition {one.facts.partition}: {left}; {waiting_words(one)}"
+        left = "its node does not answer" if one.lag is None else f"{pluralize(one.lag, 'message')} left"
+        yield f"hidden behind partition {one.facts.partition}: {left}; {describe_waiting(one)}"
     if not found.holds_up and current is not None and current.stall is not None:
-        yield f"partition {current.facts.partition}: {waiting_words(current)}"
+        yield f"partition {current.facts.partition}: {describe_waiting(current)}"
     yield f"run next: {found.run_next}"
 
 
-def _parked_lines(parked: ParkedKeyStanding | None) -> Iterable[str]:
+def _parked_lines(parked: ParkedKeyStatus | None) -> Iterable[str]:
     if parked is None:
         return
     if parked.paused_at is not None:
-        waits = f"{counted(parked.messages, 'message')} of it parked"
+        waits = f"{pluralize(parked.messages, 'message')} of it parked"
         yield f"paused since {_second(parked.paused_at)} by {parked.paused_by}: {waits}"
         return
-    again = "when an operator says so" if parked.due_in_s is None else f"in {shown_age(max(0.0, parked.due_in_s))}"
+    again = "when an operator says so" if parked.due_in_s is None else f"in {format_age(max(0.0, parked.due_in_s))}"
     yield (
-        f"parked since {_second(parked.since)}, cause {parked.cause}: {counted(parked.messages, 'message')}, the first "
-        f"is {parked.head}, {counted(parked.attempts, 'failed attempt')}, next attempt {again}"
+        f"parked since {_second(parked.since)}, cause {parked.cause}: {pluralize(parked.messages, 'message')}, the "
+        f"first "
+        f"is {parked.head}, {pluralize(parked.attempts, 'failed attempt')}, next attempt {again}"
     )
 
 
-def _search_lines(search: Search) -> Iterable[str]:
+def _search_lines(search: KeySearch) -> Iterable[str]:
     head = search.head
     if head is None:
-        yield f"head: none among {search.looked_at} offsets"
+        yield f"head: none among {search.scanned} offsets"
     else:
-        tries = counted(head.attempts, "failed attempt")
+        tries = pluralize(head.attempts, "failed attempt")
         failed = f", {tries} since {_second(head.failing_since)}" if head.attempts else ""
-        again = "" if head.retry_in_s is None else f", next attempt in {shown_age(head.retry_in_s)}"
+        again = "" if head.retry_in_s is None else f", next attempt in {format_age(head.retry_in_s)}"
         yield (
             f"head: partition {search.partition}, offset {head.offset}, message {head.identity}, "
-            f"{shown_age(head.age_s)} old{failed}{again}"
+            f"{format_age(head.age_s)} old{failed}{again}"
             f"{', does not match the filter of the group: it is passed over' if head.unmatched else ''}"
         )
-        yield f"behind it: {counted(search.following, 'message')} of the key"
+        yield f"behind it: {pluralize(search.following, 'message')} of the key"
     if search.cut:
-        yield f"the search ended at its bound of {search.looked_at} offsets: more may be behind"
+        yield f"the search ended at its bound of {search.scanned} offsets: more may be behind"
     for partition in search.blind:
         yield f"partition {partition} could not be searched: its node does not answer"
 
@@ -174,7 +175,7 @@ def _second(at: Any) -> str:
     return "" if at is None else at.isoformat(timespec="seconds")
 
 
-def _told(found: KeyStanding) -> dict[str, Any]:
+def _json(found: KeyStatus) -> dict[str, Any]:
     search = found.search
     return {
         "topic": found.group.facts.topic,
@@ -183,13 +184,13 @@ def _told(found: KeyStanding) -> dict[str, Any]:
         "group": found.group.facts.name,
         "version": found.group.facts.version,
         "topic_version": found.group.facts.topic_version,
-        "crossed": [asdict(one) for one in found.crossings],
+        "crossed": [asdict(one) for one in found.locations],
         "publishes_to": found.publishes_to.partition,
         "current": None if found.current is None else partition_facts(found.current),
-        "parked": None if found.parked is None else _parked_told(found.parked),
+        "parked": None if found.parked is None else _parked_json(found.parked),
         "head": None if search.head is None else {"partition": search.partition, **head_facts(search.head)},
         "behind_it": search.following,
-        "looked_at": search.looked_at,
+        "scanned": search.scanned,
         "cut": search.cut,
         "not_searched": list(search.blind),
         "hidden_behind": [partition_facts(one) for one in found.holds_up],
@@ -197,7 +198,7 @@ def _told(found: KeyStanding) -> dict[str, Any]:
     }
 
 
-def _parked_told(parked: ParkedKeyStanding) -> dict[str, Any]:
+def _parked_json(parked: ParkedKeyStatus) -> dict[str, Any]:
     return {
         "cause": parked.cause,
         "since": parked.since.isoformat(),

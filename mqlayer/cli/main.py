@@ -17,8 +17,8 @@ from mqlayer.cli import (
     consume,
     dead,
     doctor,
-    effects,
     groups,
+    idempotency,
     keys,
     migrate,
     nodes,
@@ -33,13 +33,13 @@ from mqlayer.cli import (
     topics,
     trim,
 )
-from mqlayer.cli.failures import FailureShowingGroup
+from mqlayer.cli.errors import ErrorPrintingGroup
 from mqlayer.cli.logs import configure_logging
-from mqlayer.cli.showing import say
+from mqlayer.cli.output import echo
 
 app = typer.Typer(
     name="mqlayer",
-    cls=FailureShowingGroup,
+    cls=ErrorPrintingGroup,
     help="Strictly ordered, elastic messaging on Redis Streams and Postgres.",
     no_args_is_help=True,
     add_completion=False,
@@ -50,7 +50,7 @@ app = typer.Typer(
 def show_version(wanted: bool) -> None:
     """Show the version and end."""
     if wanted:
-        say(mqlayer.__version__)
+        echo(mqlayer.__version__)
         raise typer.Exit
 
 
@@ -82,7 +82,7 @@ dead.add_to(app)
 replay.add_to(app)
 relay.add_to(app)
 outbox.add_to(app)
-effects.add_to(app)
+idempotency.add_to(app)
 trim.add_to(app)
 archive.add_to(app)
 snapshot.add_to(app)

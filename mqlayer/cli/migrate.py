@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mqlayer.cli.addresses import settings_of_owner
-from mqlayer.cli.showing import say
+from mqlayer.cli.output import echo
 from mqlayer.postgres import migrations
 from mqlayer.postgres.migrations import SchemaName
 from mqlayer.settings import Settings
@@ -51,9 +51,9 @@ def migrate(
     settings = settings_of_owner()
     done = [step for name in chosen for step in migrations.migrate(_dsn(settings, name), schema=name, owner=owner)]
     for step in done:
-        say(f"{step.schema} {step.number:04d} {step.name}")
+        echo(f"{step.schema} {step.number:04d} {step.name}")
     if not done:
-        say("nothing to do")
+        echo("nothing to do")
 
 
 def _dsn(settings: Settings, schema: SchemaName) -> str:

@@ -8,20 +8,20 @@ from typing import Annotated
 
 import typer
 
-from mqlayer.changes import give_up_node
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.combinations import RuledCommand, excludes
-from mqlayer.cli.permission import check_change
-from mqlayer.cli.showing import JsonOption, say, show_rows
+from mqlayer.cli.option_rules import RuledCommand, excludes
+from mqlayer.cli.output import JsonOption, echo, show_rows
+from mqlayer.cli.permissions import check_change
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
 from mqlayer.redis.access import read_secret
-from mqlayer.redis.asking import ask_rights, shown_rights
-from mqlayer.redis.permissions import Duty
-from mqlayer.redis.rights import setuser_line, user_line
+from mqlayer.redis.acl import acl_file_line, setuser_command
+from mqlayer.redis.acl_check import RequiredAccess
 from mqlayer.redis.roles import RedisRole
+from mqlayer.redis.server_info import describe_access, read_access
+from mqlayer.routes import give_up_node
 from mqlayer.settings import Settings
 from mqlayer.topics import list_nodes, rearm_node, register_node, set_node_address
 
@@ -40,7 +40,7 @@ class Role(StrEnum):
     OPERATOR = "operator"
 
 
-class Server(StrEnum):
+class RedisRelease(StrEnum):
     """Servers whose rules differ."""
 
     SIX = "6.2"
@@ -72,7 +72,7 @@ def register(
             actor=actor(),
             unsafe=settings.allow_unsafe_redis,
         )
-    say(f"{node.name} is {node.address}")
+    echo(f"{node.name} is {node.address}")
 
 
 @nodes.command("list")
@@ -106,7 +106,7 @@ def rearm(
             actor=actor(),
             unsafe=settings.allow_unsafe_redis,
         )
-    say(f"{node.name} is armed; {count} assignments got a new epoch")
+    echo(f"{node.name} is armed; {count} assignments got a new epoch")
 
 
 @nodes.command(cls=RuledCommand)
@@ -121,7 +121,7 @@ def acl(
     password_file: Annotated[Path | None, typer.Option(help="The file that holds the password.")] = None,
     password_stdin: Annotated[bool, typer.Option("--password-stdin", help="Read the password from stdin.")] = False,
     acl_file: Annotated[bool, typer.Option("--acl-file", help="Print a line for an ACL file.")] = False,
-    redis: Annotated[Server, typer.Option(help="The oldest version that has to take it.")] = Server.SEVEN,
+    redis: Annotated[RedisRelease, typer.Option(help="The oldest version that has to take it.")] = RedisRelease.SEVEN,
     check: Annotated[bool, typer.Option("--check", help="Ask every node whether the user may do all that.")] = False,
 ) -> None:
     """Print the rules of a Redis user: what its processes need on a node, and nothing else.
@@ -138,9 +138,9 @@ def acl(
         password = typer.get_text_stream("stdin").readline().rstrip("\r\n")
         if not password:
             raise InvalidInput("there is no password on stdin")
-    form = user_line if acl_file else setuser_line
-    version = (6, 2, 0) if redis is Server.SIX else (7, 0, 0)
-    say(form(name, chosen, prefix=settings.key_prefix, password=password, version=version))
+    form = acl_file_line if acl_file else setuser_command
+    version = (6, 2, 0) if redis is RedisRelease.SIX else (7, 0, 0)
+    echo(form(name, chosen, prefix=settings.key_prefix, password=password, version=version))
 
 
 def _check(settings: Settings, roles: list[RedisRole], user: str) -> None:
@@ -150,9 +150,12 @@ def _check(settings: Settings, roles: list[RedisRole], user: str) -> None:
         found = list_nodes(database)
     for node in found:
         for role in roles:
-            rights = ask_rights(node, Duty(role, settings.key_prefix), user=user)
+            rights = read_access(node, RequiredAccess(role, settings.key_prefix), user=user)
             failed = failed or bool(rights.missing)
-            say(f"{node.name} ({node.address}), {role}: {shown_rights(rights, Duty(role, settings.key_prefix))}")
+            echo(
+                f"{node.name} ({node.address}), {role}: "
+                f"{describe_access(rights, RequiredAccess(role, settings.key_prefix))}"
+            )
     if failed:
         raise typer.Exit(1)
 
@@ -181,7 +184,7 @@ def set_(
             actor=actor(),
             unsafe=settings.allow_unsafe_redis,
         )
-    say(f"{node.name} is {node.address}; {count} assignments got a new epoch")
+    echo(f"{node.name} is {node.address}; {count} assignments got a new epoch")
 
 
 @nodes.command()
@@ -203,8 +206,8 @@ def lost(
             actor=actor(),
             unsafe=settings.allow_unsafe_redis,
         )
-    say(f"{len(loss.moved)} partitions moved, {len(loss.remade)} sealed ones made anew")
-    say(f"{loss.again} messages are sent again from the outbox; the fence knows those that were applied")
-    say(f"{loss.only_there} messages are in no outbox any more: what a group had not settled of them is lost")
+    echo(f"{len(loss.moved)} partitions moved, {len(loss.recreated)} sealed ones made anew")
+    echo(f"{loss.resent} messages are sent again from the outbox; the fence knows those that were applied")
+    echo(f"{loss.only_on_node} messages are in no outbox any more: what a group had not settled of them is lost")
     if loss.direct:
-        say("direct producers published: what groups had not settled of their messages there is lost")
+        echo("direct producers published: what groups had not settled of their messages there is lost")

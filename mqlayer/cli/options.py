@@ -14,7 +14,7 @@ PlanOption = Annotated[bool, typer.Option("--plan", help="Print what --apply wou
 ApplyOption = Annotated[bool, typer.Option("--apply", help="Print the plan, and do it.")]
 
 
-def time_given(text: str | None) -> datetime | None:
+def parse_time_option(text: str | None) -> datetime | None:
     """Return the time that an option names, None where it is not given. Raises InvalidInput."""
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""`outbox`: rows set aside, and rotation."""
+"""`outbox`: rows quarantined, and rotation."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.permission import check_change
-from mqlayer.cli.showing import JsonOption, say, show_rows
+from mqlayer.cli.output import JsonOption, echo, show_rows
+from mqlayer.cli.permissions import check_change
 from mqlayer.errors import NotFound
 from mqlayer.outbox import (
     adopt,
     cancel_delayed,
-    discard_aside,
-    list_aside,
+    discard_quarantined,
     list_delayed,
+    list_quarantined,
     renew,
-    retry_aside,
+    retry_quarantined,
     rotate,
 )
 from mqlayer.postgres.database import Database
@@ -29,12 +29,12 @@ from mqlayer.relay import recover_now
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 outbox = typer.Typer(
-    no_args_is_help=True, help="The outbox of MQLAYER_APP_DSN: rows set aside, delayed messages, rotation."
+    no_args_is_help=True, help="The outbox of MQLAYER_APP_DSN: rows quarantined, delayed messages, rotation."
 )
-aside = typer.Typer(
+quarantine = typer.Typer(
     no_args_is_help=True, help="Rows that can never be sent: held, or passed over in best_effort topics."
 )
-outbox.add_typer(aside, name="aside")
+outbox.add_typer(quarantine, name="quarantine")
 delayed = typer.Typer(no_args_is_help=True, help="Messages that wait for their time.")
 outbox.add_typer(delayed, name="delayed")
 
@@ -44,14 +44,16 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(outbox, name="outbox")
 
 
-@aside.command("list")
+@quarantine.command("list")
 def list_(as_json: JsonOption = False) -> None:
-    """List the rows set aside, with the reason of each."""
+    """List the rows quarantined, with the reason of each."""
     with _application() as database:
-        show_rows((asdict(row) for row in list_aside(database)), as_json=as_json, nothing="nothing is set aside")
+        show_rows(
+            (asdict(row) for row in list_quarantined(database)), as_json=as_json, nothing="nothing is quarantined"
+        )
 
 
-@aside.command()
+@quarantine.command()
 def retry(
     topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None,
     lp: Annotated[int | None, typer.Argument(min=0, max=1023, help="Only this LP of it.")] = None,
@@ -59,15 +61,15 @@ def retry(
     """Let relays try again; what was passed over is published anew, at the end. A row that is as it was stays."""
     with _application() as database:
         check_change(database, schema="application")
-        chosen = retry_aside(database, topic=topic, lp=lp)
+        chosen = retry_quarantined(database, topic=topic, lp=lp)
     for row in chosen:
         done = f"tried again from seq {row.seq}" if row.number is None else f"row {row.number} is published anew"
-        say(f"topic {row.topic or row.topic_id}, LP {row.lp}: {done}")
+        echo(f"topic {row.topic or row.topic_id}, LP {row.lp}: {done}")
     if not chosen:
-        say("nothing is set aside")
+        echo("nothing is quarantined")
 
 
-@aside.command()
+@quarantine.command()
 def discard(
     number: Annotated[int, typer.Argument(help="The row's number, as the list has it.")], yes: YesOption = False
 ) -> None:
@@ -75,8 +77,8 @@ def discard(
     _confirm("Remove the message?", yes=yes)
     with _application() as database:
         check_change(database, schema="application")
-        discard_aside(database, number)
-    say(f"row {number} is discarded")
+        discard_quarantined(database, number)
+    echo(f"row {number} is discarded")
 
 
 @delayed.command("list")
@@ -98,7 +100,7 @@ def cancel(delayed_id: Annotated[int, typer.Argument(help="Its number, as publis
         gone = cancel_delayed(connection, delayed_id)
     if not gone:
         raise NotFound("delayed message", delayed_id, "it was published or cancelled before")
-    say(f"{delayed_id} is cancelled")
+    echo(f"{delayed_id} is cancelled")
 
 
 @outbox.command("rotate")
@@ -107,7 +109,7 @@ def rotate_() -> None:
     with _application() as database:
         check_change(database, Right.WORK, schema="application")
         for slot, answer in rotate(database).items():
-            say(f"slot {slot}: {answer}")
+            echo(f"slot {slot}: {answer}")
 
 
 @outbox.command("recover")
@@ -116,7 +118,7 @@ def recover_(
         bool, typer.Option("--unproven", help="Go on without nodes that are away: what is there is sent again.")
     ] = False,
     anew: Annotated[
-        bool, typer.Option("--anew", help="Also where only nodes say that it goes on on another server: it does not.")
+        bool, typer.Option("--anew", help="Also where only nodes echo that it goes on on another server: it does not.")
     ] = False,
 ) -> None:
     """Let an outbox go on whose Postgres lost commits. Relays do this by themselves, unless a node is away."""
@@ -125,14 +127,14 @@ def recover_(
         check_change(application, Right.RELAY, Right.WORK, schema="application")
         recovered = recover_now(application, control, settings, unproven=unproven, anew=anew, actor=actor())
     if recovered is None:
-        say("nothing to do: the outbox is on the timeline that its relays know")
+        echo("nothing to do: the outbox is on the timeline that its relays know")
         return
-    say(f"a new source from the next relay on; {recovered.waiting} messages wait for it")
+    echo(f"a new source from the next relay on; {recovered.waiting} messages wait for it")
     if recovered.count:
-        say(f"{recovered.count} messages in Redis are in no commit, or can't be proven: see the audit")
-    if recovered.gone:
-        say(f"{recovered.gone_count} messages that nodes lost are not in the outbox any more; their LPs wait:")
-        say("mqlayer outbox aside list names these, once a relay runs; see docs/how-to/fail-over-postgres.md")
+        echo(f"{recovered.count} messages in Redis are in no commit, or can't be proven: see the audit")
+    if recovered.missing:
+        echo(f"{recovered.missing_count} messages that nodes lost are not in the outbox any more; their LPs wait:")
+        echo("mqlayer outbox quarantine list names these, once a relay runs; see docs/how-to/fail-over-postgres.md")
 
 
 @outbox.command("adopt")
@@ -141,7 +143,7 @@ def adopt_(yes: YesOption = False) -> None:
     _confirm("The original database is gone for good?", yes=yes)
     with _application() as database:
         check_change(database, schema="application")
-        say(f"a new source from the next relay on; {adopt(database)} messages wait for it")
+        echo(f"a new source from the next relay on; {adopt(database)} messages wait for it")
 
 
 @outbox.command("renew")
@@ -151,7 +153,7 @@ def renew_(yes: YesOption = False) -> None:
     with _application() as database:
         check_change(database, schema="application")
         renew(database)
-    say("the outbox is empty, with an identity of its own")
+    echo("the outbox is empty, with an identity of its own")
 
 
 def _confirm(question: str, *, yes: bool) -> None:

@@ -8,25 +8,32 @@ import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.combinations import RuledCommand, excludes, needs
-from mqlayer.cli.messages import LimitOption, MessageOption, RawOption, ReasonOption, identity_given, show_message
-from mqlayer.cli.options import TopicArgument, time_given
-from mqlayer.cli.permission import check_change
-from mqlayer.cli.showing import JsonOption, counted, say, show_rows, shown_age, shown_key
-from mqlayer.cli.standings import failure_facts, failure_row
+from mqlayer.cli.message_output import (
+    LimitOption,
+    MessageOption,
+    RawOption,
+    ReasonOption,
+    parse_identity_option,
+    show_message,
+)
+from mqlayer.cli.option_rules import RuledCommand, excludes, needs
+from mqlayer.cli.options import TopicArgument, parse_time_option
+from mqlayer.cli.output import JsonOption, echo, format_age, format_key, pluralize, show_rows
+from mqlayer.cli.permissions import check_change
+from mqlayer.cli.rows import failure_facts, failure_row
 from mqlayer.errors import InvalidInput, NotFound
-from mqlayer.failures import (
+from mqlayer.postgres.database import Database
+from mqlayer.redelivery import (
     ParkedFilter,
     ParkedKey,
     discard_parked,
     failure_counts,
     parked_keys,
-    parked_line,
+    parked_messages,
     release_all,
     release_parked,
     show_parked,
 )
-from mqlayer.postgres.database import Database
 
 GroupArgument = Annotated[str, typer.Argument(help="The group's name.")]
 KeyArgument = Annotated[str | None, typer.Argument(help="The message key; or name a message.")]
@@ -54,12 +61,12 @@ def list_(
     as_json: JsonOption = False,
 ) -> None:
     """List parked keys: how many messages wait in each, why, since when, and when its head is tried next."""
-    wanted = ParkedFilter(topic, group, key, cause, error, time_given(since), time_given(until), waiting)
+    wanted = ParkedFilter(topic, group, key, cause, error, parse_time_option(since), parse_time_option(until), waiting)
     with Database(settings_here().control_dsn()) as database:
         found = parked_keys(database, wanted, after=after, limit=limit)
     show_rows(map(_facts if as_json else _row, found), as_json=as_json, nothing="nothing is parked")
     if len(found) == limit and not as_json:
-        say(f"there may be more: --after {found[-1].place}")
+        echo(f"there may be more: --after {found[-1].cursor}")
 
 
 @parked.command()
@@ -91,7 +98,7 @@ def show(
     """Show what waits in a parked key, in its order; or one message of it, with its body and every attempt."""
     with Database(settings_here().control_dsn()) as database:
         if message is not None:
-            found = show_parked(database, topic, group, identity_given(message))
+            found = show_parked(database, topic, group, parse_identity_option(message))
             show_message(found, as_json=as_json, raw=raw)
             return
         if key is None:
@@ -99,7 +106,7 @@ def show(
         keys = parked_keys(database, ParkedFilter(topic, group, key), limit=1)
         if not keys:
             raise NotFound("parked key", f"{topic}/{group}/{key}", f"see those that are: mqlayer parked list {topic}")
-        line = parked_line(database, keys[0], limit=limit)
+        line = parked_messages(database, keys[0], limit=limit)
     rows = [
         {
             "message": str(one.identity),
@@ -116,10 +123,10 @@ def show(
         show_rows([_facts(keys[0]) | {"line": rows}], as_json=True, nothing="")
         return
     for name, value in _row(keys[0]).items():
-        say(f"{name.replace('_', ' ')}: {value}")
+        echo(f"{name.replace('_', ' ')}: {value}")
     show_rows(rows, as_json=False, nothing="nothing waits in it: its owner ends that by itself")
     if keys[0].messages > len(rows):
-        say(f"and {counted(keys[0].messages - len(rows), 'message')} more")
+        echo(f"and {pluralize(keys[0].messages - len(rows), 'message')} more")
 
 
 @parked.command(cls=RuledCommand)
@@ -139,10 +146,10 @@ def release(
         check_change(database)
         if every:
             count = release_all(database, topic, group, cause=cause, actor=actor())
-            say(f"{counted(count, 'parked key')} of group {group} of topic {topic} will be tried now")
+            echo(f"{pluralize(count, 'parked key')} of group {group} of topic {topic} will be tried now")
             return
-        release_parked(database, topic, group, key=key, message=identity_given(message), actor=actor())
-    say(f"{_named(key, message)} will be tried now")
+        release_parked(database, topic, group, key=key, message=parse_identity_option(message), actor=actor())
+    echo(f"{_named(key, message)} will be tried now")
 
 
 @parked.command(cls=RuledCommand)
@@ -159,20 +166,27 @@ def discard(
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         count = discard_parked(
-            database, topic, group, key=key, message=identity_given(message), head=head, reason=reason, actor=actor()
+            database,
+            topic,
+            group,
+            key=key,
+            message=parse_identity_option(message),
+            head=head,
+            reason=reason,
+            actor=actor(),
         )
-    say(f"{counted(count, 'message')} of {_named(key, message)} discarded: see mqlayer dead list {topic} {group}")
+    echo(f"{pluralize(count, 'message')} of {_named(key, message)} discarded: see mqlayer dead list {topic} {group}")
 
 
 def _named(key: str | None, message: str | None) -> str:
-    return f"the key of message {message}" if key is None else f"key {shown_key(key)}"
+    return f"the key of message {message}" if key is None else f"key {format_key(key)}"
 
 
 def _row(one: ParkedKey) -> dict[str, Any]:
     return {
         "topic": one.topic,
         "group": one.group,
-        "key": shown_key(one.key),
+        "key": format_key(one.key),
         "messages": one.messages,
         "bytes": one.bytes,
         "head": one.head and str(one.head),
@@ -186,7 +200,7 @@ def _row(one: ParkedKey) -> dict[str, Any]:
 def _due(one: ParkedKey) -> str:
     if one.due_in_s is None:
         return "when released"
-    return f"in {shown_age(one.due_in_s)}" if one.due_in_s > 0 else "now"
+    return f"in {format_age(one.due_in_s)}" if one.due_in_s > 0 else "now"
 
 
 def _facts(one: ParkedKey) -> dict[str, Any]:
@@ -204,5 +218,5 @@ def _facts(one: ParkedKey) -> dict[str, Any]:
         "parked_at": one.parked_at.isoformat(),
         "due_at": one.due_at and one.due_at.isoformat(),
         "due_in_s": one.due_in_s,
-        "place": one.place,
+        "position": one.cursor,
     }

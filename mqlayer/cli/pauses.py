@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mqlayer.cli.showing import counted, say
+from mqlayer.cli.output import echo, pluralize
 
 PartitionOption = Annotated[
     list[int] | None, typer.Option("--partition", help="Only this partition; may be said several times.")
@@ -17,13 +17,13 @@ WaitOption = Annotated[
 ]
 
 
-def say_partitions(wanted: Sequence[int], changed: Sequence[int], done: str, already: str) -> None:
+def print_partitions(wanted: Sequence[int], changed: Sequence[int], done: str, already: str) -> None:
     """Say of each partition what became of it."""
     for partition in wanted:
-        say(f"partition {partition} {done if partition in changed else already}")
+        echo(f"partition {partition} {done if partition in changed else already}")
 
 
-def say_under_way(left: int) -> None:
+def print_running(left: int) -> None:
     """Say whether something of what was paused still runs."""
     if left:
-        say(f"what runs in {counted(left, 'partition')} is being finished: --wait S waits for that", err=True)
+        echo(f"what runs in {pluralize(left, 'partition')} is being finished: --wait S waits for that", err=True)

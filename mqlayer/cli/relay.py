@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.showing import say
+from mqlayer.cli.output import echo
 from mqlayer.health import health_endpoint
 from mqlayer.relay import Relay, relay_once
 
@@ -27,7 +27,7 @@ def relay(
     """Move the outbox's messages to the partitions until SIGTERM or SIGINT. Any number may run side by side."""
     settings = settings_here()
     if once:
-        say(f"{relay_once(settings)} messages relayed")
+        echo(f"{relay_once(settings)} messages relayed")
         return
     running = Relay(settings)
     for number in (signal.SIGTERM, signal.SIGINT):

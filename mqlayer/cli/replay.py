@@ -9,14 +9,15 @@ import typer
 
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.combinations import RuledCommand, excludes
-from mqlayer.cli.giving import BackgroundOption, KeyOption, RateOption, last_columns, tell_end, work_here
-from mqlayer.cli.messages import LimitOption, identity_given
-from mqlayer.cli.options import TopicArgument, time_given
-from mqlayer.cli.permission import check_change
-from mqlayer.cli.showing import JsonOption, counted, say, show_rows
+from mqlayer.cli.message_output import LimitOption, parse_identity_option
+from mqlayer.cli.option_rules import RuledCommand, excludes
+from mqlayer.cli.options import TopicArgument, parse_time_option
+from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
+from mqlayer.cli.permissions import check_change
+from mqlayer.cli.redelivery import BackgroundOption, KeyOption, RateOption, common_columns, print_result, work_here
 from mqlayer.errors import InvalidInput
-from mqlayer.failures import (
+from mqlayer.postgres.database import Database
+from mqlayer.redelivery import (
     Replay,
     ReplayFilter,
     cancel_replay,
@@ -29,8 +30,7 @@ from mqlayer.failures import (
     start_replay,
     work_on_replay,
 )
-from mqlayer.failures.replaying import Newer
-from mqlayer.postgres.database import Database
+from mqlayer.redelivery.replay import Newer
 
 IdArgument = Annotated[int, typer.Argument(metavar="ID", help="The replay's id.")]
 
@@ -71,13 +71,13 @@ def start(
 ) -> None:
     """Give a group again what it has come past and the archive holds, each key's messages in their order."""
     settings = settings_here()
-    wanted = ReplayFilter(key, tag, time_given(since), time_given(until), snapshot)
+    wanted = ReplayFilter(key, tag, parse_time_option(since), parse_time_option(until), snapshot)
     if (wanted == ReplayFilter()) != every:
         raise InvalidInput("say which: --key, --tag, --since, --until, --snapshot; or --all of them")
     with Database(settings.control_dsn()) as database:
         if plan:
             found = count_archived(database, topic, group, wanted)
-            say(f"{counted(found, 'record')} of the archive; nothing was done")
+            echo(f"{pluralize(found, 'record')} of the archive; nothing was done")
             return
         check_change(database)
         worker = new_worker()
@@ -94,9 +94,9 @@ def start(
             unsafe=settings.allow_unsafe_redis,
         )
         if background:
-            say(f"replay {started} is left to the worker: see mqlayer replay show {started}")
+            echo(f"replay {started} is left to the worker: see mqlayer replay show {started}")
             return
-        say(f"replay {started}; if it is cut off: mqlayer replay resume {started}", err=True)
+        echo(f"replay {started}; if it is cut off: mqlayer replay resume {started}", err=True)
         _finish(database, started, worker, as_json=as_json)
 
 
@@ -133,7 +133,7 @@ def show(replay_id: IdArgument, as_json: JsonOption = False) -> None:
         show_rows([_row(found)], as_json=True, nothing="")
         return
     for name, value in _row(found).items():
-        say(f"{name.replace('_', ' ')}: {'' if value is None else value}")
+        echo(f"{name.replace('_', ' ')}: {'' if value is None else value}")
 
 
 @replay.command()
@@ -145,7 +145,7 @@ def results(
 ) -> None:
     """Say which messages a replay did not give: already (it waits), dead, ahead (the group comes to it by itself)."""
     with Database(settings_here().control_dsn()) as database:
-        behind = None if after is None else identity_given(after)
+        behind = None if after is None else parse_identity_option(after)
         found = replay_results(database, replay_id, after=behind, limit=limit)
     rows = (
         {"message": str(one.identity), "result": one.result, "at": one.at.isoformat(timespec="milliseconds")}
@@ -153,7 +153,7 @@ def results(
     )
     show_rows(rows, as_json=as_json, nothing="no message behind that")
     if len(found) == limit and not as_json:
-        say(f"there may be more: --after {found[-1].identity}")
+        echo(f"there may be more: --after {found[-1].identity}")
 
 
 @replay.command()
@@ -162,19 +162,19 @@ def cancel(replay_id: IdArgument) -> None:
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         found = cancel_replay(database, replay_id, actor=actor())
-    say(f"{found.kind} {replay_id} is cancelled: {_counts(found)}")
+    echo(f"{found.kind} {replay_id} is cancelled: {_counts(found)}")
 
 
 def _finish(database: Database, replay_id: int, worker: str, *, as_json: bool) -> None:
     work = partial(work_on_replay, database, replay_id, worker=worker)
     done = work_here(work, cancel=f"mqlayer replay cancel {replay_id}")
     see = f"mqlayer replay results {replay_id}"
-    tell_end(done, f"{done.kind} {replay_id}", _row(done), _counts(done), as_json=as_json, see=see)
+    print_result(done, f"{done.kind} {replay_id}", _row(done), _counts(done), as_json=as_json, see=see)
 
 
 def _counts(found: Replay) -> str:
     others = ", ".join(f"{count} {word}" for word, count in sorted(found.results.items()) if word != "sent" and count)
-    return f"{counted(found.sent, 'message')} given" + (f", {others}" if others else "")
+    return f"{pluralize(found.sent, 'message')} given" + (f", {others}" if others else "")
 
 
 def _row(one: Replay) -> dict[str, Any]:
@@ -190,5 +190,5 @@ def _row(one: Replay) -> dict[str, Any]:
         "upto_batch": one.upto_batch,
         "per_s": one.per_s,
         "newer": one.newer,
-        **last_columns(one),
+        **common_columns(one),
     }

@@ -10,8 +10,8 @@ import typer
 from psycopg.sql import Composed
 
 from mqlayer.cli.addresses import settings_here, settings_of_owner
-from mqlayer.cli.combinations import RuledCommand, excludes
-from mqlayer.cli.showing import say
+from mqlayer.cli.option_rules import RuledCommand, excludes
+from mqlayer.cli.output import echo
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres import rights
 from mqlayer.postgres.rights import Right, SchemaName
@@ -47,14 +47,14 @@ def grant(
     """Give a role a right in both schemas, each in its database. See docs/how-to/grant-rights.md for the rights."""
     scopes = rights.scopes_of(right, topics, groups)
     if sql:
-        _print({schema: rights.given(schema, role, right, scopes) for schema in SCHEMAS})
+        _print({schema: rights.grant_statements(schema, role, right, scopes) for schema in SCHEMAS})
         return
     settings = settings_of_owner()
     for schema in SCHEMAS:
         if password_file is not None:
             rights.ensure_login(_dsn(settings, schema), role, _password(password_file))
-        rights.give(_dsn(settings, schema), schema, role, right, scopes)
-    say(f"{role} may {_shown(right, scopes)}")
+        rights.grant(_dsn(settings, schema), schema, role, right, scopes)
+    echo(f"{role} may {_format(right, scopes)}")
 
 
 def revoke(
@@ -67,12 +67,12 @@ def revoke(
     """Take a right of a role back: all of it, or only these topics or groups. What its other rights need stays."""
     scopes = rights.scopes_of(right, topics, groups)
     if sql:
-        _print({schema: rights.taken(schema, role, right, scopes) for schema in SCHEMAS})
+        _print({schema: rights.revoke_statements(schema, role, right, scopes) for schema in SCHEMAS})
         return
     settings = settings_of_owner()
     for schema in SCHEMAS:
-        rights.take(_dsn(settings, schema), schema, role, right, scopes)
-    say(f"{role} may no longer {_shown(right, scopes)}")
+        rights.revoke(_dsn(settings, schema), schema, role, right, scopes)
+    echo(f"{role} may no longer {_format(right, scopes)}")
 
 
 def grants() -> None:
@@ -81,10 +81,10 @@ def grants() -> None:
     for one in sorted(
         {found for schema in SCHEMAS for found in rights.grants(_dsn(settings, schema), schema)}, key=str
     ):
-        say(f"{one.role}  {one.right}  {one.scope or 'all'}")
+        echo(f"{one.role}  {one.right}  {one.scope or 'all'}")
 
 
-def _shown(right: Right, scopes: tuple[str, ...]) -> str:
+def _format(right: Right, scopes: tuple[str, ...]) -> str:
     return " ".join((right, ", ".join(scope for scope in scopes if scope))).strip()
 
 
@@ -101,10 +101,10 @@ def _password(path: Path) -> str:
 def _print(statements: Mapping[SchemaName, list[Composed]]) -> None:
     """Print a transaction for each schema: a right is never gone for a moment while another needs a part of it."""
     for schema, of_schema in statements.items():
-        say(f"-- In the database of the {schema} schema:\nBEGIN;\nSET LOCAL client_encoding = 'UTF8';", lines=True)
+        echo(f"-- In the database of the {schema} schema:\nBEGIN;\nSET LOCAL client_encoding = 'UTF8';", lines=True)
         for statement in of_schema:
-            say(f"{statement.as_string(None)};")
-        say("COMMIT;")
+            echo(f"{statement.as_string(None)};")
+        echo("COMMIT;")
 
 
 def _dsn(settings: Settings, schema: SchemaName) -> str:

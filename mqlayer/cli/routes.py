@@ -10,10 +10,21 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from mqlayer.changes import (
-    Change,
-    Plan,
-    RouteLine,
+from mqlayer.cli.actor import actor
+from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.drain_watch import watch_draining
+from mqlayer.cli.option_rules import RuledCommand, excludes, needs
+from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument
+from mqlayer.cli.output import JsonOption, echo, show_rows
+from mqlayer.cli.permissions import check_change
+from mqlayer.domain.routing import LP_COUNT, NodeId
+from mqlayer.errors import InvalidInput
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.rights import Right
+from mqlayer.routes import (
+    ChangePlan,
+    RouteChange,
+    RouteRange,
     SplitReport,
     apply_change,
     drop_change,
@@ -26,20 +37,9 @@ from mqlayer.changes import (
     read_split_report,
     reopen_forgotten,
     route_history,
-    route_lines,
+    route_ranges,
 )
-from mqlayer.cli.actor import actor
-from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.combinations import RuledCommand, excludes, needs
-from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument
-from mqlayer.cli.permission import check_change
-from mqlayer.cli.showing import JsonOption, say, show_rows
-from mqlayer.cli.watching import watch_draining
-from mqlayer.domain.routing import LP_COUNT, NodeId
-from mqlayer.errors import InvalidInput
-from mqlayer.postgres.database import Database
-from mqlayer.postgres.rights import Right
-from mqlayer.routes.cache import load_nodes, load_route
+from mqlayer.runtime.route_cache import load_nodes, load_route
 from mqlayer.settings import Settings
 
 STRIP: Final = 32
@@ -51,7 +51,7 @@ TimeoutOption = Annotated[float | None, typer.Option(min=0, help="Watch for so m
 VersionOption = Annotated[int | None, typer.Option(min=1, help="Refuse unless the route is at this version.")]
 NodeOption = Annotated[str | None, typer.Option("--to", metavar="NODE", help="The node of the new partition.")]
 
-AwayOption = Annotated[bool, typer.Option(help="Go on where a node does not answer; it seals when it is back.")]
+UnreachableOption = Annotated[bool, typer.Option(help="Go on where a node does not answer; it seals when it is back.")]
 LossOption = Annotated[bool, typer.Option(help="Also where direct producers are then told of a loss.")]
 
 routes = typer.Typer(no_args_is_help=True, help="Routes: split, merge and move partitions while messages flow.")
@@ -63,7 +63,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ChangeOptions:
     """What to do with a plan: print it (the default), apply it, or apply it and watch the groups drain."""
 
     apply: bool
@@ -103,15 +103,15 @@ def split(
     timeout: TimeoutOption = None,
 ) -> None:
     """Split a partition at LPs, where its load is halved, or where a report says, which may split several."""
-    wish = Wish(apply, watch, timeout, if_version)
+    options = ChangeOptions(apply, watch, timeout, if_version)
     if from_report is not None:
-        _split_by_report(topic, partition, read_split_report(from_report), to or (), wish)
+        _split_by_report(topic, partition, read_split_report(from_report), to or (), options)
         return
     if partition is None:
         raise InvalidInput(f"name the partition to split (mqlayer route show {topic}), or a report: --from-report FILE")
     chosen = partition
 
-    def planned(database: Database, settings: Settings) -> Plan:
+    def planned(database: Database, settings: Settings) -> ChangePlan:
         return planned_split(
             database,
             topic,
@@ -124,7 +124,7 @@ def split(
             unsafe=settings.allow_unsafe_redis,
         )
 
-    _change(topic, planned, wish)
+    _change(topic, planned, options)
 
 
 @routes.command(cls=RuledCommand)
@@ -145,7 +145,7 @@ def merge(
     _change(
         topic,
         lambda database, _: planned_merge(database, topic, partitions, to=to, if_version=if_version),
-        Wish(apply, watch, timeout, if_version),
+        ChangeOptions(apply, watch, timeout, if_version),
     )
 
 
@@ -153,12 +153,12 @@ def merge(
 @excludes("--plan", "--apply", why="--plan changes nothing, --apply does it")
 @needs("--watch", "--apply", why="to watch what was applied before: mqlayer route watch TOPIC")
 @needs("--timeout", "--watch", why="it ends the watching")
-@needs("--accept-loss", "--away", why="nothing is lost while the node answers")
+@needs("--accept-loss", "--unreachable", why="nothing is lost while the node answers")
 def move(
     topic: TopicArgument,
     partition: PartitionArgument,
     to: NodeOption = None,
-    away: AwayOption = False,
+    unreachable: UnreachableOption = False,
     accept_loss: LossOption = False,
     if_version: VersionOption = None,
     _plan: PlanOption = False,
@@ -168,12 +168,12 @@ def move(
 ) -> None:
     """Move a partition to the node named, or to the other one that has the fewest."""
 
-    def planned(database: Database, _: Settings) -> Plan:
+    def planned(database: Database, _: Settings) -> ChangePlan:
         return planned_move(
-            database, topic, partition, to=to, away=away, accept_loss=accept_loss, if_version=if_version
+            database, topic, partition, to=to, unreachable=unreachable, accept_loss=accept_loss, if_version=if_version
         )
 
-    _change(topic, planned, Wish(apply, watch, timeout, if_version))
+    _change(topic, planned, ChangeOptions(apply, watch, timeout, if_version))
 
 
 @routes.command()
@@ -184,7 +184,7 @@ def show(
 ) -> None:
     """Show a route: which partition on which node serves which LPs, what state it is in, and what it came from."""
     with Database(settings_here().control_dsn()) as database:
-        lines = route_lines(database, topic, version)
+        lines = route_ranges(database, topic, version)
     rows = (asdict(line) for line in lines) if as_json else map(_drawn, lines)
     show_rows(rows, as_json=as_json, nothing="")
 
@@ -194,7 +194,7 @@ def history(topic: TopicArgument, as_json: JsonOption = False) -> None:
     """List a topic's route changes: who made them, and how many milliseconds each step took."""
     with Database(settings_here().control_dsn()) as database:
         found = route_history(database, topic)
-    rows = (_told(change, as_json=as_json) for change in found)
+    rows = (_json(change, as_json=as_json) for change in found)
     show_rows(rows, as_json=as_json, nothing=f"version 1 of topic {topic} was never changed")
 
 
@@ -208,10 +208,10 @@ def watch_(topic: TopicArgument, timeout: TimeoutOption = None) -> None:
 
 
 @routes.command(cls=RuledCommand)
-@needs("--accept-loss", "--away", why="nothing is lost while the nodes answer")
+@needs("--accept-loss", "--unreachable", why="nothing is lost while the nodes answer")
 def repair(
     topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None,
-    away: AwayOption = False,
+    unreachable: UnreachableOption = False,
     accept_loss: LossOption = False,
 ) -> None:
     """Finish what unfinished changes left; exit code 1 if one has to wait. The worker does it by itself."""
@@ -225,16 +225,16 @@ def repair(
             prefix=settings.key_prefix,
             topic=topic,
             application=application,
-            away=away,
+            unreachable=unreachable,
             accept_loss=accept_loss,
             unsafe=settings.allow_unsafe_redis,
         )
     waiting = {change: word for change, word in came_to.items() if word not in ("done", "dropped")}
     for change, word in came_to.items():
-        say(f"change {change} waits: {word}" if change in waiting else f"change {change} is {word}",
+        echo(f"change {change} waits: {word}" if change in waiting else f"change {change} is {word}",
                    err=change in waiting)  # fmt: skip
     if not came_to:
-        say("no change is open")
+        echo("no change is open")
     if waiting:
         raise typer.Exit(1)
 
@@ -253,12 +253,12 @@ def reopen(
         done = reopen_forgotten(
             database, topic, prefix=settings.key_prefix, actor=actor(), unsafe=settings.allow_unsafe_redis
         )
-    for partition, count in done.buried.items():
-        say(f"partition {partition}, which Postgres does not know, is buried; it had had {count} messages")
+    for partition, count in done.deleted.items():
+        echo(f"partition {partition}, which Postgres does not know, is deleted; it had had {count} messages")
     for partition in done.opened:
-        say(f"partition {partition} is open again")
+        echo(f"partition {partition} is open again")
     if not done.opened:
-        say("nothing is sealed for a change that is not known")
+        echo("nothing is sealed for a change that is not known")
 
 
 @routes.command()
@@ -268,17 +268,17 @@ def drop(topic: TopicArgument) -> None:
         check_change(database)
         load_route(database, topic)
         change = drop_change(database, topic, actor=actor())
-    say(f"change {change} is dropped; the route is as before")
+    echo(f"change {change} is dropped; the route is as before")
 
 
-def _change(topic: str, planned: Callable[[Database, Settings], Plan], wish: Wish) -> None:
+def _change(topic: str, planned: Callable[[Database, Settings], ChangePlan], options: ChangeOptions) -> None:
     """Plan, print, and apply that very plan where that is wished."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
-        if wish.apply:
+        if options.apply:
             check_change(database)
         # Finishing an earlier change makes another version than the one that was asked for.
-        if wish.apply and wish.if_version is None:
+        if options.apply and options.if_version is None:
             finish_earlier(
                 database,
                 topic,
@@ -288,47 +288,49 @@ def _change(topic: str, planned: Callable[[Database, Settings], Plan], wish: Wis
             )
         plan = planned(database, settings)
         _show_plans(database, [plan])
-        if not wish.apply:
-            say("nothing was changed; --apply does this")
+        if not options.apply:
+            echo("nothing was changed; --apply does this")
             return
         _apply(database, application, settings, plan)
-        if wish.watch:
-            watch_draining(database, settings, topic, wish.timeout_s)
+        if options.watch:
+            watch_draining(database, settings, topic, options.timeout_s)
 
 
-def _split_by_report(topic: str, partition: int | None, report: SplitReport, to: Sequence[str], wish: Wish) -> None:
+def _split_by_report(
+    topic: str, partition: int | None, report: SplitReport, to: Sequence[str], options: ChangeOptions
+) -> None:
     """Plan, print, and apply the splits of a report one after the other: each makes a version."""
     settings = settings_here()
-    if wish.if_version not in {None, report.version}:
-        raise InvalidInput(f"--if-version {wish.if_version}, but the report is of route version {report.version}")
+    if options.if_version not in {None, report.version}:
+        raise InvalidInput(f"--if-version {options.if_version}, but the report is of route version {report.version}")
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
-        if wish.apply:
+        if options.apply:
             check_change(database)
 
-        def planned(done: int) -> list[Plan]:
+        def planned(done: int) -> list[ChangePlan]:
             return planned_splits(
                 database, topic, report, prefix=settings.key_prefix, partition=partition, to=to, done=done
             )
 
         plans = planned(0)
         _show_plans(database, plans)
-        if not wish.apply:
-            say("nothing was changed; --apply does this")
+        if not options.apply:
+            echo("nothing was changed; --apply does this")
             return
         for done in range(len(plans)):
             _apply(database, application, settings, planned(done)[0])
-        if wish.watch:
-            watch_draining(database, settings, topic, wish.timeout_s)
+        if options.watch:
+            watch_draining(database, settings, topic, options.timeout_s)
 
 
-def _show_plans(database: Database, plans: Iterable[Plan]) -> None:
+def _show_plans(database: Database, plans: Iterable[ChangePlan]) -> None:
     names = {node.node_id: node.name for node in load_nodes(database)}
     for plan in plans:
         for line in _plan_lines(plan, names):
-            say(line)
+            echo(line)
 
 
-def _apply(database: Database, application: Database, settings: Settings, plan: Plan) -> None:
+def _apply(database: Database, application: Database, settings: Settings, plan: ChangePlan) -> None:
     route = apply_change(
         database,
         plan,
@@ -337,11 +339,11 @@ def _apply(database: Database, application: Database, settings: Settings, plan: 
         actor=actor(),
         unsafe=settings.allow_unsafe_redis,
     )
-    say(f"route version {route.version} of topic {plan.topic} is in force")
+    echo(f"route version {route.version} of topic {plan.topic} is in force")
 
 
-def _plan_lines(plan: Plan, names: dict[NodeId, str]) -> Iterable[str]:
-    without = ", without the parent's node where it does not answer" if plan.mode == "away" else ""
+def _plan_lines(plan: ChangePlan, names: dict[NodeId, str]) -> Iterable[str]:
+    without = ", without the parent's node where it does not answer" if plan.mode == "unreachable" else ""
     yield f"{plan.kind} of topic {plan.topic}: route version {plan.base} -> {plan.version}{without}"
     for parent in plan.parents:
         yield f"  ends partition {parent.partition}: LPs [{parent.lp_from}, {parent.lp_to}) on {names[parent.node]}"
@@ -349,7 +351,7 @@ def _plan_lines(plan: Plan, names: dict[NodeId, str]) -> Iterable[str]:
         yield f"  makes a partition: LPs [{made.lp_from}, {made.lp_to}) on {names[made.node]}"
 
 
-def _drawn(line: RouteLine) -> dict[str, Any]:
+def _drawn(line: RouteRange) -> dict[str, Any]:
     cells = range(0, LP_COUNT, LP_COUNT // STRIP)
     strip = "".join("#" if line.lp_from < at + LP_COUNT // STRIP and at < line.lp_to else "." for at in cells)
     return {
@@ -363,7 +365,7 @@ def _drawn(line: RouteLine) -> dict[str, Any]:
     }
 
 
-def _told(change: Change, *, as_json: bool) -> dict[str, Any]:
+def _json(change: RouteChange, *, as_json: bool) -> dict[str, Any]:
     parents, successors = list(change.parents), list(change.successors)
     moved: dict[str, Any] = (
         {"parents": parents, "successors": successors}

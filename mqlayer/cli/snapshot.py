@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from mqlayer.archiving import create_snapshot, drop_snapshot, find_snapshot, list_snapshots, verify_snapshot
-from mqlayer.archiving.exporting import export_snapshot
+from mqlayer.archive import create_snapshot, drop_snapshot, find_snapshot, list_snapshots, verify_snapshot
+from mqlayer.archive.parquet_export import export_snapshot
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.options import time_given
-from mqlayer.cli.permission import check_change
-from mqlayer.cli.showing import JsonOption, counted, say, show_rows
+from mqlayer.cli.options import parse_time_option
+from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
+from mqlayer.cli.permissions import check_change
 from mqlayer.postgres.database import Database
 
 snapshots = typer.Typer(no_args_is_help=True, help="Snapshots of the archive: create, list, show, export, drop.")
@@ -35,8 +35,8 @@ def create(
     """Cut the archive where it stands. What the snapshot covers never changes, and retention spares it."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
-        made = create_snapshot(database, name, topics=topic or None, at=time_given(at), actor=actor())
-    say(f"{name} has {counted(made.records, 'record')} of {counted(len(made.topics), 'topic')}")
+        made = create_snapshot(database, name, topics=topic or None, at=parse_time_option(at), actor=actor())
+    echo(f"{name} has {pluralize(made.records, 'record')} of {pluralize(len(made.topics), 'topic')}")
 
 
 @snapshots.command("list")
@@ -73,21 +73,21 @@ def show(
             "batch": one.batch,
             "version": one.version,
             "records": one.records,
-            "stretches": one.stretches,
+            "ranges": one.ranges,
         }
         for one in found.topics
     )
     show_rows(rows, as_json=as_json, nothing=f"{name} holds no topic")
     for one in broken:
-        say(
+        echo(
             f"{one.topic}, source {one.source}, LP {one.lp}: "
-            f"{counted(one.rows, 'record')} of {counted(one.seqs, 'seq')} where there must be {one.wanted}",
+            f"{pluralize(one.rows, 'record')} of {pluralize(one.seqs, 'seq')} where there must be {one.wanted}",
             err=True,
         )
     if broken:
         raise typer.Exit(1)
     if verify and not as_json:
-        say(f"verified: {counted(found.records, 'record')}, no gap, no duplicate")
+        echo(f"verified: {pluralize(found.records, 'record')}, no gap, no duplicate")
 
 
 @snapshots.command()
@@ -101,7 +101,7 @@ def export(
         check_change(database)
         done = export_snapshot(database, name, to, jobs=jobs, actor=actor())
     files = sum(map(len, done.files.values()))
-    say(f"{counted(done.snapshot.records, 'record')} in {counted(files, 'file')} of {done.bytes:,} bytes: {to}")
+    echo(f"{pluralize(done.snapshot.records, 'record')} in {pluralize(files, 'file')} of {done.bytes:,} bytes: {to}")
 
 
 @snapshots.command()
@@ -110,4 +110,4 @@ def drop(name: NameArgument) -> None:
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         drop_snapshot(database, name, actor=actor())
-    say(f"{name} is dropped; the archive keeps its records until retention comes by")
+    echo(f"{name} is dropped; the archive keeps its records until retention comes by")

@@ -10,10 +10,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from mqlayer.cli.showing import say, show_table
+from mqlayer.cli.output import echo, show_table
+from mqlayer.escaping import escape, json_line
 from mqlayer.settings import Settings
 from mqlayer.stack import ComponentStatus, GivenAddresses, Stack
-from mqlayer.visible import json_line, visible
 
 DirectoryOption = Annotated[Path, typer.Option("--directory", "-d", help="Where the stack keeps its data and logs.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line and nothing else.")]
@@ -46,11 +46,11 @@ def up(
     stack.up(servers_only=servers_only)
     _show(stack.status(), as_json=as_json)
     if not as_json:
-        say(f"data and logs: {directory}")
-        say(f"to use it from a program: source {shlex.quote(str(directory / stack.environment_file.name))}")
+        echo(f"data and logs: {directory}")
+        echo(f"to use it from a program: source {shlex.quote(str(directory / stack.environment_file.name))}")
         others = " ".join(path.name for path in stack.files_of_kinds if path.exists())
         if others:
-            say(f"as one kind of process alone: {others} beside it")
+            echo(f"as one kind of process alone: {others} beside it")
 
 
 def down(
@@ -68,7 +68,7 @@ def status(directory: DirectoryOption = DEFAULT_DIRECTORY, as_json: JsonOption =
     """Show every part of the stack; exit code 1 if one of them is not running."""
     parts = _stack(directory).status()
     if not parts:
-        say(f"no stack in {directory}: start one with `mqlayer up`", err=True)
+        echo(f"no stack in {directory}: start one with `mqlayer up`", err=True)
         raise typer.Exit(1)
     _show(parts, as_json=as_json)
     if any(part.state != "running" for part in parts):
@@ -95,7 +95,7 @@ def _show(parts: list[ComponentStatus], *, as_json: bool) -> None:
     table.add_column("address", overflow="fold")
     for part in parts:
         style = STATE_STYLES[part.state]
-        table.add_row(part.name, Text(part.state, style), str(part.pid or ""), visible(part.address))
+        table.add_row(part.name, Text(part.state, style), str(part.pid or ""), escape(part.address))
     show_table(table)
 
 

@@ -8,17 +8,17 @@ from typing import Annotated, Final
 
 import typer
 
-from mqlayer.archiving import set_retention
+from mqlayer.archive import set_retention
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import TopicArgument
-from mqlayer.cli.pauses import WaitOption, say_under_way
-from mqlayer.cli.permission import check_change
-from mqlayer.cli.showing import JsonOption, say, show_rows
+from mqlayer.cli.output import JsonOption, echo, show_rows
+from mqlayer.cli.pauses import WaitOption, print_running
+from mqlayer.cli.permissions import check_change
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
-from mqlayer.membership.pausing import pause_topic, resume_topic, wait_paused
+from mqlayer.groups.pauses import pause_topic, resume_topic, wait_paused
 from mqlayer.postgres.database import Database
 from mqlayer.topics import create_topic, list_topics, set_archived, set_limits
 
@@ -28,7 +28,7 @@ FOR_EVER: Final = "forever"
 _AGE: Final = re.compile(r"(\d{1,6})([dw])")
 
 
-class Strategy(StrEnum):
+class StrategyOption(StrEnum):
     """A topic's strategy as the command line names it."""
 
     STRICT = "strict"
@@ -46,9 +46,9 @@ def create(
     partitions: Annotated[
         int | None, typer.Option(min=1, max=LP_COUNT, help="Spread over all nodes; 8 where not said.")
     ] = None,
-    strategy: Annotated[Strategy, typer.Option(help="Whether order is kept always, or where it costs nothing.")] = (
-        Strategy.STRICT
-    ),
+    strategy: Annotated[
+        StrategyOption, typer.Option(help="Whether order is kept always, or where it costs nothing.")
+    ] = (StrategyOption.STRICT),
     body_limit: Annotated[int, typer.Option(min=1, max=BODY_LIMIT, help="Bytes.")] = DEFAULT_BODY_LIMIT,
     backlog_limit: Annotated[int, typer.Option(min=0, help="Messages per partition; 0 for no limit.")] = 0,
     archived: Annotated[bool, typer.Option("--archived", help="Keep every record in the archive.")] = False,
@@ -70,7 +70,7 @@ def create(
             actor=actor(),
             unsafe=settings.allow_unsafe_redis,
         )
-    say(f"{name} has {len(route.ranges)} partitions, route version {route.version}")
+    echo(f"{name} has {len(route.ranges)} partitions, route version {route.version}")
 
 
 @topics.command("set")
@@ -102,11 +102,11 @@ def set_(
         if retention is not None:
             changed = set_retention(database, name, days=days, actor=actor())
             kept = "for ever" if days is None else f"for {days} days"
-            say(f"the archive of topic {name} is kept {kept}{'' if changed else ', as before'}")
+            echo(f"the archive of topic {name} is kept {kept}{'' if changed else ', as before'}")
         if archived is not None:
             changed = set_archived(database, name, archived=archived, actor=actor())
             is_now = "archived" if archived else "not archived"
-            say(f"topic {name} is {is_now}{'' if changed else ', as before'}")
+            echo(f"topic {name} is {is_now}{'' if changed else ', as before'}")
 
 
 def _set_limits(name: str, limits: dict[str, int | None]) -> None:
@@ -115,7 +115,7 @@ def _set_limits(name: str, limits: dict[str, int | None]) -> None:
         check_change(database)
         changed = set_limits(database, name, **limits, application=application, actor=actor())
     said = ", ".join(f"{limit.replace('_', ' ')} {value}" for limit, value in limits.items() if value is not None)
-    say(f"topic {name} has {said}{'' if changed else ', as before'}")
+    echo(f"topic {name} has {said}{'' if changed else ', as before'}")
 
 
 def _days(text: str) -> int:
@@ -127,21 +127,21 @@ def _days(text: str) -> int:
 
 @topics.command()
 def pause(name: TopicArgument, wait: WaitOption = 0.0) -> None:
-    """Let all groups of a topic rest: what runs is finished, nothing more is started; publishing goes on."""
+    """Pause all groups of a topic: what runs is finished, nothing more is started; publishing goes on."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         done = pause_topic(database, name, actor=actor())
-        say(f"topic {name} {'is paused' if done else 'is paused already'}")
-        say_under_way(wait_paused(database, name, timeout_s=wait))
+        echo(f"topic {name} {'is paused' if done else 'is paused already'}")
+        print_running(wait_paused(database, name, timeout_s=wait))
 
 
 @topics.command()
 def resume(name: TopicArgument) -> None:
-    """Let the groups of a paused topic go on, but for those that rest by themselves."""
+    """Let the groups of a paused topic go on, but for those that are paused by themselves."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         done = resume_topic(database, name, actor=actor())
-    say(f"topic {name} {'goes on' if done else 'was not paused'}")
+    echo(f"topic {name} {'goes on' if done else 'was not paused'}")
 
 
 @topics.command("list")

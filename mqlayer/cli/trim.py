@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.permission import check_change
-from mqlayer.cli.showing import say
+from mqlayer.cli.output import echo
+from mqlayer.cli.permissions import check_change
+from mqlayer.maintenance import trim_pass
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
-from mqlayer.trimming import trim_pass
 
 
 def add_to(app: typer.Typer) -> None:
@@ -25,8 +25,8 @@ def trim(topic: Annotated[str | None, typer.Argument(help="Only this topic.")] =
     with Database(settings.control_dsn()) as database:
         check_change(database, Right.WORK)
         report = trim_pass(database, prefix=settings.key_prefix, topic=topic, unsafe=settings.allow_unsafe_redis)
-    say(f"{report.total} records dropped from {len(report.dropped)} partitions")
-    for name, reason in report.passed_by.items():
-        say(f"node {name} was passed by: {reason}", err=True)
-    if report.passed_by:
+    echo(f"{report.total} records dropped from {len(report.dropped)} partitions")
+    for name, reason in report.skipped_nodes.items():
+        echo(f"node {name} was passed by: {reason}", err=True)
+    if report.skipped_nodes:
         raise typer.Exit(1)

@@ -31,27 +31,27 @@ def assign(
     ordered = sorted(members)
     if not ordered:
         return {}
-    held: dict[str, list[PartitionId]] = {member: [] for member in ordered}
+    owned: dict[str, list[PartitionId]] = {member: [] for member in ordered}
     for partition in sorted(partitions):
         member = current.get(partition)
-        if member in held:
-            held[member].append(partition)
-    quota = _quotas(len(partitions), held)
-    free = [p for p in sorted(partitions) if current.get(p) not in held]
+        if member in owned:
+            owned[member].append(partition)
+    quota = _quotas(len(partitions), owned)
+    free = [p for p in sorted(partitions) if current.get(p) not in owned]
     for member in ordered:
-        free += held[member][quota[member] :]
-        del held[member][quota[member] :]
+        free += owned[member][quota[member] :]
+        del owned[member][quota[member] :]
     free.sort()
     for member in ordered:
-        while len(held[member]) < quota[member]:
-            held[member].append(free.pop(0))
-    return {partition: member for member in ordered for partition in held[member]}
+        while len(owned[member]) < quota[member]:
+            owned[member].append(free.pop(0))
+    return {partition: member for member in ordered for partition in owned[member]}
 
 
-def _quotas(count: int, held: Mapping[str, list[PartitionId]]) -> dict[str, int]:
+def _quotas(count: int, owned: Mapping[str, list[PartitionId]]) -> dict[str, int]:
     """Return how many partitions each member gets; those that hold the most keep the larger shares."""
-    share, rest = divmod(count, len(held))
-    by_load = sorted(held, key=lambda member: (-len(held[member]), member))
+    share, rest = divmod(count, len(owned))
+    by_load = sorted(owned, key=lambda member: (-len(owned[member]), member))
     return {member: share + (1 if i < rest else 0) for i, member in enumerate(by_load)}
 
 
@@ -71,31 +71,31 @@ def assign_by_rate(
         return {}
     mean = sum(rates.get(p, 0.0) for p in partitions) / len(partitions)
     weights = {p: rates.get(p, 0.0) + (IDLE * mean or 1.0) for p in partitions}
-    held: dict[str, list[Share]] = {member: [] for member in ordered}
+    owned: dict[str, list[Share]] = {member: [] for member in ordered}
     for partition in sorted(partitions):
         member = current.get(partition)
-        if member in held:
-            held[member].append((weights[partition], partition))
-    lightest = [(sum(weight for weight, _ in held[member]), member) for member in ordered]
+        if member in owned:
+            owned[member].append((weights[partition], partition))
+    lightest = [(sum(weight for weight, _ in owned[member]), member) for member in ordered]
     heapify(lightest)
-    free = [p for p in partitions if current.get(p) not in held]
+    free = [p for p in partitions if current.get(p) not in owned]
     for partition in sorted(free, key=lambda p: (-weights[p], p)):
         load, member = lightest[0]
-        held[member].append((weights[partition], partition))
+        owned[member].append((weights[partition], partition))
         heapreplace(lightest, (load + weights[partition], member))
-    _even_out(held, {member: load for load, member in lightest}, SLACK * sum(weights.values()) / len(ordered))
-    return {partition: member for member in ordered for _, partition in held[member]}
+    _even_out(owned, {member: load for load, member in lightest}, SLACK * sum(weights.values()) / len(ordered))
+    return {partition: member for member in ordered for _, partition in owned[member]}
 
 
-def _even_out(held: Mapping[str, list[Share]], loads: dict[str, float], slack: float) -> None:
+def _even_out(owned: Mapping[str, list[Share]], loads: dict[str, float], slack: float) -> None:
     """Move shares while that is worth it. What is asked for each move is kept sorted: there may be a thousand."""
-    for shares in held.values():
+    for shares in owned.values():
         shares.sort()
     heaviest = sorted((-load, member) for member, load in loads.items())
-    while (step := _next_move(held, heaviest, slack)) is not None:
+    while (step := _next_move(owned, heaviest, slack)) is not None:
         share, heavy, light = step
-        held[heavy].remove(share)
-        insort(held[light], share)
+        owned[heavy].remove(share)
+        insort(owned[light], share)
         for member, change in ((heavy, -share[0]), (light, share[0])):
             del heaviest[bisect_left(heaviest, (-loads[member], member))]
             loads[member] += change
@@ -103,7 +103,7 @@ def _even_out(held: Mapping[str, list[Share]], loads: dict[str, float], slack: f
 
 
 def _next_move(
-    held: Mapping[str, Sequence[Share]], heaviest: Sequence[tuple[float, str]], slack: float
+    owned: Mapping[str, Sequence[Share]], heaviest: Sequence[tuple[float, str]], slack: float
 ) -> tuple[Share, str, str] | None:
     """Return the move that helps the most loaded member that can be helped, or None where none is worth it."""
     least = heaviest[-1][0]
@@ -112,7 +112,7 @@ def _next_move(
         gap = least - load
         if gap <= slack:
             return None
-        best = _nearest(held[heavy], gap / 2)
+        best = _nearest(owned[heavy], gap / 2)
         if best is not None and abs(gap - 2 * best[0]) <= gap - slack / 2:
             return best, heavy, light
     return None

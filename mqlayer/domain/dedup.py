@@ -44,7 +44,7 @@ def lp_of_unkeyed(dedup_id: bytes) -> Lp:
     return lp_of(dedup_id)
 
 
-class FirstPlace(NamedTuple):
+class FirstPosition(NamedTuple):
     """Where the first message with an id is."""
 
     identity: Identity
@@ -53,7 +53,7 @@ class FirstPlace(NamedTuple):
     """None: the partition that was asked."""
 
     @classmethod
-    def of(cls, text: bytes) -> FirstPlace | None:
+    def of(cls, text: bytes) -> FirstPosition | None:
         """Return what a partition remembers of an id, in the form of log_append_once; None where it forgot."""
         if not text:
             return None

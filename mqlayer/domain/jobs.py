@@ -11,7 +11,7 @@ LATE_AFTER_AT_LEAST_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PeriodicJob:
     """A periodic job, and the interval in seconds at which it is due."""
 
     name: str
@@ -23,24 +23,24 @@ class Job:
         return max(LATE_AFTER_INTERVALS * self.every_s, LATE_AFTER_AT_LEAST_S)
 
 
-RELAY: Final = Job("relay", 10)
-TRIM: Final = Job("trim", 10)
-ROTATE_OUTBOX: Final = Job("rotate_outbox", 60)
-CLEAN_FENCE: Final = Job("clean_fence", 300)
-CLEAN_MARKS: Final = Job("clean_marks", 300)
-REPAIR_ROUTES: Final = Job("repair_routes", 2)
-REARM_NODES: Final = Job("rearm_nodes", 5)
-REBALANCE: Final = Job("rebalance", 2)
-BALANCE_BY_RATE: Final = Job("balance_by_rate", 10)
-RETRY_SCAN: Final = Job("retry_scan", 5)
-CLEAN_ATTEMPTS: Final = Job("clean_attempts", 300)
-ARCHIVE: Final = Job("archive", 5)
-RETAIN: Final = Job("retain", 300)
-RELEASE_DELAYED: Final = Job("release_delayed", 5)
-CLEAN_DEDUP: Final = Job("clean_dedup", 60)
-CLEAN_INBOX: Final = Job("clean_inbox", 300)
-WATCH_VERSIONS: Final = Job("watch_versions", 10)
-RETIRE_GROUPS: Final = Job("retire_groups", 10)
+RELAY: Final = PeriodicJob("relay", 10)
+TRIM: Final = PeriodicJob("trim", 10)
+ROTATE_OUTBOX: Final = PeriodicJob("rotate_outbox", 60)
+CLEAN_FENCE: Final = PeriodicJob("clean_fence", 300)
+CLEAN_MARKS: Final = PeriodicJob("clean_marks", 300)
+REPAIR_ROUTES: Final = PeriodicJob("repair_routes", 2)
+REARM_NODES: Final = PeriodicJob("rearm_nodes", 5)
+REBALANCE: Final = PeriodicJob("rebalance", 2)
+BALANCE_BY_RATE: Final = PeriodicJob("balance_by_rate", 10)
+RETRY_SCAN: Final = PeriodicJob("retry_scan", 5)
+CLEAN_ATTEMPTS: Final = PeriodicJob("clean_attempts", 300)
+ARCHIVE: Final = PeriodicJob("archive", 5)
+RETAIN: Final = PeriodicJob("retain", 300)
+RELEASE_DELAYED: Final = PeriodicJob("release_delayed", 5)
+CLEAN_DEDUP: Final = PeriodicJob("clean_dedup", 60)
+CLEAN_INBOX: Final = PeriodicJob("clean_inbox", 300)
+WATCH_VERSIONS: Final = PeriodicJob("watch_versions", 10)
+RETIRE_GROUPS: Final = PeriodicJob("retire_groups", 10)
 
 JOBS: Final = (
     RELAY,

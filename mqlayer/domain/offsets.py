@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
-Range = tuple[int, int]
+OffsetRange = tuple[int, int]
 """First and last offset."""
 
 
@@ -28,9 +28,9 @@ def as_ranges(offsets: Iterable[int]) -> list[tuple[int, int]]:
     return ranges
 
 
-def joined(ranges: Iterable[Range]) -> list[Range]:
+def joined(ranges: Iterable[OffsetRange]) -> list[OffsetRange]:
     """Return ranges of offsets as sorted, disjoint ones that do not touch."""
-    found: list[Range] = []
+    found: list[OffsetRange] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:
             found[-1] = (found[-1][0], max(found[-1][1], last))
@@ -39,7 +39,7 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
     return found
 
 
-def covers(ranges: Sequence[Range], offset: int) -> bool:
+def covers(ranges: Sequence[OffsetRange], offset: int) -> bool:
     """Say whether an offset is in one of some sorted, disjoint ranges."""
     at = bisect_right(ranges, (offset, 1 << 63)) - 1
     return at >= 0 and ranges[at][0] <= offset <= ranges[at][1]

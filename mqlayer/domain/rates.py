@@ -7,7 +7,7 @@ from typing import Final, NamedTuple, Self
 from mqlayer.errors import InvalidInput
 
 LEAST_PER_S: Final = 0.0001
-KEPT_S: Final = 0.25
+BUCKET_S: Final = 0.25
 """What members fetch at a time of a rate at most, in seconds of it."""
 
 
@@ -34,7 +34,7 @@ class RateLimit(NamedTuple):
         """
         if per_s is None:
             return None
-        return cls(per_s, max(1.0, per_s * KEPT_S, per_s if burst is None else burst), max(1, partitions))
+        return cls(per_s, max(1.0, per_s * BUCKET_S, per_s if burst is None else burst), max(1, partitions))
 
     @property
     def share(self) -> RateShare:

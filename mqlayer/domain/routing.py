@@ -37,7 +37,7 @@ def random_lp(source: random.Random) -> Lp:
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class LpRange:
     """One line of a route: LPs in [lp_from, lp_to) are served by a partition on a node."""
 
     lp_from: int
@@ -53,7 +53,7 @@ class Route:
     topic_id: int
     topic: str
     version: RouteVersion
-    ranges: tuple[Range, ...]
+    ranges: tuple[LpRange, ...]
     body_limit: int
     backlog_limit: int
     best_effort: bool = False
@@ -71,7 +71,7 @@ class Route:
         """What a later route of the topic has more of."""
         return self.since, self.version
 
-    def range_of(self, lp: int) -> Range:
+    def range_of(self, lp: int) -> LpRange:
         """Return the range that serves an LP."""
         return self.ranges[bisect_right(self._starts, lp) - 1]
 

@@ -1,7 +1,7 @@
 """Whether a process lives and serves: what its parts say, and the endpoint where others ask."""
 
 from mqlayer.health.endpoint import HealthEndpoint, health_endpoint
-from mqlayer.health.reports import Health, Turns, stuck_after_s
+from mqlayer.health.reports import Health, Liveness, stuck_after_s
 from mqlayer.health.server import Reply
 
-__all__ = ["Health", "HealthEndpoint", "Reply", "Turns", "health_endpoint", "stuck_after_s"]
+__all__ = ["Health", "HealthEndpoint", "Liveness", "Reply", "health_endpoint", "stuck_after_s"]

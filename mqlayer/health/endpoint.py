@@ -24,9 +24,9 @@ from mqlayer.settings import Settings
 
 log = logging.getLogger(__name__)
 
-Ask = Callable[[], Health]
+HealthCheck = Callable[[], Health]
 Counts = Callable[[], object]
-Route = Callable[[], Reply]
+Responder = Callable[[], Reply]
 """What answers a path: quick, on the endpoint's own thread, of what is in memory."""
 
 
@@ -35,12 +35,12 @@ class HealthEndpoint:
 
     def __init__(
         self,
-        ask: Ask,
+        ask: HealthCheck,
         *,
         host: str,
         port: int,
         counts: Counts | None = None,
-        routes: Mapping[str, Route] | None = None,
+        routes: Mapping[str, Responder] | None = None,
     ) -> None:
         """Take the port. `counts`: what to answer as JSON where counts are asked for; `routes`: more, by their path.
 
@@ -48,7 +48,7 @@ class HealthEndpoint:
         """
         if not 0 < port < 65_536:
             raise InvalidInput(f"health port {port}: set MQLAYER_HEALTH_PORT so that each process gets one up to 65535")
-        self._routes: dict[str, Route] = {"/live": lambda: _live(ask), "/ready": lambda: _ready(ask)}
+        self._routes: dict[str, Responder] = {"/live": lambda: _live(ask), "/ready": lambda: _ready(ask)}
         if counts is not None:
             self._routes["/counts"] = lambda: _json(HTTPStatus.OK, counts())
         self._routes.update(routes or {})
@@ -90,11 +90,11 @@ class HealthEndpoint:
 @contextmanager
 def health_endpoint(
     settings: Settings,
-    ask: Ask,
+    ask: HealthCheck,
     *,
     port: int | None = None,
     counts: Counts | None = None,
-    routes: Mapping[str, Route] | None = None,
+    routes: Mapping[str, Responder] | None = None,
 ) -> Iterator[None]:
     """Answer for as long as the block runs, on the port given or else that of the settings; nothing where it is 0."""
     number = settings.health_port if port is None else port
@@ -109,17 +109,17 @@ def health_endpoint(
         endpoint.close()
 
 
-def _live(ask: Ask) -> Reply:
-    health = _asked(ask)
-    return _told(health, well=health.live, reasons=health.stuck)
+def _live(ask: HealthCheck) -> Reply:
+    health = _ask(ask)
+    return _as_json(health, well=health.live, reasons=health.stuck)
 
 
-def _ready(ask: Ask) -> Reply:
-    health = _asked(ask)
-    return _told(health, well=health.ready, reasons=(*health.stuck, *health.waits))
+def _ready(ask: HealthCheck) -> Reply:
+    health = _ask(ask)
+    return _as_json(health, well=health.ready, reasons=(*health.stuck, *health.waits))
 
 
-def _told(health: Health, *, well: bool, reasons: tuple[str, ...]) -> Reply:
+def _as_json(health: Health, *, well: bool, reasons: tuple[str, ...]) -> Reply:
     facts = {"live": health.live, "ready": health.ready, "reasons": [redact(reason) for reason in reasons]}
     return _json(HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE, facts)
 
@@ -128,7 +128,7 @@ def _json(status: HTTPStatus, facts: object) -> Reply:
     return Reply(status, json.dumps(facts).encode() + b"\n")
 
 
-def _asked(ask: Ask) -> Health:
+def _ask(ask: HealthCheck) -> Health:
     try:
         return ask()
     except Exception as error:  # noqa: BLE001 - whatever it is, the client has to get an answer

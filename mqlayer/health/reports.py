@@ -17,7 +17,7 @@ STUCK_FLOOR_S: Final = 30.0
 class Health:
     """Why a process does not live, and why it does not serve.
 
-    `stuck` is mended by starting the process again, what is in `waits` passes by itself.
+    `stuck` is repaired by starting the process again, what is in `waits` passes by itself.
     """
 
     stuck: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Health:
         )
 
 
-class Turns:
+class Liveness:
     """When a loop turned last. Noted by its thread, looked at by others."""
 
     __slots__ = ("_at",)
@@ -56,7 +56,7 @@ class Turns:
     def __init__(self) -> None:
         self._at = time.monotonic()
 
-    def note(self) -> None:
+    def note_turn(self) -> None:
         """Note a turn."""
         self._at = time.monotonic()
 

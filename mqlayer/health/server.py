@@ -55,7 +55,7 @@ class HttpServer:
     def __init__(self, listener: socket.socket, answer: AnswerPath, *, name: str) -> None:
         self.answer = answer
         self._listener = listener
-        self._connections: dict[_Connection, None] = {}
+        self._connections: dict[_HttpConnection, None] = {}
         self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -83,7 +83,7 @@ class HttpServer:
                 connection.replace_socket(nothing)
             os.close(nothing)
 
-    def admit(self, connection: _Connection) -> None:
+    def admit(self, connection: _HttpConnection) -> None:
         """Take a connection in; the oldest is ended where there is no room."""
         if len(self._connections) >= CONNECTIONS:
             oldest = next(iter(self._connections))
@@ -91,7 +91,7 @@ class HttpServer:
             oldest.abort()
         self._connections[connection] = None
 
-    def release(self, connection: _Connection) -> None:
+    def release(self, connection: _HttpConnection) -> None:
         """Make room: the connection is ended. Once is enough, again does no harm."""
         self._connections.pop(connection, None)
 
@@ -101,7 +101,7 @@ class HttpServer:
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: _Connection(self), sock=self._listener, backlog=BACKLOG)
+        server = await loop.create_server(lambda: _HttpConnection(self), sock=self._listener, backlog=BACKLOG)
         self._listener.listen(QUEUE)
         await self._stopping.wait()
         server.close()
@@ -111,7 +111,7 @@ class HttpServer:
         await asyncio.sleep(0)
 
 
-class _Connection(asyncio.Protocol):
+class _HttpConnection(asyncio.Protocol):
     """One connection with one request: read, answered, and what follows thrown away until the client closes."""
 
     def __init__(self, server: HttpServer) -> None:

@@ -7,8 +7,7 @@ with Session.begin() as session:
     outbox.publish(session, "orders", key=order.account, body={"id": order.id})
 """
 
-from mqlayer.outbox.aside import AsideRow, discard_aside, list_aside, retry_aside
-from mqlayer.outbox.collecting import Collector, atransaction, transaction
+from mqlayer.outbox.dedup_cleanup import clean_dedup
 from mqlayer.outbox.delayed import (
     Delayed,
     acancel_delayed,
@@ -18,16 +17,17 @@ from mqlayer.outbox.delayed import (
     publish_delayed,
     release_delayed,
 )
-from mqlayer.outbox.forgetting import clean_dedup
 from mqlayer.outbox.identity import adopt, renew
-from mqlayer.outbox.publishing import Published, apublish, apublish_once, publish, publish_once
+from mqlayer.outbox.publisher import Published, apublish, apublish_once, publish, publish_once
+from mqlayer.outbox.quarantine import QuarantinedRow, discard_quarantined, list_quarantined, retry_quarantined
 from mqlayer.outbox.rotation import rotate
+from mqlayer.outbox.transaction_buffer import OutboxTransaction, atransaction, transaction
 
 __all__ = [
-    "AsideRow",
-    "Collector",
     "Delayed",
+    "OutboxTransaction",
     "Published",
+    "QuarantinedRow",
     "acancel_delayed",
     "adopt",
     "apublish",
@@ -36,15 +36,15 @@ __all__ = [
     "atransaction",
     "cancel_delayed",
     "clean_dedup",
-    "discard_aside",
-    "list_aside",
+    "discard_quarantined",
     "list_delayed",
+    "list_quarantined",
     "publish",
     "publish_delayed",
     "publish_once",
     "release_delayed",
     "renew",
-    "retry_aside",
+    "retry_quarantined",
     "rotate",
     "transaction",
 ]

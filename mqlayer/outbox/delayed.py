@@ -16,11 +16,11 @@ from typing import Any, Final
 from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox import django_connections
-from mqlayer.outbox.messages import Body, message_of
+from mqlayer.outbox.outbox_message import Body, message_of
+from mqlayer.postgres.caller_connections import caller_errors, run_one, run_one_async
 from mqlayer.postgres.database import Database
-from mqlayer.postgres.delayed import release_on
+from mqlayer.postgres.delayed_release import release_on
 from mqlayer.postgres.queries import query
-from mqlayer.postgres.sessions import caller_errors, run_one, run_one_async
 
 WAIT_MS: Final = 1_000
 """How long the job waits for a busy LP whose message is overdue."""

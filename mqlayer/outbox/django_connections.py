@@ -11,21 +11,21 @@ from __future__ import annotations
 from typing import Any
 
 from mqlayer.errors import InvalidInput
-from mqlayer.outbox.messages import Message
-from mqlayer.outbox.sending import send
+from mqlayer.outbox.batch_insert import send
+from mqlayer.outbox.outbox_message import OutboxMessage
 
 
-class Marker:
+class MessageMarker:
     """Stands for a message in Django's list of functions to run after COMMIT."""
 
-    def __init__(self, message: Message, number: int) -> None:
+    def __init__(self, message: OutboxMessage, number: int) -> None:
         self.message, self.number = message, number
 
     def __call__(self) -> None:
         """Do nothing: the message was written before the COMMIT."""
 
 
-class Hooks:
+class DjangoHooks:
     """What a Django connection calls in place of its own methods, from its first message on."""
 
     def __init__(self, connection: Any) -> None:
@@ -38,17 +38,17 @@ class Hooks:
         connection.commit, connection.savepoint = self.commit, self.savepoint
         connection.savepoint_rollback = self.savepoint_rollback
 
-    def add(self, message: Message) -> None:
+    def add(self, message: OutboxMessage) -> None:
         """Put a message's marker into Django's list."""
         self._number += 1
-        self._connection.on_commit(Marker(message, self._number))
+        self._connection.on_commit(MessageMarker(message, self._number))
 
     def commit(self) -> None:
         """Write what was collected and commit; where writing fails, roll back and raise."""
         functions = [entry[1] for entry in self._connection.run_on_commit]
         self._savepoints.clear()
         try:
-            send(self._connection, [function.message for function in functions if isinstance(function, Marker)])
+            send(self._connection, [function.message for function in functions if isinstance(function, MessageMarker)])
         except BaseException:
             # `atomic` rolls back for errors of the database only.
             self._connection.rollback()
@@ -68,7 +68,9 @@ class Hooks:
         last = self._savepoints.get(name, 0)
         connection = self._connection
         connection.run_on_commit = [
-            entry for entry in connection.run_on_commit if not isinstance(entry[1], Marker) or entry[1].number <= last
+            entry
+            for entry in connection.run_on_commit
+            if not isinstance(entry[1], MessageMarker) or entry[1].number <= last
         ]
 
 
@@ -90,12 +92,12 @@ def recognises(connection: Any) -> bool:
     return hasattr(connection, "in_atomic_block") and hasattr(connection, "run_on_commit")
 
 
-def publish(connection: Any, message: Message) -> None:
+def publish(connection: Any, message: OutboxMessage) -> None:
     """Collect a message for the `atomic` block that is open; without one, write it at once."""
     if not connection.in_atomic_block:
         send(connection, [message])
         return
     hooks = getattr(connection.commit, "__self__", None)
-    if not isinstance(hooks, Hooks):
-        hooks = Hooks(connection)
+    if not isinstance(hooks, DjangoHooks):
+        hooks = DjangoHooks(connection)
     hooks.add(message)

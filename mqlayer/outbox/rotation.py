@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 SLOTS: Final = 4
 TRIES: Final = 5
 
-Rotation = Literal["emptied", "empty", "waiting", "current", "busy"]
+RotationResult = Literal["emptied", "empty", "waiting", "current", "busy"]
 """emptied; it was empty; some row is not relayed yet; in use now or just before; somebody holds it."""
 
 
-def rotate(application: Database) -> dict[int, Rotation]:
+def rotate(application: Database) -> dict[int, RotationResult]:
     """Empty every slot whose rows are all relayed, and old enough (invariant 14); say what became of each slot.
 
     Never waits for a lock, so no publisher waits behind it: a slot that somebody uses is tried a few times, then left
@@ -34,8 +34,8 @@ def rotate(application: Database) -> dict[int, Rotation]:
     return answers
 
 
-def _rotate_slot(connection: Connection, slot: int) -> Rotation:
-    answer: Rotation = "busy"
+def _rotate_slot(connection: Connection, slot: int) -> RotationResult:
+    answer: RotationResult = "busy"
     for tried in range(TRIES):
         answer = _try(connection, slot)
         if answer != "busy":
@@ -44,10 +44,10 @@ def _rotate_slot(connection: Connection, slot: int) -> Rotation:
     return answer
 
 
-def _try(connection: Connection, slot: int) -> Rotation:
+def _try(connection: Connection, slot: int) -> RotationResult:
     with connection.transaction():
         row = connection.execute(query("outbox_rotate"), {"slot": slot}).fetchone()
     if row is None:
         raise TransactionConflict("", "outbox_rotate_v1 gave no answer")
-    answer: Rotation = row[0]
+    answer: RotationResult = row[0]
     return answer

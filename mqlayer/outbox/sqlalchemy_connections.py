@@ -16,9 +16,9 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from mqlayer.errors import InvalidInput
-from mqlayer.outbox.messages import Message
-from mqlayer.outbox.sending import statements_for
-from mqlayer.postgres.sessions import caller_errors
+from mqlayer.outbox.batch_insert import statements_for
+from mqlayer.outbox.outbox_message import OutboxMessage
+from mqlayer.postgres.caller_connections import caller_errors
 
 _SAVEPOINT_STATEMENT: Final = re.compile(
     r"\s*(SAVEPOINT|RELEASE|ROLLBACK(?:\s+WORK|\s+TRANSACTION)?\s+TO)\s+(?:SAVEPOINT\s+)?(\"[^\"]+\"|\w+)",
@@ -27,17 +27,17 @@ _SAVEPOINT_STATEMENT: Final = re.compile(
 _numbers = count(1)
 
 
-class Collector:
+class SqlalchemyTransaction:
     """The messages of the transaction that is open on a Connection, each with the savepoints around it.
 
     A savepoint that we did not see being made is older than every message here.
     """
 
     def __init__(self) -> None:
-        self.messages: list[tuple[Message, frozenset[int]]] = []
+        self.messages: list[tuple[OutboxMessage, frozenset[int]]] = []
         self._open: list[tuple[str, int]] = []
 
-    def add(self, message: Message) -> None:
+    def add(self, message: OutboxMessage) -> None:
         """Add a message at the place where the transaction stands."""
         self.messages.append((message, frozenset(number for _, number in self._open)))
 
@@ -93,7 +93,7 @@ class Collector:
             raise
 
 
-_collectors: Final[WeakKeyDictionary[Any, Collector]] = WeakKeyDictionary()
+_collectors: Final[WeakKeyDictionary[Any, SqlalchemyTransaction]] = WeakKeyDictionary()
 
 
 def recognises(connection: Any) -> bool:
@@ -101,7 +101,7 @@ def recognises(connection: Any) -> bool:
     return any(base.__module__.startswith("sqlalchemy.") for base in type(connection).__mro__)
 
 
-def publish(connection: Any, message: Message) -> None:
+def publish(connection: Any, message: OutboxMessage) -> None:
     """Collect a message for the transaction of a Session or a Connection, which begins here where none is open."""
     if hasattr(connection, "run_sync"):
         raise InvalidInput(f"a {type(connection).__name__} is asynchronous: await outbox.apublish(…)")
@@ -119,13 +119,13 @@ def publish(connection: Any, message: Message) -> None:
     collector_of(core).add(message)
 
 
-def collector_of(core: Any) -> Collector:
+def collector_of(core: Any) -> SqlalchemyTransaction:
     """Return the collector of a Connection, which listens from the first message on."""
     collector = _collectors.get(core)
     if collector is None:
         from sqlalchemy import event
 
-        collector = _collectors[core] = Collector()
+        collector = _collectors[core] = SqlalchemyTransaction()
         event.listen(core, "before_cursor_execute", collector.on_statement)
         event.listen(core, "rollback", collector.on_rollback)
         event.listen(core, "commit", collector.on_commit)

@@ -10,6 +10,6 @@ from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
 
 
-def note(connection: Connection, actor: str, act: str, target: str, facts: dict[str, Any]) -> None:
+def write_audit(connection: Connection, actor: str, act: str, target: str, facts: dict[str, Any]) -> None:
     """Write an audit row in the transaction of the act itself, so that there is neither without the other."""
     connection.execute(query("audit_insert"), {"actor": actor, "act": act, "object": target, "facts": Jsonb(facts)})

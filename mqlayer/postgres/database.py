@@ -29,10 +29,10 @@ from mqlayer.errors import (
     TransactionConflict,
     redact,
 )
-from mqlayer.postgres.addresses import address_of, parse_dsn
-from mqlayer.postgres.own_sessions import is_own, refuse_moved, refuse_pooled, set_up
-from mqlayer.postgres.server import meet_server
-from mqlayer.settings import Dsn, way_of
+from mqlayer.postgres.dsn import address_of, parse_dsn
+from mqlayer.postgres.server_identity import meet_server
+from mqlayer.postgres.session_setup import is_own, refuse_moved, refuse_pooled, set_up
+from mqlayer.settings import Dsn, options_of
 
 Result = TypeVar("Result")
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -58,7 +58,7 @@ def connect(dsn: str, *, autocommit: bool = True, application: str = "mqlayer") 
     with driver_errors(address):
         connection = psycopg.connect(dsn, autocommit=True, **_arguments(dsn, application))
         try:
-            set_up(connection, way_of(dsn), application=application, address=address)
+            set_up(connection, options_of(dsn), application=application, address=address)
             connection.autocommit = autocommit
         except BaseException:
             connection.close()
@@ -74,14 +74,14 @@ def connect_directly(dsn: str, *, purpose: str, application: str = "mqlayer") ->
     connection = connect_at_best(dsn, application=application)
     if not is_own(connection):
         connection.close()
-        raise refuse_pooled(way_of(dsn), address_of(dsn), purpose)
+        raise refuse_pooled(options_of(dsn), address_of(dsn), purpose)
     return connection
 
 
 def connect_at_best(dsn: str, *, application: str) -> Connection:
     """Return a connection that lasts: past a pooler where a way is known, else by the DSN. Raises as `connect`."""
-    way = way_of(dsn)
-    return connect(Dsn(way.direct, way) if way.direct else dsn, application=application)
+    options = options_of(dsn)
+    return connect(Dsn(options.direct, options) if options.direct else dsn, application=application)
 
 
 class Database:
@@ -107,7 +107,7 @@ class Database:
             max_idle=60,
             max_lifetime=1200,
             # The pool by itself waits a second, then two, then four, for a server that is back long since, and as
-            # long for each connection that the server's end broke: see `_take`.
+            # long for each connection that the server's end broke: see `_acquire`.
             reconnect_timeout=0,
             configure=self._set_up,
             open=False,
@@ -119,7 +119,7 @@ class Database:
         """Lend a connection in autocommit mode."""
         with driver_errors(self.address):
             self._pool.open()
-            with self._lent() as connection:
+            with self._borrowed() as connection:
                 yield connection
 
     def check_direct(self, purpose: str) -> None:
@@ -133,8 +133,8 @@ class Database:
     def _set_up(self, connection: Connection) -> None:
         """Set a new connection up. And see to it first where the server is another one."""
         try:
-            way = way_of(self.dsn)
-            self._pooled = not set_up(connection, way, application=self._application, address=self.address).own
+            options = options_of(self.dsn)
+            self._pooled = not set_up(connection, options, application=self._application, address=self.address).own
             self._refused = None
         except ConfigurationRefused as error:
             # The pool keeps it for itself, and tries again.
@@ -143,9 +143,9 @@ class Database:
         meet_server(connection)
 
     @contextmanager
-    def _lent(self) -> Iterator[Connection]:
+    def _borrowed(self) -> Iterator[Connection]:
         try:
-            connection = self._take()
+            connection = self._acquire()
         except PoolTimeout:
             connection = None
         if connection is None:
@@ -174,7 +174,7 @@ class Database:
                 raise StoreUnavailable(self.address, f"all {in_use} connections of this process are in use")
             yield connection
 
-    def _take(self) -> Connection:
+    def _acquire(self) -> Connection:
         """Take a connection that answers, as soon as there is one. Raises PoolTimeout after the time."""
         deadline, wait_s = time.monotonic() + self._timeout_s, FIRST_TRY_S
         while True:

@@ -71,16 +71,16 @@ def migrate(dsn: str, *, schema: SchemaName | None = None, owner: str | None = N
     """
     done: list[Migration] = []
     with _connection(dsn) as connection, driver_errors(address_of(dsn)):
-        connection.add_notice_handler(_tell)
+        connection.add_notice_handler(_pass_on)
         for name in SCHEMAS if schema is None else (schema,):
             done += _migrate_schema(connection, name, address_of(dsn), owner)
     return done
 
 
-def _tell(notice: psycopg.errors.Diagnostic) -> None:
+def _pass_on(notice: psycopg.errors.Diagnostic) -> None:
     """Pass on what a migration has to say to people."""
     if notice.severity_nonlocalized == "WARNING":
-        log.warning("migration_says", extra={"text": notice.message_primary})
+        log.warning("migration_notice", extra={"text": notice.message_primary})
 
 
 def script(*, schema: SchemaName | None = None, owner: str | None = None) -> str:
@@ -128,7 +128,7 @@ def _migrate_schema(connection: Connection, schema: SchemaName, address: str, ow
             _run(connection, migration)
         with connection.transaction():
             connection.execute(SEARCH_PATH)
-            rights.renew(connection, schema)
+            rights.regrant_all(connection, schema)
         return pending
     finally:
         if not connection.closed:

@@ -37,7 +37,7 @@ class Right(StrEnum):
     CONSUME = "consume"
     RELAY = "relay"
     WORK = "work"
-    LOOK = "look"
+    VIEW = "view"
     ANALYZE = "analyze"
     OPERATE = "operate"
     MIGRATE = "migrate"
@@ -101,18 +101,18 @@ def scopes_of(right: Right, topics: Sequence[str], groups: Sequence[str]) -> tup
     return tuple(topics) or tuple(groups) or ("",)
 
 
-def give(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Iterable[str] = ("",)) -> None:
+def grant(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Iterable[str] = ("",)) -> None:
     """Give a right to a role that is there, in one transaction; again changes nothing.
 
     Raises NotFound, and PermissionDenied for who may not give it.
     """
     with _transaction(dsn, "mqlayer grant", right) as connection:
         _check_role(connection, role)
-        for statement in given(schema, role, right, scopes):
+        for statement in grant_statements(schema, role, right, scopes):
             connection.execute(statement)
 
 
-def take(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Collection[str] = ("",)) -> None:
+def revoke(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Collection[str] = ("",)) -> None:
     """Take a right back, in one transaction: all of it for the empty scope, else these topics or groups.
 
     Raises NotFound, PermissionDenied for who may not take it, and Conflict: of a right to all topics or groups, some
@@ -122,11 +122,11 @@ def take(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Collecti
         _check_role(connection, role)
         if "" not in scopes and (str(right), "") in _rows(connection, schema, role):
             raise Conflict(_WHOLE.format(role=role, right=right), _WHOLE_FIX.format(role=role, right=right))
-        for statement in taken(schema, role, right, scopes):
+        for statement in revoke_statements(schema, role, right, scopes):
             connection.execute(statement)
 
 
-def given(schema: SchemaName, role: str, right: Right, scopes: Iterable[str]) -> list[sql.Composed]:
+def grant_statements(schema: SchemaName, role: str, right: Right, scopes: Iterable[str]) -> list[sql.Composed]:
     """Return the statements that give a right, for one transaction."""
     if right is Right.MIGRATE:
         return [_membership(schema, "GRANT %I TO %I", role)]
@@ -136,7 +136,7 @@ def given(schema: SchemaName, role: str, right: Right, scopes: Iterable[str]) ->
     return _privileges(schema, role, right, limited="" not in scopes) + rows
 
 
-def taken(schema: SchemaName, role: str, right: Right, scopes: Iterable[str]) -> list[sql.Composed]:
+def revoke_statements(schema: SchemaName, role: str, right: Right, scopes: Iterable[str]) -> list[sql.Composed]:
     """Return the statements that take a right back, and give again what other rights of the role need of it."""
     if right is Right.MIGRATE:
         return [_membership(schema, "REVOKE %I FROM %I", role)]
@@ -145,7 +145,7 @@ def taken(schema: SchemaName, role: str, right: Right, scopes: Iterable[str]) ->
     rows = [sql.SQL(drop).format(*_row(schema, role, right, scope)) for scope in scopes]
     whole = [] if "" in scopes else [_refusal_of_whole(schema, role, right)]
     gone = [_spelled("REVOKE {} ON {} FROM {}", p, role) for p in privileges(right) if p.schema == schema]
-    return whole + rows + gone + [_given_again(schema, role, {p.target for p in privileges(right)})]
+    return whole + rows + gone + [_regrant(schema, role, {p.target for p in privileges(right)})]
 
 
 def grants(dsn: str, schema: SchemaName) -> list[Grant]:
@@ -158,7 +158,7 @@ def grants(dsn: str, schema: SchemaName) -> list[Grant]:
     return sorted(found, key=lambda grant: (grant.role, grant.right, grant.scope))
 
 
-def renew(connection: Connection, schema: SchemaName) -> None:
+def regrant_all(connection: Connection, schema: SchemaName) -> None:
     """Give every right once more, with what migrations added to it; forget roles that are gone."""
     connection.execute(
         sql.SQL("DELETE FROM {} g WHERE NOT EXISTS (SELECT FROM pg_catalog.pg_roles r WHERE r.oid = g.role)").format(
@@ -320,14 +320,14 @@ def _refusal_of_whole(schema: SchemaName, role: str, right: Right) -> sql.Compos
     return _block(body.format(_has(schema, role, right, whole=True), text, fix))
 
 
-def _given_again(schema: SchemaName, role: str, targets: set[str]) -> sql.Composed:
+def _regrant(schema: SchemaName, role: str, targets: set[str]) -> sql.Composed:
     """Return a statement that gives each right that the role has once more, as far as it needs these targets."""
     found: list[sql.Composable] = []
     for right in Right:
         for limited in (False, True):
             if again := _privileges(schema, role, right, limited=limited, targets=targets):
-                held = _has(schema, role, right, whole=not limited)
-                found.append(sql.SQL("IF {} THEN {}; END IF; ").format(held, sql.SQL("; ").join(again)))
+                condition = _has(schema, role, right, whole=not limited)
+                found.append(sql.SQL("IF {} THEN {}; END IF; ").format(condition, sql.SQL("; ").join(again)))
     return _block(sql.SQL("BEGIN {}END").format(sql.Composed(found)))
 
 

@@ -16,26 +16,26 @@ from mqlayer.domain.routing import random_lp
 from mqlayer.errors import InvalidInput, ProducerClosed, ProducerFull
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
-from mqlayer.producing.bulk import Bulk, BulkSend, send_singly
-from mqlayer.producing.lanes import Lane, TopicLanes
-from mqlayer.producing.ledger import Ledger, ProducerStats, is_telling, tell_all
-from mqlayer.producing.links import LinkOptions
-from mqlayer.producing.messages import (
+from mqlayer.producing.bulk_send import BulkSend, MessageBulk, send_singly
+from mqlayer.producing.in_flight import InFlight, ProducerStats, in_callback, notify_all
+from mqlayer.producing.message import (
     NO_KEY_BULK,
     Body,
     Message,
     Receipts,
+    chunks_of,
     facts_bulk,
-    pieces_of,
-    place_id,
-    place_key,
+    lp_and_key,
+    lp_and_token,
     whole_body,
 )
-from mqlayer.producing.parcels import Listener, Oneway, Parcel, Promise, Receipt
-from mqlayer.producing.upkeep import Upkeep, open_source
-from mqlayer.producing.waiting import await_one
+from mqlayer.producing.metadata_refresher import MetadataRefresher, open_source
+from mqlayer.producing.node_sender import SenderOptions
+from mqlayer.producing.pending_send import Listener, OnewayListener, PendingSend, Receipt, ReceiptPromise
+from mqlayer.producing.send_queues import LpQueue, TopicQueues
+from mqlayer.producing.send_wait import await_one
 from mqlayer.redis.access import use_access
-from mqlayer.routes.cache import RouteCache
+from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Producer:
         max_pending_messages: int = MAX_PENDING_MESSAGES,
         max_pending_bytes: int = MAX_PENDING_BYTES,
         room_timeout_s: float = 5.0,
-        in_flight: int = 3,
+        max_in_flight: int = 3,
         on_backlog: OnBacklog = "wait",
     ) -> None:
         check_name("producer", name)
@@ -97,35 +97,39 @@ class Producer:
                 "require_replicas and replica_timeout_s out"
             )
         replica_timeout_s = REPLICA_TIMEOUT_S if replica_timeout_s is None else replica_timeout_s
-        if replicas < 0 or not 1 <= in_flight <= 16 or not 0 < replica_timeout_s < settings.socket_timeout_s:
+        if replicas < 0 or not 1 <= max_in_flight <= 16 or not 0 < replica_timeout_s < settings.socket_timeout_s:
             raise InvalidInput("replicas is 0 or more, in_flight 1 to 16, replica_timeout_s below the socket timeout")
         if min(max_pending_messages, max_pending_bytes) < 1:
             raise InvalidInput("max_pending_messages and max_pending_bytes are 1 or more")
         self._pid, self._on_backlog = os.getpid(), on_backlog
         self._is_eager(None)
-        self._timeout_s, self._room_timeout_s, self._in_flight = settings.delivery_timeout_s, room_timeout_s, in_flight
+        self._timeout_s, self._room_timeout_s, self._max_in_flight = (
+            settings.delivery_timeout_s,
+            room_timeout_s,
+            max_in_flight,
+        )
         self._own_database = database is None
         self._database = database or Database(settings.control_dsn(), application="mqlayer producer")
-        self._chance = random.Random()
-        self._oneway = Oneway()
+        self._rng = random.Random()
+        self._oneway = OnewayListener()
         try:
             source = open_source(self._database, name)
         except BaseException:
             self._close_database()
             raise
         failpoint("producer.after_source_open")
-        self._ledger = Ledger(
+        self._in_flight = InFlight(
             source=source,
             max_count=max_pending_messages,
             max_bytes=max_pending_bytes,
             require_replicas=replicas if require_replicas else 0,
         )
-        self._upkeep = Upkeep(
+        self._metadata = MetadataRefresher(
             name=name,
             database=self._database,
             routes=routes or RouteCache(self._database),
-            ledger=self._ledger,
-            options=LinkOptions(settings, in_flight, replicas, replica_timeout_s),
+            in_flight=self._in_flight,
+            options=SenderOptions(settings, max_in_flight, replicas, replica_timeout_s),
         )
 
     def send(
@@ -151,24 +155,24 @@ class Producer:
         the outcome. Other PublishErrors are definite.
         """
         _may_wait()
-        self._hear_losses()
+        self._raise_losses()
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        parcel, lane = self._queue(
+        pending, queue = self._queue(
             topic, key, body, headers, tags, deadline, None, wake=False, dedup_id=dedup_id,
             eager=self._is_eager(on_backlog),
         )  # fmt: skip
-        link = lane.slot.link
-        if link.try_lead():
+        sender = queue.partition_queue.sender
+        if sender.try_lead():
             try:
-                while parcel.outcome is None:
-                    link.push()
-                    if not link.under_way or not link.pull(link.patience(deadline)):
+                while pending.outcome is None:
+                    sender.push()
+                    if not sender.unanswered_count or not sender.pull(sender.wait_until(deadline)):
                         break
             finally:
-                link.resign()
-        if parcel.outcome is None:
-            await_one(self._ledger, parcel, deadline)
-        return parcel.receipt()
+                sender.resign()
+        if pending.outcome is None:
+            await_one(self._in_flight, pending, deadline)
+        return pending.receipt()
 
     def send_async(
         self,
@@ -191,8 +195,8 @@ class Producer:
         Callbacks of futures run in a thread that has to send other messages: they may publish by `send_async` and
         `send_oneway`, and must not wait for anything.
         """
-        self._hear_losses()
-        promise = Promise(self._ledger.withdraw)
+        self._raise_losses()
+        promise = ReceiptPromise(self._in_flight.withdraw)
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         eager = self._is_eager(on_backlog)
         self._queue(topic, key, body, headers, tags, deadline, promise, wake=True, dedup_id=dedup_id, eager=eager)
@@ -219,8 +223,8 @@ class Producer:
                 eager=self._is_eager(None),
             )  # fmt: skip
         except ProducerFull as error:
-            with self._ledger.lock:
-                self._ledger.counts["failed"] += 1
+            with self._in_flight.lock:
+                self._in_flight.counts["failed"] += 1
             log.warning("oneway_publish_failed", extra={"topic": topic, "reason": str(error)})
 
     def send_many(
@@ -237,15 +241,15 @@ class Producer:
         PartlyPublished, which says for each message what became of it. `timeout_s` is for the whole call.
         """
         _may_wait()
-        self._hear_losses()
-        lanes = self._lanes(topic)
+        self._raise_losses()
+        queues = self._topic_queues(topic)
         if not messages:
             return Receipts(())
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        bulk = Bulk(lanes, messages, self._chance, eager=self._is_eager(on_backlog))
+        bulk = MessageBulk(queues, messages, self._rng, eager=self._is_eager(on_backlog))
         if bulk.tokens:
-            return send_singly(bulk, self._ledger, deadline)
-        return BulkSend(bulk, self._ledger, deadline, self._in_flight).run()
+            return send_singly(bulk, self._in_flight, deadline)
+        return BulkSend(bulk, self._in_flight, deadline, self._max_in_flight).run()
 
     def flush(self, timeout_s: float | None = None) -> int:
         """Wait until everything published so far is settled; return how many messages are not, after the time.
@@ -253,25 +257,25 @@ class Producer:
         Raises AcknowledgedLoss, once, where messages were lost that had been settled before.
         """
         left = self._settle(timeout_s)
-        self._hear_losses()
+        self._raise_losses()
         return left
 
     def _settle(self, timeout_s: float | None) -> int:
         self._check_process()
         _may_wait()
-        ledger = self._ledger
+        in_flight = self._in_flight
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        with ledger.lock:
-            self._upkeep.wake()
-            while ledger.pending_count and (wait_s := deadline - time.monotonic()) > 0:
-                ledger.wait_for_change(wait_s)
-            return ledger.pending_count
+        with in_flight.lock:
+            self._metadata.wake()
+            while in_flight.pending_count and (wait_s := deadline - time.monotonic()) > 0:
+                in_flight.wait_for_change(wait_s)
+            return in_flight.pending_count
 
     @property
     def stats(self) -> ProducerStats:
         """The counts so far."""
-        with self._ledger.lock:
-            return self._ledger.stats()
+        with self._in_flight.lock:
+            return self._in_flight.stats()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Flush, then end: what is not settled after the time fails with ProducerClosed.
@@ -281,23 +285,23 @@ class Producer:
         """
         if self._pid == os.getpid():
             self._end(timeout_s)
-            self._hear_losses()
+            self._raise_losses()
 
     def _end(self, timeout_s: float | None) -> None:
-        if self._ledger.closed_because == CLOSED:
+        if self._in_flight.closed_because == CLOSED:
             return
         _may_wait()
-        with self._ledger.lock:
-            self._ledger.closed_because = CLOSED
-            self._ledger.changed.notify_all()
+        with self._in_flight.lock:
+            self._in_flight.closed_because = CLOSED
+            self._in_flight.changed.notify_all()
         left = self._settle(timeout_s)
-        self._upkeep.stop(STOP_S)
+        self._metadata.stop(STOP_S)
         if left:
             log.warning("producer_closed_unsettled", extra={"count": left})
-            with self._ledger.lock:
-                told = self._ledger.fail_rest()
-            tell_all(told)
-        self._upkeep.close_sources()
+            with self._in_flight.lock:
+                listeners = self._in_flight.fail_remaining()
+            notify_all(listeners)
+        self._metadata.close_sources()
         self._close_database()
 
     def __enter__(self) -> Self:
@@ -325,50 +329,50 @@ class Producer:
         wake: bool,
         dedup_id: str | None = None,
         eager: bool = False,
-    ) -> tuple[Parcel, Lane]:
+    ) -> tuple[PendingSend, LpQueue]:
         """Check a message, give it its seq and queue it."""
-        lanes = self._lanes(topic)
-        lp, key_bulk = (random_lp(self._chance), NO_KEY_BULK) if key is None else place_key(key)
-        whole = whole_body(topic, body, lanes.route.body_limit)
+        queues = self._topic_queues(topic)
+        lp, key_bulk = (random_lp(self._rng), NO_KEY_BULK) if key is None else lp_and_key(key)
+        whole = whole_body(topic, body, queues.route.body_limit)
         facts = facts_bulk(time.time_ns() // 1_000_000, headers, tags)
         size = len(facts) + len(key_bulk) + len(whole)
-        parcel = Parcel(pieces_of(facts, key_bulk, whole), 1, size, deadline, listener, eager=eager)
+        pending = PendingSend(chunks_of(facts, key_bulk, whole), 1, size, deadline, listener, eager=eager)
         if dedup_id is not None:
-            lp, parcel.token = place_id(key, dedup_id, lp)
-        if isinstance(listener, Promise):
-            listener.parcel = parcel
-        ledger = self._ledger
-        with ledger.lock:
-            if ledger.closed_because or not ledger.has_room(1, size):
-                ledger.wait_for_room(1, size, min(deadline, time.monotonic() + self._room_timeout_s))
-            ledger.add(lanes, lp, parcel)
-            told = ledger.refuse_eager(parcel, time.monotonic()) if eager else ()
-            # It may have been given another lane since.
-            lane = parcel.lane
+            lp, pending.token = lp_and_token(key, dedup_id, lp)
+        if isinstance(listener, ReceiptPromise):
+            listener.pending = pending
+        in_flight = self._in_flight
+        with in_flight.lock:
+            if in_flight.closed_because or not in_flight.has_capacity(1, size):
+                in_flight.wait_for_capacity(1, size, min(deadline, time.monotonic() + self._room_timeout_s))
+            in_flight.add(queues, lp, pending)
+            listeners = in_flight.refuse_eager(pending, time.monotonic()) if eager else ()
+            # It may have been given another queue since.
+            queue = pending.queue
             if wake:
-                lane.slot.link.wake_locked()
-        tell_all(told)
-        return parcel, lane
+                queue.partition_queue.sender.wake_locked()
+        notify_all(listeners)
+        return pending, queue
 
-    def _hear_losses(self) -> None:
-        if self._ledger.untold:
-            self._ledger.hear()
+    def _raise_losses(self) -> None:
+        if self._in_flight.unreported_losses:
+            self._in_flight.raise_losses()
 
     def _is_eager(self, on_backlog: OnBacklog | None) -> bool:
-        wish = self._on_backlog if on_backlog is None else on_backlog
-        if wish not in ("wait", "error"):
-            raise InvalidInput(f"at a full partition a message can wait, or be an error, not {wish!r}")
-        return wish == "error"
+        choice = self._on_backlog if on_backlog is None else on_backlog
+        if choice not in ("wait", "error"):
+            raise InvalidInput(f"at a full partition a message can wait, or be an error, not {choice!r}")
+        return choice == "error"
 
-    def _lanes(self, topic: str) -> TopicLanes:
+    def _topic_queues(self, topic: str) -> TopicQueues:
         self._check_process()
-        if self._ledger.closed_because:
-            raise ProducerClosed(self._ledger.closed_because)
-        lanes = self._ledger.topics.get(topic)
-        if lanes is None:
-            return self._upkeep.topic(topic)
-        self._upkeep.refresh_if_old(lanes, time.monotonic())
-        return lanes
+        if self._in_flight.closed_because:
+            raise ProducerClosed(self._in_flight.closed_because)
+        queues = self._in_flight.topics.get(topic)
+        if queues is None:
+            return self._metadata.topic(topic)
+        self._metadata.refresh_if_old(queues, time.monotonic())
+        return queues
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
@@ -384,5 +388,5 @@ CLOSED: Final = "it is closed"
 
 def _may_wait() -> None:
     """Raise InvalidInput in a future's callback: the thread that it runs in is the one that would be waited for."""
-    if is_telling():
+    if in_callback():
         raise InvalidInput("a future's callback must not wait for the producer: use send_async or send_oneway there")

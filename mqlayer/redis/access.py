@@ -18,14 +18,14 @@ from typing import Any, Final, Literal
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from mqlayer.errors import Conflict, InvalidInput
-from mqlayer.secrecy import keep_secret
+from mqlayer.redaction import register_secrets
 from mqlayer.settings import Settings
 
 NODE: Final = "{node}"
 """Stands for the node's name in the path of a password file: nodes with passwords of their own."""
 VARIABLES: Final = tuple(f"MQLAYER_{name.upper()}" for name in Settings.model_fields if name.startswith("redis_"))
 
-Server = Literal["redis", "sentinel"]
+ServerKind = Literal["redis", "sentinel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class NodeAccess:
     key_file: str = ""
     setting: str = "MQLAYER_REDIS_"
 
-    def credentials(self, server: Server, node: str = "") -> tuple[str, ...]:
+    def credentials(self, server: ServerKind, node: str = "") -> tuple[str, ...]:
         """Return what AUTH takes: nothing, a password, or a user and a password.
 
         A password file is read anew at each call, so a new password counts from the next connection on. Raises
@@ -54,13 +54,13 @@ class NodeAccess:
             user, password, file = self.sentinel_user, self.sentinel_password, self.sentinel_password_file
         if file:
             password = read_secret(file.replace(NODE, node))
-        keep_secret(password)
+        register_secrets(password)
         if user and not password:
             name = f"{self.setting}{'SENTINEL_' if server == 'sentinel' else ''}PASSWORD"
             raise InvalidInput(f"Redis user {user!r} has no password: set {name}_FILE or {name}")
         return tuple(part for part in (user, password) if part)
 
-    def logs_in(self, server: Server) -> bool:
+    def logs_in(self, server: ServerKind) -> bool:
         """Say whether there is anything to log in with."""
         if server == "sentinel":
             return bool(self.sentinel_user or self.sentinel_password or self.sentinel_password_file)
@@ -130,7 +130,7 @@ def access_of(settings: Settings) -> NodeAccess:
     )
 
 
-class _Given:
+class _AccessOverride:
     """What the program gave in place of the environment; one for the process."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class _Given:
         self.lock = threading.Lock()
 
 
-_given = _Given()
+_given = _AccessOverride()
 
 
 def use_access(settings: Settings) -> None:

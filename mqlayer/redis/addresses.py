@@ -24,8 +24,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from mqlayer.errors import InvalidInput
-from mqlayer.redis.access import NodeAccess, Server, access_here
-from mqlayer.secrecy import keep_secret
+from mqlayer.redaction import register_secrets
+from mqlayer.redis.access import NodeAccess, ServerKind, access_here
 
 SENTINEL_PORT: Final = 26379
 SCHEMES: Final = {
@@ -70,11 +70,11 @@ def parse_address(url: str) -> Address:
     address = _parsed(url)
     if address is None:
         raise InvalidInput(f"bad Redis URL: {FORM}; {ENCODE}")
-    keep_secret(*_secrets_in(url))
+    register_secrets(*_secrets_in(url))
     return address
 
 
-def shown_url(url: str) -> str:
+def display_url(url: str) -> str:
     """Return where a Redis is, for messages: scheme, hosts and database; no user, no password, no option."""
     if _parsed(url) is None:
         return "a Redis (its URL can't be parsed)"
@@ -89,11 +89,11 @@ def check_broker_url(url: str) -> str:
                 f"MQLAYER_BROKER_URL can't be parsed: give redis://host:port/db; {ENCODE}, or set "
                 "MQLAYER_BROKER_PASSWORD_FILE"
             )
-        keep_secret(*_secrets_in(part))
+        register_secrets(*_secrets_in(part))
     return url
 
 
-def shown_broker_url(url: str) -> str:
+def display_broker_url(url: str) -> str:
     """Return where the broker is, for messages: no user, no password, no option."""
     parts = url.split(";")
     return ";".join(_place(part) if _is_clear_broker(part) else "(a URL that can't be parsed)" for part in parts)
@@ -161,7 +161,7 @@ def refuse_secrets(url: str) -> None:
 class ReadCredentials(redis.CredentialProvider):
     """Asks for user and password at each connection: a file may have another password by then."""
 
-    def __init__(self, access: NodeAccess, server: Server, node: str) -> None:
+    def __init__(self, access: NodeAccess, server: ServerKind, node: str) -> None:
         self._access, self._server, self._node = access, server, node
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
@@ -170,12 +170,13 @@ class ReadCredentials(redis.CredentialProvider):
         return (user[0], password) if user else (password,)
 
 
-class Line:
-    """How the driver connects to a node's address: `connection` is its connection, `aim` directs it before a connect.
+class ConnectionFactory:
+    """How the driver connects to a node's address: `connection` is its connection, `resolve_primary` directs it before
+    a connect.
 
     The primary is asked for at each connect: Sentinels may have promoted another Redis since. `access`: how to log in,
     as this process does where not given; `node`: the node's name. A node's URL must not hold credentials where the
-    process logs in by its settings (`aim` refuses it); those of another server's give way to `access`.
+    process logs in by its settings (`resolve_primary` refuses it); those of another server's give way to `access`.
     `anonymous`: it speaks TLS without a certificate of its own.
     """
 
@@ -213,7 +214,7 @@ class Line:
         # The driver's connections are not typed.
         self.connection: Any = pool.make_connection()
 
-    def aim(self) -> None:
+    def resolve_primary(self) -> None:
         """Ask Sentinels, where the address names such, which Redis is the primary. Raises the driver's errors,
         and InvalidInput for a file of TLS that can't be read, or for credentials in the URL besides the settings'."""
         if self._refused:
@@ -246,7 +247,7 @@ class Line:
         self.connection.host, self.connection.port = host, port
 
 
-def _logs_in(access: NodeAccess, server: Server, node: str) -> dict[str, Any]:
+def _logs_in(access: NodeAccess, server: ServerKind, node: str) -> dict[str, Any]:
     return {"credential_provider": ReadCredentials(access, server, node)} if access.logs_in(server) else {}
 
 

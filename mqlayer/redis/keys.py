@@ -10,22 +10,24 @@ different partitions have different tags. Groups are named by their id: a name m
 <prefix>:{<partition>}:marks                hash    <source>:<lp> -> highest seq in the partition
 <prefix>:{<partition>}:ids                  hash    dedup id, hashed -> where the first message with it is
 <prefix>:{<partition>}:ages                 zset    the same -> ms when it came
-<prefix>:{<partition>}:g<group>:lock        hash    owner, epoch, refreshed_at, committed, base, top, seek, told
+<prefix>:{<partition>}:g<group>:lock        hash    owner, epoch, refreshed_at, committed, base, top, seek,
+outcome_count
 <prefix>:{<partition>}:g<group>:acks        string  ack bitmap, bit i is offset base + i
 <prefix>:{<partition>}:g<group>:attempts    hash    offset -> <failed attempts>:<ms of the first>:<ms of the last>
-<prefix>:{<partition>}:g<group>:outcomes    stream  what became of offsets (archived topics); id <epoch>-<told>
-<prefix>:{<partition>}:g<group>:rate        hash    left, at_us: what may be begun of the group's rate (see rate_take)
+<prefix>:{<partition>}:g<group>:outcomes    stream  what became of offsets (archived topics); id <epoch>-<outcome_count>
+<prefix>:{<partition>}:g<group>:rate        hash    left, at_us: what may be begun of the group's rate (see
+rate_acquire)
 
 of a node as a whole (nodes are no members of a cluster):
 <prefix>:ended                              set     outboxes' sources that are ended: nothing is appended under them
 <prefix>:terms                              hash    outbox's source -> the term of its Postgres that counts
 
 of a group with ordered pop, besides (see pop_receive):
-<prefix>:{<partition>}:g<group>:pops        hash    offset -> <batch>:<ms when it is visible>:<lane>
-<prefix>:{<partition>}:g<group>:lines       zset    <length of lane><lane><offset> of what is not settled
-<prefix>:{<partition>}:g<group>:due         zset    lane -> ms when it may be given out
+<prefix>:{<partition>}:g<group>:pops        hash    offset -> <batch>:<ms when it is visible>:<queue>
+<prefix>:{<partition>}:g<group>:queues      zset    <length of queue><queue><offset> of what is not settled
+<prefix>:{<partition>}:g<group>:due         zset    queue -> ms when it may be given out
 <prefix>:{<partition>}:g<group>:batches     hash    attempt id -> <batch>:<offsets>
-<prefix>:{<partition>}:g<group>:wake        stream  one entry, whose id is the lock's `wakes`
+<prefix>:{<partition>}:g<group>:wake        stream  one entry, whose id is the lock's `wake_count`
 ```
 """
 
@@ -57,7 +59,7 @@ class PopKeys(NamedTuple):
     """What a group with ordered pop has at a partition besides its GroupKeys."""
 
     pops: bytes
-    lines: bytes
+    queues: bytes
     due: bytes
     batches: bytes
     wake: bytes
@@ -71,7 +73,7 @@ def partition_keys(prefix: str, partition: int) -> PartitionKeys:
 
 
 @cache
-def ended_key(prefix: str) -> bytes:
+def ended_sources_key(prefix: str) -> bytes:
     """Return the set of the outboxes' sources under which a node takes nothing any more."""
     return f"{prefix}:ended".encode()
 
@@ -93,7 +95,7 @@ def group_keys(prefix: str, partition: int, group_id: int) -> GroupKeys:
 def pop_keys(prefix: str, partition: int, group_id: int) -> PopKeys:
     """Return the keys that a group with ordered pop has besides."""
     stem = f"{prefix}:{{{partition}}}:g{group_id}:".encode()
-    return PopKeys(stem + b"pops", stem + b"lines", stem + b"due", stem + b"batches", stem + b"wake")
+    return PopKeys(stem + b"pops", stem + b"queues", stem + b"due", stem + b"batches", stem + b"wake")
 
 
 @cache

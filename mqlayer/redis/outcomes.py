@@ -12,86 +12,87 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from mqlayer.domain.offsets import Range
+from mqlayer.domain.offsets import OffsetRange
 from mqlayer.redis.keys import outcomes_key
-from mqlayer.redis.nodes import Command
+from mqlayer.redis.node_connection import Command
 
-OUTCOMES_KEPT: Final = 100_000
+MAX_OUTCOMES: Final = 100_000
 """How many entries of a partition and group wait for an archiver, at most: then the oldest are dropped, and counted."""
 
-RangeWord = Literal["h", "u", "-"]
+RangeOutcome = Literal["h", "u", "-"]
 """Of a range that is settled: handled, unmatched, or told by somebody else."""
 
 
-class Place(NamedTuple):
+class OutcomeId(NamedTuple):
     """Where an entry stands among those of a partition and group."""
 
     epoch: int
     number: int
 
 
-NOWHERE: Final = Place(0, 0)
+BEGINNING: Final = OutcomeId(0, 0)
 
 
-class Stretch(NamedTuple):
-    """Offsets that have in common what became of them. `given_ms`: how long before it was settled; None: unknown."""
+class OutcomeRange(NamedTuple):
+    """Offsets that have in common what became of them. `delivered_ms_ago`: how long before it was settled; None:
+    unknown."""
 
     first: int
     last: int
-    word: Literal["handled", "unmatched"]
+    outcome: Literal["handled", "unmatched"]
     attempts: int
-    given_ms: int | None
+    delivered_ms_ago: int | None
 
 
-class Entry(NamedTuple):
+class OutcomeEntry(NamedTuple):
     """What one call settled, when by the node's clock, and how many offsets were dropped unseen before it."""
 
-    place: Place
+    entry_id: OutcomeId
     member: str
     at_ms: int
-    stretches: Sequence[Stretch]
+    ranges: Sequence[OutcomeRange]
     dropped: int
 
 
-def told_of(words: str, reads: Iterable[tuple[int, int | None]], *, kept: int = OUTCOMES_KEPT) -> bytes:
+def encode_outcome(outcomes: str, reads: Iterable[tuple[int, int | None]], *, max_entries: int = MAX_OUTCOMES) -> bytes:
     """Return what offsets_settle notes: a word for each range; until which offset how many ms ago they were given."""
     ages = ",".join(f"{last}:{'' if ago is None else ago}" for last, ago in reads)
-    return f"{kept}:{words}:{ages}".encode()
+    return f"{max_entries}:{outcomes}:{ages}".encode()
 
 
-def told_by(receiver: str, *, kept: int = OUTCOMES_KEPT) -> bytes:
+def encode_pop_outcome(receiver: str, *, max_entries: int = MAX_OUTCOMES) -> bytes:
     """Return what pop_settle notes: who settles."""
-    return f"{kept}:{receiver}".encode()
+    return f"{max_entries}:{receiver}".encode()
 
 
-def fetch_command(prefix: str, partition: int, group_id: int, after: Place, *, count: int) -> Command:
+def fetch_command(prefix: str, partition: int, group_id: int, after: OutcomeId, *, count: int) -> Command:
     """Return the command that reads the next entries behind a place."""
     key = outcomes_key(prefix, partition, group_id)
     return ("XRANGE", key, f"({after.epoch}-{after.number}", "+", "COUNT", count)
 
 
-def forget_command(prefix: str, partition: int, group_id: int, upto: Place) -> Command:
+def forget_command(prefix: str, partition: int, group_id: int, upto: OutcomeId) -> Command:
     """Return the command that drops entries up to a place, that one included."""
     key = outcomes_key(prefix, partition, group_id)
     return ("XTRIM", key, "MINID", "=", f"{upto.epoch}-{upto.number + 1}")
 
 
-def entries_of(reply: Iterable[Any]) -> list[Entry]:
+def entries_of(reply: Iterable[Any]) -> list[OutcomeEntry]:
     """Return the entries of a reply of the server."""
     return [_entry(entry_id, fields) for entry_id, fields in reply]
 
 
-def _entry(entry_id: bytes, fields: Sequence[bytes]) -> Entry:
+def _entry(entry_id: bytes, fields: Sequence[bytes]) -> OutcomeEntry:
     said = {name: value.decode() for name, value in zip(fields[::2], fields[1::2], strict=True)}
     epoch, number = entry_id.split(b"-")
     reads = [(last, ago) for last, ago in _pairs(said.get(b"r", ""), ":")]
     failed = {int(offset): int(count or 0) for offset, count in _pairs(said.get(b"a", ""), ":")}
     handled = [_range(pair) for pair in _pairs(said.get(b"h", ""), "-")]
-    stretches = [stretch for one in handled for stretch in _stretches(one, reads, failed)]
+    ranges = [outcome_range for one in handled for outcome_range in _outcome_ranges(one, reads, failed)]
     unmatched = [_range(pair) for pair in _pairs(said.get(b"u", ""), "-")]
-    stretches += [Stretch(first, last, "unmatched", 0, None) for first, last in unmatched]
-    place = Place(int(epoch), int(number))
-    return Entry(place, said[b"m"], int(said[b"t"]), stretches, int(said.get(b"x", "0")))
+    ranges += [OutcomeRange(first, last, "unmatched", 0, None) for first, last in unmatched]
+    group_partition = OutcomeId(int(epoch), int(number))
+    return OutcomeEntry(group_partition, said[b"m"], int(said[b"t"]), ranges, int(said.get(b"x", "0")))
 
 
 def _pairs(text: str, divider: str) -> Iterator[tuple[int, int | None]]:
@@ -100,23 +101,25 @@ def _pairs(text: str, divider: str) -> Iterator[tuple[int, int | None]]:
         yield int(first), int(second) if second else None
 
 
-def _range(pair: tuple[int, int | None]) -> Range:
+def _range(pair: tuple[int, int | None]) -> OffsetRange:
     first, last = pair
     return first, first if last is None else last
 
 
-def _stretches(handled: Range, reads: Sequence[tuple[int, int | None]], failed: dict[int, int]) -> Iterator[Stretch]:
+def _outcome_ranges(
+    handled: OffsetRange, reads: Sequence[tuple[int, int | None]], failed: dict[int, int]
+) -> Iterator[OutcomeRange]:
     """Divide a range where it was given at another time, and around what failed before."""
     first, last = handled
     for upto, given in [*((upto, ago) for upto, ago in reads if upto >= first), (last, None)]:
         end = min(upto, last)
         for offset in sorted(offset for offset in failed if first <= offset <= end):
             if first < offset:
-                yield Stretch(first, offset - 1, "handled", 1, given)
-            yield Stretch(offset, offset, "handled", failed[offset] + 1, given)
+                yield OutcomeRange(first, offset - 1, "handled", 1, given)
+            yield OutcomeRange(offset, offset, "handled", failed[offset] + 1, given)
             first = offset + 1
         if first <= end:
-            yield Stretch(first, end, "handled", 1, given)
+            yield OutcomeRange(first, end, "handled", 1, given)
             first = end + 1
         if first > last:
             return

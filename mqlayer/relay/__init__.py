@@ -1,7 +1,7 @@
 """The relay: from the outbox of a database to the partitions."""
 
 from mqlayer.relay.limits import RelayLimits
-from mqlayer.relay.recovering import Recovered, recover_now
+from mqlayer.relay.recovery import RecoveryReport, recover_now
 from mqlayer.relay.relay import Relay, relay_once
 
-__all__ = ["Recovered", "Relay", "RelayLimits", "recover_now", "relay_once"]
+__all__ = ["RecoveryReport", "Relay", "RelayLimits", "recover_now", "relay_once"]

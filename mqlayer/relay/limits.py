@@ -13,7 +13,7 @@ class RelayLimits:
     """Rows read from the outbox at once."""
     chunk_bytes: int = 4_000_000
     """Bodies read at once; one row more may come on top."""
-    in_flight: int = 2
+    max_in_flight: int = 2
     """Writes sent to a node and not answered yet, while the next chunk is read."""
     poll_min_s: float = 0.005
     poll_max_s: float = 0.2
@@ -23,7 +23,7 @@ class RelayLimits:
     """How often the counters are asked for what a scan can't show."""
     compare_s: float = 3.0
     """How often marks are compared with what was acknowledged."""
-    beat_s: float = 1.0
+    heartbeat_s: float = 1.0
     delayed_s: float = 0.25
     """How often delayed messages are looked for at the least; sooner where one is known to be due."""
     topics_s: float = 60.0

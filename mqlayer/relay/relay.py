@@ -24,22 +24,22 @@ from tenacity import (
 from tenacity.nap import sleep_using_event
 
 from mqlayer.errors import PermissionDenied, StoreUnavailable, TransactionConflict
-from mqlayer.health import Health, Turns, stuck_after_s
+from mqlayer.health import Health, Liveness, stuck_after_s
 from mqlayer.postgres.database import Database
 from mqlayer.redis.access import use_access
-from mqlayer.relay.leases import LpSets
+from mqlayer.relay.backoff import backoff_s
 from mqlayer.relay.limits import RelayLimits
-from mqlayer.relay.pauses import pause_s
-from mqlayer.relay.recovering import SourceEnded
-from mqlayer.relay.session import Session
+from mqlayer.relay.lp_leases import LpSets
+from mqlayer.relay.recovery import SourceEnded
+from mqlayer.relay.relay_session import RelaySession
 from mqlayer.settings import Settings
 
 log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS: Final = 12
 """To one schema, opened on demand: one for each thread in the background, and some for the relay itself."""
-_AWAY: Final = (StoreUnavailable, TransactionConflict)
-"""What another session can mend."""
+_UNREACHABLE: Final = (StoreUnavailable, TransactionConflict)
+"""What another session can repair."""
 
 
 class Relay:
@@ -48,7 +48,7 @@ class Relay:
     Per key, messages arrive in commit order; each arrives at least once in Redis and exactly once in its partition.
     Any number of relays may run on one outbox: they share its LPs. A relay may be killed at any line. While Redis or
     Postgres is away it waits and tries again. Raises SchemaMismatch, ConfigurationRefused, PermissionDenied,
-    InvalidInput or Conflict (a constraint of a database was broken by other hands) for what waiting can't mend.
+    InvalidInput or Conflict (a constraint of a database was broken by other hands) for what waiting can't repair.
     """
 
     def __init__(self, settings: Settings, *, limits: RelayLimits | None = None, relay_id: str | None = None) -> None:
@@ -59,8 +59,8 @@ class Relay:
         )
         self.relay_id = relay_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._stopping = threading.Event()
-        self._session: Session | None = None
-        self._turns, self._away = Turns(), "it has not begun"
+        self._session: RelaySession | None = None
+        self._liveness, self._unreachable = Liveness(), "it has not begun"
         self._moved_before = 0
 
     @property
@@ -70,16 +70,16 @@ class Relay:
 
     def health(self) -> Health:
         """Say whether it turns, holds a lease, be it on LPs or standing by, and reaches its nodes. For any thread."""
-        stuck = self._turns.stuck("the relay", stuck_after_s(self._settings))
+        stuck = self._liveness.stuck("the relay", stuck_after_s(self._settings))
         if self._stopping.is_set():
             return Health(stuck, ("it is stopping",))
         session = self._session
         age_s = session.lease_age_s if session is not None else None
         if age_s is None:
-            return Health(stuck, (self._away,))
+            return Health(stuck, (self._unreachable,))
         if age_s > self._settings.lease_s:
             return Health(stuck, (f"its lease ran out: the last beat was {age_s:.0f} s ago",))
-        return Health(stuck, session.troubles if session is not None else ())
+        return Health(stuck, session.errors if session is not None else ())
 
     def run(self) -> None:
         """Work until `stop` is called."""
@@ -102,9 +102,9 @@ class Relay:
         """Have `run` finish what is under way, give its LPs back and return. For signal handlers and threads."""
         self._stopping.set()
 
-    def _serve(self, work: Callable[[Session], None], *, helper: bool) -> None:
+    def _serve(self, work: Callable[[RelaySession], None], *, helper: bool) -> None:
         """Do the work in a session; in a new one after Postgres was away."""
-        ended, chance = 0, random.Random()
+        ended, rng = 0, random.Random()
         with self._databases() as (control, application):
             while not self._stopping.is_set():
                 try:
@@ -114,29 +114,29 @@ class Relay:
                         return
                 except PermissionDenied:
                     raise
-                except _AWAY as error:
-                    self._away = str(error)
+                except _UNREACHABLE as error:
+                    self._unreachable = str(error)
                     log.warning("relay_postgres_lost", extra={"reason": str(error)})
                     # The next session may begin well, and be told the same at once.
                     ended = ended + 1 if isinstance(error, SourceEnded) else 0
                     if ended:
-                        self._stopping.wait(pause_s(ended, chance))
+                        self._stopping.wait(backoff_s(ended, rng))
 
-    def _work(self, session: Session) -> None:
+    def _work(self, session: RelaySession) -> None:
         """Poll: at once while there is much, else at an interval that grows while there is nothing."""
         limits, wait_s = self._limits, self._limits.poll_min_s
         while not self._stopping.is_set():
             began = time.monotonic()
-            self._turns.note()
+            self._liveness.note_turn()
             seen = session.step()
             if seen >= limits.chunk_rows // 2:
                 continue
             wait_s = limits.poll_min_s if seen else min(limits.poll_max_s, wait_s * 2)
             self._stopping.wait(max(0.0, wait_s - (time.monotonic() - began)))
 
-    def _drain(self, session: Session, deadline: float) -> None:
+    def _drain(self, session: RelaySession, deadline: float) -> None:
         while session.lp_sets and not self._stopping.is_set() and time.monotonic() < deadline:
-            self._turns.note()
+            self._liveness.note_turn()
             if not session.step():
                 if session.drained:
                     return
@@ -153,17 +153,17 @@ class Relay:
             yield control, outbox
 
     @contextmanager
-    def _session_on(self, control: Database, application: Database, *, helper: bool) -> Iterator[Session | None]:
+    def _session_on(self, control: Database, application: Database, *, helper: bool) -> Iterator[RelaySession | None]:
         """Open a session as soon as Postgres answers; None when the relay is stopped before."""
         retrying = Retrying(
-            retry=retry_if_exception_type(_AWAY) & retry_if_not_exception_type(PermissionDenied),
+            retry=retry_if_exception_type(_UNREACHABLE) & retry_if_not_exception_type(PermissionDenied),
             wait=wait_random_exponential(multiplier=0.1, max=2),
             sleep=sleep_using_event(self._stopping),
             stop=stop_when_event_set(self._stopping),
             before_sleep=self._note_outage,
             retry_error_callback=lambda _: None,
         )
-        session: Session | None = retrying(self._open, control, application, helper)
+        session: RelaySession | None = retrying(self._open, control, application, helper)
         clean = False
         try:
             yield session
@@ -172,8 +172,8 @@ class Relay:
             if session is not None:
                 self._end(session, leave=clean)
 
-    def _open(self, control: Database, application: Database, helper: bool) -> Session:  # noqa: FBT001
-        session = Session(
+    def _open(self, control: Database, application: Database, helper: bool) -> RelaySession:  # noqa: FBT001
+        session = RelaySession(
             settings=self._settings,
             limits=self._limits,
             control=control,
@@ -190,12 +190,12 @@ class Relay:
 
     def _note_outage(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
-        self._away = str(error)
-        self._turns.note()
+        self._unreachable = str(error)
+        self._liveness.note_turn()
         if state.attempt_number in (1, 5) or state.attempt_number % 30 == 0:
-            log.warning("relay_postgres_away", extra={"reason": str(error), "failures": state.attempt_number})
+            log.warning("relay_postgres_unreachable", extra={"reason": str(error), "failures": state.attempt_number})
 
-    def _end(self, session: Session, *, leave: bool) -> None:
+    def _end(self, session: RelaySession, *, leave: bool) -> None:
         session.close(leave=leave)
         self._moved_before += session.appended_count
         self._session = None

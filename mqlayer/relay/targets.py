@@ -10,29 +10,29 @@ from typing import Final
 
 from mqlayer.domain.routing import LP_COUNT, Route
 from mqlayer.errors import NotFound, StoreUnavailable
-from mqlayer.relay.lanes import Lane, Target
-from mqlayer.relay.links import Links
-from mqlayer.relay.pauses import FIRST_S, pause_s
-from mqlayer.routes.cache import RouteCache
+from mqlayer.relay.backoff import FIRST_S, backoff_s
+from mqlayer.relay.lp_cursors import LpCursor, Target
+from mqlayer.relay.relay_nodes import RelayNodes
+from mqlayer.runtime.route_cache import RouteCache
 
 log = logging.getLogger(__name__)
 
-NOWHERE: Final = -1
+NO_NODE: Final = -1
 """The node of targets that nothing can be sent to."""
-RETRY_AWAY_S: Final = 0.5
+RETRY_UNREACHABLE_S: Final = 0.5
 RETRY_REFUSED_S: Final = 5.0
 
 
 class Targets:
     """The targets of all topics. A route is asked for when its topic shows up, and again after a refusal."""
 
-    def __init__(self, routes: RouteCache, links: Links, ask_names: Callable[[], dict[int, str]]) -> None:
-        self._routes, self._links, self._ask_names = routes, links, ask_names
+    def __init__(self, routes: RouteCache, nodes: RelayNodes, ask_names: Callable[[], dict[int, str]]) -> None:
+        self._routes, self._nodes, self._ask_names = routes, nodes, ask_names
         self._names: dict[int, str] = {}
         self._by_lp: dict[int, list[Target]] = {}
         self._versions: dict[int, tuple[float, int]] = {}
         self._unrouted: dict[int, Target] = {}
-        self._chance = random.Random()
+        self._rng = random.Random()
 
     def __iter__(self) -> Iterator[Target]:
         for targets in self._by_lp.values():
@@ -67,7 +67,7 @@ class Targets:
     def pause(self, target: Target, now: float, *, first_s: float = FIRST_S) -> float:
         """Leave a target alone for a while, longer each time; return for how many seconds."""
         target.pause_count += 1
-        wait_s = pause_s(target.pause_count, self._chance, first_s=first_s)
+        wait_s = backoff_s(target.pause_count, self._rng, first_s=first_s)
         target.paused_until, target.ready = now + wait_s, False
         return wait_s
 
@@ -87,7 +87,7 @@ class Targets:
             route = self._routes.refresh(name) if refresh else self._routes.route(name)
         except StoreUnavailable as error:
             log.debug("relay_route_unknown", extra={"topic": name, "reason": str(error)})
-            self._leave_unrouted(topic_id, "", RETRY_AWAY_S)
+            self._leave_unrouted(topic_id, "", RETRY_UNREACHABLE_S)
         except NotFound as error:
             self._refuse(topic_id, str(error))
         else:
@@ -108,10 +108,10 @@ class Targets:
         self._unrouted.pop(topic_id, None)
 
     def _set_ready(self, target: Target, now: float) -> None:
-        target.ready = target.paused_until <= now and self._links.link(target.node_id).takes(target.partition)
+        target.ready = target.paused_until <= now and self._nodes.node(target.node_id).takes(target.partition)
 
     def _refuse(self, topic_id: int, reason: str) -> None:
-        """Have every row of the topic set aside, as long as nobody changes that."""
+        """Have every row of the topic quarantined, as long as nobody changes that."""
         self._by_lp.pop(topic_id, None)
         self._versions.pop(topic_id, None)
         self._leave_unrouted(topic_id, reason, RETRY_REFUSED_S)
@@ -119,12 +119,12 @@ class Targets:
     def _leave_unrouted(self, topic_id: int, refusal: str, retry_s: float) -> None:
         if topic_id in self._by_lp:
             return
-        target = self._unrouted.setdefault(topic_id, Target(0, NOWHERE, 0))
+        target = self._unrouted.setdefault(topic_id, Target(0, NO_NODE, 0))
         target.refusal, target.paused_until = refusal, time.monotonic() + retry_s
 
 
-def retarget(lanes: Iterable[Lane], targets: Targets, topic_ids: set[int]) -> None:
-    """Give the lanes of topics with a new route their targets."""
-    for lane in lanes:
-        if lane.topic_id in topic_ids:
-            lane.target = targets.find(lane.chain)
+def retarget(cursors: Iterable[LpCursor], targets: Targets, topic_ids: set[int]) -> None:
+    """Give the cursors of topics with a new route their targets."""
+    for cursor in cursors:
+        if cursor.topic_id in topic_ids:
+            cursor.target = targets.find(cursor.chain)

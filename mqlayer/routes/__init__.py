@@ -1,1 +1,64 @@
-"""The newest known routes and nodes of a process."""
+"""Elastic routes: split, merge and move partitions while messages flow; what becomes of the old ones."""
+
+from mqlayer.domain.route_changes import ChangePlan, Successor, plan_merge, plan_move, plan_split
+from mqlayer.routes.change_driver import finish_change, finish_changes
+from mqlayer.routes.lost_changes import UndoReport, reopen_forgotten
+from mqlayer.routes.lp_load import measured_load
+from mqlayer.routes.node_loss import NodeLossReport, give_up_node, rearm_lost_nodes
+from mqlayer.routes.partition_retirement import retire_partitions
+from mqlayer.routes.planner import (
+    apply_change,
+    drop_change,
+    finish_earlier,
+    merge,
+    move,
+    planned_merge,
+    planned_move,
+    planned_split,
+    split,
+)
+from mqlayer.routes.split_report import (
+    PartitionSplit,
+    SplitReport,
+    planned_splits,
+    read_split_report,
+    write_split_report,
+)
+from mqlayer.routes.status import DrainProgress, RouteChange, RouteRange, drain_progress, route_history, route_ranges
+
+__all__ = [
+    "ChangePlan",
+    "DrainProgress",
+    "NodeLossReport",
+    "PartitionSplit",
+    "RouteChange",
+    "RouteRange",
+    "SplitReport",
+    "Successor",
+    "UndoReport",
+    "apply_change",
+    "drain_progress",
+    "drop_change",
+    "finish_change",
+    "finish_changes",
+    "finish_earlier",
+    "give_up_node",
+    "measured_load",
+    "merge",
+    "move",
+    "plan_merge",
+    "plan_move",
+    "plan_split",
+    "planned_merge",
+    "planned_move",
+    "planned_split",
+    "planned_splits",
+    "read_split_report",
+    "rearm_lost_nodes",
+    "reopen_forgotten",
+    "retire_partitions",
+    "route_history",
+    "route_ranges",
+    "split",
+    "write_split_report",
+]

@@ -1,11 +1,12 @@
 """Real servers for development, demonstrations and tests, as child processes whose state is a directory."""
 
 from mqlayer.stack.addresses import Addresses, GivenAddresses
-from mqlayer.stack.choice import AnyPostgres, AnyRedis, postgres_for, redis_for
 from mqlayer.stack.databases import PostgresDatabases
 from mqlayer.stack.errors import DirectoryRefused, NoServerProgram, ServerFailed, StackError
 from mqlayer.stack.postgres_server import PostgresServer
-from mqlayer.stack.programs import (
+from mqlayer.stack.redis_server import RedisServer
+from mqlayer.stack.server_choice import AnyPostgres, AnyRedis, postgres_for, redis_for
+from mqlayer.stack.server_programs import (
     PostgresPrograms,
     RedisProgram,
     best_postgres,
@@ -13,7 +14,6 @@ from mqlayer.stack.programs import (
     postgres_programs,
     redis_programs,
 )
-from mqlayer.stack.redis_server import RedisServer
 from mqlayer.stack.stack import ComponentStatus, Stack
 
 __all__ = [

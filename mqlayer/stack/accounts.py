@@ -40,7 +40,7 @@ def can_enter(directory: Path, account: Account) -> bool:
     return all(_may_pass(part, account) for part in (resolved, *resolved.parents))
 
 
-def give(directory: Path, account: Account | None) -> None:
+def chown(directory: Path, account: Account | None) -> None:
     """Make a directory the account's own and closed to others."""
     if account is not None:
         os.chown(directory, account.uid, account.gid)

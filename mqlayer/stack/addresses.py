@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Self
 
-from mqlayer.postgres.addresses import address_of
+from mqlayer.postgres.dsn import address_of
 from mqlayer.redis.access import NodeAccess
-from mqlayer.redis.addresses import shown_broker_url, shown_url
+from mqlayer.redis.addresses import display_broker_url, display_url
 from mqlayer.stack.credentials import REDIS_DEFAULT_USER, Login
 
 NO_LOGIN: Final = Login(REDIS_DEFAULT_USER)
@@ -27,8 +27,8 @@ class Addresses:
     """How our own nodes are logged in to; their addresses stand in Postgres and hold no password."""
 
     def __repr__(self) -> str:
-        nodes = {name: shown_url(url) for name, url in self.nodes.items()}
-        broker = shown_broker_url(self.broker_url)
+        nodes = {name: display_url(url) for name, url in self.nodes.items()}
+        broker = display_broker_url(self.broker_url)
         return f"Addresses(dsn={address_of(self.dsn)!r}, nodes={nodes!r}, broker_url={broker!r})"
 
     def environment(self) -> dict[str, str]:

@@ -18,36 +18,36 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-from mqlayer.redis.rights import password_rule
-from mqlayer.stack.closed import closed_directory, write_closed
+from mqlayer.redis.acl import password_rule
 from mqlayer.stack.credentials import SUPERUSER, Login
 from mqlayer.stack.databases import PostgresDatabases
-from mqlayer.stack.deadlines import comes_true
 from mqlayer.stack.errors import DirectoryRefused, ServerFailed
 from mqlayer.stack.node_users import ALL_RIGHTS, DEFAULT_OFF, keeps_users
 from mqlayer.stack.node_users import FILE_NAME as USERS
 from mqlayer.stack.ports import free_port
 from mqlayer.stack.postgres_server import DEFAULT_OPTIONS
-from mqlayer.stack.records import ProcessRecord
+from mqlayer.stack.private_files import closed_directory, write_closed
+from mqlayer.stack.process_record import ProcessRecord
 from mqlayer.stack.redis_server import DURABLE_OPTIONS, OPEN, answers_ping
+from mqlayer.stack.wait import comes_true
 
 REDIS_IMAGE: Final = "redis:8"
 POSTGRES_IMAGE: Final = "postgres:18"
 READY_WITHIN_S: Final = 120.0
-GIVEN_BY: Final = "REDIS_PASSWORD"
+LOGIN_VARIABLE: Final = "REDIS_PASSWORD"
 WITH_PASSWORD: Final = f"""\
 exec docker-entrypoint.sh redis-server - "$@" <<END
-requirepass ${GIVEN_BY}
+requirepass ${LOGIN_VARIABLE}
 END
 """
 """The password by standard input: arguments are seen by every account of the machine."""
-USER_GIVEN_BY: Final = "REDIS_USER"
-RULE_GIVEN_BY: Final = "REDIS_PASSWORD_HASH"
+USER_VARIABLE: Final = "REDIS_USER"
+HASH_VARIABLE: Final = "REDIS_PASSWORD_HASH"
 WITH_USERS: Final = f"""\
 umask 077
 test -e /data/{USERS} || cat > /data/{USERS} <<END
 {DEFAULT_OFF}
-user ${USER_GIVEN_BY} on ${RULE_GIVEN_BY} {" ".join(ALL_RIGHTS)}
+user ${USER_VARIABLE} on ${HASH_VARIABLE} {" ".join(ALL_RIGHTS)}
 END
 exec docker-entrypoint.sh redis-server "$@" --aclfile /data/{USERS}
 """
@@ -230,8 +230,8 @@ class RedisContainer(ServerContainer):
 
     def _environment(self) -> dict[str, str]:
         if keeps_users(self._login):
-            return {USER_GIVEN_BY: self._login.user, RULE_GIVEN_BY: password_rule(self._login.password)}
-        return {GIVEN_BY: self._login.password} if self._login.password else {}
+            return {USER_VARIABLE: self._login.user, HASH_VARIABLE: password_rule(self._login.password)}
+        return {LOGIN_VARIABLE: self._login.password} if self._login.password else {}
 
 
 class PostgresContainer(ServerContainer):

@@ -16,8 +16,8 @@ from psycopg.conninfo import make_conninfo
 
 from mqlayer.redis.access import NodeAccess
 from mqlayer.redis.roles import GRANTED, RedisRole
-from mqlayer.stack.closed import write_closed
 from mqlayer.stack.errors import DirectoryRefused
+from mqlayer.stack.private_files import write_closed
 
 FILE_NAME: Final = "credentials.json"
 PASSWORD_BYTES: Final = 24

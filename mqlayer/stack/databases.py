@@ -8,8 +8,8 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from mqlayer.errors import InvalidInput, StoreUnavailable
-from mqlayer.postgres.addresses import parse_dsn
 from mqlayer.postgres.database import Connection, connect
+from mqlayer.postgres.dsn import parse_dsn
 
 
 @dataclass(frozen=True, slots=True)

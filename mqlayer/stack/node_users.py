@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from mqlayer.redis.rights import password_rule
-from mqlayer.stack.closed import write_closed
+from mqlayer.redis.acl import password_rule
 from mqlayer.stack.credentials import REDIS_DEFAULT_USER, Login
+from mqlayer.stack.private_files import write_closed
 
 FILE_NAME: Final = "users.acl"
 ALL_RIGHTS: Final = ("~*", "&*", "+@all")

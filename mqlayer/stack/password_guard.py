@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from mqlayer.stack.accounts import Account, run_as
-from mqlayer.stack.closed import write_closed
 from mqlayer.stack.credentials import SUPERUSER
 from mqlayer.stack.errors import ServerFailed
+from mqlayer.stack.private_files import write_closed
 
 MARK: Final = "password.sha256"
 """Says which password is in force; of a random one the hash tells nothing."""

@@ -6,8 +6,8 @@ import random
 import socket
 from typing import Final
 
-from mqlayer.stack.deadlines import comes_true
 from mqlayer.stack.errors import StackError
+from mqlayer.stack.wait import comes_true
 
 # Below the ports that systems give to outgoing connections: none of those takes a port whose server is down.
 FIRST_PORT: Final = 15_000

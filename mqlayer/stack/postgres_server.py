@@ -13,17 +13,17 @@ from typing import Final, Self
 from urllib.parse import quote
 
 from mqlayer.stack import processes
-from mqlayer.stack.accounts import give, run_as, unprivileged_account
-from mqlayer.stack.closed import closed_directory, write_closed
+from mqlayer.stack.accounts import chown, run_as, unprivileged_account
 from mqlayer.stack.credentials import SUPERUSER, Login
 from mqlayer.stack.databases import PostgresDatabases
-from mqlayer.stack.deadlines import comes_true
 from mqlayer.stack.errors import DirectoryRefused, ServerFailed
 from mqlayer.stack.password_guard import PasswordGuard
-from mqlayer.stack.placement import data_place, program_place
 from mqlayer.stack.ports import free_port
-from mqlayer.stack.programs import PostgresPrograms, best_postgres, postgres_programs
-from mqlayer.stack.records import ProcessRecord
+from mqlayer.stack.private_files import closed_directory, write_closed
+from mqlayer.stack.process_record import ProcessRecord
+from mqlayer.stack.server_paths import data_place, program_place
+from mqlayer.stack.server_programs import PostgresPrograms, best_postgres, postgres_programs
+from mqlayer.stack.wait import comes_true
 
 START_TRIES: Final = 3
 # A socket's path has to fit into sockaddr_un: 108 bytes on Linux, 104 elsewhere.
@@ -177,9 +177,9 @@ class PostgresServer:
 
     def _prepare(self) -> None:
         """Make the directories, owned by the account of the server, and in them a database cluster."""
-        closed_directory(self.directory, passed_by=self._account)
+        closed_directory(self.directory, skipped_nodes=self._account)
         self._home.mkdir(mode=0o700, exist_ok=True)
-        give(self._home, self._account)
+        chown(self._home, self._account)
         if not (self.data / "PG_VERSION").exists():
             self._initialise()
         if not self._guard.in_force:

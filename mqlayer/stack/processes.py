@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from mqlayer.stack.accounts import Account, run_as
-from mqlayer.stack.closed import UMASK, open_closed
-from mqlayer.stack.deadlines import comes_true
+from mqlayer.stack.private_files import UMASK, open_closed
+from mqlayer.stack.wait import comes_true
 
 
 @dataclass(frozen=True, slots=True)

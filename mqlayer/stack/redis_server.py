@@ -11,15 +11,15 @@ from types import TracebackType
 from typing import Final, Self
 
 from mqlayer.stack import processes
-from mqlayer.stack.closed import closed_tree, write_closed
 from mqlayer.stack.credentials import REDIS_DEFAULT_USER, Login
-from mqlayer.stack.deadlines import comes_true
 from mqlayer.stack.errors import ServerFailed
 from mqlayer.stack.node_users import FILE_NAME as USERS
 from mqlayer.stack.node_users import holds, keeps_users, write_first_users
 from mqlayer.stack.ports import free_port, is_free
-from mqlayer.stack.programs import RedisProgram, best_redis
-from mqlayer.stack.records import ProcessRecord
+from mqlayer.stack.private_files import closed_tree, write_closed
+from mqlayer.stack.process_record import ProcessRecord
+from mqlayer.stack.server_programs import RedisProgram, best_redis
+from mqlayer.stack.wait import comes_true
 
 START_TRIES: Final = 3
 OPEN: Final = Login(REDIS_DEFAULT_USER)

@@ -29,25 +29,25 @@ from psycopg import sql
 
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import InvalidInput, StoreUnavailable
-from mqlayer.postgres.addresses import address_of
 from mqlayer.postgres.database import Database, connect, driver_errors
+from mqlayer.postgres.dsn import address_of
 from mqlayer.postgres.migrations import migrate
-from mqlayer.postgres.rights import SCHEMAS, Right, ensure_login, give, grants
+from mqlayer.postgres.rights import SCHEMAS, Right, ensure_login, grant, grants
 from mqlayer.redis.access import acting_as
-from mqlayer.redis.addresses import shown_broker_url, shown_url
-from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
-from mqlayer.redis.rights import acl_rules, password_rule
+from mqlayer.redis.acl import acl_rules, password_rule
+from mqlayer.redis.addresses import display_broker_url, display_url
+from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
 from mqlayer.stack.accounts import unprivileged_account
 from mqlayer.stack.addresses import Addresses, GivenAddresses
-from mqlayer.stack.background import BackgroundProcess
-from mqlayer.stack.choice import AnyPostgres, AnyRedis, postgres_for, redis_for
-from mqlayer.stack.closed import open_closed, own_directory, write_closed
-from mqlayer.stack.contents import FILE_NAME as CONTENTS
-from mqlayer.stack.contents import StackContents
+from mqlayer.stack.background_process import BackgroundProcess
 from mqlayer.stack.credentials import FILE_NAME as CREDENTIALS
 from mqlayer.stack.credentials import NODE_ROLES, REDIS_DEFAULT_USER, Login, ProcessKind, StackCredentials
 from mqlayer.stack.databases import PostgresDatabases
 from mqlayer.stack.errors import StackError
+from mqlayer.stack.private_files import open_closed, own_directory, write_closed
+from mqlayer.stack.server_choice import AnyPostgres, AnyRedis, postgres_for, redis_for
+from mqlayer.stack.stack_file import FILE_NAME as CONTENTS
+from mqlayer.stack.stack_file import StackFile
 from mqlayer.topics import list_nodes, rearm_node, register_node, set_node_address
 
 DEFAULT_DIRECTORY: Final = Path(".mqlayer")
@@ -64,7 +64,7 @@ RIGHTS: Final[dict[ProcessKind, tuple[Right, ...]]] = {
     "worker": (Right.WORK,),
     "consumer": (Right.CONSUME,),
     "publisher": (Right.PUBLISH,),
-    "viewer": (Right.LOOK,),
+    "viewer": (Right.VIEW,),
 }
 """What the processes of a stack may do in our own Postgres; none of their roles is a superuser."""
 USER_KINDS: Final[tuple[ProcessKind, ...]] = ("publisher", "consumer", "viewer")
@@ -75,7 +75,7 @@ TABLES_OF_ONES_OWN: Final = (
 )
 """Programs make tables of their own, and those of earlier versions made them as the superuser."""
 
-State = Literal["running", "stopped", "not reached"]
+ComponentState = Literal["running", "stopped", "not reached"]
 Component = AnyPostgres | AnyRedis | BackgroundProcess
 
 
@@ -85,7 +85,7 @@ class ComponentStatus:
 
     name: str
     address: str
-    state: State
+    state: ComponentState
     pid: int | None
     log: Path | None
 
@@ -117,7 +117,7 @@ class Stack:
         The database is migrated, the nodes registered and armed for their present run; relay and worker come
         last, unless `servers_only`.
         """
-        own_directory(self.directory, passed_by=unprivileged_account())
+        own_directory(self.directory, skipped_nodes=unprivileged_account())
         with self._locked():
             addresses = self._start_servers()
             migrate(self.owner_dsn())
@@ -152,12 +152,12 @@ class Stack:
 
     def addresses(self) -> Addresses | None:
         """Return the addresses of the last `up`, or None before the first."""
-        contents = StackContents.load(self.directory)
+        contents = StackFile.load(self.directory)
         return contents.addresses if contents else None
 
     def status(self) -> list[ComponentStatus]:
         """Return every part of the stack as it is now; an empty list before the first `up`."""
-        contents = StackContents.load(self.directory)
+        contents = StackFile.load(self.directory)
         if contents is None:
             return []
         servers = [self._server_status(name, contents) for name in contents.names()]
@@ -169,7 +169,7 @@ class Stack:
 
         For what changes schemas, roles and rights only.
         """
-        contents = StackContents.load(self.directory)
+        contents = StackFile.load(self.directory)
         return contents.addresses_for(self._credentials.of("owner")).dsn if contents else ""
 
     @property
@@ -183,7 +183,7 @@ class Stack:
         return [self.directory / _variables_of(kind) for kind in USER_KINDS]
 
     def _start_servers(self) -> Addresses:
-        previous = StackContents.load(self.directory)
+        previous = StackFile.load(self.directory)
         given = previous.truly_given(self._given) if previous else self._given
         if not given.complete:
             self._loaded = StackCredentials.load_or_make(self.directory)
@@ -194,7 +194,7 @@ class Stack:
             broker_url=given.broker_url or self._start_redis("broker").url,
             node_login=Login(REDIS_DEFAULT_USER) if given.redis_urls else self._credentials.of("operator").node,
         )
-        contents = StackContents(addresses, given=given.names(nodes))
+        contents = StackFile(addresses, given=given.names(nodes))
         contents.save(self.directory)
         write_closed(self.environment_file, addresses.exports().encode())
         for kind in () if given.complete else USER_KINDS:
@@ -204,7 +204,7 @@ class Stack:
 
     def _make_roles(self, dsn: str) -> None:
         """Let each kind of process log in to our own Postgres as a role of its own, with its rights."""
-        contents = StackContents.load(self.directory)
+        contents = StackFile.load(self.directory)
         if contents is None or "postgres" in contents.given:
             return
         for kind in RIGHTS:
@@ -214,7 +214,7 @@ class Stack:
             there = {(grant.role, grant.right) for grant in grants(dsn, schema)}
             wanted = {(self._credentials.of(kind).postgres.user, right) for kind in RIGHTS for right in RIGHTS[kind]}
             for role, right in sorted(wanted - there):
-                give(dsn, schema, role, right)
+                grant(dsn, schema, role, right)
         with connect(dsn, application="mqlayer up") as connection, driver_errors(address_of(dsn)):
             connection.execute(sql.SQL(TABLES_OF_ONES_OWN).format(sql.Identifier(self._operator)))
 
@@ -254,7 +254,7 @@ class Stack:
 
     def _register_nodes(self, addresses: Addresses) -> None:
         """Register new nodes, and arm known ones again: after a restart each has another run id."""
-        contents = StackContents.load(self.directory)
+        contents = StackFile.load(self.directory)
         given = contents.given if contents else ()
         with Database(addresses.dsn, application="mqlayer up") as database:
             known = {node.name: node.url for node in list_nodes(database)}
@@ -283,7 +283,7 @@ class Stack:
 
     def environment(self, kind: ProcessKind) -> dict[str, str]:
         """Return the environment variables by which a kind of process uses this stack as its own users."""
-        contents = StackContents.load(self.directory)
+        contents = StackFile.load(self.directory)
         return contents.addresses_for(self._credentials.of(kind)).environment() if contents else {}
 
     def _start_processes(self) -> None:
@@ -312,13 +312,13 @@ class Stack:
         logins = self._credentials.of("owner")
         return redis_for(self.directory / name, login=logins.broker if name == "broker" else logins.node)
 
-    def _server_status(self, name: str, contents: StackContents) -> ComponentStatus:
+    def _server_status(self, name: str, contents: StackFile) -> ComponentStatus:
         address = contents.address(name)
         if name in contents.given:
-            state: State = "running" if _answers(name, address) else "not reached"
-            return ComponentStatus(name, _shown(name, address), state, None, None)
+            state: ComponentState = "running" if _answers(name, address) else "not reached"
+            return ComponentStatus(name, _display(name, address), state, None, None)
         server = self._postgres() if name == "postgres" else self._redis(name)
-        return _own_status(server, _shown(name, address))
+        return _own_status(server, _display(name, address))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -346,8 +346,8 @@ def _worker(directory: Path, environment: Mapping[str, str]) -> BackgroundProces
     return BackgroundProcess(directory / "worker", arguments, environment, ready_line=" ready.")
 
 
-def _shown(name: str, address: str) -> str:
-    show = {"postgres": address_of, "broker": shown_broker_url}.get(name, shown_url)
+def _display(name: str, address: str) -> str:
+    show = {"postgres": address_of, "broker": display_broker_url}.get(name, display_url)
     return show(address)
 
 
@@ -363,5 +363,5 @@ def _answers(name: str, address: str) -> bool:
 
 
 def _own_status(component: Component, address: str) -> ComponentStatus:
-    state: State = "running" if component.running else "stopped"
+    state: ComponentState = "running" if component.running else "stopped"
     return ComponentStatus(component.directory.name, address, state, component.pid, component.log)

@@ -8,21 +8,21 @@ from dataclasses import replace
 from typing import Any, Final
 
 from mqlayer.domain.names import check_name
+from mqlayer.domain.node_runs import is_former
 from mqlayer.domain.routing import NodeId
-from mqlayer.domain.runs import is_former
 from mqlayer.errors import AccessDenied, Conflict, NodeNotArmed, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
-from mqlayer.postgres.audit import note
+from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.addresses import parse_address, refuse_secrets, shown_url
-from mqlayer.redis.asking import check_rights
-from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
-from mqlayer.redis.partitions import end_sources, raise_command
-from mqlayer.redis.permissions import Duty
+from mqlayer.redis.acl_check import RequiredAccess
+from mqlayer.redis.addresses import display_url, parse_address, refuse_secrets
+from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
+from mqlayer.redis.partition_scripts import end_sources, fence_command
 from mqlayer.redis.roles import RedisRole
-from mqlayer.routes.cache import load_nodes
-from mqlayer.topics.mending import Mender
+from mqlayer.redis.server_info import check_access
+from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.topics.node_repair import NodeRepair
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ TRIES: Final = 5
 """How often a node may be emptied while it is armed."""
 Lowered = Mapping[int, int]
 """To which offset what goes by them was lowered, by partition."""
-PATIENCE: Final = {"lock_wait": "10s", "idle": "30s"}
+TIMEOUTS: Final = {"lock_wait": "10s", "idle": "30s"}
 """A process that is stopped while it arms a node must not keep all others from arming it."""
 
 
@@ -45,14 +45,14 @@ def register_node(
     for a URL that holds a user or a password.
     """
     check_name("node", name)
-    duty = Duty(RedisRole.ARMING, prefix)
-    with NodeConnection(_candidate(name, url), any_run=True, unsafe=unsafe, duty=duty) as line:
-        run_id = line.connect().run_id
+    required = RequiredAccess(RedisRole.ARMING, prefix)
+    with NodeConnection(_candidate(name, url), any_run=True, unsafe=unsafe, required=required) as node_connection:
+        run_id = node_connection.connect().run_id
 
     def work(connection: Connection) -> None:
         new = connection.execute(query("node_insert"), {"name": name, "url": url, "run_id": run_id}).fetchone()
         if new is not None:
-            note(connection, actor, "node register", name, {"url": shown_url(url)})
+            write_audit(connection, actor, "node register", name, {"url": display_url(url)})
 
     database.transaction(work)
     node = find_node(database, name)
@@ -93,11 +93,11 @@ def rearm_node(
     """Bring a node that restarted or lost data back into service; return it and how many assignments got a new epoch.
 
     In one transaction that holds the node's row: raise the epoch of every assignment on the node, put those epochs in
-    force in Redis, bring its partitions to what Postgres says (see `mending`), record the run as armed. In one before
-    it, where partitions are made or filled up again: lower what goes by the offsets that are gone, and disarm a run
-    that lost them (FLUSHALL keeps it). No earlier ack passes from then on, so none can settle a message that was given
-    an old offset after a fall-back. A crash in between leaves the node unarmed; anybody does it again. A node that is
-    armed and as it has to be is left as it is.
+    force in Redis, bring its partitions to what Postgres says (see `node_repair`), record the run as armed. In one
+    before it, where partitions are made or filled up again: lower what goes by the offsets that are gone, and disarm a
+    run that lost them (FLUSHALL keeps it). No earlier ack passes from then on, so none can settle a message that was
+    given an old offset after a fall-back. A crash in between leaves the node unarmed; anybody does it again. A node
+    that is armed and as it has to be is left as it is.
     `application` is the database of the outbox that may have to send something again. Raises ConfigurationRefused where
     the node holds its partitions under another key prefix, unless `empty` says that those are another system's and this
     one's data are gone; StoreUnavailable where another outbox's relay has to do its part; Conflict where an outbox does
@@ -109,7 +109,7 @@ def rearm_node(
 
     def work(connection: Connection, lowered: Lowered) -> int | Lowered:
         node, formers = _locked(connection, name)
-        arming = _Arming(connection, node, formers, unsafe=unsafe, former=former, lowered=lowered)
+        arming = _NodeArming(connection, node, formers, unsafe=unsafe, former=former, lowered=lowered)
         return arming.run(options, actor=actor, act="node rearm", facts={}, always=False)
 
     epochs = _arm(database, name, work)
@@ -125,7 +125,7 @@ def arm_if_allowed(
     """
     node = find_node(database, name)
     try:
-        check_rights(node, Duty(RedisRole.ARMING, prefix))
+        check_access(node, RequiredAccess(RedisRole.ARMING, prefix))
         return rearm_node(
             database, name, prefix=prefix, application=application, actor=actor, unsafe=unsafe
         )[0]  # fmt: skip
@@ -162,11 +162,11 @@ def set_node_address(
     def work(connection: Connection, lowered: Lowered) -> int | Lowered:
         node, formers = _locked(connection, name)
         if node.url == url:
-            arming = _Arming(connection, node, formers, unsafe=unsafe, former=former, lowered=lowered)
+            arming = _NodeArming(connection, node, formers, unsafe=unsafe, former=former, lowered=lowered)
             return arming.run(options, actor=actor, act="node rearm", facts={}, always=False)
-        facts = {"from": shown_url(node.url), "to": shown_url(url)}
+        facts = {"from": display_url(node.url), "to": display_url(url)}
         there = replace(node, url=url)
-        arming = _Arming(connection, there, formers, unsafe=unsafe, former=former, empty=empty, lowered=lowered)
+        arming = _NodeArming(connection, there, formers, unsafe=unsafe, former=former, empty=empty, lowered=lowered)
         epochs = arming.run(options, actor=actor, act="node set", facts=facts, always=True)
         if isinstance(epochs, int):
             connection.execute(query("node_address_put"), {"node_id": node.node_id, "url": url})
@@ -188,7 +188,7 @@ def _arm(database: Database, name: str, work: Callable[[Connection, Lowered], in
 
 
 def _locked(connection: Connection, name: str) -> tuple[Node, list[str]]:
-    connection.execute(query("transaction_patience"), PATIENCE)
+    connection.execute(query("transaction_patience"), TIMEOUTS)
     row = connection.execute(query("node_lock"), {"name": name}).fetchone()
     if row is None:
         raise NotFound("node", name, "register it: mqlayer node register NAME URL")
@@ -196,7 +196,7 @@ def _locked(connection: Connection, name: str) -> tuple[Node, list[str]]:
     return Node(*facts), formers
 
 
-class _Arming:
+class _NodeArming:
     """Arms a node whose row this transaction holds. `empty`: whether it may hold nothing where it had to; `lowered`: to
     which offsets, by partition, what goes by them was lowered in a transaction of its own."""
 
@@ -223,39 +223,39 @@ class _Arming:
         committed, and the arming tried again.
         """
         node, connection = self._node, self._connection
-        duty = Duty(RedisRole.ARMING, options["prefix"])
-        with NodeConnection(node, any_run=True, unsafe=self._unsafe, duty=duty) as line:
-            run_id = line.connect().run_id
+        required = RequiredAccess(RedisRole.ARMING, options["prefix"])
+        with NodeConnection(node, any_run=True, unsafe=self._unsafe, required=required) as node_connection:
+            run_id = node_connection.connect().run_id
             self._refuse(run_id)
-            mender = Mender(connection, line, **options)
-            if not self._empty and mender.is_empty:
+            repair = NodeRepair(connection, node_connection, **options)
+            if not self._empty and repair.is_empty:
                 raise Conflict(
                     f"{node.address} holds none of the partitions of node {node.name!r}",
                     "look at the address; say --empty if the node's data are gone and it begins anew there",
                 )
-            if not always and not mender.needed and run_id == node.armed_run_id:
+            if not always and not repair.needed and run_id == node.armed_run_id:
                 return 0
-            emptied = mender.is_emptied and run_id == node.armed_run_id
-            if emptied or (mender.refills and self._is_shorter(mender.offsets)):
-                mender.lower()
+            emptied = repair.is_emptied and run_id == node.armed_run_id
+            if emptied or (repair.needs_restore and self._is_shorter(repair.offsets)):
+                repair.lower()
                 if emptied:
                     # Who dies from here on must not leave a run that is served, and nothing that anybody misses.
                     connection.execute(query("node_disarm"), {"node_id": node.node_id})
-                return mender.offsets
+                return repair.offsets
             if run_id != node.armed_run_id:
-                self._renew_file(line)
+                self._renew_file(node_connection)
             raised = connection.execute(query("node_epochs_raise"), {"node_id": node.node_id}).fetchall()
-            failpoint("rearm.before_raise")
-            self._put_numbers(line, options["prefix"], raised)
+            failpoint("rearm.before_fence")
+            self._put_numbers(node_connection, options["prefix"], raised)
             failpoint("rearm.before_remake")
-            mender.mend(raised)
+            repair.repair(raised)
             # A server that is emptied meanwhile has lost them, and lets in whoever has a number of before.
-            self._put_numbers(line, options["prefix"], raised)
-            mender.look_again()
+            self._put_numbers(node_connection, options["prefix"], raised)
+            repair.recheck()
             failpoint("rearm.before_arm")
         connection.execute(query("node_arm"), {"node_id": node.node_id, "run_id": run_id})
-        facts = facts | {"run_id": run_id, "epochs": len(raised)} | mender.mended.facts()
-        note(connection, actor, act, node.name, facts)
+        facts = facts | {"run_id": run_id, "epochs": len(raised)} | repair.report.facts()
+        write_audit(connection, actor, act, node.name, facts)
         log.warning("node_rearmed", extra={"node": node.name} | facts)
         return len(raised)
 
@@ -274,21 +274,23 @@ class _Arming:
                 "takes it back, with what it lacks",
             )
 
-    def _renew_file(self, line: NodeConnection) -> None:
+    def _renew_file(self, connection: NodeConnection) -> None:
         """Have it write its file anew, in the background.
 
         A Redis that started from a file which is torn inside a transaction leaves the beginning of that in it, and
         would run it at its next start together with what came later.
         """
-        (reply,) = line.call([("BGREWRITEAOF",)])
+        (reply,) = connection.call([("BGREWRITEAOF",)])
         if isinstance(reply, Exception):
-            log.warning("node_file_not_renewed", extra={"node": self._node.name, "reason": str(reply)})
+            log.warning("node_file_not_rewritten", extra={"node": self._node.name, "reason": str(reply)})
 
-    def _put_numbers(self, line: NodeConnection, prefix: str, raised: Sequence[tuple[int, int, int]]) -> None:
+    def _put_numbers(self, connection: NodeConnection, prefix: str, raised: Sequence[tuple[int, int, int]]) -> None:
         """Put epochs in force, of group, partition, epoch; and end what sources are ended."""
-        end_sources(line, prefix, [row[0] for row in self._connection.execute(query("sources_ended"))], closed=True)
-        commands = [raise_command(line, prefix, partition, group, epoch) for group, partition, epoch in raised]
-        for reply in line.call(commands):
+        end_sources(
+            connection, prefix, [row[0] for row in self._connection.execute(query("sources_ended"))], closed=True
+        )
+        commands = [fence_command(connection, prefix, partition, group, epoch) for group, partition, epoch in raised]
+        for reply in connection.call(commands):
             raise_for_reply(reply, self._node.address)
 
 

@@ -18,12 +18,12 @@ from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT, check_name
 from mqlayer.domain.routing import NodeId, Route, even_ranges, spread
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
-from mqlayer.postgres.audit import note
+from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.nodes import NodeConnection
-from mqlayer.redis.partitions import create
-from mqlayer.routes.cache import load_nodes, load_route
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.partition_scripts import create
+from mqlayer.runtime.route_cache import load_nodes, load_route
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ DEFAULT_PARTITIONS: Final = 8
 
 Strategy = Literal["strict", "best_effort"]
 
-PATIENCE: Final = {"lock_wait": "5s", "idle": "30s"}
+TIMEOUTS: Final = {"lock_wait": "5s", "idle": "30s"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def create_topic(
                 connection.execute(query("partition_insert"), facts)
             if archived:
                 connection.execute(query("archive_topic_put"), {"topic_id": row[0]})
-            note(connection, actor, "topic create", name, limits | {"partitions": len(ranges)})
+            write_audit(connection, actor, "topic create", name, limits | {"partitions": len(ranges)})
         return int(row[0])
 
     topic_id = database.transaction(allocate)
@@ -121,7 +121,7 @@ def set_archived(database: Database, name: str, *, archived: bool, actor: str = 
     """
 
     def work(connection: Connection) -> bool:
-        connection.execute(query("transaction_patience"), PATIENCE)
+        connection.execute(query("transaction_patience"), TIMEOUTS)
         row = connection.execute(query("topic_archived"), {"name": name}).fetchone()
         if row is None:
             raise NotFound("topic", name, f"create it: mqlayer topic create {name}")
@@ -133,7 +133,7 @@ def set_archived(database: Database, name: str, *, archived: bool, actor: str = 
         if archived:
             connection.execute(query("archive_topic_put"), {"topic_id": topic_id})
         connection.execute(query("topic_archived_set"), {"topic_id": topic_id, "archived": archived})
-        note(connection, actor, "topic set", name, {"archived": archived})
+        write_audit(connection, actor, "topic set", name, {"archived": archived})
         return True
 
     return database.transaction(work)
@@ -161,7 +161,7 @@ def set_limits(
         raise InvalidInput(f"a topic takes bodies of 1 to {BODY_LIMIT} bytes, and a backlog limit of 0 or more")
 
     def work(connection: Connection) -> tuple[int, int, bool]:
-        connection.execute(query("transaction_patience"), PATIENCE)
+        connection.execute(query("transaction_patience"), TIMEOUTS)
         row = connection.execute(query("topic_lock"), {"name": name}).fetchone()
         if row is None:
             raise NotFound("topic", name, f"create it: mqlayer topic create {name}")
@@ -169,7 +169,7 @@ def set_limits(
         ((body, backlog, _),) = connection.execute(query("topic_limits_put"), facts).fetchall()
         changed = (body, backlog) != (row[2], row[3])
         if changed:
-            note(connection, actor, "topic set", name, {"body_limit": body, "backlog_limit": backlog})
+            write_audit(connection, actor, "topic set", name, {"body_limit": body, "backlog_limit": backlog})
         return int(row[0]), int(body), changed
 
     topic_id, body, changed = database.transaction(work)
@@ -238,19 +238,19 @@ def _make_partitions(database: Database, name: str, topic_id: int, *, prefix: st
     # Successors of an open route change are importing too; they are made by the change.
     rows = [row for row in rows if row[4] == "importing" and row[5] is None]
     nodes = {node.node_id: node for node in load_nodes(database)}
-    lines: dict[NodeId, NodeConnection] = {}
+    connections: dict[NodeId, NodeConnection] = {}
     try:
         for partition, node_id, lp_from, lp_to, *_ in rows:
-            line = lines.setdefault(node_id, NodeConnection(nodes[node_id], unsafe=unsafe))
-            word = create(line, prefix, partition, name, lp_from, lp_to, "open", "")
+            node_connection = connections.setdefault(node_id, NodeConnection(nodes[node_id], unsafe=unsafe))
+            word = create(node_connection, prefix, partition, name, lp_from, lp_to, "open", "")
             if word == "conflict":
                 raise Conflict(
-                    f"partition {partition} exists on {line.node.address} with another range",
+                    f"partition {partition} exists on {node_connection.node.address} with another range",
                     "this Redis holds data of another control database: use another MQLAYER_KEY_PREFIX",
                 )
     finally:
-        for line in lines.values():
-            line.close()
+        for node_connection in connections.values():
+            node_connection.close()
 
 
 def _activate(database: Database, name: str, topic_id: int) -> None:

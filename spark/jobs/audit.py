@@ -7,15 +7,15 @@ from typing import Any, Final
 
 from pyspark.sql import DataFrame
 
-from mqlayer.spark.jobs.framework import Found, Tables, Wish, rows_of
-from mqlayer.spark.report import Note, Part, Section, Table, Tile, Tiles
+from mqlayer.spark.html_report import Note, Part, Section, Table, Tile, Tiles
+from mqlayer.spark.jobs.job import JobParams, JobResult, SnapshotTables, rows_of
 from mqlayer.spark.transforms import order
 
-SHOWN: Final = 200
+MAX_SHOWN: Final = 200
 COUNTS: Final = ("inversions", "gaps", "duplicates", "misplaced")
 
 
-def run(tables: Tables, _wish: Wish) -> Found:
+def run(tables: SnapshotTables, _params: JobParams) -> JobResult:
     """Audit all topics. One pass where all is in order; where it is not, another one writes the findings down."""
     looked = order.audited(tables.records, tables.lineage, tables.cut)
     chains = order.chains(looked).persist()
@@ -26,18 +26,18 @@ def run(tables: Tables, _wish: Wish) -> Found:
     if not good:
         frames["findings"] = order.findings(looked).persist()
         frames["keys"] = order.by_key(frames["findings"]).persist()
-        found = rows_of(frames["findings"], "topic", "source", "lp", "first_seq", "kind", most=SHOWN)
+        found = rows_of(frames["findings"], "topic", "source", "lp", "first_seq", "kind", most=MAX_SHOWN)
     names = ("records", "chains", "keys", *COUNTS)
     sums = {name: sum(topic[name] for topic in topics) for name in names}
     word = "clean" if good else "not clean"
     facts = {"verdict": word, **sums, "topics": topics, "findings": found}
-    told = [_told(one) for one in found]
+    told = [_describe(one) for one in found]
     shown = {"audit": topics, "findings": told}
     section = Section("audit", "Order audit", _parts(sums, topics, told, good=good, whole=tables.cut is not None))
-    return Found("audit", facts, shown, section, frames, good)
+    return JobResult("audit", facts, shown, section, frames, good)
 
 
-def _told(found: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return a finding for people: places as partition:offset."""
     seqs = {found["first_seq"], found["last_seq"]}
     behind = None if found["behind_seq"] is None else f"{found['behind_seq']} at {_place(found, 'behind_')}"
@@ -87,6 +87,6 @@ def _parts(
 if __name__ == "__main__":
     import sys
 
-    from mqlayer.spark.jobs.running import submit
+    from mqlayer.spark.jobs.runner import submit
 
     sys.exit(submit("audit"))

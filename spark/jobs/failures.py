@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from mqlayer.spark.jobs.framework import Found, Tables, Wish, rows_of
-from mqlayer.spark.report import Bar, Bars, Part, Section, Table, Tile, Tiles
-from mqlayer.spark.transforms.failing import DEAD, by_attempts, by_error, by_member, by_word, cases
+from mqlayer.spark.html_report import Bar, BarChart, Part, Section, Table, Tile, Tiles
+from mqlayer.spark.jobs.job import JobParams, JobResult, SnapshotTables, rows_of
+from mqlayer.spark.transforms.failures import DEAD, by_attempts, by_error, by_member, by_outcome, cases
 
 BARS: Final = 15
 
 
-def run(tables: Tables, _wish: Wish) -> Found:
+def run(tables: SnapshotTables, _params: JobParams) -> JobResult:
     """Look at what did not go well at the first attempt, and what came of it."""
     looked = cases(tables.outcomes).persist()
-    made = {"words": by_word, "errors": by_error, "members": by_member, "attempts": by_attempts}
+    made = {"by_outcome": by_outcome, "errors": by_error, "members": by_member, "attempts": by_attempts}
     frames = {name: make(looked).persist() for name, make in made.items()}
-    words = rows_of(frames["words"], "topic", "group", "-messages")
-    errors = rows_of(frames["errors"], "-messages", "topic", "group", "word", "reason", "actor")
+    words = rows_of(frames["by_outcome"], "topic", "group", "-messages")
+    errors = rows_of(frames["errors"], "-messages", "topic", "group", "outcome", "reason", "actor")
     members = rows_of(frames["members"], "-retries", "-dead", "topic", "group", "actor")
     attempts = rows_of(frames["attempts"], "topic", "group", "attempts")
     looked.unpersist()
-    facts = {"words": words, "errors": errors, "members": members, "attempts": attempts}
+    facts = {"by_outcome": words, "errors": errors, "members": members, "attempts": attempts}
     shown = {"messages by what became of them": words, "dead letters by error": errors, "members": members}
-    sums = {word: sum(row["messages"] for row in words if row["word"] == word) for word in ("parked", "redriven")}
-    dead = sum(row["final"] for row in words if row["word"] in DEAD)
+    sums = {word: sum(row["messages"] for row in words if row["outcome"] == word) for word in ("parked", "redriven")}
+    dead = sum(row["final"] for row in words if row["outcome"] in DEAD)
     tiles = [Tile("retries", f"{sum(row['retries'] for row in members):,}"), Tile("parked", f"{sums['parked']:,}")]
     tiles += [Tile("dead in the end", f"{dead:,}", "bad" if dead else ""), Tile("redriven", f"{sums['redriven']:,}")]
     died = Counter[str]()
@@ -39,18 +39,18 @@ def run(tables: Tables, _wish: Wish) -> Found:
     ]
     parts: list[Part] = [
         Tiles(tiles),
-        Bars("Dead letters by error", bars, nothing="none died"),
-        Bars("Handled after several attempts", tried[:BARS], nothing="all that was handled took one attempt"),
+        BarChart("Dead letters by error", bars, nothing="none died"),
+        BarChart("Handled after several attempts", tried[:BARS], nothing="all that was handled took one attempt"),
         Table("What became of messages", words),
         Table("Dead letters by error and member", errors, "none died"),
         Table("Retries by member", members),
     ]
-    return Found("failures", facts, shown, Section("failures", "Retries, parking, dead letters", parts), frames)
+    return JobResult("failures", facts, shown, Section("failures", "Retries, parking, dead letters", parts), frames)
 
 
 if __name__ == "__main__":
     import sys
 
-    from mqlayer.spark.jobs.running import submit
+    from mqlayer.spark.jobs.runner import submit
 
     sys.exit(submit("failures"))

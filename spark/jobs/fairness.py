@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from mqlayer.spark.jobs.framework import Found, Tables, Wish, rows_of
-from mqlayer.spark.report import Bar, Bars, Note, Part, Section, Table
-from mqlayer.spark.transforms.sharing import by_group, by_member
+from mqlayer.spark.html_report import Bar, BarChart, Note, Part, Section, Table
+from mqlayer.spark.jobs.job import JobParams, JobResult, SnapshotTables, rows_of
+from mqlayer.spark.transforms.fairness import by_group, by_member
 
 CHARTS: Final = 12
 BARS: Final = 40
 
 
-def run(tables: Tables, _wish: Wish) -> Found:
+def run(tables: SnapshotTables, _params: JobParams) -> JobResult:
     """Look at how many messages each member handled, and how long it had any in hand."""
     members = by_member(tables.outcomes).persist()
     frames = {"members": members, "groups": by_group(members).persist()}
@@ -31,9 +31,11 @@ def run(tables: Tables, _wish: Wish) -> Found:
             for row in own[:BARS]
         ]
         mean = group["messages"] / group["members"]
-        parts.append(Bars(f"{group['topic']} → {group['group']}: messages by member", bars, mean))
+        parts.append(BarChart(f"{group['topic']} → {group['group']}: messages by member", bars, mean))
     section = Section("fairness", "Fairness", parts)
-    return Found("fairness", {"groups": groups, "members": each}, {"groups": groups, "members": each}, section, frames)
+    return JobResult(
+        "fairness", {"groups": groups, "members": each}, {"groups": groups, "members": each}, section, frames
+    )
 
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:
@@ -43,6 +45,6 @@ def _rounded(row: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     import sys
 
-    from mqlayer.spark.jobs.running import submit
+    from mqlayer.spark.jobs.runner import submit
 
     sys.exit(submit("fairness"))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from mqlayer.spark.jobs.framework import Found, Tables, Wish, rows_of
-from mqlayer.spark.report import Lines, Note, Part, Section, Table
-from mqlayer.spark.transforms.settling import by_minute, latency, published_by_minute, settled
+from mqlayer.spark.html_report import LineChart, Note, Part, Section, Table
+from mqlayer.spark.jobs.job import JobParams, JobResult, SnapshotTables, rows_of
+from mqlayer.spark.transforms.latency import by_minute, latency, published_by_minute, settled
 
 CHARTS: Final = 12
 """Groups that are drawn; those with the most messages."""
 
 
-def run(tables: Tables, _wish: Wish) -> Found:
+def run(tables: SnapshotTables, _params: JobParams) -> JobResult:
     """Look at how much each group handled in each minute, and how long after publishing."""
     handled = settled(tables.records, tables.outcomes).persist()
     frames = {
@@ -27,7 +27,7 @@ def run(tables: Tables, _wish: Wish) -> Found:
     handled.unpersist()
     rounded = [{name: _rounded(value) for name, value in row.items()} for row in groups]
     section = Section("latency", "Throughput and latency", _parts(rounded, minutes, published))
-    return Found("latency", {"groups": rounded}, {"latency": rounded}, section, frames)
+    return JobResult("latency", {"groups": rounded}, {"latency": rounded}, section, frames)
 
 
 def _parts(
@@ -41,12 +41,12 @@ def _parts(
         topic, group = row["topic"], row["group"]
         own = [one for one in minutes if (one["topic"], one["group"]) == (topic, group)]
         series = {name: [(one["minute"], one[f"{name}_ms"]) for one in own] for name in ("p50", "p95", "p99")}
-        parts.append(Lines(f"{topic} → {group}: latency", series, "ms"))
+        parts.append(LineChart(f"{topic} → {group}: latency", series, "ms"))
         rates = {
             "published": [(one["minute"], one["per_s"]) for one in published if one["topic"] == topic],
             "handled": [(one["minute"], one["per_s"]) for one in own],
         }
-        parts.append(Lines(f"{topic} → {group}: throughput", rates, "messages/s", tones=(3, 1)))
+        parts.append(LineChart(f"{topic} → {group}: throughput", rates, "messages/s", tones=(3, 1)))
     if len(groups) > CHARTS:
         parts.append(Note(f"{len(groups) - CHARTS} more groups are in the table and the Parquet files."))
     return parts
@@ -59,6 +59,6 @@ def _rounded(value: Any) -> Any:
 if __name__ == "__main__":
     import sys
 
-    from mqlayer.spark.jobs.running import submit
+    from mqlayer.spark.jobs.runner import submit
 
     sys.exit(submit("latency"))

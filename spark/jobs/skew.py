@@ -7,23 +7,23 @@ from typing import Any, Final
 
 import msgspec
 
-from mqlayer.changes.reports import PartitionSplit, SplitReport, write_split_report
-from mqlayer.domain.balancing import balancing_points, piece_loads
 from mqlayer.domain.routing import LP_COUNT
+from mqlayer.domain.split_points import balancing_points, part_loads
 from mqlayer.errors import InvalidInput
-from mqlayer.spark.jobs.framework import Found, Tables, Wish, rows_of
-from mqlayer.spark.report import Bar, Bars, Note, Part, Section, Strip, Table, Tile, Tiles
+from mqlayer.routes.split_report import PartitionSplit, SplitReport, write_split_report
+from mqlayer.spark.html_report import Bar, BarChart, LpChart, Note, Part, Section, Table, Tile, Tiles
+from mqlayer.spark.jobs.job import JobParams, JobResult, SnapshotTables, rows_of
 from mqlayer.spark.transforms.heat import hottest_keys, lp_heat, partition_heat
 
 Row = Mapping[str, Any]
 
 CHARTS: Final = 12
-KEYS_SHOWN: Final = 15
+MAX_KEYS_SHOWN: Final = 15
 HOT_SHARE: Final = 0.05
 """From this share of a topic on, a key is worth a word: no split helps against a single key."""
 
 
-def run(tables: Tables, wish: Wish) -> Found:
+def run(tables: SnapshotTables, params: JobParams) -> JobResult:
     """Look at where the load of each topic is, and plan splits for as many partitions as wished; twice as many without
     a wish. Raises InvalidInput where a report file is wished for several topics at once."""
     heat = lp_heat(tables.records).persist()
@@ -36,24 +36,27 @@ def run(tables: Tables, wish: Wish) -> Found:
     partitions = rows_of(frames["partitions"], "topic", "lp_from")
     versions = {row["topic"]: row["version"] for row in rows_of(_versions(tables))}
     reports = [
-        _report(tables.snapshot, topic, version, _of(lps, topic), _of(partitions, topic), wish.partitions)
+        _report(tables.snapshot, topic, version, _of(lps, topic), _of(partitions, topic), params.partitions)
         for topic, version in sorted(versions.items())
     ]
-    if wish.split_report is not None:
+    if params.split_report is not None:
         if len(reports) != 1:
             raise InvalidInput(f"a split report is of one topic, the snapshot holds {len(reports)}: add --topic NAME")
-        write_split_report(wish.split_report, reports[0])
+        write_split_report(params.split_report, reports[0])
     shown = [_partition(report.topic, one) for report in reports for one in report.partitions]
     parts = [
         part for report in reports[:CHARTS] for part in _parts(report, _of(lps, report.topic), _of(keys, report.topic))
     ]
-    facts = {"topics": msgspec.to_builtins(reports), "hottest_keys": [row for row in keys if row["rank"] <= KEYS_SHOWN]}
+    facts = {
+        "topics": msgspec.to_builtins(reports),
+        "hottest_keys": [row for row in keys if row["rank"] <= MAX_KEYS_SHOWN],
+    }
     hot = [{name: row[name] for name in ("topic", "key", "lp", "records", "share")} for row in keys if row["rank"] <= 5]
     section = Section("skew", "Skew and heat", parts)
-    return Found("skew", facts, {"partitions": shown, "hottest keys": hot}, section, frames)
+    return JobResult("skew", facts, {"partitions": shown, "hottest keys": hot}, section, frames)
 
 
-def _versions(tables: Tables) -> Any:
+def _versions(tables: SnapshotTables) -> Any:
     return (
         tables.lineage.groupBy("topic").agg({"first_version": "max"}).withColumnRenamed("max(first_version)", "version")
     )
@@ -82,7 +85,7 @@ def _report(
                 lp_to=row["lp_to"],
                 records=row["records"],
                 at=tuple(points[r]),
-                loads=tuple(piece_loads(loads, *r, points[r])),
+                loads=tuple(part_loads(loads, *r, points[r])),
             )
             for row, r in zip(partitions, ranges, strict=True)
         ),
@@ -111,19 +114,21 @@ def _parts(report: SplitReport, lps: Sequence[Row], keys: Sequence[Row]) -> list
         Tile("heaviest now / mean", _to_mean([one.records for one in report.partitions])),
         Tile(f"heaviest of {len(pieces)} after the splits", f"{max(pieces, default=0):,} of {heaviest_now:,}"),
     ])  # fmt: skip
-    strip = Strip(
+    strip = LpChart(
         f"{report.topic}: heat",
         loads,
         LP_COUNT,
         [one.lp_from for one in report.partitions if one.lp_from],
         [point for one in report.partitions for point in one.at],
     )
-    bars = [Bar(row["key"], row["records"], f"{row['records']:,} · {row['share']:.1%}") for row in keys[:KEYS_SHOWN]]
+    bars = [
+        Bar(row["key"], row["records"], f"{row['records']:,} · {row['share']:.1%}") for row in keys[:MAX_KEYS_SHOWN]
+    ]
     parts: list[Part] = [Note(f"Topic {report.topic}, route version {report.version}."), tiles, strip]
     parts.append(Table("Partitions and their splits", [_partition(report.topic, one) for one in report.partitions]))
     if keys and keys[0]["share"] >= HOT_SHARE:
         parts.append(Note(f"The hottest key has {keys[0]['share']:.0%} of all records: no split parts one key."))
-    return [*parts, Bars(f"{report.topic}: hottest keys", bars, nothing="no message has a key")]
+    return [*parts, BarChart(f"{report.topic}: hottest keys", bars, nothing="no message has a key")]
 
 
 def _to_mean(loads: Sequence[int]) -> str:
@@ -134,6 +139,6 @@ def _to_mean(loads: Sequence[int]) -> str:
 if __name__ == "__main__":
     import sys
 
-    from mqlayer.spark.jobs.running import submit
+    from mqlayer.spark.jobs.runner import submit
 
     sys.exit(submit("skew"))

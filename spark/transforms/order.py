@@ -17,14 +17,14 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, Window, WindowSpec
 from pyspark.sql import functions as F  # noqa: N812
 
-from mqlayer.spark.transforms.placing import lp_of_key
+from mqlayer.spark.transforms.lp import lp_of_key
 
 KINDS: Final = ("inversion", "gap", "duplicate", "misplaced")
 CHAIN: Final = ("topic", "source", "lp")
 PLACE: Final = ("born", "partition", "batch", "offset")
 """Offsets alone are not the order of a partition: a node that fell back gives them out again, and a later record may
 stand at a lower one than an earlier one that was archived before. What it appends then is in later batches."""
-SPOT: Final = "struct<seq:bigint,partition:int,offset:bigint>"
+POSITION: Final = "struct<seq:bigint,partition:int,offset:bigint>"
 FINDING: Final = (
     "struct<kind:string,key:string,first_seq:bigint,last_seq:bigint,partition:int,offset:bigint,"
     "behind_seq:bigint,behind_partition:int,behind_offset:bigint,reason:string>"
@@ -47,12 +47,12 @@ def audited(records: DataFrame, lineage: DataFrame, cut: DataFrame | None = None
     by_seq = Window.partitionBy(*CHAIN).orderBy("seq", *PLACE)
     by_place = Window.partitionBy(*CHAIN).orderBy(*PLACE)
     by_key = Window.partitionBy(*CHAIN, "key").orderBy(*PLACE)
-    spot = F.struct("seq", "partition", "offset")
-    rows = rows.withColumn("last", F.lag(spot).over(by_seq)).withColumn("last_is_end", F.lag("is_end").over(by_seq))
+    position = F.struct("seq", "partition", "offset")
+    rows = rows.withColumn("last", F.lag(position).over(by_seq)).withColumn("last_is_end", F.lag("is_end").over(by_seq))
     rows = rows.withColumn("again", ~F.col("is_end") & ~F.col("last_is_end") & (F.col("seq") == F.col("last.seq")))
     rows = rows.withColumn("again", F.coalesce("again", F.lit(False)))
     # Copies and what is in no place of the lineage are findings of their own; they have no turn.
-    turn = F.when(~F.col("is_end") & ~F.col("again") & F.col("in_place"), spot)
+    turn = F.when(~F.col("is_end") & ~F.col("again") & F.col("in_place"), position)
     rows = rows.withColumn("turn", turn)
     rows = rows.withColumn("before", _latest(by_place)).withColumn("before_of_key", _latest(by_key))
     return rows.withColumn("key_begins", F.row_number().over(by_key) == 1).withColumn("findings", _findings())
@@ -171,7 +171,7 @@ def _findings() -> Column:
 
 
 def _finding(kind: str, *, behind: str | None, reason: Column) -> Column:
-    front = F.lit(None).cast(SPOT) if behind is None else F.col(behind)
+    front = F.lit(None).cast(POSITION) if behind is None else F.col(behind)
     facts = (F.lit(kind), F.col("key"), F.col("seq"), F.col("seq"), F.col("partition"), F.col("offset"))
     return F.struct(*facts, front["seq"], front["partition"], front["offset"], reason).cast(FINDING)
 

@@ -60,7 +60,7 @@ BEGIN
         END IF;
     END IF;
     FOR v_one IN
-        SELECT format('SCHEMA %I', n.nspname) AS object, 0 AS place FROM pg_catalog.pg_namespace n
+        SELECT format('SCHEMA %I', n.nspname) AS object, 0 AS position FROM pg_catalog.pg_namespace n
         WHERE n.nspname = ANY(v_schemas) AND n.nspowner <> v_owner::regrole
         UNION ALL
         SELECT format('%s %I.%I', CASE c.relkind WHEN 'v' THEN 'VIEW' WHEN 'S' THEN 'SEQUENCE' ELSE 'TABLE' END,

@@ -140,7 +140,7 @@ WHERE bytes_before < %(bytes)s ORDER BY n, seq;
 SELECT coalesce(sum(c.seq - coalesce(r.seq, 0)), 0)::bigint AS waiting, min(o.id) AS first_id
 FROM mqlayer_app.counter c
 LEFT JOIN mqlayer_app.relayed r ON r.topic_id = c.topic_id AND r.lp = c.lp
-LEFT JOIN mqlayer_app.set_aside s ON s.topic_id = c.topic_id AND s.lp = c.lp
+LEFT JOIN mqlayer_app.quarantined s ON s.topic_id = c.topic_id AND s.lp = c.lp
 CROSS JOIN LATERAL (
     SELECT o.id FROM mqlayer_app.outbox o
     WHERE o.topic_id = c.topic_id AND o.lp = c.lp AND o.seq > coalesce(r.seq, 0) ORDER BY o.seq LIMIT 1
@@ -190,21 +190,21 @@ LEFT JOIN LATERAL (
 ) AS o ON true
 WHERE c.topic_id = %(topic_id)s AND c.lp >= %(lp_from)s AND c.lp < %(lp_to)s ORDER BY c.lp;
 
--- name: set_aside_put
--- Set a row aside; its LP waits. Not once the outbox is numbered anew.
-INSERT INTO mqlayer_app.set_aside (topic_id, lp, seq, reason)
+-- name: quarantined_put
+-- Quarantine a row; its LP waits. Not once the outbox is numbered anew.
+INSERT INTO mqlayer_app.quarantined (topic_id, lp, seq, reason)
 SELECT %(topic_id)s::int, %(lp)s::smallint, %(seq)s::bigint, %(reason)s::text
 WHERE {still_this_outbox}
-ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq, reason = excluded.reason, set_aside_at = now();
+ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq, reason = excluded.reason, quarantined_at = now();
 
--- name: set_aside_list
--- Rows set aside, with their topic, for people and for relays.
-SELECT s.topic_id, t.name AS topic, s.lp, s.seq, s.reason, s.set_aside_at
-FROM mqlayer_app.set_aside s LEFT JOIN mqlayer_app.topic t USING (topic_id) ORDER BY s.topic_id, s.lp;
+-- name: quarantined_list
+-- Rows quarantined, with their topic, for people and for relays.
+SELECT s.topic_id, t.name AS topic, s.lp, s.seq, s.reason, s.quarantined_at
+FROM mqlayer_app.quarantined s LEFT JOIN mqlayer_app.topic t USING (topic_id) ORDER BY s.topic_id, s.lp;
 
--- name: set_aside_remove
+-- name: quarantined_remove
 -- Let relays try an LP again.
-DELETE FROM mqlayer_app.set_aside WHERE topic_id = %(topic_id)s AND lp = %(lp)s RETURNING seq;
+DELETE FROM mqlayer_app.quarantined WHERE topic_id = %(topic_id)s AND lp = %(lp)s RETURNING seq;
 
 -- name: voided_put
 -- Keep a row in whose place a void record is about to be appended; what an operator made of it stays said.

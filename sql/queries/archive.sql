@@ -11,25 +11,25 @@ SELECT p.partition_id, p.node_id, coalesce(c.version, 1), p.lp_from, p.lp_to, co
        s.marks, coalesce(s.cut, false) AS cut, n.armed_at
 FROM mqlayer.partition p
 JOIN mqlayer.node n USING (node_id)
-LEFT JOIN mqlayer.route_change c ON c.change_id = p.born_in
+LEFT JOIN mqlayer.route_change c ON c.change_id = p.created_by_change
 LEFT JOIN mqlayer_archive.progress g ON g.partition_id = p.partition_id
 LEFT JOIN mqlayer.seal s ON s.partition_id = p.partition_id
 WHERE p.topic_id = %(topic_id)s AND p.state IN ('open', 'sealed') AND g.complete IS NOT TRUE
   AND NOT EXISTS (SELECT FROM mqlayer.partition parent
                   LEFT JOIN mqlayer_archive.progress done ON done.partition_id = parent.partition_id
-                  WHERE parent.ended_in = p.born_in AND parent.lp_from < p.lp_to AND p.lp_from < parent.lp_to
+                  WHERE parent.ended_by_change = p.created_by_change AND parent.lp_from < p.lp_to AND p.lp_from < parent.lp_to
                     AND parent.state <> 'deleted' AND done.complete IS NOT TRUE)
 ORDER BY p.partition_id;
 
 -- name: archive_topic_put
 -- Let a topic be locked by who writes to its archive. Switched on once more, it begins a new stretch.
 INSERT INTO mqlayer_archive.topic AS a (topic_id) VALUES (%(topic_id)s)
-ON CONFLICT (topic_id) DO UPDATE SET stretch = a.stretch + 1;
+ON CONFLICT (topic_id) DO UPDATE SET segment = a.segment + 1;
 
 -- name: archive_topic_hold
 -- Hold a topic's archive to the end of the transaction, and say where it is: nobody else writes a batch, drops a day or
 -- makes a snapshot of it meanwhile. Nothing where it is not archived any more.
-SELECT a.batch, a.stretch, now() AS at, (now() AT TIME ZONE 'UTC')::date AS day,
+SELECT a.batch, a.segment, now() AS at, (now() AT TIME ZONE 'UTC')::date AS day,
        mqlayer_archive.day_made_v1((now() AT TIME ZONE 'UTC')::date) AS made
 FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id)
 WHERE a.topic_id = %(topic_id)s AND t.archived FOR UPDATE OF a;
@@ -79,7 +79,7 @@ UPDATE mqlayer_archive.progress SET upto_offset = 1 WHERE partition_id = %(parti
 
 -- name: archive_marks
 -- How far sources are in the archive, per LP of a range, and in which stretch.
-SELECT source, lp, last_seq, stretch FROM mqlayer_archive.mark
+SELECT source, lp, last_seq, segment FROM mqlayer_archive.mark
 WHERE topic_id = %(topic_id)s AND source = ANY(%(sources)s::int[]) AND lp >= %(lp_from)s AND lp < %(lp_to)s;
 
 -- name: archive_gap_accepted
@@ -90,12 +90,12 @@ WHERE topic_id = %(topic_id)s AND source = %(source)s AND lp = %(lp)s AND after_
 
 -- name: archive_marks_put
 -- Raise marks. A first seq of 0 leaves the one that is there.
-INSERT INTO mqlayer_archive.mark AS m (topic_id, source, lp, first_seq, last_seq, stretch)
-SELECT %(topic_id)s, source, lp, first_seq, last_seq, %(stretch)s
+INSERT INTO mqlayer_archive.mark AS m (topic_id, source, lp, first_seq, last_seq, segment)
+SELECT %(topic_id)s, source, lp, first_seq, last_seq, %(segment)s
 FROM unnest(%(sources)s::int[], %(lps)s::smallint[], %(firsts)s::bigint[], %(lasts)s::bigint[])
      AS raised(source, lp, first_seq, last_seq)
 ON CONFLICT (topic_id, source, lp) DO UPDATE
-SET last_seq = excluded.last_seq, stretch = excluded.stretch,
+SET last_seq = excluded.last_seq, segment = excluded.segment,
     first_seq = CASE WHEN excluded.first_seq = 0 THEN m.first_seq ELSE excluded.first_seq END;
 
 -- name: archive_gaps_put
@@ -113,7 +113,7 @@ WHERE g.next_seq <> excluded.next_seq OR (g.accepted_at IS NULL AND excluded.acc
 
 -- name: archive_passed
 -- An archiver came to the end of what it could read of a topic.
-UPDATE mqlayer_archive.topic SET passed_at = clock_timestamp() WHERE topic_id = %(topic_id)s;
+UPDATE mqlayer_archive.topic SET last_pass_at = clock_timestamp() WHERE topic_id = %(topic_id)s;
 
 -- name: archive_days_old
 -- Days of the archive that ended longer ago than asked for, oldest first; also those that hold nothing. Without an age
@@ -197,12 +197,12 @@ WHERE t.topic_id = g.topic_id AND t.name = %(topic)s AND g.accepted_at IS NULL
   AND (%(partition)s::int IS NULL OR g.partition_id = %(partition)s)
 RETURNING g.next_seq - g.after_seq - 1 AS missing;
 
--- name: archive_standings
+-- name: archive_statuses
 -- Topics that are archived, or were: how far, what the archive holds of them, and gaps that wait.
 SELECT t.topic_id, t.name, t.archived, a.batch,
        coalesce((SELECT sum(d.records) FROM mqlayer_archive.day d WHERE d.topic_id = t.topic_id), 0)::bigint AS records,
        (SELECT count(*) FROM mqlayer_archive.gap g WHERE g.topic_id = t.topic_id AND g.accepted_at IS NULL)::int AS gaps,
-       a.passed_at,
+       a.last_pass_at,
        (SELECT min(d.day)::text FROM mqlayer_archive.day d WHERE d.topic_id = t.topic_id) AS first_day,
        (SELECT max(d.day)::text FROM mqlayer_archive.day d WHERE d.topic_id = t.topic_id) AS last_day,
        (SELECT coalesce(sum(o.dropped), 0) FROM mqlayer_archive.outcome_progress o
@@ -210,7 +210,7 @@ SELECT t.topic_id, t.name, t.archived, a.batch,
 FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id)
 WHERE %(topic)s::text IS NULL OR t.name = %(topic)s ORDER BY t.name;
 
--- name: archive_spots
+-- name: archive_positions
 -- The partitions of archived topics, the first offset of each that is not archived (null: it is complete), and where
 -- groups start that bound its trimming.
 SELECT p.topic_id, p.partition_id, p.node_id,

@@ -17,9 +17,9 @@ SELECT node_id, name, url, armed_run_id, former_runs FROM mqlayer.node WHERE nam
 -- Record the run that may be served, and the one before it as one that may not any more, also where none was armed
 -- meanwhile: the last 32 of these.
 UPDATE mqlayer.node n SET armed_run_id = %(run_id)s, last_run_id = %(run_id)s, armed_at = clock_timestamp(), lost_at = NULL, former_runs = (
-    SELECT coalesce(array_agg(run ORDER BY place) FILTER (WHERE place > last - 32), '{}')
-    FROM (SELECT run, place, max(place) OVER () AS last
-          FROM unnest(n.former_runs || coalesce(n.armed_run_id, n.last_run_id)) WITH ORDINALITY AS former(run, place)
+    SELECT coalesce(array_agg(run ORDER BY position) FILTER (WHERE position > last - 32), '{}')
+    FROM (SELECT run, position, max(position) OVER () AS last
+          FROM unnest(n.former_runs || coalesce(n.armed_run_id, n.last_run_id)) WITH ORDINALITY AS former(run, position)
           WHERE split_part(run, '/', 1) <> split_part(%(run_id)s, '/', 1)) AS others)
 WHERE node_id = %(node_id)s;
 
@@ -30,12 +30,12 @@ UPDATE mqlayer.node SET url = %(url)s WHERE node_id = %(node_id)s;
 -- name: node_partitions
 -- What the partitions of a node have to be: open, or sealed as is recorded. Successors count as open from the moment that
 -- their parents are recorded as sealed: they may have been opened, and whoever opened them won't look again.
-SELECT p.partition_id, t.topic_id, t.name, p.lp_from, p.lp_to, p.born_in, s.change_id, coalesce(s.seal_id::text, ''),
+SELECT p.partition_id, t.topic_id, t.name, p.lp_from, p.lp_to, p.created_by_change, s.change_id, coalesce(s.seal_id::text, ''),
        coalesce(s.marks, '{}')
 FROM mqlayer.partition p
 JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN mqlayer.seal s ON s.partition_id = p.partition_id
-LEFT JOIN mqlayer.route_change c ON c.change_id = p.born_in
+LEFT JOIN mqlayer.route_change c ON c.change_id = p.created_by_change
 WHERE p.node_id = %(node_id)s AND (p.state IN ('open', 'sealed') OR (p.state = 'importing' AND c.state = 'sealed'))
 ORDER BY p.partition_id;
 
@@ -87,7 +87,7 @@ SELECT topic_id, strategy, body_limit, backlog_limit, version, archived FROM mql
 
 -- name: topic_created_partitions
 -- With how many partitions a topic was created; 0 before there are any. Route changes since don't count.
-SELECT count(*) FROM mqlayer.partition WHERE topic_id = %(topic_id)s AND born_in IS NULL;
+SELECT count(*) FROM mqlayer.partition WHERE topic_id = %(topic_id)s AND created_by_change IS NULL;
 
 -- name: topic_list
 -- All topics with their limits and the number of partitions in force.
@@ -120,12 +120,12 @@ VALUES (%(topic_id)s, %(node_id)s, %(lp_from)s, %(lp_to)s);
 
 -- name: partition_list
 -- A topic's partitions that are not deleted, parents before successors.
-SELECT partition_id, node_id, lp_from, lp_to, state, born_in, ended_in FROM mqlayer.partition
+SELECT partition_id, node_id, lp_from, lp_to, state, created_by_change, ended_by_change FROM mqlayer.partition
 WHERE topic_id = %(topic_id)s AND state <> 'deleted' ORDER BY partition_id;
 
 -- name: partition_open
 -- Say that partitions exist in Redis and are open.
-UPDATE mqlayer.partition SET state = 'open' WHERE topic_id = %(topic_id)s AND state = 'importing' AND born_in IS NULL;
+UPDATE mqlayer.partition SET state = 'open' WHERE topic_id = %(topic_id)s AND state = 'importing' AND created_by_change IS NULL;
 
 -- name: route_insert_first
 -- The first route version: one range per partition.
@@ -230,7 +230,7 @@ LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = 
 LEFT JOIN mqlayer_archive.progress a ON a.partition_id = p.partition_id
 WHERE t.name = %(topic)s
   AND NOT EXISTS (SELECT FROM mqlayer.partition parent
-                  WHERE parent.ended_in = p.born_in AND parent.lp_from < p.lp_to AND p.lp_from < parent.lp_to
+                  WHERE parent.ended_by_change = p.created_by_change AND parent.lp_from < p.lp_to AND p.lp_from < parent.lp_to
                     AND parent.state <> 'deleted')
 GROUP BY p.partition_id, p.node_id, t.archived ORDER BY p.partition_id;
 
@@ -284,8 +284,8 @@ SELECT mqlayer.server_replaced_v1(%(facts)s);
 
 -- name: session_found
 -- In which process a session is, and which settings are in force there.
-SELECT pg_catalog.pg_backend_pid(), pg_catalog.array_agg(pg_catalog.current_setting(s.name, true) ORDER BY s.place)
-FROM unnest(%(names)s::pg_catalog.text[]) WITH ORDINALITY AS s (name, place);
+SELECT pg_catalog.pg_backend_pid(), pg_catalog.array_agg(pg_catalog.current_setting(s.name, true) ORDER BY s.position)
+FROM unnest(%(names)s::pg_catalog.text[]) WITH ORDINALITY AS s (name, position);
 
 -- name: right_held
 -- Who calls, and whether it has a right for a scope, or this or one of the others without limits.

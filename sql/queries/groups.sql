@@ -1,13 +1,13 @@
 -- name: group_insert
 -- Create a group that is not live yet; nothing where the name is taken.
 INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, from_archive, ordered, balance, mode, scope, tag_filter,
-       invisible_s, keep_away_s, rate_limit, rate_burst, backoff_s, backoff_jitter, attempt_limit, policy, final_errors,
-       retried_errors, time_limit_s, time_cap_s, parked_keys_limit, parked_messages_limit, parked_bytes_limit,
+       visibility_timeout_s, instance_expiry_s, rate_limit, rate_burst, backoff_s, backoff_jitter, attempt_limit, policy, non_retryable_errors,
+       retryable_errors, time_limit_s, max_time_limit_s, parked_keys_limit, parked_messages_limit, parked_bytes_limit,
        key_messages_limit, key_bytes_limit)
 SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(from_archive)s, %(ordered)s, %(balance)s, %(mode)s, %(scope)s,
-       %(tag_filter)s, %(invisible_s)s, %(keep_away_s)s, %(rate_limit)s, %(rate_burst)s, %(backoff_s)s, %(jitter)s,
-       %(attempt_limit)s, %(policy)s, %(final_errors)s, %(retried_errors)s,
-       %(time_limit_s)s, %(time_cap_s)s, %(parked_keys_limit)s, %(parked_messages_limit)s, %(parked_bytes_limit)s,
+       %(tag_filter)s, %(visibility_timeout_s)s, %(instance_expiry_s)s, %(rate_limit)s, %(rate_burst)s, %(backoff_s)s, %(jitter)s,
+       %(attempt_limit)s, %(policy)s, %(non_retryable_errors)s, %(retryable_errors)s,
+       %(time_limit_s)s, %(max_time_limit_s)s, %(parked_keys_limit)s, %(parked_messages_limit)s, %(parked_bytes_limit)s,
        %(key_messages_limit)s, %(key_bytes_limit)s
 FROM mqlayer.topic WHERE name = %(topic)s
 ON CONFLICT (topic_id, name) DO NOTHING;
@@ -15,9 +15,9 @@ ON CONFLICT (topic_id, name) DO NOTHING;
 -- name: group_find
 -- One group of a topic.
 SELECT g.group_id, g.topic_id, g.state, g.start, g.start_at, t.strategy, g.version, g.seek, g.ordered, g.balance,
-       g.settings_version, g.paused_at, g.mode, g.scope, g.tag_filter, g.from_archive, g.invisible_s, g.instance,
-       g.keep_away_s, g.rate_limit, g.rate_burst, g.backoff_s, g.backoff_jitter,
-       g.attempt_limit, g.policy, g.final_errors, g.retried_errors, g.time_limit_s, g.time_cap_s, g.parked_keys_limit,
+       g.settings_version, g.paused_at, g.mode, g.scope, g.tag_filter, g.from_archive, g.visibility_timeout_s, g.instance,
+       g.instance_expiry_s, g.rate_limit, g.rate_burst, g.backoff_s, g.backoff_jitter,
+       g.attempt_limit, g.policy, g.non_retryable_errors, g.retryable_errors, g.time_limit_s, g.max_time_limit_s, g.parked_keys_limit,
        g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE t.name = %(topic)s AND g.name = %(name)s;
@@ -30,7 +30,7 @@ ON CONFLICT (group_id, partition_id) DO NOTHING;
 
 -- name: partitions_kept
 -- The partitions that a group can begin in, parents before successors, and since when their nodes are armed.
-SELECT p.partition_id, p.node_id, n.armed_at, p.lp_from, p.lp_to, p.state = 'sealed', p.born_in, p.ended_in
+SELECT p.partition_id, p.node_id, n.armed_at, p.lp_from, p.lp_to, p.state = 'sealed', p.created_by_change, p.ended_by_change
 FROM mqlayer.partition p JOIN mqlayer.node n USING (node_id)
 WHERE p.topic_id = %(topic_id)s AND p.state IN ('open', 'sealed') ORDER BY p.partition_id;
 
@@ -66,21 +66,21 @@ UPDATE mqlayer.consumer_group
 SET settings_version = settings_version + 1, backoff_s = coalesce(%(backoff_s)s::double precision[], backoff_s),
     backoff_jitter = coalesce(%(jitter)s::double precision, backoff_jitter),
     attempt_limit = coalesce(%(attempt_limit)s::int, attempt_limit), policy = coalesce(%(policy)s::text, policy),
-    final_errors = coalesce(%(final_errors)s::text[], final_errors),
-    retried_errors = coalesce(%(retried_errors)s::text[], retried_errors),
+    non_retryable_errors = coalesce(%(non_retryable_errors)s::text[], non_retryable_errors),
+    retryable_errors = coalesce(%(retryable_errors)s::text[], retryable_errors),
     time_limit_s = nullif(coalesce(%(time_limit_s)s::double precision, time_limit_s), 'Infinity'),
-    time_cap_s = nullif(coalesce(%(time_cap_s)s::double precision, time_cap_s), 'Infinity'),
+    max_time_limit_s = nullif(coalesce(%(max_time_limit_s)s::double precision, max_time_limit_s), 'Infinity'),
     parked_keys_limit = coalesce(%(parked_keys_limit)s::int, parked_keys_limit),
     parked_messages_limit = coalesce(%(parked_messages_limit)s::bigint, parked_messages_limit),
     parked_bytes_limit = coalesce(%(parked_bytes_limit)s::bigint, parked_bytes_limit),
     key_messages_limit = coalesce(%(key_messages_limit)s::bigint, key_messages_limit),
     key_bytes_limit = coalesce(%(key_bytes_limit)s::bigint, key_bytes_limit),
-    balance = coalesce(%(balance)s::text, balance), keep_away_s = coalesce(%(keep_away_s)s::double precision, keep_away_s),
+    balance = coalesce(%(balance)s::text, balance), instance_expiry_s = coalesce(%(instance_expiry_s)s::double precision, instance_expiry_s),
     tag_filter = coalesce(%(tag_filter)s::text, tag_filter),
     rate_limit = nullif(coalesce(%(rate_limit)s::double precision, rate_limit), 'Infinity'),
     rate_burst = nullif(coalesce(%(rate_burst)s::double precision, rate_burst), 'Infinity')
 WHERE group_id = %(group_id)s AND settings_version = coalesce(%(if_version)s::int, settings_version)
-  AND state <> 'retired' RETURNING time_limit_s, time_cap_s;
+  AND state <> 'retired' RETURNING time_limit_s, max_time_limit_s;
 
 -- name: group_pause
 -- Let a group rest; nothing where it does.
@@ -221,7 +221,7 @@ WHERE g.state = 'live'
                  AND (m.lease_until < now() - make_interval(secs => %(alone_s)s) OR EXISTS (
                      SELECT FROM mqlayer.member l WHERE l.group_id = g.group_id AND l.lease_until >= now())))
        -- An instance of which nobody noted since when it is away.
-       OR g.instance IS NOT NULL AND g.away_since IS NULL
+       OR g.instance IS NOT NULL AND g.absent_since IS NULL
           AND NOT EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until > '-infinity')
        OR EXISTS (SELECT FROM mqlayer.readable r
                   LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
@@ -245,7 +245,7 @@ SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_
        t.archived, g.rate_limit, g.rate_burst, CASE WHEN g.rate_limit IS NOT NULL THEN (
            SELECT count(*) FROM mqlayer.readable r WHERE r.group_id = %(group_id)s) END::int AS share_count,
        g.tag_filter, g.parking, g.allocation, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy,
-       g.final_errors, g.retried_errors, g.time_limit_s, g.time_cap_s, g.parked_keys_limit, g.parked_messages_limit,
+       g.non_retryable_errors, g.retryable_errors, g.time_limit_s, g.max_time_limit_s, g.parked_keys_limit, g.parked_messages_limit,
        g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit
 FROM mqlayer.consumer_group g
 JOIN mqlayer.topic t USING (topic_id)

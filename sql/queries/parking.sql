@@ -49,7 +49,7 @@ CROSS JOIN LATERAL (
     WHERE m.group_id = g.group_id AND m.partition_id = s.partition_id AND m.log_offset >= s.committed
     UNION ALL
     SELECT m.* FROM mqlayer.dead_message m
-    WHERE m.group_id = g.group_id AND m.lp >= s.lp_from AND m.lp < s.lp_to AND m.adrift
+    WHERE m.group_id = g.group_id AND m.lp >= s.lp_from AND m.lp < s.lp_to AND m.log_lost
       AND m.died_at > clock_timestamp() - interval '7 days') AS d
 WHERE d.redriven_at IS NULL OR d.redriven_seek = g.seek;
 
@@ -112,42 +112,42 @@ WHERE coalesce(
 -- it in the log and was not redriven; behind what is earlier of its source, whatever else. What is there itself stays.
 WITH put AS (
     INSERT INTO mqlayer.parked_message
-        (group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body, attempts, tried)
+        (group_id, lp, name, source, seq, position, partition_id, log_offset, key, m, body, attempts, tried)
     SELECT %(group_id)s, lp, name, source, seq,
-           CASE WHEN ceiling IS NULL THEN nextval('mqlayer.parked_place')
+           CASE WHEN ceiling IS NULL THEN nextval('mqlayer.parked_position')
                 ELSE greatest(
-                    least(greatest(floor.place, ceiling - 16777216) + nth, ceiling - 1),
-                    (SELECT o.place FROM mqlayer.parked_message o
+                    least(greatest(floor.position, ceiling - 16777216) + nth, ceiling - 1),
+                    (SELECT o.position FROM mqlayer.parked_message o
                      WHERE o.group_id = %(group_id)s AND o.lp = line.lp AND o.source = line.source
                        AND o.seq < line.seq AND o.name = line.name ORDER BY o.seq DESC LIMIT 1)) END,
            %(partition_id)s, log_offset, key, m, body, attempts, tried
     FROM (SELECT *, row_number() OVER (PARTITION BY lp, name, ceiling ORDER BY n) AS nth
           FROM (SELECT given.*,
                        -- No further on than what follows it here.
-                       min(behind.place) OVER (PARTITION BY lp, name ORDER BY n DESC) AS ceiling
+                       min(behind.position) OVER (PARTITION BY lp, name ORDER BY n DESC) AS ceiling
                 FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[],
                             %(offsets)s::bigint[], %(keys)s::bytea[], %(ms)s::bytea[], %(bodies)s::bytea[],
                             %(attempts)s::int[], %(tried)s::int[])
                      WITH ORDINALITY AS given (lp, name, source, seq, log_offset, key, m, body, attempts, tried, n)
                 CROSS JOIN LATERAL (
                     SELECT least(
-                        (SELECT o.place FROM mqlayer.parked_message o
+                        (SELECT o.position FROM mqlayer.parked_message o
                          WHERE o.group_id = %(group_id)s AND o.lp = given.lp AND o.source = given.source
                            AND o.seq > given.seq AND o.name = given.name ORDER BY o.seq LIMIT 1),
-                        (SELECT o.place FROM mqlayer.parked_message o
+                        (SELECT o.position FROM mqlayer.parked_message o
                          WHERE o.group_id = %(group_id)s AND o.lp = given.lp AND o.name = given.name AND NOT o.redriven
                            AND (o.partition_id, o.log_offset) > (%(partition_id)s::int, given.log_offset)
-                         ORDER BY o.partition_id, o.log_offset LIMIT 1)) AS place) AS behind) AS each
+                         ORDER BY o.partition_id, o.log_offset LIMIT 1)) AS position) AS behind) AS each
           ORDER BY n) AS line
     CROSS JOIN LATERAL (
-        SELECT coalesce((SELECT o.place FROM mqlayer.parked_message o
-                         WHERE o.group_id = %(group_id)s AND o.lp = line.lp AND o.name = line.name AND o.place < line.ceiling
-                         ORDER BY o.place DESC LIMIT 1), 0) AS place) AS floor
+        SELECT coalesce((SELECT o.position FROM mqlayer.parked_message o
+                         WHERE o.group_id = %(group_id)s AND o.lp = line.lp AND o.name = line.name AND o.position < line.ceiling
+                         ORDER BY o.position DESC LIMIT 1), 0) AS position) AS floor
     ORDER BY n
     ON CONFLICT (group_id, lp, source, seq) DO NOTHING
     RETURNING lp, name, source, seq, group_id, partition_id, log_offset, tried
 ), told AS (
-    INSERT INTO mqlayer_archive.outcome_queue (topic_id, group_id, partition_id, log_offset, word, attempts, actor)
+    INSERT INTO mqlayer_archive.outcome_queue (topic_id, group_id, partition_id, log_offset, outcome, attempts, actor)
     SELECT g.topic_id, p.group_id, p.partition_id, p.log_offset, 'parked', p.tried, %(member_id)s
     FROM put p JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id) WHERE t.archived
 )
@@ -160,7 +160,7 @@ FROM (SELECT DISTINCT lp, name FROM unnest(%(lps)s::smallint[], %(names)s::bytea
 WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name
   AND (SELECT format('%%s:%%s:%%s', m.source, m.lp, m.seq) FROM mqlayer.parked_message m
        WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name
-       ORDER BY m.place, m.seq LIMIT 1) = ANY(%(identities)s::text[]);
+       ORDER BY m.position, m.seq LIMIT 1) = ANY(%(identities)s::text[]);
 
 -- name: parked_messages_end
 -- Messages of parked keys that are handled, or dead.
@@ -181,7 +181,7 @@ WITH put AS (
     WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s
       AND (%(source)s::int, %(seq)s::bigint) = (
           SELECT m.source, m.seq FROM mqlayer.parked_message m
-          WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name ORDER BY m.place, m.seq LIMIT 1)
+          WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name ORDER BY m.position, m.seq LIMIT 1)
     RETURNING before.released, k.group_id, k.lp
 ), counted AS (
     UPDATE mqlayer.parked_message m SET tried = m.tried + %(tried)s::int FROM put
@@ -196,7 +196,7 @@ UPDATE mqlayer.parked_key SET started = %(epoch)s, started_alone = %(alone)s, at
     released = false
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 
--- name: parked_key_rest
+-- name: parked_key_reschedule
 -- Nothing of a parked key is started any more. Attempts are those of its head, so another one has none.
 UPDATE mqlayer.parked_key
 SET started = NULL, started_alone = false, released = false, attempts = CASE WHEN %(ended)s THEN 0 ELSE attempts END
@@ -211,9 +211,9 @@ SELECT * FROM mqlayer.parked_key_end_v1(%(group_id)s, %(lp)s::smallint, %(name)s
 -- partition that the group has yet to come to: a group that was sent back gets what lies before it first. Nor, while a
 -- replay runs that has newer messages wait, what is behind all that it gave so far: the next ones may come before it.
 SELECT log_offset, m, key, body, redriven, replay, attempts
-FROM (SELECT *, sum(octet_length(body)) OVER (ORDER BY place, seq) - octet_length(body) AS before,
-             bool_and(come_to) OVER (ORDER BY place, seq) AS next
-      FROM (SELECT m.place, m.seq, m.log_offset, m.m, m.key, m.body, m.redriven, m.attempts, m.replay,
+FROM (SELECT *, sum(octet_length(body)) OVER (ORDER BY position, seq) - octet_length(body) AS before,
+             bool_and(come_to) OVER (ORDER BY position, seq) AS next
+      FROM (SELECT m.position, m.seq, m.log_offset, m.m, m.key, m.body, m.redriven, m.attempts, m.replay,
                    (m.partition_id = %(partition_id)s OR p.state = 'deleted' OR EXISTS (
                        SELECT FROM mqlayer.drained d
                        WHERE d.group_id = m.group_id AND d.partition_id = m.partition_id))
@@ -223,11 +223,11 @@ FROM (SELECT *, sum(octet_length(body)) OVER (ORDER BY place, seq) - octet_lengt
                          AND (r.name IS NULL OR r.name = m.name) AND m.replay IS DISTINCT FROM r.redrive_id
                          AND NOT EXISTS (SELECT FROM mqlayer.parked_message o
                                          WHERE o.group_id = m.group_id AND o.lp = m.lp AND o.name = m.name
-                                           AND o.place > m.place AND o.replay = r.redrive_id)) AS come_to
+                                           AND o.position > m.position AND o.replay = r.redrive_id)) AS come_to
             FROM mqlayer.parked_message m JOIN mqlayer.partition p USING (partition_id)
             WHERE m.group_id = %(group_id)s AND m.lp = %(lp)s AND m.name = %(name)s
-            ORDER BY m.place, m.seq LIMIT %(count)s) AS head) AS line
-WHERE (before < %(bytes)s OR before = 0) AND next ORDER BY place, seq;
+            ORDER BY m.position, m.seq LIMIT %(count)s) AS head) AS line
+WHERE (before < %(bytes)s OR before = 0) AND next ORDER BY position, seq;
 
 -- name: dead_put
 -- Messages that leave the group without their effect, and why.
@@ -249,7 +249,7 @@ WITH given AS (
     RETURNING group_id, lp, source, seq, partition_id, log_offset, body IS NOT NULL AS kept, cause, reason, actor
 ), told AS (
     INSERT INTO mqlayer_archive.outcome_queue
-        (topic_id, group_id, partition_id, log_offset, word, attempts, actor, reason)
+        (topic_id, group_id, partition_id, log_offset, outcome, attempts, actor, reason)
     SELECT g.topic_id, d.group_id, coalesce(m.partition_id, d.partition_id), d.log_offset, d.cause,
            coalesce(m.tried, 0) + given.tried, d.actor, d.reason
     FROM put d JOIN given USING (lp, source, seq) JOIN mqlayer.consumer_group g USING (group_id)

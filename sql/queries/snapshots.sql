@@ -4,8 +4,8 @@ r.version, r.partition_id AS partition, r.log_offset AS "offset", r.source, r.lp
 r.key, r.tags, r.headers, r.body, r.batch;
 
 -- part: outcome_columns
-g.name AS "group", o.partition_id AS partition, o.first_offset, o.last_offset, o.word, o.attempts, o.delivered_at,
-o.settled_at, o.actor, o.reason, o.epoch, o.place;
+g.name AS "group", o.partition_id AS partition, o.first_offset, o.last_offset, o.outcome, o.attempts, o.delivered_at,
+o.settled_at, o.actor, o.reason, o.epoch, o.position;
 
 -- part: snapshot_end
 -- The end of the last day that began before the snapshot.
@@ -123,17 +123,17 @@ SELECT set_config('enable_nestloop', 'off', true);
 
 -- name: snapshot_verify
 -- Where the archive does not hold a stretch of the cut as it was: each seq once.
-WITH stretch AS MATERIALIZED (
+WITH segment AS MATERIALIZED (
     SELECT t.name, c.topic_id, c.source, c.lp, c.first_seq, c.last_seq, p.batch
     FROM mqlayer_archive.snapshot_topic p
     JOIN mqlayer.topic t USING (topic_id)
     JOIN mqlayer_archive.cut c USING (snapshot_id, topic_id)
     WHERE p.snapshot_id = %(snapshot_id)s)
 SELECT c.name, c.source, c.lp::int, c.last_seq - c.first_seq + 1 AS wanted, coalesce(f.rows, 0), coalesce(f.seqs, 0)
-FROM stretch c
+FROM segment c
 LEFT JOIN (SELECT r.topic_id, r.source, r.lp, count(*) AS rows, count(DISTINCT r.seq) AS seqs
            FROM mqlayer_archive.record r
-           JOIN stretch i ON r.topic_id = i.topic_id AND r.source = i.source AND r.lp = i.lp
+           JOIN segment i ON r.topic_id = i.topic_id AND r.source = i.source AND r.lp = i.lp
                AND r.seq BETWEEN i.first_seq AND i.last_seq AND r.batch <= i.batch
            GROUP BY r.topic_id, r.source, r.lp) f USING (topic_id, source, lp)
 WHERE c.last_seq - c.first_seq + 1 IS DISTINCT FROM f.rows OR f.rows IS DISTINCT FROM f.seqs
@@ -146,7 +146,7 @@ SELECT mqlayer_archive.snapshot_v1(%(snapshot_id)s::int);
 -- name: snapshot_records
 -- The records of a snapshot in a range of LPs. The cut is small and put together first, so that each record is looked up
 -- once. Days that began after it are left out.
-WITH stretch AS MATERIALIZED (
+WITH segment AS MATERIALIZED (
     SELECT t.name, c.topic_id, c.source, c.lp, c.first_seq, c.last_seq, p.batch
     FROM mqlayer_archive.snapshot_topic p
     JOIN mqlayer.topic t USING (topic_id)
@@ -154,7 +154,7 @@ WITH stretch AS MATERIALIZED (
     WHERE p.snapshot_id = %(snapshot_id)s::int)
 SELECT c.name AS topic, {record_columns}, r.topic_id
 FROM mqlayer_archive.record r
-JOIN stretch c ON r.topic_id = c.topic_id AND r.source = c.source AND r.lp = c.lp
+JOIN segment c ON r.topic_id = c.topic_id AND r.source = c.source AND r.lp = c.lp
     AND r.seq BETWEEN c.first_seq AND c.last_seq AND r.batch <= c.batch
 WHERE r.lp >= %(lp_from)s::smallint AND r.lp < %(lp_to)s::smallint
   AND r.archived_at < {snapshot_end};
@@ -188,7 +188,7 @@ WHERE p.snapshot_id = %(snapshot_id)s::int AND n.lp_from >= %(lp_from)s::smallin
 SELECT t.name AS topic, n.partition_id AS partition, n.lp_from, n.lp_to, f.first_version,
        nullif(f.last_version, p.version) AS last_version,
        ARRAY(SELECT o.partition_id FROM mqlayer.partition o
-             WHERE o.ended_in = n.born_in AND o.lp_from < n.lp_to AND n.lp_from < o.lp_to
+             WHERE o.ended_by_change = n.created_by_change AND o.lp_from < n.lp_to AND n.lp_from < o.lp_to
              ORDER BY o.partition_id) AS parents
 FROM mqlayer_archive.snapshot_topic p
 JOIN mqlayer.topic t USING (topic_id)

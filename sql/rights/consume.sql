@@ -7,14 +7,14 @@ GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE 
 GRANT INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
-GRANT SELECT, INSERT (attempt_limit, away_since, backoff_jitter, backoff_s, balance, broadcast_of, final_errors,
-    from_archive, instance, invisible_s, keep_away_s, key_bytes_limit, key_messages_limit, mode, name, ordered,
+GRANT SELECT, INSERT (attempt_limit, absent_since, backoff_jitter, backoff_s, balance, broadcast_of, non_retryable_errors,
+    from_archive, instance, visibility_timeout_s, instance_expiry_s, key_bytes_limit, key_messages_limit, mode, name, ordered,
     parked_bytes_limit, parked_keys_limit, parked_messages_limit, paused_at, paused_by, policy, rate_burst, rate_limit,
-    retried_errors, scope, settings_version, start, start_at, tag_filter, time_cap_s, time_limit_s, topic_id), UPDATE
-    (allocation, attempt_limit, away_since, backoff_jitter, backoff_s, balance, final_errors, key_bytes_limit,
+    retryable_errors, scope, settings_version, start, start_at, tag_filter, max_time_limit_s, time_limit_s, topic_id), UPDATE
+    (allocation, attempt_limit, absent_since, backoff_jitter, backoff_s, balance, non_retryable_errors, key_bytes_limit,
     key_messages_limit, ordered, parked_bytes_limit, parked_keys_limit, parked_messages_limit, paused_at, paused_by,
-    policy, rate_burst, rate_limit, replay, retired_at, retried_errors, seek, settings_version, start, start_at, state,
-    tag_filter, time_cap_s, time_limit_s, version) ON mqlayer.consumer_group TO {role};
+    policy, rate_burst, rate_limit, replay, retired_at, retryable_errors, seek, settings_version, start, start_at, state,
+    tag_filter, max_time_limit_s, time_limit_s, version) ON mqlayer.consumer_group TO {role};
 GRANT SELECT, INSERT (actor, attempts, body, cause, group_id, key, log_offset, lp, m, partition_id, reason, seq,
     source), UPDATE (actor, attempts, body, cause, died_at, log_offset, partition_id, reason, redriven_at,
     redriven_seek) ON mqlayer.dead_message TO {role};
@@ -37,18 +37,18 @@ GRANT SELECT, INSERT (attempts, cause, due_at, group_id, lp, name), UPDATE (atte
     started_alone) ON mqlayer.parked_key TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.parked_key_end_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.parked_keys_forget_v1 TO {role};
-GRANT SELECT, INSERT (attempts, body, group_id, key, log_offset, lp, m, name, partition_id, place, seq, source, tried),
+GRANT SELECT, INSERT (attempts, body, group_id, key, log_offset, lp, m, name, partition_id, position, seq, source, tried),
     UPDATE (tried) ON mqlayer.parked_message TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.parked_messages_end_v1 TO {role};
-GRANT USAGE ON SEQUENCE mqlayer.parked_place TO {role};
+GRANT USAGE ON SEQUENCE mqlayer.parked_position TO {role};
 GRANT SELECT ON mqlayer.parked_total TO {role};
 GRANT SELECT ON mqlayer.parking_change TO {role};
 GRANT SELECT, UPDATE (created_at) ON mqlayer.partition TO {role};
 GRANT SELECT ON mqlayer.partition_pause TO {role};
 GRANT SELECT ON mqlayer.partition_rate TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
-GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, name, newer, per_s, place, snapshot_id,
-    upto_batch, upto_id, worker), UPDATE (ended_at, lease_until, state, waits, worker) ON mqlayer.redrive TO {role};
+GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, name, newer, per_s, position, snapshot_id,
+    upto_batch, upto_id, worker), UPDATE (ended_at, lease_until, state, blocked_by, worker) ON mqlayer.redrive TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_keys_drop_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
 GRANT SELECT ON mqlayer.route TO {role};
@@ -69,7 +69,7 @@ GRANT SELECT ON mqlayer_app.migration TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.version_released_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.version_set_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.version_take_v1 TO {role};
-GRANT INSERT (actor, attempts, delivered_at, group_id, log_offset, partition_id, reason, topic_id, word) ON
+GRANT INSERT (actor, attempts, delivered_at, group_id, log_offset, partition_id, reason, topic_id, outcome) ON
     mqlayer_archive.outcome_queue TO {role};
 GRANT SELECT ON mqlayer_archive.progress TO {role};
-GRANT SELECT, UPDATE (passed_at) ON mqlayer_archive.topic TO {role};
+GRANT SELECT, UPDATE (last_pass_at) ON mqlayer_archive.topic TO {role};

@@ -8,17 +8,17 @@ GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE 
 GRANT SELECT, INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
-GRANT SELECT, INSERT (attempt_limit, backoff_jitter, backoff_s, balance, final_errors, from_archive, invisible_s,
-    keep_away_s, key_bytes_limit, key_messages_limit, mode, name, ordered, parked_bytes_limit, parked_keys_limit,
-    parked_messages_limit, policy, rate_burst, rate_limit, retried_errors, scope, start, start_at, tag_filter,
-    time_cap_s, time_limit_s, topic_id), UPDATE (allocation, attempt_limit, away_since, backoff_jitter, backoff_s,
-    balance, final_errors, keep_away_s, key_bytes_limit, key_messages_limit, ordered, parked_bytes_limit,
+GRANT SELECT, INSERT (attempt_limit, backoff_jitter, backoff_s, balance, non_retryable_errors, from_archive, visibility_timeout_s,
+    instance_expiry_s, key_bytes_limit, key_messages_limit, mode, name, ordered, parked_bytes_limit, parked_keys_limit,
+    parked_messages_limit, policy, rate_burst, rate_limit, retryable_errors, scope, start, start_at, tag_filter,
+    max_time_limit_s, time_limit_s, topic_id), UPDATE (allocation, attempt_limit, absent_since, backoff_jitter, backoff_s,
+    balance, non_retryable_errors, instance_expiry_s, key_bytes_limit, key_messages_limit, ordered, parked_bytes_limit,
     parked_keys_limit, parked_messages_limit, parking, paused_at, paused_by, policy, rate_burst, rate_limit, replay,
-    retired_at, retried_errors, seek, settings_version, start, start_at, state, tag_filter, time_cap_s, time_limit_s,
+    retired_at, retryable_errors, seek, settings_version, start, start_at, state, tag_filter, max_time_limit_s, time_limit_s,
     version), DELETE ON mqlayer.consumer_group TO {role};
 GRANT SELECT ON mqlayer.dead_fact TO {role};
 GRANT SELECT, INSERT (actor, attempts, body, cause, group_id, key, log_offset, lp, m, partition_id, reason, seq,
-    source), UPDATE (actor, adrift, attempts, body, cause, died_at, log_offset, partition_id, reason, redriven_at,
+    source), UPDATE (actor, log_lost, attempts, body, cause, died_at, log_offset, partition_id, reason, redriven_at,
     redriven_seek) ON mqlayer.dead_message TO {role};
 GRANT SELECT, INSERT (group_id, partition_id), DELETE ON mqlayer.drained TO {role};
 GRANT SELECT, USAGE ON SEQUENCE mqlayer.epoch TO {role};
@@ -43,20 +43,20 @@ GRANT SELECT ON mqlayer.parked_fact TO {role};
 GRANT SELECT, INSERT (cause, due_at, group_id, lp, name, paused_at, paused_by), UPDATE (attempts, cause, due_at,
     paused_at, paused_by, released, started, started_alone) ON mqlayer.parked_key TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.parked_key_end_v1 TO {role};
-GRANT SELECT, INSERT (body, group_id, key, log_offset, lp, m, name, partition_id, place, redriven, replay, seq, source),
+GRANT SELECT, INSERT (body, group_id, key, log_offset, lp, m, name, partition_id, position, redriven, replay, seq, source),
     UPDATE (attempts), DELETE ON mqlayer.parked_message TO {role};
-GRANT USAGE ON SEQUENCE mqlayer.parked_place TO {role};
+GRANT USAGE ON SEQUENCE mqlayer.parked_position TO {role};
 GRANT SELECT, DELETE ON mqlayer.parked_total TO {role};
 GRANT SELECT, INSERT (group_id, lp, name, number), DELETE ON mqlayer.parking_change TO {role};
-GRANT SELECT, INSERT (born_in, lp_from, lp_to, node_id, topic_id), UPDATE (ended_in, node_id, retired_at, state) ON
+GRANT SELECT, INSERT (created_by_change, lp_from, lp_to, node_id, topic_id), UPDATE (ended_by_change, node_id, retired_at, state) ON
     mqlayer.partition TO {role};
 GRANT SELECT, INSERT (group_id, partition_id, paused_by), DELETE ON mqlayer.partition_pause TO {role};
 GRANT SELECT, INSERT (measured_at, next_offset, partition_id, per_s), UPDATE (measured_at, next_offset, per_s), DELETE
     ON mqlayer.partition_rate TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
-GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, name, newer, per_s, place, snapshot_id,
+GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, name, newer, per_s, position, snapshot_id,
     upto_batch, upto_id, worker), UPDATE (at_batch, at_dead_id, at_key, at_lp, at_offset, at_partition, at_record,
-    ended_at, lease_until, next_at, not_sent, results, sent, state, waits, worker) ON mqlayer.redrive TO {role};
+    ended_at, lease_until, next_at, not_sent, results, sent, state, blocked_by, worker) ON mqlayer.redrive TO {role};
 GRANT SELECT, INSERT (dead_id, redrive_id, result) ON mqlayer.redrive_result TO {role};
 GRANT SELECT, INSERT (lp, redrive_id, result, seq, source) ON mqlayer.replay_result TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_keys_drop_v1 TO {role};
@@ -64,7 +64,7 @@ GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
 GRANT SELECT, INSERT (lp_from, lp_to, partition_id, topic_id, version) ON mqlayer.route TO {role};
 GRANT SELECT, INSERT (actor, kind, mode, topic_id, version), UPDATE (ended_at, mode, opened_at, sealed_at, state) ON
     mqlayer.route_change TO {role};
-GRANT SELECT, INSERT (away, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (away, cut,
+GRANT SELECT, INSERT (unreachable, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (unreachable, cut,
     next_offset, run_id, seal_id) ON mqlayer.seal TO {role};
 GRANT SELECT ON mqlayer.server TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.server_replaced_v1 TO {role};
@@ -108,7 +108,7 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.publish_v1 TO {role};
 GRANT SELECT, INSERT (lease_until, relay_id), UPDATE (lease_until), DELETE ON mqlayer_app.relay TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.relay_epoch TO {role};
 GRANT SELECT, INSERT (lp, seq, topic_id), UPDATE (seq) ON mqlayer_app.relayed TO {role};
-GRANT SELECT, INSERT (lp, reason, seq, topic_id), UPDATE (reason, seq, set_aside_at), DELETE ON mqlayer_app.set_aside TO
+GRANT SELECT, INSERT (lp, reason, seq, topic_id), UPDATE (reason, seq, quarantined_at), DELETE ON mqlayer_app.quarantined TO
     {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.term_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.timeline_holds_v1 TO {role};
@@ -128,13 +128,13 @@ GRANT EXECUTE ON FUNCTION mqlayer_archive.final_outcomes_v1 TO {role};
 GRANT SELECT, INSERT (accepted_at, after_seq, log_offset, lp, next_seq, partition_id, source, topic_id), UPDATE
     (accepted_at, actor, log_offset, next_seq, partition_id) ON mqlayer_archive.gap TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_archive.lock_v1 TO {role};
-GRANT SELECT, INSERT (first_seq, last_seq, lp, source, stretch, topic_id), UPDATE (first_seq, last_seq, stretch) ON
+GRANT SELECT, INSERT (first_seq, last_seq, lp, source, segment, topic_id), UPDATE (first_seq, last_seq, segment) ON
     mqlayer_archive.mark TO {role};
 GRANT SELECT, INSERT (actor, archived_at, attempts, batch, delivered_at, epoch, first_offset, group_id, last_offset,
-    partition_id, place, reason, settled_at, topic_id, word) ON mqlayer_archive.outcome TO {role};
-GRANT SELECT, INSERT (dropped, dropped_at, epoch, group_id, partition_id, place), UPDATE (dropped, dropped_at, epoch,
-    place) ON mqlayer_archive.outcome_progress TO {role};
-GRANT SELECT, INSERT (actor, attempts, delivered_at, group_id, log_offset, partition_id, reason, topic_id, word), DELETE
+    partition_id, position, reason, settled_at, topic_id, outcome) ON mqlayer_archive.outcome TO {role};
+GRANT SELECT, INSERT (dropped, dropped_at, epoch, group_id, partition_id, position), UPDATE (dropped, dropped_at, epoch,
+    position) ON mqlayer_archive.outcome_progress TO {role};
+GRANT SELECT, INSERT (actor, attempts, delivered_at, group_id, log_offset, partition_id, reason, topic_id, outcome), DELETE
     ON mqlayer_archive.outcome_queue TO {role};
 GRANT SELECT, INSERT (complete, partition_id, topic_id, upto_offset), UPDATE (complete, upto_offset) ON
     mqlayer_archive.progress TO {role};
@@ -144,4 +144,4 @@ GRANT SELECT, INSERT (name, upto_at), DELETE ON mqlayer_archive.snapshot TO {rol
 GRANT SELECT, INSERT (batch, records, snapshot_id, topic_id, version, whole) ON mqlayer_archive.snapshot_topic TO
     {role};
 GRANT EXECUTE ON FUNCTION mqlayer_archive.snapshot_v1 TO {role};
-GRANT SELECT, INSERT (topic_id), UPDATE (batch, dropped_batch, passed_at, stretch) ON mqlayer_archive.topic TO {role};
+GRANT SELECT, INSERT (topic_id), UPDATE (batch, dropped_batch, last_pass_at, segment) ON mqlayer_archive.topic TO {role};

@@ -7,7 +7,7 @@ GRANT SELECT, UPDATE (changed_at, epoch) ON mqlayer.assignment TO {role};
 GRANT SELECT, INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
 GRANT SELECT ON mqlayer.consumer_group TO {role};
-GRANT SELECT (group_id, partition_id, log_offset, adrift), UPDATE (adrift) ON mqlayer.dead_message TO {role};
+GRANT SELECT (group_id, partition_id, log_offset, log_lost), UPDATE (log_lost) ON mqlayer.dead_message TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.epoch TO {role};
 GRANT SELECT, UPDATE (start_offset) ON mqlayer.group_start TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.groups_v1 TO {role};
@@ -18,7 +18,7 @@ GRANT SELECT, UPDATE (armed_at, armed_run_id, former_runs, last_run_id, lost_at)
 GRANT SELECT, UPDATE (state) ON mqlayer.partition TO {role};
 GRANT SELECT ON mqlayer.route TO {role};
 GRANT SELECT ON mqlayer.route_change TO {role};
-GRANT SELECT, INSERT (away, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (away, cut,
+GRANT SELECT, INSERT (unreachable, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (unreachable, cut,
     next_offset, run_id, seal_id) ON mqlayer.seal TO {role};
 GRANT SELECT ON mqlayer.server TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.server_replaced_v1 TO {role};
@@ -41,7 +41,7 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_recover_v1 TO {role};
 GRANT SELECT, INSERT (lease_until, relay_id), UPDATE (lease_until), DELETE ON mqlayer_app.relay TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.relay_epoch TO {role};
 GRANT SELECT, INSERT (lp, seq, topic_id), UPDATE (seq) ON mqlayer_app.relayed TO {role};
-GRANT SELECT, INSERT (lp, reason, seq, topic_id), UPDATE (reason, seq, set_aside_at), DELETE ON mqlayer_app.set_aside TO
+GRANT SELECT, INSERT (lp, reason, seq, topic_id), UPDATE (reason, seq, quarantined_at), DELETE ON mqlayer_app.quarantined TO
     {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.term_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.timeline_holds_v1 TO {role};

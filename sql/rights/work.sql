@@ -8,10 +8,10 @@ GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE 
 GRANT SELECT, INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
-GRANT SELECT, UPDATE (allocation, away_since, parking, paused_at, retired_at, state, version), DELETE ON
+GRANT SELECT, UPDATE (allocation, absent_since, parking, paused_at, retired_at, state, version), DELETE ON
     mqlayer.consumer_group TO {role};
 GRANT SELECT ON mqlayer.dead_fact TO {role};
-GRANT SELECT, UPDATE (adrift, redriven_at, redriven_seek) ON mqlayer.dead_message TO {role};
+GRANT SELECT, UPDATE (log_lost, redriven_at, redriven_seek) ON mqlayer.dead_message TO {role};
 GRANT SELECT, DELETE ON mqlayer.drained TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.epoch TO {role};
 GRANT SELECT, DELETE ON mqlayer.failed_attempt TO {role};
@@ -28,9 +28,9 @@ GRANT SELECT ON mqlayer.migration TO {role};
 GRANT SELECT, UPDATE (armed_at, armed_run_id, former_runs, last_run_id, lost_at) ON mqlayer.node TO {role};
 GRANT SELECT, INSERT (cause, due_at, group_id, lp, name), UPDATE (attempts, cause, started, started_alone) ON
     mqlayer.parked_key TO {role};
-GRANT SELECT, INSERT (body, group_id, key, log_offset, lp, m, name, partition_id, place, redriven, replay, seq, source)
+GRANT SELECT, INSERT (body, group_id, key, log_offset, lp, m, name, partition_id, position, redriven, replay, seq, source)
     ON mqlayer.parked_message TO {role};
-GRANT USAGE ON SEQUENCE mqlayer.parked_place TO {role};
+GRANT USAGE ON SEQUENCE mqlayer.parked_position TO {role};
 GRANT SELECT, DELETE ON mqlayer.parked_total TO {role};
 GRANT SELECT, INSERT (group_id, lp, name, number), DELETE ON mqlayer.parking_change TO {role};
 GRANT SELECT, UPDATE (retired_at, state) ON mqlayer.partition TO {role};
@@ -39,14 +39,14 @@ GRANT SELECT, INSERT (measured_at, next_offset, partition_id, per_s), UPDATE (me
     ON mqlayer.partition_rate TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
 GRANT SELECT, UPDATE (at_batch, at_dead_id, at_key, at_lp, at_offset, at_partition, at_record, ended_at, lease_until,
-    next_at, not_sent, results, sent, state, waits, worker) ON mqlayer.redrive TO {role};
+    next_at, not_sent, results, sent, state, blocked_by, worker) ON mqlayer.redrive TO {role};
 GRANT SELECT, INSERT (dead_id, redrive_id, result) ON mqlayer.redrive_result TO {role};
 GRANT INSERT (lp, redrive_id, result, seq, source) ON mqlayer.replay_result TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_keys_drop_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
 GRANT SELECT, INSERT (lp_from, lp_to, partition_id, topic_id, version) ON mqlayer.route TO {role};
 GRANT SELECT, UPDATE (ended_at, mode, opened_at, sealed_at, state) ON mqlayer.route_change TO {role};
-GRANT SELECT, INSERT (away, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (away, cut,
+GRANT SELECT, INSERT (unreachable, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (unreachable, cut,
     next_offset, run_id, seal_id) ON mqlayer.seal TO {role};
 GRANT SELECT ON mqlayer.server TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.server_replaced_v1 TO {role};
@@ -75,7 +75,7 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_rotate_v1 TO {role};
 GRANT SELECT, INSERT (lease_until, relay_id), UPDATE (lease_until), DELETE ON mqlayer_app.relay TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.relay_epoch TO {role};
 GRANT SELECT, INSERT (lp, seq, topic_id), UPDATE (seq) ON mqlayer_app.relayed TO {role};
-GRANT SELECT, INSERT (lp, reason, seq, topic_id), UPDATE (reason, seq, set_aside_at), DELETE ON mqlayer_app.set_aside TO
+GRANT SELECT, INSERT (lp, reason, seq, topic_id), UPDATE (reason, seq, quarantined_at), DELETE ON mqlayer_app.quarantined TO
     {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.term_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.timeline_holds_v1 TO {role};
@@ -92,13 +92,13 @@ GRANT EXECUTE ON FUNCTION mqlayer_archive.day_make_v1 TO {role};
 GRANT SELECT, INSERT (accepted_at, after_seq, log_offset, lp, next_seq, partition_id, source, topic_id), UPDATE
     (accepted_at, actor, log_offset, next_seq, partition_id) ON mqlayer_archive.gap TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_archive.lock_v1 TO {role};
-GRANT SELECT, INSERT (first_seq, last_seq, lp, source, stretch, topic_id), UPDATE (first_seq, last_seq, stretch) ON
+GRANT SELECT, INSERT (first_seq, last_seq, lp, source, segment, topic_id), UPDATE (first_seq, last_seq, segment) ON
     mqlayer_archive.mark TO {role};
 GRANT INSERT (actor, archived_at, attempts, batch, delivered_at, epoch, first_offset, group_id, last_offset,
-    partition_id, place, reason, settled_at, topic_id, word) ON mqlayer_archive.outcome TO {role};
-GRANT SELECT, INSERT (dropped, dropped_at, epoch, group_id, partition_id, place), UPDATE (dropped, dropped_at, epoch,
-    place) ON mqlayer_archive.outcome_progress TO {role};
-GRANT SELECT, INSERT (actor, attempts, group_id, log_offset, partition_id, reason, topic_id, word), DELETE ON
+    partition_id, position, reason, settled_at, topic_id, outcome) ON mqlayer_archive.outcome TO {role};
+GRANT SELECT, INSERT (dropped, dropped_at, epoch, group_id, partition_id, position), UPDATE (dropped, dropped_at, epoch,
+    position) ON mqlayer_archive.outcome_progress TO {role};
+GRANT SELECT, INSERT (actor, attempts, group_id, log_offset, partition_id, reason, topic_id, outcome), DELETE ON
     mqlayer_archive.outcome_queue TO {role};
 GRANT SELECT, INSERT (complete, partition_id, topic_id, upto_offset), UPDATE (complete, upto_offset) ON
     mqlayer_archive.progress TO {role};
@@ -106,4 +106,4 @@ GRANT SELECT, INSERT (archived_at, batch, body, headers, key, log_offset, lp, pa
     tags, topic_id, version) ON mqlayer_archive.record TO {role};
 GRANT SELECT ON mqlayer_archive.snapshot TO {role};
 GRANT SELECT ON mqlayer_archive.snapshot_topic TO {role};
-GRANT SELECT, UPDATE (batch, dropped_batch, passed_at) ON mqlayer_archive.topic TO {role};
+GRANT SELECT, UPDATE (batch, dropped_batch, last_pass_at) ON mqlayer_archive.topic TO {role};

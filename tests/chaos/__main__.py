@@ -18,7 +18,7 @@ import sys
 import traceback
 from typing import Any
 
-from tests.chaos.harness.hunting import NAMES, hunt, hunt_all, table
+from tests.chaos.harness.plant_hunt import NAMES, hunt, hunt_all, table
 from tests.chaos.harness.run import SHORT, Length, run, shown, total
 
 

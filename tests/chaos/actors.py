@@ -26,8 +26,13 @@ import psycopg
 from psycopg_pool import ConnectionPool
 
 import mqlayer
-from mqlayer.changes import (
-    Plan,
+from mqlayer.domain.routing import NodeId, Route, lp_of
+from mqlayer.errors import AlreadyApplied, Conflict, NotFound, StaleOwner
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.redelivery import reclaim_shared
+from mqlayer.relay import Relay
+from mqlayer.routes import (
+    ChangePlan,
     apply_change,
     drop_change,
     finish_changes,
@@ -36,14 +41,9 @@ from mqlayer.changes import (
     plan_split,
     retire_partitions,
 )
-from mqlayer.domain.routing import NodeId, Route, lp_of
-from mqlayer.errors import AlreadyApplied, Conflict, NotFound, StaleOwner
-from mqlayer.failures import reclaim_shared
-from mqlayer.postgres.database import Connection, Database
-from mqlayer.relay import Relay
-from mqlayer.routes.cache import load_nodes, load_route
+from mqlayer.runtime.route_cache import load_nodes, load_route
 from tests.proof.history import Ack, Deliver, Effect, History, Operation, Publish
-from tests.proof.observing import MemberWitness, observe_parking, observe_retiring
+from tests.proof.observer import MemberWitness, observe_parking, observe_retiring
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ PART: Final = int(os.environ.get("MQLAYER_TEST_PART", "3"))
 """How many messages of a batch are written in one transaction."""
 SINK: Final = """
 CREATE TABLE sink (
-    place bigserial PRIMARY KEY, key text, source int, lp int, seq bigint, epoch bigint, partition int, value text
+    position bigserial PRIMARY KEY, key text, source int, lp int, seq bigint, epoch bigint, partition int, value text
 )
 """
 INTO_SINK: Final = """
@@ -343,7 +343,9 @@ def pop(name: str, directory: Path, stopping: threading.Event) -> None:
             try:
                 with mqlayer.Receiver(TOPIC, group=GROUP, scope=scope) as receiver:
                     while not stopping.is_set():
-                        _book_batch(receiver, connection, history, receiver.receive(8, invisible_s=2.0, wait_s=0.5))
+                        _book_batch(
+                            receiver, connection, history, receiver.receive(8, visibility_timeout_s=2.0, wait_s=0.5)
+                        )
             except mqlayer.MqlayerError as error:
                 log.warning("%s: %s", type(error).__name__, error)
                 stopping.wait(0.1)
@@ -353,7 +355,7 @@ def share(name: str, directory: Path, stopping: threading.Event) -> None:
     """Consume as a member of a shared group, through the fence, until asked to stop.
 
     "fatal" ends the process each time, "bad" fails each time; both have a fenced effect never. "late" and "late-bad"
-    wait until they are let go, then do what their names say. Till then "mended" and "cursed" fail for good; later
+    wait until they are let go, then do what their names say. Till then "repaired" and "cursed" fail for good; later
     "cursed" is another "fatal".
     """
     settings = mqlayer.Settings()
@@ -362,7 +364,7 @@ def share(name: str, directory: Path, stopping: threading.Event) -> None:
     begun = (directory / f"{name}.begun").open("a", buffering=1)
 
     @app.consumer(
-        TOPIC, group=GROUP, mode="shared", invisible_s=0.4, backoff_s=(0.05,), attempt_limit=3,
+        TOPIC, group=GROUP, mode="shared", visibility_timeout_s=0.4, backoff_s=(0.05,), attempt_limit=3,
         options=mqlayer.MemberOptions(concurrency=4),
     )  # fmt: skip
     def book(body: bytes, ctx: mqlayer.Context) -> None:
@@ -515,7 +517,7 @@ def _change(database: Database, prefix: str, rng: random.Random, actor: str) -> 
     apply_change(database, plan, prefix=prefix, application=database, actor=actor)
 
 
-def random_plan(route: Route, nodes: Sequence[NodeId], rng: random.Random) -> Plan:
+def random_plan(route: Route, nodes: Sequence[NodeId], rng: random.Random) -> ChangePlan:
     """Return some change that suits a route, so that it keeps two to eight partitions."""
     ranges, count = route.ranges, len(route.ranges)
     wide = [r for r in ranges if r.lp_to - r.lp_from >= 4]

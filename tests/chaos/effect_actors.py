@@ -11,13 +11,13 @@ from typing import Final
 import psycopg
 
 import mqlayer
-from mqlayer.effects import set_version, watch_versions
+from mqlayer.idempotency import set_version, watch_versions
+from mqlayer.maintenance import clean_inbox
 from mqlayer.postgres.database import Database
-from mqlayer.trimming import clean_inbox
 
 TOPIC: Final = "orders"
 GROUP: Final = "g"
-SINK: Final = "CREATE TABLE sink (place bigserial, entity text, value text)"
+SINK: Final = "CREATE TABLE sink (position bigserial, entity text, value text)"
 INTO_SINK: Final = "INSERT INTO sink (entity, value) VALUES (%s, %s)"
 
 

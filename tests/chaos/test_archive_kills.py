@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from mqlayer.archiving import batches
-from tests.fixtures.waiting import wait_until
+from mqlayer.archive import batches
+from tests.fixtures.wait import wait_until
 from tests.integration.test_archive import HIGH, LOW, Scene
 
 PROGRAM = """
 import sys
 from datetime import timedelta
-from mqlayer.archiving import archive_pass, retain, writing
+from mqlayer.archive import archive_pass, retain, writing
 from mqlayer.postgres.database import Database
 writing.RECORDS = 30
 dsn, prefix, what = sys.argv[1:]
@@ -104,7 +104,7 @@ def test_an_archiver_stopped_in_a_copy_is_ended_by_whoever_waits_for_the_topic(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Postgres ends no COPY that waits for its client; woken, the archiver finds its session gone."""
-    monkeypatch.setitem(batches.PATIENCE, "lock_wait", "200ms")
+    monkeypatch.setitem(batches.TIMEOUTS, "lock_wait", "200ms")
     monkeypatch.setattr(batches, "STOPPED_S", 0.1)
     monkeypatch.setattr(batches, "CONFLICT_S", 0.5)
     send(scene)

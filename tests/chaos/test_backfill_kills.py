@@ -11,17 +11,17 @@ from contextlib import closing
 
 import pytest
 
-from mqlayer.archiving import archive_pass
-from mqlayer.failures import new_worker, replay_of, replays, work_on_replay
-from mqlayer.failures.jobs import take_left
-from mqlayer.membership import GroupSettings, ensure_group
+from mqlayer.archive import archive_pass
+from mqlayer.groups import GroupSettings, ensure_group
 from mqlayer.postgres.database import Database
-from mqlayer.routes.cache import RouteCache
+from mqlayer.redelivery import new_worker, replay_of, replays, work_on_replay
+from mqlayer.redelivery.redelivery_job import claim_abandoned
+from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.topics import set_archived
 from tests.chaos.actors import GROUP, TOPIC
 from tests.chaos.test_consumer_kills import COUNT, Scene, judge, scene
 from tests.chaos.test_parking_kills import Shop
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 __all__ = ["scene"]
 
@@ -69,7 +69,7 @@ def test_kills_while_the_archive_is_given(scene: Scene, database: Database) -> N
     shop.killed("fence.after=kill@30")
     # What the killed one had its lease on: after that anybody goes on.
     worker = new_worker()
-    wait_until(lambda: take_left(database, replay_id, worker), timeout_s=20, what="its lease to end")
+    wait_until(lambda: claim_abandoned(database, replay_id, worker), timeout_s=20, what="its lease to end")
     stop = threading.Event()
     giver = threading.Thread(
         target=work_on_replay, args=(database, replay_id), kwargs={"worker": worker, "stop": stop, "batch": 20}

@@ -23,13 +23,13 @@ from pathlib import Path
 
 import pytest
 
-from mqlayer.cli.spark_programs import check_spark
+from mqlayer.cli.spark_requirements import check_spark
 from mqlayer.errors import SparkMissing
 from tests.chaos.actors import TOPIC
 from tests.chaos.harness.nemesis import KINDS
 from tests.chaos.harness.run import SHORT, Length, run, shown
 from tests.chaos.harness.scene import Scene
-from tests.fixtures.lacking import leave_out_part
+from tests.fixtures.missing_tools import leave_out_part
 
 LONG_S = 600.0
 

@@ -24,8 +24,8 @@ from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
 from tests.chaos.actors import GROUP, SINK, TOPIC
 from tests.chaos.harness.stores import drained, note_sink, note_streams
-from tests.fixtures.forking import Process, start_python
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.forked_programs import Process, start_python
+from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
 from tests.proof.history import History, Publish, read_histories
 
@@ -36,7 +36,7 @@ KEYS: Final = 20
 AT_WORK: Final = [
     "group.after_insert", "group.before_starts", "group.before_live", "member.before_join",
     "member.before_join_commit", "member.after_join_commit",
-    "take.before_send", "take.after_send", "read.after_reply",
+    "acquire.before_send", "acquire.after_send", "read.after_reply",
     "handler.after_success@40", "handler.after_failure@3", "fence.before@40", "fence.after@40",
     "ack.before_send@2", "ack.after_send@2",
 ]  # fmt: skip
@@ -154,7 +154,7 @@ def test_a_kill_behind_a_filter_loses_and_reverses_nothing(scene: Scene, redis_u
             process.kill()
             process.wait()
     with psycopg.connect(scene.settings.control_dsn()) as connection:
-        rows = connection.execute("SELECT key, value FROM sink ORDER BY place").fetchall()
+        rows = connection.execute("SELECT key, value FROM sink ORDER BY position").fetchall()
     assert {key: [value for of, value in rows if of == key] for key in wanted} == wanted
 
 

@@ -14,19 +14,19 @@ import psycopg
 import pytest
 import redis
 
-from mqlayer.membership.groups import find_group
+from mqlayer.groups.group import find_group
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
 from tests.chaos.actors import GROUP, TOPIC
 from tests.chaos.test_consumer_kills import Scene, judge, scene
-from tests.fixtures.forking import is_stopped
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.forked_programs import is_stopped
+from tests.fixtures.wait import wait_until
 from tests.proof.history import Deliver, read_histories
 
 __all__ = ["scene"]
 
 PLACES: Final = [
-    "member.before_join_commit", "take.after_send", "read.after_reply@2",
+    "member.before_join_commit", "acquire.after_send", "read.after_reply@2",
     "handler.after_success@40", "handler.after_failure@3", "fence.before@40", "fence.after@40",
     "ack.before_send@2", "ack.after_send@2",
 ]  # fmt: skip
@@ -66,7 +66,7 @@ class Witness:
             kept.append(
                 [self._client.xrange(log), self._client.get(keys.acks), self._client.hgetall(keys.attempts.decode())]
             )
-        return self.positions(), kept, self.rows("SELECT * FROM sink ORDER BY place")
+        return self.positions(), kept, self.rows("SELECT * FROM sink ORDER BY position")
 
     def shares(self) -> list[int]:
         """How many partitions each live member owns."""

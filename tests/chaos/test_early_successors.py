@@ -9,18 +9,18 @@ import psycopg
 import pytest
 from pydantic import SecretStr
 
-from mqlayer.changes import merge, move
 from mqlayer.postgres.database import Database
-from mqlayer.routes.cache import load_route
+from mqlayer.routes import merge, move
+from mqlayer.runtime.route_cache import load_route
 from mqlayer.settings import Settings
 from tests.chaos.actors import SINK, TOPIC
 from tests.chaos.harness.play import Play
 from tests.chaos.harness.scene import Scene
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.checker import Breach, Verdict, check
 from tests.proof.history import read_histories
-from tests.proof.planted import read_successors_at_once
+from tests.proof.planted_bugs import read_successors_at_once
 
 
 @pytest.fixture

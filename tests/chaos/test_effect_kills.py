@@ -12,10 +12,10 @@ import psycopg
 import pytest
 
 from mqlayer.domain.message import Identity
-from mqlayer.effects import InboxEntry, inbox_stats, note, version_gaps
+from mqlayer.idempotency import InboxEntry, inbox_stats, record_effect, version_gaps
 from tests.chaos.effect_actors import SINK
-from tests.fixtures.consuming import Stage, StartStage
-from tests.fixtures.forking import Process, start_python
+from tests.fixtures.consumers import Stage, StartStage
+from tests.fixtures.forked_programs import Process, start_python
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -59,7 +59,7 @@ class Scene:
     def sink(self) -> dict[object, list[object]]:
         """Return the effects of each entity in their order."""
         found: dict[object, list[object]] = {}
-        for entity, value in self.rows("SELECT entity, value FROM sink ORDER BY place"):
+        for entity, value in self.rows("SELECT entity, value FROM sink ORDER BY position"):
             found.setdefault(entity, []).append(value)
         return found
 
@@ -99,7 +99,7 @@ def test_a_kill_around_a_version_repeats_loses_and_reverses_nothing(scene: Scene
 
 def test_a_kill_of_the_cleaning_leaves_the_rest_to_the_next(scene: Scene) -> None:
     with psycopg.connect(scene.stage.dsn) as connection:
-        note(connection, InboxEntry(1, "g", "orders", Identity(1, 2, 3)))
+        record_effect(connection, InboxEntry(1, "g", "orders", Identity(1, 2, 3)))
     assert scene.run("clean", "inbox.before_forget=kill") == -9
     assert len(inbox_stats(scene.stage.database)) == 1
     assert scene.run("clean") == 0

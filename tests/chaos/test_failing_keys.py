@@ -5,8 +5,8 @@ always fail, 10 fail half of the time, at the same pace of faults, also at the p
 operator releases keys now and then, and two route changes happen. Then a quiet stretch in which those keys still fail:
 all others have to be handled as in the first one. Then everything is let go while the fault is still there: all that
 waits are messages of failing keys, parked, and the streams are settled.
-Then the fault is mended and the keys are released: every message has its effect, and the histories, the streams and the
-sink are judged.
+Then the fault is repaired and the keys are released: every message has its effect, and the histories, the streams and
+the sink are judged.
 
 What the quiet stretches show is that the healthy keys keep up with what is published, less than consumers could do, and
 that none of them waits for a failing one. How much of their throughput is left is measured by `bench failing_keys`.
@@ -33,11 +33,11 @@ import pytest
 import redis
 from pydantic import SecretStr
 
-from mqlayer.changes import finish_changes, merge, split
 from mqlayer.errors import StoreUnavailable
-from mqlayer.failures import release_all
 from mqlayer.postgres.database import Database
-from mqlayer.routes.cache import load_route
+from mqlayer.redelivery import release_all
+from mqlayer.routes import finish_changes, merge, split
+from mqlayer.runtime.route_cache import load_route
 from mqlayer.settings import Settings
 from mqlayer.stack import RedisServer
 from tests.chaos.actors import GROUP, SINK, TOPIC, put_faults
@@ -45,7 +45,7 @@ from tests.chaos.harness.nemesis import end_backends
 from tests.chaos.harness.play import LEASE_S, Play
 from tests.chaos.harness.scene import Scene
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.checker import Verdict
 from tests.proof.history import read_histories
 from tests.proof.pace import pace

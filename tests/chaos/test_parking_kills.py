@@ -1,4 +1,4 @@
-"""Cases 59, 64, 65, 67: consumers killed at each step of parking, resuming and burying, and by a message itself.
+"""Cases 59, 64, 65, 67: consumers killed at each step of parking, resuming and dead-lettering, and by a message itself.
 
 Whatever step it was: each message is in exactly one place afterwards (unsettled in its stream, parked, dead, or
 handled), no key is reversed, each fenced effect is there once, and each message that left has its reason.
@@ -14,18 +14,18 @@ import psycopg
 import pytest
 import redis
 
-from mqlayer.changes import split
 from mqlayer.domain.routing import lp_of
-from mqlayer.membership.groups import find_group
+from mqlayer.groups.group import find_group
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
-from mqlayer.routes.cache import load_route
+from mqlayer.routes import split
+from mqlayer.runtime.route_cache import load_route
 from mqlayer.topics import list_nodes
 from tests.chaos.actors import DEADLY, GROUP, TOPIC, put_faults
 from tests.chaos.test_consumer_kills import COUNT, KEYS, Scene, judge, scene
 from tests.fixtures.due_keys import try_now
-from tests.fixtures.forking import Process
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.forked_programs import Process
+from tests.fixtures.wait import wait_until
 from tests.proof.history import Deliver, read_histories
 
 __all__ = ["scene"]
@@ -191,7 +191,7 @@ def test_kills_while_a_key_at_its_limit_holds_a_route_change_up(scene: Scene) ->
         split(database, TOPIC, parent, prefix=prefix)
     first.kill()
     scene.publish()
-    for failpoint in ("take.after_send=kill", "parking.before_commit=kill", "parking.after_commit=kill"):
+    for failpoint in ("acquire.after_send=kill", "parking.before_commit=kill", "parking.after_commit=kill"):
         shop.killed(failpoint)
     shop.start("waiting")
     others = "SELECT count(*) FROM sink WHERE partition > 4 OR key = 'key-7'"
@@ -233,7 +233,7 @@ def test_a_consumer_that_died_by_chance_costs_a_parked_message_no_attempt(scene:
     judge(scene)
 
 
-def test_kills_while_messages_are_buried(scene: Scene) -> None:
+def test_kills_while_messages_are_dead_lettered(scene: Scene) -> None:
     """Case 67: a message that leaves is dead and settled, or neither; nobody handles it after that."""
     shop = Shop(scene, policy="dead_letter", attempt_limit=2, backoff_s=[0.01])
     shop.fail(always=BROKEN)
@@ -245,7 +245,7 @@ def test_kills_while_messages_are_buried(scene: Scene) -> None:
     judge(scene)
 
 
-def test_kills_while_messages_are_buried_that_were_parked(scene: Scene) -> None:
+def test_kills_while_messages_are_dead_lettered_that_were_parked(scene: Scene) -> None:
     """Case 67: from parked to dead in one step, and its key goes on behind it."""
     shop = Shop(scene, policy="dead_letter", attempt_limit=3, backoff_s=[0.01, LATER_S])
     shop.fail(always=BROKEN)
@@ -319,9 +319,9 @@ def test_a_message_that_kills_its_consumer_in_the_middle_of_a_parked_key_comes_t
     held = [("exhausted", 1, None)]
     restart_until(shop, lambda: shop.rows("SELECT cause, attempts, due_at FROM mqlayer.parked_key") == held)
     shop.wait_places(parked_message=each - 5, sink=COUNT - each + 5)
-    assert shop.rows("SELECT convert_from(body, 'UTF8') FROM mqlayer.parked_message ORDER BY place, seq LIMIT 1") == [
-        (str(7 + 5 * KEYS),)
-    ]
+    assert shop.rows(
+        "SELECT convert_from(body, 'UTF8') FROM mqlayer.parked_message ORDER BY position, seq LIMIT 1"
+    ) == [(str(7 + 5 * KEYS),)]
     shop.fail()
     shop.try_now()
     shop.wait_places(sink=COUNT)

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from mqlayer.postgres.migrations import migrate
-from tests.chaos.harness.hunting import NAMES, hunt_all, table
+from tests.chaos.harness.plant_hunt import NAMES, hunt_all, table
 from tests.chaos.harness.plants import HARMLESS, PLANTS, Plant, check_texts, readers
 from tests.chaos.harness.races import RACES, race
 

@@ -34,7 +34,7 @@ from tests.chaos.actors import GROUP, SINK, TOPIC
 from tests.chaos.harness.play import Play
 from tests.chaos.harness.stores import drained, note_sink, note_streams
 from tests.fixtures.power import NOT_LAST, PoweredRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
 from tests.proof.history import History, read_histories
 from tests.proof.streams import read_partition
@@ -109,7 +109,7 @@ def test_a_power_cut_loses_nothing_that_came_through_the_outbox_and_nothing_else
     request: pytest.FixtureRequest, node: PoweredRedis, database_dsn: str, key_prefix: str, tmp_path: Path
 ) -> None:
     seed = int(os.environ.get("MQLAYER_CHAOS_SEED", "0")) or random.randrange(1, 10**6)
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     always = node.options["appendfsync"] == "always"
     settings = Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix)
     with Database(database_dsn) as database, psycopg.connect(database_dsn, autocommit=True) as connection:
@@ -131,9 +131,9 @@ def test_a_power_cut_loses_nothing_that_came_through_the_outbox_and_nothing_else
                     _wait_for_effects(reader)
                     publisher.wait_for_more()
                     # When it happens is part of the experiment, not a wait for anything.
-                    time.sleep(chance.uniform(0.2, 1.2))
-                    torn = chance.random() < 0.5
-                    lost_bytes += node.cut_power(chance if torn else None)
+                    time.sleep(rng.uniform(0.2, 1.2))
+                    torn = rng.random() < 0.5
+                    lost_bytes += node.cut_power(rng if torn else None)
                     cuts += 1
                     node.start()
                     if torn:
@@ -156,7 +156,7 @@ def test_a_power_cut_loses_nothing_that_came_through_the_outbox_and_nothing_else
     assert always or lost_bytes, "everything was synced: nothing is proven"
 
 
-def test_a_torn_file_that_was_about_to_be_written_anew_is_mended_without_loss(
+def test_a_torn_file_that_was_about_to_be_written_anew_is_repaired_without_loss(
     server_directory: Path, sync_noter: Path
 ) -> None:
     """What arming asks for opens a new file behind the torn one: a crash before the old one is replaced.

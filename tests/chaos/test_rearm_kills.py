@@ -16,7 +16,7 @@ from mqlayer.topics import create_topic, register_node
 from tests.chaos.actors import SINK, TOPIC
 from tests.chaos.test_consumer_kills import Scene, judge
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def scene(database_dsn: str, node: RedisServer, key_prefix: str, tmp_path: Path)
         process.wait()
 
 
-@pytest.mark.parametrize("place", ["rearm.before_raise", "rearm.before_remake", "rearm.before_arm"])
+@pytest.mark.parametrize("place", ["rearm.before_fence", "rearm.before_remake", "rearm.before_arm"])
 def test_a_kill_while_a_node_is_armed_leaves_it_to_the_next(scene: Scene, node: RedisServer, place: str) -> None:
     scene.publish()
     first = scene.start("first", f"{place}=kill")

@@ -19,18 +19,18 @@ import pytest
 from pydantic import SecretStr
 
 from mqlayer import Receiver
-from mqlayer.changes import apply_change, plan_split
 from mqlayer.domain.routing import lp_of
-from mqlayer.membership import find_group
+from mqlayer.groups import find_group
 from mqlayer.postgres.database import Database
 from mqlayer.relay import relay_once
-from mqlayer.routes.cache import load_route
+from mqlayer.routes import apply_change, plan_split
+from mqlayer.runtime.route_cache import load_route
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
 from tests.chaos.actors import GROUP, SINK, TOPIC
 from tests.chaos.harness.stores import drained, note_sink, note_streams
-from tests.fixtures.forking import Process, start_python
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.forked_programs import Process, start_python
+from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
 from tests.proof.history import History, Publish, read_histories
 

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 from mqlayer.stack import RedisServer
-from tests.fixtures.forking import Process, start_python
+from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.servers import StartRedis
 from tests.proof.outbox_world import OutboxWorld
 
@@ -28,24 +28,24 @@ class Nemesis:
     """Does one bad thing after the other to relays, a node, and connections to Postgres; the seed decides which."""
 
     def __init__(self, world: OutboxWorld, node: RedisServer, seed: int) -> None:
-        self._world, self._node, self._chance = world, node, random.Random(seed)
+        self._world, self._node, self._rng = world, node, random.Random(seed)
         self._relays = [self._start() for _ in range(RELAYS)]
         self.acts: list[str] = []
 
     def act(self) -> None:
         """Do one thing, and bring back what is dead."""
-        act = self._chance.choice([self.kill, self.kill, self.stop, self.restart_node, self.cut_postgres])
+        act = self._rng.choice([self.kill, self.kill, self.stop, self.restart_node, self.cut_postgres])
         self.acts.append(act.__name__)
         act()
         self._relays = [relay if relay.poll() is None else self._start() for relay in self._relays]
 
     def kill(self) -> None:
         """Kill a relay, wherever it stands."""
-        self._chance.choice(self._relays).kill()
+        self._rng.choice(self._relays).kill()
 
     def stop(self) -> None:
         """Stop a relay for longer than its lease, and wake it."""
-        relay = self._chance.choice(self._relays)
+        relay = self._rng.choice(self._relays)
         relay.send_signal(signal.SIGSTOP)
         time.sleep(0.8)
         relay.send_signal(signal.SIGCONT)
@@ -69,7 +69,7 @@ class Nemesis:
             relay.wait()
 
     def _start(self) -> Process:
-        environment = self._world.environment(MQLAYER_RELAY_CHUNK_ROWS=str(self._chance.choice([20, 200, 2_000])))
+        environment = self._world.environment(MQLAYER_RELAY_CHUNK_ROWS=str(self._rng.choice([20, 200, 2_000])))
         return start_python("mqlayer", "--log-level", "ERROR", "relay", env=environment, stderr=subprocess.DEVNULL)
 
 
@@ -79,15 +79,15 @@ def writers(world: OutboxWorld, seed: int) -> Iterator[list[int]]:
     done, counts = threading.Event(), [0] * WRITERS
 
     def write(number: int) -> None:
-        chance = random.Random(f"{seed}/{number}")
+        rng = random.Random(f"{seed}/{number}")
         with psycopg.connect(world.dsn) as connection:
             while not done.is_set():
-                batch = chance.randrange(1, 6)
+                batch = rng.randrange(1, 6)
                 for turn in range(batch):
-                    key, body = f"key-{chance.randrange(40)}", f"{number}-{counts[number] + turn}".encode()
+                    key, body = f"key-{rng.randrange(40)}", f"{number}-{counts[number] + turn}".encode()
                     connection.execute("SELECT mqlayer_app.publish_v1('orders', %s, %s)", (key, body))
-                    time.sleep(chance.uniform(0, 0.004))
-                if chance.random() < 0.1:
+                    time.sleep(rng.uniform(0, 0.004))
+                if rng.random() < 0.1:
                     connection.rollback()
                 else:
                     connection.commit()
@@ -128,4 +128,4 @@ def test_whatever_happens_to_relays_and_stores_every_chain_is_whole(
     finally:
         nemesis.end()
     assert sum(map(len, world.relayed().values())) == sum(counts), nemesis.acts
-    assert world.rows("SELECT count(*)::int FROM mqlayer_app.set_aside") == [(0,)]
+    assert world.rows("SELECT count(*)::int FROM mqlayer_app.quarantined") == [(0,)]

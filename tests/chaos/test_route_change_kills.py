@@ -19,26 +19,26 @@ import pytest
 import redis
 
 from mqlayer import App
-from mqlayer.changes import drop_change, finish_change, finish_changes, retire_partitions, split
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import NotFound
-from mqlayer.membership import find_group
+from mqlayer.groups import find_group
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
-from mqlayer.routes.cache import load_route
+from mqlayer.routes import drop_change, finish_change, finish_changes, retire_partitions, split
+from mqlayer.runtime.route_cache import load_route
 from mqlayer.stack import RedisServer
 from tests.chaos.actors import SINK
 from tests.chaos.harness.stores import note_sink, note_streams
 from tests.chaos.test_consumer_kills import Scene
-from tests.fixtures.consuming import Recorder
+from tests.fixtures.consumers import Recorder
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
-from tests.proof.driving import drive
 from tests.proof.failpoint_names import failpoint_names
-from tests.proof.hand import Hand
 from tests.proof.history import History, read_histories
+from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.step_driver import drive
 
 KILLED = -signal.SIGKILL
 KEYS = 30
@@ -125,7 +125,7 @@ class Load:
 def facts(world: OutboxWorld) -> list[Any]:
     """Return all that a repair could change, in both stores."""
     found: list[Any] = [
-        world.rows("SELECT partition_id, state, born_in, ended_in FROM mqlayer.partition ORDER BY 1"),
+        world.rows("SELECT partition_id, state, created_by_change, ended_by_change FROM mqlayer.partition ORDER BY 1"),
         world.rows("SELECT topic_id, version, lp_from, lp_to, partition_id FROM mqlayer.route ORDER BY 1, 2, 3"),
         world.rows("SELECT change_id, version, state, sealed_at, ended_at FROM mqlayer.route_change ORDER BY 1"),
         world.rows("SELECT partition_id, seal_id, next_offset FROM mqlayer.seal ORDER BY 1"),
@@ -285,8 +285,8 @@ def test_retiring_that_was_killed_is_completed_by_the_next(world: OutboxWorld, d
             left = client.keys(f"{world.key_prefix}:{{{partition}}}:*")
             assert left == [partition_keys(world.key_prefix, partition).meta]
             assert client.hgetall(left[0]) == {b"state": b"deleted"}
-    hand = Hand(database, world.key_prefix, "orders", member="later")
-    assert set(hand.assigned()) == {3}
+    member = ManualMember(database, world.key_prefix, "orders", member="later")
+    assert set(member.assigned()) == {3}
 
 
 # Re-arming
@@ -301,7 +301,7 @@ def node(start_redis: StartRedis) -> RedisServer:
 @pytest.mark.parametrize(
     ("name", "nth"),
     [(name, 1) for name in sorted(n for n in failpoint_names() if n.startswith("rearm."))]
-    + [(name, nth) for name in sorted(n for n in failpoint_names() if n.startswith("mend.")) for nth in (1, 2)],
+    + [(name, nth) for name in sorted(n for n in failpoint_names() if n.startswith("repair.")) for nth in (1, 2)],
 )
 def test_mending_that_was_killed_is_completed_by_the_next(
     database_dsn: str, node: RedisServer, key_prefix: str, name: str, nth: int
@@ -310,7 +310,7 @@ def test_mending_that_was_killed_is_completed_by_the_next(
     world = OutboxWorld(database_dsn, key_prefix, [node.url])
     world.add_topic("orders", partitions=2)
     with Database(world.dsn) as database:
-        hand = Hand(database, key_prefix, "orders")
+        member = ManualMember(database, key_prefix, "orders")
         with world.relay():
             world.publish(120, keys=KEYS, tag="m")
             world.wait_until_whole()
@@ -318,8 +318,8 @@ def test_mending_that_was_killed_is_completed_by_the_next(
             assert drive("split", "2", "700", environment=world.environment()) == 0
             world.publish(120, keys=KEYS, tag="n")
             world.wait_until_whole()
-        hand.consume(1, 10)
-        hand.consume(2, 10)
+        member.consume(1, 10)
+        member.consume(2, 10)
         node.stop()
         for path in node.directory.iterdir():
             if path.name.startswith("appendonly"):
@@ -331,9 +331,9 @@ def test_mending_that_was_killed_is_completed_by_the_next(
             world.wait_until_whole()
             world.publish(60, keys=KEYS, tag="o")
             world.wait_until_whole()
-        hand.consume_all()
-        assert hand.version == 3
-    for key, bodies in hand.bodies().items():
+        member.consume_all()
+        assert member.version == 3
+    for key, bodies in member.bodies().items():
         first = list(dict.fromkeys(bodies))
         assert first == [b.decode() for _, b in _published(world, key)], key
 

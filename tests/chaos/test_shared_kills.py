@@ -15,14 +15,14 @@ from typing import Final
 
 import pytest
 
-from mqlayer.changes import apply_change, plan_split, retire_partitions
-from mqlayer.failures import DeadFilter, reclaim_shared, start_redrive, work_on
-from mqlayer.routes.cache import load_route
+from mqlayer.redelivery import DeadFilter, reclaim_shared, start_redrive, work_on
+from mqlayer.routes import apply_change, plan_split, retire_partitions
+from mqlayer.runtime.route_cache import load_route
 from tests.chaos.actors import GROUP
-from tests.fixtures.consuming import LEASE_S, Recorder, Stage
-from tests.fixtures.forking import Process, start_python
-from tests.fixtures.sharing import due, pending, share
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.consumers import LEASE_S, Recorder, Stage
+from tests.fixtures.forked_programs import Process, start_python
+from tests.fixtures.shared_members import due, pending, share
+from tests.fixtures.wait import wait_until
 
 ROOT: Final = Path(__file__).parents[2]
 COUNT: Final = 120
@@ -92,7 +92,7 @@ def send(stage: Stage, *special: bytes) -> list[str]:
 @pytest.mark.parametrize(
     "place",
     [
-        "shared.after_again@2", "shared.after_handling@2", "shared.after_settle@2", "shared.before_dead_commit",
+        "shared.after_due@2", "shared.after_handling@2", "shared.after_settle@2", "shared.before_dead_commit",
         "shared.after_dead",
     ],
 )  # fmt: skip
@@ -155,14 +155,14 @@ def test_what_a_dead_member_had_is_due_after_a_scan_also_one_that_is_killed_and_
 
 
 def test_a_member_that_wakes_late_neither_repeats_nor_writes_off_what_others_handled(scene: Scene) -> None:
-    """Cases 67 and 77: it was stopped for longer than the invisible time, at work on two messages."""
+    """Cases 67 and 77: it was stopped for longer than the visibility timeout, at work on two messages."""
     stage = scene.stage
     stage.send([("k", b"late"), ("l", b"late-bad")])
     process = scene.start("first")
     wait_until(lambda: len(scene.begun()) == 2, what="it is at work on both")
     process.send_signal(signal.SIGSTOP)
     recorder = Recorder()
-    other = share(stage, recorder, group=GROUP, invisible_s=0.4)
+    other = share(stage, recorder, group=GROUP, visibility_timeout_s=0.4)
     stage.wait_settled(GROUP)
     assert sorted(recorder.bodies()) == [b"late", b"late-bad"]
     other.stop()

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from mqlayer.domain.routing import lp_of
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
-from mqlayer.routes.cache import load_route
+from mqlayer.runtime.route_cache import load_route
 from mqlayer.settings import Settings
 from tests.chaos.actors import GROUP, INTO_SINK, MIRROR, SINK, TOPIC
 from tests.chaos.harness.scene import Scene

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pytest
 
-from mqlayer.archiving import create_snapshot
+from mqlayer.archive import create_snapshot
 from mqlayer.domain.routing import lp_of
 from mqlayer.postgres.database import Database
 from tests.fixtures.archived_topics import BEGAN
@@ -29,7 +29,7 @@ TABLES: Final = {
     "audit": {"chains"},
     "latency": {"groups", "minutes", "published"},
     "skew": {"lps", "keys", "partitions"},
-    "failures": {"words", "errors", "members", "attempts"},
+    "failures": {"by_outcome", "errors", "members", "attempts"},
     "fairness": {"members", "groups"},
 }
 
@@ -111,8 +111,11 @@ def test_all_jobs_write_parquet_and_one_page_that_fetches_nothing(
     assert (facts["audit"]["verdict"], facts["audit"]["records"], facts["audit"]["gaps"]) == ("clean", 101, 0)
     assert facts["latency"]["groups"][0]["messages"] == 99
     assert facts["skew"]["hottest_keys"][0]["key"] == "hot"
-    assert [(row["word"], row["messages"]) for row in facts["failures"]["words"]] == [("handled", 99), ("exhausted", 2)]
-    assert [row["final"] for row in facts["failures"]["words"]] == [99, 2]
+    assert [(row["outcome"], row["messages"]) for row in facts["failures"]["by_outcome"]] == [
+        ("handled", 99),
+        ("exhausted", 2),
+    ]
+    assert [row["final"] for row in facts["failures"]["by_outcome"]] == [99, 2]
     assert facts["fairness"]["groups"][0]["gini_messages"] == 0
     for job, tables in TABLES.items():
         assert {path.name for path in (tmp_path / job).iterdir()} == tables
@@ -268,5 +271,5 @@ def test_without_java_it_says_what_to_install(
     monkeypatch.setenv("JAVA_HOME", "")
     monkeypatch.setenv("PATH", os.devnull)
     assert "there is no Java: install Java 17 or newer" in run.failure(*words)
-    monkeypatch.setattr("mqlayer.cli.spark_programs.find_spec", lambda _: None)
+    monkeypatch.setattr("mqlayer.cli.spark_requirements.find_spec", lambda _: None)
     assert "pip install 'mqlayer[spark]'" in run.failure(*words)

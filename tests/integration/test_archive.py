@@ -16,33 +16,41 @@ import redis
 from pydantic import SecretStr
 
 from mqlayer import failpoints
-from mqlayer.archiving import (
+from mqlayer.archive import (
     accept_gaps,
     archive_pass,
     archive_status,
+    batch_writer,
     list_gaps,
     retain,
     retain_by_topics,
     set_retention,
-    writing,
 )
-from mqlayer.archiving.retention import PATIENCE, Retained
-from mqlayer.changes import give_up_node, merge, retire_partitions, split
-from mqlayer.checking import Verdict, examine
+from mqlayer.archive.retention import TIMEOUTS, RetentionResult
+from mqlayer.doctor import CheckStatus, diagnose
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import InvalidInput, NotFound
+from mqlayer.maintenance import trim_pass
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.nodes import NodeConnection
-from mqlayer.redis.partitions import Appended, Holder, Run, append_command, append_reply, settle_command, take_command
-from mqlayer.routes.cache import load_route
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.partition_scripts import (
+    AppendReply,
+    LockHolder,
+    MessageRun,
+    acquire_command,
+    append_command,
+    append_reply,
+    settle_command,
+)
+from mqlayer.routes import give_up_node, merge, retire_partitions, split
+from mqlayer.runtime.route_cache import load_route
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, list_nodes, rearm_node, register_node, set_archived
-from mqlayer.trimming import trim_pass
 from tests.fixtures.commands import Commands
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.fall_back import FallBack
 from tests.proof.outbox_world import OutboxWorld
 
@@ -79,10 +87,12 @@ class Scene:
         fields = [field for body in bodies for field in (facts, key.encode(), body)]
         place = load_route(self.database, TOPIC).range_of(lp)
         node = next(node for node in list_nodes(self.database) if node.node_id == place.node)
-        with NodeConnection(node) as line:
-            command = append_command(line, self.prefix, place.partition, source, [Run(lp, first, len(bodies), fields)])
-            answer = append_reply(line.call([command])[0], node.address)
-        assert isinstance(answer, Appended), answer
+        with NodeConnection(node) as connection:
+            command = append_command(
+                connection, self.prefix, place.partition, source, [MessageRun(lp, first, len(bodies), fields)]
+            )
+            answer = append_reply(connection.call([command])[0], node.address)
+        assert isinstance(answer, AppendReply), answer
         assert answer.outcomes is None, answer
         self.seqs[source, lp] = first + len(bodies) - 1
 
@@ -119,9 +129,11 @@ class Scene:
 
     def settle(self, group: int, partition: int, upto: int) -> None:
         """Have the group settle a partition's records up to an offset."""
-        holder = Holder(self.prefix, partition, group, "m", 1)
-        with NodeConnection(list_nodes(self.database)[0]) as line:
-            line.call([take_command(line, holder, start=1), settle_command(line, holder, [(1, upto)])])
+        holder = LockHolder(self.prefix, partition, group, "m", 1)
+        with NodeConnection(list_nodes(self.database)[0]) as connection:
+            connection.call(
+                [acquire_command(connection, holder, start=1), settle_command(connection, holder, [(1, upto)])]
+            )
 
     def age(self, days: int) -> None:
         """Have all that is archived be so many days older, as it is not through waiting."""
@@ -200,13 +212,13 @@ def test_a_pass_goes_on_where_the_last_one_ended(scene: Scene) -> None:
         assert scene.archive().total == 6, turn
     scene.assert_whole()
     assert scene.archive().total == 0
-    assert scene.rows("SELECT batch, passed_at > now() - interval '1 min' FROM mqlayer_archive.topic") == [(6, True)]
+    assert scene.rows("SELECT batch, last_pass_at > now() - interval '1 min' FROM mqlayer_archive.topic") == [(6, True)]
     assert scene.rows("SELECT first_batch, last_batch, records FROM mqlayer_archive.day") == [(1, 6, 18)]
 
 
 def test_a_batch_is_bounded_and_a_piece_may_end_anywhere(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "RECORDS", 10)
-    monkeypatch.setattr("mqlayer.archiving.archiver.piece_of", lambda _: 3)
+    monkeypatch.setattr(batch_writer, "RECORDS", 10)
+    monkeypatch.setattr("mqlayer.archive.archiver.page_size", lambda _: 3)
     for number in range(20):
         scene.send(1 + number % 2, f"key-{number % 5}", b"a", b"b", b"c")
     assert scene.archive().total == 60
@@ -353,8 +365,8 @@ def test_a_topic_switched_off_and_on_explains_a_hole_at_the_end_of_a_chain(scene
 
 def test_what_is_looked_at_behind_a_gap_is_bounded_in_bytes(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read again by each pass, as long as the gap waits."""
-    monkeypatch.setattr("mqlayer.archiving.archiver.piece_of", lambda _: 10)
-    monkeypatch.setattr(writing, "BYTES", 100_000)
+    monkeypatch.setattr("mqlayer.archive.archiver.page_size", lambda _: 10)
+    monkeypatch.setattr(batch_writer, "BYTES", 100_000)
     low = scene.route.range_of(lp_of(LOW.encode())).partition
     scene.send(1, LOW, *[b"x"] * 20)
     scene.archive()
@@ -377,9 +389,9 @@ def test_a_node_that_is_away_or_not_armed_keeps_nothing_else_waiting(
     scene.send(1, HIGH, b"y")
     node.kill()
     report = scene.archive()
-    assert (report.total, list(report.passed_by)) == (1, ["n2"])
+    assert (report.total, list(report.skipped_nodes)) == (1, ["n2"])
     node.start()
-    assert "armed" in scene.archive().passed_by["n2"]
+    assert "armed" in scene.archive().skipped_nodes["n2"]
     rearm_node(scene.database, "n2", prefix=scene.prefix)
     assert scene.archive().total == 1
     scene.assert_whole()
@@ -429,7 +441,7 @@ def test_what_was_read_of_a_run_that_fell_back_since_is_not_taken_for_what_is_th
         scene.send(7, LOW, b"other", b"another")
         gate.touch()
         report = running.result()
-    assert (report.total, list(report.passed_by)) == (0, ["n1"])
+    assert (report.total, list(report.skipped_nodes)) == (0, ["n1"])
     assert scene.archive().total == 4
     assert scene.archived() == [(1, lp_of(LOW.encode()), 1), (1, lp_of(LOW.encode()), 2)] + [
         (7, lp_of(LOW.encode()), seq) for seq in (1, 2)
@@ -516,10 +528,10 @@ def test_a_stream_is_trimmed_below_what_is_archived_and_settled(
     scene.send(1, LOW, *[b"x" * 100] * 400)
     scene.settle(group, 1, 400)
     assert first() == 1, "nothing is archived"
-    (standing,) = archive_status(scene.database, prefix=scene.prefix)
-    assert (standing.lag, standing.held) == (400, 400)
-    assert standing.lag_s > 1e6
-    assert 400 * 100 < standing.held_bytes <= (standing.stream_bytes or 0)
+    (status,) = archive_status(scene.database, prefix=scene.prefix)
+    assert (status.lag, status.retained) == (400, 400)
+    assert status.lag_s > 1e6
+    assert 400 * 100 < status.retained_bytes <= (status.stream_bytes or 0)
     scene.archive()
     scene.send(1, LOW, *[b"x" * 100] * 400)
     scene.settle(group, 1, 800)
@@ -569,7 +581,7 @@ def test_a_pass_that_asked_before_a_node_fell_back_trims_nothing_of_what_comes_t
         scene.settle(group, 1, 1_000)
         (tmp_path / "go").touch()
         report = running.result()
-    assert (report.dropped, list(report.passed_by)) == ({}, ["n1"])
+    assert (report.dropped, list(report.skipped_nodes)) == ({}, ["n1"])
     assert scene.archive().total == 1_000
     scene.close()
 
@@ -616,8 +628,8 @@ def test_trimming_that_is_on_its_way_and_archiving_switched_on_exclude_each_othe
 
 
 def test_two_archivers_at_once_archive_everything_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "RECORDS", 20)
-    monkeypatch.setattr("mqlayer.archiving.archiver.piece_of", lambda _: 10)
+    monkeypatch.setattr(batch_writer, "RECORDS", 20)
+    monkeypatch.setattr("mqlayer.archive.archiver.page_size", lambda _: 10)
     with ThreadPoolExecutor(2) as pool:
         for _ in range(3):
             for number in range(20):
@@ -628,8 +640,8 @@ def test_two_archivers_at_once_archive_everything_once(scene: Scene, monkeypatch
     scene.assert_whole()
 
 
-def days(scene: Scene, age: int = 30) -> list[Retained]:
-    return [day.word for day in retain(scene.database, older_than=timedelta(days=age))]
+def days(scene: Scene, age: int = 30) -> list[RetentionResult]:
+    return [day.result for day in retain(scene.database, older_than=timedelta(days=age))]
 
 
 def test_retention_drops_whole_days_and_marks_begin_behind_them(scene: Scene) -> None:
@@ -685,7 +697,7 @@ def test_a_snapshot_that_is_being_made_is_waited_for(scene: Scene) -> None:
 
 
 def test_a_day_that_somebody_reads_is_left_for_the_next_call(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PATIENCE, "lock_wait", "100ms")
+    monkeypatch.setitem(TIMEOUTS, "lock_wait", "100ms")
     scene.send(1, LOW, b"1")
     scene.archive()
     scene.age(40)
@@ -716,7 +728,7 @@ def test_a_stream_of_the_archive_is_told_of_a_day_that_went_before_an_older_one(
     scene.age(5)
     scene.send(1, LOW, b"3")
     scene.archive()
-    words = [one.word for one in retain(scene.database, older_than=timedelta(days=1)) if one.records]
+    words = [one.result for one in retain(scene.database, older_than=timedelta(days=1)) if one.records]
     assert words == ["spared", "dropped"]
     with scene.database.connection() as connection:
         facts = {"topic_id": 1, "after": 1}
@@ -738,8 +750,8 @@ def test_topics_say_how_long_they_are_kept_and_the_longest_counts(scene: Scene) 
     )
     scene.age(40)
 
-    def words() -> list[Retained]:
-        return [one.word for one in retain_by_topics(scene.database)]
+    def words() -> list[RetentionResult]:
+        return [one.result for one in retain_by_topics(scene.database)]
 
     assert words() == [], "nobody said so"
     assert set_retention(scene.database, TOPIC, days=7, actor="me")
@@ -793,7 +805,7 @@ def test_a_record_that_no_row_can_hold_stops_its_partition_only_and_the_doctor_s
 ) -> None:
     low = scene.route.range_of(0).partition
     scene.archive()
-    ((before,),) = scene.rows("SELECT passed_at FROM mqlayer_archive.topic")
+    ((before,),) = scene.rows("SELECT last_pass_at FROM mqlayer_archive.topic")
     scene.client(low).xadd(scene.log(low), fields, id="1-0")  # type: ignore[arg-type]
     scene.send(1, HIGH, b"y")
     with ThreadPoolExecutor(1) as pool:
@@ -802,30 +814,36 @@ def test_a_record_that_no_row_can_hold_stops_its_partition_only_and_the_doctor_s
     assert list(report.failed) == [low]
     assert "offset 1 " in report.failed[low]
     assert "secret" not in report.failed[low]
-    assert scene.rows("SELECT passed_at FROM mqlayer_archive.topic") == [(before,)], "it is behind, and says so"
+    assert scene.rows("SELECT last_pass_at FROM mqlayer_archive.topic") == [(before,)], "it is behind, and says so"
 
 
 def test_the_doctor_names_an_archive_that_waits_or_is_late(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    def found() -> list[tuple[Verdict, str]]:
+    def found() -> list[tuple[CheckStatus, str]]:
         settings = Settings(dsn=SecretStr(scene.dsn), key_prefix=scene.prefix)
-        return [(one.verdict, one.seen) for one in examine(settings) if one.check == "archive"]
+        return [(one.verdict, one.seen) for one in diagnose(settings) if one.check == "archive"]
 
     assert "never" in found()[0][1]
     scene.send(1, LOW, b"1", b"2", b"3")
     scene.archive()
-    assert found()[0][0] is Verdict.OK
+    assert found()[0][0] is CheckStatus.OK
     scene.send(1, LOW, b"4", b"5")
     low = scene.route.range_of(lp_of(LOW.encode())).partition
     scene.client(low).xdel(scene.log(low), "4-0")
     scene.archive()
-    assert found() == [(Verdict.BROKEN, f"the archive of topic {TOPIC} waits at 1 gaps, and holds trimming up")]
+    assert found() == [(CheckStatus.BROKEN, f"the archive of topic {TOPIC} waits at 1 gaps, and holds trimming up")]
 
 
 def test_the_commands(scene: Scene, commands: Commands) -> None:
     scene.send(1, LOW, b"1")
     assert commands.text("archive", "run", "--once") == "1 record archived, 0 partitions completed\n"
-    (line,) = commands.lines("archive", "status")
-    assert (line["topic"], line["batch"], line["records"], line["lag"], line["gaps"]) == (TOPIC, 1, 1, 0, 0)
+    (connection,) = commands.lines("archive", "status")
+    assert (connection["topic"], connection["batch"], connection["records"], connection["lag"], connection["gaps"]) == (
+        TOPIC,
+        1,
+        1,
+        0,
+        0,
+    )
     assert "no gap" in commands.text("archive", "gaps")
     assert "no day" in commands.text("archive", "retain", "--older-than", "30d")
     assert "no age" in commands.failure("archive", "retain", "--older-than", "soon")
@@ -837,7 +855,7 @@ def test_the_commands(scene: Scene, commands: Commands) -> None:
     assert "as before" in commands.text("topic", "set", TOPIC, "--not-archived")
     assert commands.lines("topic", "list")[0]["archived"] is False
     commands.text("topic", "create", "kept", "--partitions", "1", "--archived")
-    assert {line["topic"]: line["archived"] for line in commands.lines("archive", "status")} == {
+    assert {connection["topic"]: connection["archived"] for connection in commands.lines("archive", "status")} == {
         TOPIC: False, "kept": True,
     }  # fmt: skip
     assert "exists with archived=True" in commands.failure("topic", "create", "kept", "--partitions", "1")

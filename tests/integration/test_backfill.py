@@ -13,29 +13,21 @@ from typing import Any
 import pytest
 
 from mqlayer import App, Context
-from mqlayer.archiving import archive_pass
-from mqlayer.changes import retire_partitions
+from mqlayer.archive import archive_pass
 from mqlayer.errors import Conflict, InvalidInput
-from mqlayer.failures import (
-    ReplayFilter,
-    cancel_replay,
-    new_worker,
-    replay_of,
-    replays,
-    start_replay,
-    work_on_replay,
-)
-from mqlayer.failures.jobs import take_left
-from mqlayer.inspecting import explain_key, group_standings
-from mqlayer.membership import GroupSettings, ensure_group
-from mqlayer.membership.groups import settings_of
+from mqlayer.groups import GroupSettings, ensure_group
+from mqlayer.groups.group import settings_of
+from mqlayer.inspect import explain_key, group_statuses
+from mqlayer.maintenance import trim_pass
 from mqlayer.postgres.queries import query
-from mqlayer.routes.cache import RouteCache
+from mqlayer.redelivery import ReplayFilter, cancel_replay, new_worker, replay_of, replays, start_replay, work_on_replay
+from mqlayer.redelivery.redelivery_job import claim_abandoned
+from mqlayer.routes import retire_partitions
+from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.topics import set_archived
-from mqlayer.trimming import trim_pass
-from tests.fixtures.consuming import Recorder
-from tests.fixtures.forking import ask_python
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.consumers import Recorder
+from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.wait import wait_until
 from tests.integration.test_route_gates import KEYS, Scene, database, scene, world
 
 __all__ = ["database", "scene", "world"]
@@ -95,13 +87,13 @@ class Library:
 
     def lag(self, group: str) -> int:
         """Return what a group has not settled, or is not through with in Postgres."""
-        (standing,) = group_standings(self.database, "orders", group, prefix=self.scene.world.key_prefix)
-        return standing.lag + standing.parked.messages + (standing.replay is not None)
+        (status,) = group_statuses(self.database, "orders", group, prefix=self.scene.world.key_prefix)
+        return status.lag + status.parked.messages + (status.replay is not None)
 
     def feed(self, replay_id: int, **facts: Any) -> None:
         """Work on a replay, beside the test."""
         worker = new_worker()
-        assert take_left(self.database, replay_id, worker)
+        assert claim_abandoned(self.database, replay_id, worker)
         self._feeder = threading.Thread(
             target=work_on_replay,
             args=(self.database, replay_id),
@@ -128,7 +120,7 @@ class Library:
 @pytest.fixture
 def library(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     """An archived topic of two partitions on two nodes, in small batches."""
-    monkeypatch.setattr("mqlayer.archiving.archiver.piece_of", lambda _: 25)
+    monkeypatch.setattr("mqlayer.archive.archiver.page_size", lambda _: 25)
     library = Library(scene)
     yield library
     library.close()
@@ -169,11 +161,11 @@ def test_the_streams_rest_while_the_archive_is_given_and_lag_says_so(library: Li
     scene.publish(2)
     recorder = Recorder()
     app = library.start(recorder)
-    wait_until(lambda: [state for _, state in app.members[0].holdings().values()] == ["open"] * 2, what="both")
-    (standing,) = group_standings(library.database, "orders", LATE, prefix=scene.world.key_prefix)
-    assert standing.replay is not None
-    assert (standing.replay.kind, standing.replay.sent, standing.replay.rests) == ("backfill", 0, True)
-    assert {one.stall.reason for one in standing.partitions if one.stall is not None} == {"replayed"}
+    wait_until(lambda: [state for _, state in app.members[0].owned().values()] == ["open"] * 2, what="both")
+    (status,) = group_statuses(library.database, "orders", LATE, prefix=scene.world.key_prefix)
+    assert status.replay is not None
+    assert (status.replay.kind, status.replay.sent, status.replay.newer_wait) == ("backfill", 0, True)
+    assert {one.stall.reason for one in status.partitions if one.stall is not None} == {"replayed"}
     assert recorder.count() == 0
     explained = explain_key(library.database, "orders", "key-1", LATE, prefix=scene.world.key_prefix)
     assert f"mqlayer replay show {replay_id}" in explained.run_next
@@ -204,7 +196,7 @@ def test_a_start_of_a_time_takes_what_was_published_since(library: Library) -> N
 
 def work_on(library: Library, replay_id: int) -> None:
     worker = new_worker()
-    assert take_left(library.database, replay_id, worker)
+    assert claim_abandoned(library.database, replay_id, worker)
     work_on_replay(library.database, replay_id, worker=worker)
 
 

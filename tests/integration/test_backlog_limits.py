@@ -13,8 +13,8 @@ from mqlayer import Message
 from mqlayer.errors import BacklogFull, BodyTooLarge, InvalidInput, NotFound, PartlyPublished, PublishAborted
 from mqlayer.postgres.database import Database
 from mqlayer.topics import set_limits
-from tests.fixtures.forking import run_python
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.forked_programs import run_python
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 from tests.proof.producer_world import ProducerWorld
 

@@ -15,12 +15,12 @@ from mqlayer import Batch, BatchMessage, BatchOf
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import BatchUndone, HandlerFault, InvalidInput, StaleOwner
 from mqlayer.postgres.queries import query
-from tests.fixtures.consuming import Stage, member_of
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.consumers import Stage, member_of
+from tests.fixtures.wait import wait_until
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
 
-SINK = "CREATE TABLE sink (place bigserial PRIMARY KEY, key text, value int)"
+SINK = "CREATE TABLE sink (position bigserial PRIMARY KEY, key text, value int)"
 KINDS = ["distinct", "key"]
 
 
@@ -37,7 +37,7 @@ def book(connection: psycopg.Connection, messages: list[BatchMessage[int]]) -> N
 
 
 def booked(connection: psycopg.Connection, key: str) -> list[int]:
-    rows = connection.execute("SELECT value FROM sink WHERE key = %s ORDER BY place", [key]).fetchall()
+    rows = connection.execute("SELECT value FROM sink WHERE key = %s ORDER BY position", [key]).fetchall()
     return [value for (value,) in rows]
 
 
@@ -230,7 +230,7 @@ def test_it_answers_as_the_fence_of_single_messages_does(database_dsn: str) -> N
     noted = "SELECT group_id, lp, source_id, key, replay, seq FROM mqlayer_app.fence_applied ORDER BY 1, 2, 3, 4"
     with closing(psycopg.connect(database_dsn, autocommit=True)) as connection:
         for _ in range(150):
-            # All messages of a holding have one replay.
+            # All messages of an owned partition have one replay.
             replay = rng.choice([0, 0, 0, 1])
             messages = [
                 (rng.randrange(2), rng.choice([1, 1, 2, 3]), rng.choice(["a", "b", "ä", None]), rng.randint(1, 40), 5,

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from mqlayer import App, Batch, BatchOf, PauseKey, Reject, RetryLater
-from mqlayer.consuming.workers import TURN_S
+from mqlayer.consuming.ordered.executors import TIME_SLICE_S
 from mqlayer.errors import Conflict, InvalidInput
-from mqlayer.failures import pause_key, release_parked
-from tests.fixtures.consuming import Stage, member_of
-from tests.fixtures.failing import Failing
-from tests.fixtures.waiting import wait_until
+from mqlayer.redelivery import pause_key, release_parked
+from tests.fixtures.consumers import Stage, member_of
+from tests.fixtures.failed_messages import Failing
+from tests.fixtures.wait import wait_until
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
 
@@ -293,7 +293,7 @@ def test_a_key_that_is_paused_while_it_is_handled_out_of_postgres_rests_soon(sta
     wait_until(lambda: len(batches.begun) == 2, what="it goes on")
     began = time.monotonic()
     assert pause_key(stage.database, stage.topic, "g", "key", actor="test")
-    wait_until(lambda: time.monotonic() > began + 2 * TURN_S, what="the turn is over")
+    wait_until(lambda: time.monotonic() > began + 2 * TIME_SLICE_S, what="the turn is over")
     go_on.set()
     wait_until(lambda: len(Failing(stage).parked()) < 50, what="what was handled is written")
     assert (len(Failing(stage).parked()), len(batches.begun)) == (49, 2)
@@ -312,7 +312,7 @@ def test_what_waits_for_a_batch_is_not_begun_at_a_stop(stage: Stage) -> None:
 
 
 def _read(app: App) -> bool:
-    return any(held.count_in_hand for held in member_of(app).all_holdings())
+    return any(owned.count_in_flight for owned in member_of(app).all_partitions())
 
 
 def test_a_batch_of_a_key_goes_without_what_does_not_come_in_time(stage: Stage) -> None:

@@ -15,7 +15,7 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.errors import BacklogFull, PublishAborted, PublishUnknown
 from mqlayer.producing import Message, Receipt
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.producer_world import ProducerWorld, send_to_the_end
 from tests.proof.proxy import TcpProxy
 

@@ -17,22 +17,22 @@ import pytest
 from pydantic import SecretStr
 
 from mqlayer import App, Context, Event, MemberOptions, Settings
-from mqlayer.changes import retire_partitions, split
-from mqlayer.checking import examine
+from mqlayer.doctor import diagnose
 from mqlayer.errors import Conflict, GroupRetired, InstanceTaken, InvalidInput, InvalidName, NotFound, StoreUnavailable
-from mqlayer.failures.pausing import pause_key
-from mqlayer.inspecting import explain_key, group_standings
-from mqlayer.membership import find_group, planned_seek, rebalance_groups
-from mqlayer.membership import join as join_group
-from mqlayer.membership.instances import ensure_instance, host_instance
-from mqlayer.membership.pausing import pause_partitions, under_way, wait_paused
-from mqlayer.membership.retiring import forget_instances, forget_retired, retire_away, retire_group
-from mqlayer.membership.steering import pause_group, resume_group, set_group
-from mqlayer.routes.cache import RouteCache, load_route
-from mqlayer.trimming import trim_pass
+from mqlayer.groups import find_group, planned_seek, rebalance_groups
+from mqlayer.groups import join as join_group
+from mqlayer.groups.admin import pause_group, resume_group, set_group
+from mqlayer.groups.broadcast_instances import ensure_instance, host_instance
+from mqlayer.groups.pauses import pause_partitions, running_partitions, wait_paused
+from mqlayer.groups.retirement import forget_instances, forget_retired, retire_absent, retire_group
+from mqlayer.inspect import explain_key, group_statuses
+from mqlayer.maintenance import trim_pass
+from mqlayer.redelivery.key_pause import pause_key
+from mqlayer.routes import retire_partitions, split
+from mqlayer.runtime.route_cache import RouteCache, load_route
 from tests.fixtures.commands import Commands
-from tests.fixtures.consuming import Recorder, Stage, member_of
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.consumers import Recorder, Stage, member_of
+from tests.fixtures.wait import wait_until
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
 
@@ -45,7 +45,7 @@ def join(
     recorder: Any,
     instance: str | None,
     *,
-    keep_away_s: float | None = None,
+    instance_expiry_s: float | None = None,
     start: Any = None,
     lease_s: float = 2.0,
     hook: Any = None,
@@ -61,7 +61,7 @@ def join(
         group="cache",
         mode="broadcast",
         instance=instance,
-        keep_away_s=keep_away_s,
+        instance_expiry_s=instance_expiry_s,
         start=start,
         options=MemberOptions(concurrency=4),
         **rules,
@@ -186,9 +186,9 @@ def test_an_instance_away_beyond_the_limit_begins_anew_and_trimming_is_freed(sta
     stage.wait_settled("cache@web-2")
     trim_pass(stage.database, prefix=stage.prefix)
     before = {partition: first_kept(stage, partition) for partition in stage.partitions}
-    assert retire_away(stage.database) == [], "an hour is not over"
-    set_group(stage.database, "orders", "cache", actor="a test", keep_away_s=SHORT_S)
-    assert wait_until(lambda: retire_away(stage.database), what="its position to be dropped") == ["cache@web-1"]
+    assert retire_absent(stage.database) == [], "an hour is not over"
+    set_group(stage.database, "orders", "cache", actor="a test", instance_expiry_s=SHORT_S)
+    assert wait_until(lambda: retire_absent(stage.database), what="its position to be dropped") == ["cache@web-1"]
     trim_pass(stage.database, prefix=stage.prefix)
     assert any(first_kept(stage, partition) > before[partition] for partition in stage.partitions)
     assert states(stage)["cache@web-1"] == ("retired", 0)
@@ -198,25 +198,25 @@ def test_an_instance_away_beyond_the_limit_begins_anew_and_trimming_is_freed(sta
     wait_until(lambda: len(anew.bodies()) >= KEYS, what="what is published from then on")
     assert set(anew.bodies()) == {b"66"}, "by the rule of its group: latest"
     assert states(stage)["cache@web-1"] == ("live", 1)
-    assert [(event.kind, event.group, event.cause) for event in events] == [("begun_anew", "cache@web-1", "latest")]
+    assert [(event.kind, event.group, event.cause) for event in events] == [("instance_reset", "cache@web-1", "latest")]
 
 
 def test_the_limit_holds_for_one_that_comes_back_while_no_worker_ran(stage: Stage) -> None:
     """Whoever comes first drops the position: the job, or the instance itself; so both give the same."""
     stage.send_numbers(1, 3)
     recorder, events = Recorder(), list[Event]()
-    join(stage, recorder, "web-1", keep_away_s=SHORT_S, start="latest").stop()
+    join(stage, recorder, "web-1", instance_expiry_s=SHORT_S, start="latest").stop()
     stage.send_numbers(1, 3, first=4)
     wait_until(lambda: away(stage) > SHORT_S, what="the limit")
     join(stage, recorder, "web-1", hook=events.append)
     stage.send_numbers(1, 1, first=7)
     wait_until(lambda: recorder.bodies() == [b"7"], what="the last one")
-    assert [event.kind for event in events] == ["begun_anew"]
+    assert [event.kind for event in events] == ["instance_reset"]
 
 
 def away(stage: Stage) -> float:
-    (standing,) = group_standings(stage.database, "orders", "cache@web-1", prefix=stage.prefix)
-    return standing.facts.away_s or 0.0
+    (status,) = group_statuses(stage.database, "orders", "cache@web-1", prefix=stage.prefix)
+    return status.facts.absent_s or 0.0
 
 
 def test_a_process_that_slept_through_its_retirement_begins_anew_by_itself(stage: Stage) -> None:
@@ -227,21 +227,21 @@ def test_a_process_that_slept_through_its_retirement_begins_anew_by_itself(stage
     stage.wait_settled("cache@web-1")
     wait_until(lambda: recorder.count() == 2, what="the first ones")
     member = member_of(app)
-    epochs = {epoch for epoch, _ in member.holdings().values()}
+    epochs = {epoch for epoch, _ in member.owned().values()}
     with stage.database.connection() as connection:
-        connection.execute("UPDATE mqlayer.consumer_group SET keep_away_s = 0.001 WHERE mode = 'broadcast'")
+        connection.execute("UPDATE mqlayer.consumer_group SET instance_expiry_s = 0.001 WHERE mode = 'broadcast'")
         # What the scan and the job do while it sleeps, in one step: it must not beat in between.
         with connection.transaction():
             connection.execute("SELECT FROM mqlayer.consumer_group FOR UPDATE")
             connection.execute("UPDATE mqlayer.member SET lease_until = now() - interval '1 minute'")
-            connection.execute("UPDATE mqlayer.consumer_group SET away_since = now() - interval '1 minute' "
+            connection.execute("UPDATE mqlayer.consumer_group SET absent_since = now() - interval '1 minute' "
                                "WHERE instance IS NOT NULL")  # fmt: skip
-    retire_away(stage.database)
-    wait_until(lambda: [event.kind for event in events] == ["begun_anew"], what="it to begin anew")
-    set_group(stage.database, "orders", "cache", actor="a test", keep_away_s=60)
+    retire_absent(stage.database)
+    wait_until(lambda: [event.kind for event in events] == ["instance_reset"], what="it to begin anew")
+    set_group(stage.database, "orders", "cache", actor="a test", instance_expiry_s=60)
     stage.send_numbers(1, 1, first=3)
     wait_until(lambda: recorder.bodies()[-1:] == [b"3"], what="what comes next")
-    assert min(epoch for epoch, _ in member.holdings().values()) > max(epochs)
+    assert min(epoch for epoch, _ in member.owned().values()) > max(epochs)
     assert app.running
 
 
@@ -251,12 +251,12 @@ def _has(recorder: Recorder, body: bytes) -> bool:
 
 def test_the_job_and_an_instance_that_comes_back_do_not_both_win(stage: Stage) -> None:
     """Whichever is first under the lock: no member is in a retired instance, and none is retired under a member."""
-    join(stage, Recorder(), "web-1", keep_away_s=SHORT_S).stop()
+    join(stage, Recorder(), "web-1", instance_expiry_s=SHORT_S).stop()
     stop = threading.Event()
 
     def retire() -> None:
         while not stop.is_set():
-            retire_away(stage.database)
+            retire_absent(stage.database)
             stop.wait(0.002)
 
     retiring = threading.Thread(target=retire)
@@ -308,7 +308,7 @@ def test_it_is_told_that_it_begins_anew_though_the_one_who_brought_it_back_could
     assert states(stage)["cache@web-1"] == ("creating", 1)
     events = list[Event]()
     join(stage, Recorder(), "web-1", hook=events.append)
-    assert [(event.kind, event.group) for event in events] == [("begun_anew", "cache@web-1")]
+    assert [(event.kind, event.group) for event in events] == [("instance_reset", "cache@web-1")]
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_it_is_told_that_it_begins_anew_though_the_one_who_brought_it_back_could
 )
 def test_an_instance_that_dies_while_it_begins_anew_does_so_the_next_time(stage: Stage, place: str) -> None:
     """A crash leaves it live, retired or creating: all three are away, and go on from there."""
-    join(stage, Recorder(), "web-1", keep_away_s=SHORT_S).stop()
+    join(stage, Recorder(), "web-1", instance_expiry_s=SHORT_S).stop()
     stage.send_numbers(1, 3)
     wait_until(lambda: away(stage) > SHORT_S, what="the limit")
     program = (
@@ -340,7 +340,7 @@ def test_an_instance_that_dies_while_it_begins_anew_does_so_the_next_time(stage:
     if place == "instance.after_revive":
         assert states(stage)["cache@web-1"] == ("creating", 1)
         # One that never comes back holds nothing up for ever.
-        assert wait_until(lambda: retire_away(stage.database), what="the limit") == ["cache@web-1"]
+        assert wait_until(lambda: retire_absent(stage.database), what="the limit") == ["cache@web-1"]
     recorder = Recorder()
     join(stage, recorder, "web-1")
     wait_until(lambda: recorder.bodies() == [b"1", b"2", b"3"], what="all that is kept")
@@ -349,14 +349,16 @@ def test_an_instance_that_dies_while_it_begins_anew_does_so_the_next_time(stage:
 def test_settings_and_rest_of_the_group_are_those_of_all_instances(stage: Stage) -> None:
     """Case 63, of instances: there is one place to set them, also for those that come later."""
     app = join(stage, Recorder(), "web-1", attempt_limit=5)
-    set_group(stage.database, "orders", "cache", actor="a test", attempt_limit=7, keep_away_s=90)
+    set_group(stage.database, "orders", "cache", actor="a test", attempt_limit=7, instance_expiry_s=90)
     wait_until(lambda: member_of(app).rules.attempt_limit == 7, what="the member to know")
-    assert find_group(stage.database, "orders", "cache").keep_away_s == 90
+    assert find_group(stage.database, "orders", "cache").instance_expiry_s == 90
     with pytest.raises(Conflict, match="mqlayer group set of its group"):
         set_group(stage.database, "orders", "cache@web-1", actor="a test", attempt_limit=8)
     with pytest.raises(Conflict, match="attempt_limit = 7"):
         join(stage, Recorder(), "web-2", attempt_limit=5)
-    wait_until(lambda: under_way(stage.database, "orders", "cache") == len(stage.partitions), what="what it has")
+    wait_until(
+        lambda: running_partitions(stage.database, "orders", "cache") == len(stage.partitions), what="what it has"
+    )
     with pytest.raises(InvalidInput, match="cache@INSTANCE"):
         pause_partitions(stage.database, "orders", "cache", stage.partitions, actor="a test")
     with pytest.raises(InvalidInput, match="cache@INSTANCE"):
@@ -366,7 +368,7 @@ def test_settings_and_rest_of_the_group_are_those_of_all_instances(stage: Stage)
     other = join(stage, late, "web-2")
     assert member_of(other).rules.attempt_limit == 7
     stage.send_numbers(KEYS, 3)
-    wait_until(lambda: not member_of(app).holdings(), what="it to release")
+    wait_until(lambda: not member_of(app).owned(), what="it to release")
     assert late.bodies() == []
     assert resume_group(stage.database, "orders", "cache", actor="a test")
     wait_until(lambda: late.count() == KEYS * 3, what="all messages")
@@ -385,7 +387,7 @@ def test_a_pause_of_the_group_waits_for_its_instances_and_parts_of_it_are_refuse
     stage.send_numbers(1, 1)
     assert begun.wait(10)
     assert pause_group(stage.database, "orders", "cache", actor="a test")
-    assert under_way(stage.database, "orders", "cache") >= 1
+    assert running_partitions(stage.database, "orders", "cache") >= 1
     assert wait_paused(stage.database, "orders", "cache", timeout_s=0.1) >= 1
     with pytest.raises(InvalidInput, match="cache@INSTANCE"):
         pause_partitions(stage.database, "orders", "cache", stage.partitions[:1], actor="a test")
@@ -403,7 +405,7 @@ def test_names_of_instances(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
         App(stage.settings()).consumer("orders", group="cache@web-1")
     with pytest.raises(InvalidInput, match="only a broadcast group has instances"):
         App(stage.settings()).consumer("orders", group="cache", instance="web-1")
-    for wrong in ({"balance": "rate"}, {"from_archive": True}, {"keep_away_s": 0}):
+    for wrong in ({"balance": "rate"}, {"from_archive": True}, {"instance_expiry_s": 0}):
         with pytest.raises(InvalidInput):
             App(stage.settings()).consumer("orders", group="cache", mode="broadcast", **wrong)
     monkeypatch.setattr("socket.gethostname", lambda: "Web_7.example.COM")
@@ -444,11 +446,11 @@ def test_instances_stand_below_their_group_and_the_doctor_names_those_that_are_a
     join(stage, Recorder(), "web-1").stop()
     join(stage, Recorder(), "web-2")
     stage.consume(Recorder(), group="cache-x")
-    found = group_standings(stage.database, prefix=stage.prefix)
+    found = group_statuses(stage.database, prefix=stage.prefix)
     assert [one.facts.name for one in found] == ["cache", "cache@web-1", "cache@web-2", "cache-x"]
     assert [one.facts.alive for one in found] == [1, 0, 1, 1]
-    assert (found[0].partitions, found[0].facts.keep_away_s, found[1].facts.keep_away_s) == ([], 3600, 3600)
-    (finding,) = [one for one in examine(stage.settings()) if one.check == "groups"]
+    assert (found[0].partitions, found[0].facts.instance_expiry_s, found[1].facts.instance_expiry_s) == ([], 3600, 3600)
+    (finding,) = [one for one in diagnose(stage.settings()) if one.check == "groups"]
     assert "instance cache@web-1 of topic orders has been away for" in finding.seen
 
 
@@ -460,7 +462,7 @@ def test_a_retired_broadcast_group_ends_its_instances(stage: Stage) -> None:
     group = find_group(stage.database, "orders", "cache")
     app.stop()
     assert retire_group(stage.database, "orders", "cache", actor="a test").instances == 1
-    assert forget_retired(stage.database, prefix=stage.prefix, rest_s=0) == len(stage.partitions)
+    assert forget_retired(stage.database, prefix=stage.prefix, grace_s=0) == len(stage.partitions)
     with pytest.raises(GroupRetired, match="group 'cache' of topic 'orders' is retired"):
         join(stage, Recorder(), "web-1")
     routes = RouteCache(stage.database)
@@ -476,18 +478,18 @@ def test_a_retired_broadcast_group_ends_its_instances(stage: Stage) -> None:
 def test_an_instance_that_was_dropped_long_ago_is_forgotten(stage: Stage) -> None:
     """Names of hosts may be new ones every day: what is left of each must not pile up. Nobody else's row goes."""
     for instance in ("web-1", "web-2"):
-        app = join(stage, Recorder(fail_once()), instance, keep_away_s=SHORT_S, backoff_s=(0.01,))
+        app = join(stage, Recorder(fail_once()), instance, instance_expiry_s=SHORT_S, backoff_s=(0.01,))
         stage.send_numbers(1, 1)
         stage.wait_settled(f"cache@{instance}")
         app.stop()
 
     def dropped() -> int:
-        retire_away(stage.database)
+        retire_absent(stage.database)
         return [state for state, _ in states(stage).values()].count("retired")
 
     wait_until(lambda: dropped() == 2, what="both to be dropped")
     assert forget_instances(stage.database, horizon_s=0) == 0, "nodes hold something of them yet"
-    forget_retired(stage.database, prefix=stage.prefix, rest_s=0)
+    forget_retired(stage.database, prefix=stage.prefix, grace_s=0)
     assert forget_instances(stage.database) == 0
     join(stage, Recorder(), "web-2")
     assert forget_instances(stage.database, horizon_s=0) == 1
@@ -518,7 +520,7 @@ def test_commands_take_names_of_instances(
     run.text("topic", "create", "orders", "--partitions", "2")
     app = App(Settings(dsn=SecretStr(empty_database_dsn), key_prefix=key_prefix, lease_s=2.0, instance="web"))
     app.process_number = 2
-    app.consumer("orders", group="cache", mode="broadcast", keep_away_s=7)(lambda body: None)
+    app.consumer("orders", group="cache", mode="broadcast", instance_expiry_s=7)(lambda body: None)
     app.start()
     try:
         assert [row["group"] for row in run.lines("group", "list")] == ["cache", "cache@web-2"]
@@ -526,9 +528,9 @@ def test_commands_take_names_of_instances(
         for named in ("cache@web-2", "cache"):
             assert [row["group"] for row in run.lines("group", "lag", "orders", named)] == ["cache@web-2"]
         shown = run.lines("group", "show", "orders", "cache@web-2")[0]
-        assert (shown["instance"], shown["keep_away_s"], shown["away_s"]) == ("web-2", 7, None)
+        assert (shown["instance"], shown["instance_expiry_s"], shown["absent_s"]) == ("web-2", 7, None)
         assert run.lines("group", "show", "orders", "cache")[0]["lag"] is None
-        assert "positions kept for 9 s" in run.text("group", "set", "orders", "cache", "--keep-away", "9")
+        assert "positions kept for 9 s" in run.text("group", "set", "orders", "cache", "--instance-expiry", "9")
         for act in ("pause", "resume"):
             run.text("group", act, "orders", "cache@web-2")
         run.text("group", "seek", "orders", "cache@web-2", "--to", "earliest", "--apply")
@@ -567,6 +569,6 @@ def test_a_lease_that_others_noted_as_run_out_does_not_drop_the_position(stage: 
         connection.execute("UPDATE mqlayer.member SET session = nextval('mqlayer.member_session'), "
                            "lease_until = '-infinity'")  # fmt: skip
         connection.execute("UPDATE mqlayer.assignment SET member_id = NULL, target = NULL")
-    assert retire_away(stage.database) == []
+    assert retire_absent(stage.database) == []
     rebalance_groups(stage.database)
     assert 0 < away(stage) < 60

@@ -14,9 +14,9 @@ import pytest
 
 from mqlayer.postgres.migrations import migrate
 from mqlayer.stack import RedisServer
-from tests.fixtures.appending import Appender
+from tests.fixtures.appender import Appender
 from tests.fixtures.servers import StartPostgres, StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 PROGRAM = """
 import os, pathlib
@@ -168,7 +168,7 @@ def test_a_worker_waits_for_stores_that_are_down_at_its_start(
     postgres.stop()
 
     process = worker("--mqlayer-app", "orders_program:app", MQLAYER_DSN=dsn)
-    wait_until(lambda: "consumers_wait" in log.read_text(), timeout_s=START_S, what="the worker says that it waits")
+    wait_until(lambda: "consumers_blocked" in log.read_text(), timeout_s=START_S, what="the worker says that it waits")
     assert f"postgres at 127.0.0.1:{postgres.port}/bank is not available" in log.read_text()
     postgres.start()
     wait_for(handled, log, range(20))

@@ -12,7 +12,7 @@ from psycopg.conninfo import make_conninfo
 from mqlayer.redis.keys import partition_keys
 from tests.fixtures.commands import Commands
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 
 
@@ -134,18 +134,18 @@ def test_one_pass_of_the_relay_by_hand(world: OutboxWorld, run: Commands) -> Non
     assert world.whole()
 
 
-def test_rows_set_aside_are_listed_and_tried_again(world: OutboxWorld, run: Commands) -> None:
-    assert run.text("outbox", "aside", "list") == "nothing is set aside\n"
+def test_rows_quarantined_are_listed_and_tried_again(world: OutboxWorld, run: Commands) -> None:
+    assert run.text("outbox", "quarantine", "list") == "nothing is quarantined\n"
     world.publish(1)
     world.rows("UPDATE mqlayer_app.outbox SET key = repeat('x', 600)")
     assert run.text("relay", "--once") == "0 messages relayed\n"
-    (row,) = run.lines("outbox", "aside", "list")
+    (row,) = run.lines("outbox", "quarantine", "list")
     assert (row["topic"], row["seq"]) == ("orders", 1)
     assert "600 bytes" in row["reason"]
-    world.rows("UPDATE mqlayer_app.outbox SET key = 'mended'")
-    assert "tried again from seq 1" in run.text("outbox", "aside", "retry", "orders", str(row["lp"]))
+    world.rows("UPDATE mqlayer_app.outbox SET key = 'repaired'")
+    assert "tried again from seq 1" in run.text("outbox", "quarantine", "retry", "orders", str(row["lp"]))
     assert run.text("relay", "--once") == "1 messages relayed\n"
-    assert run.text("outbox", "aside", "retry") == "nothing is set aside\n"
+    assert run.text("outbox", "quarantine", "retry") == "nothing is quarantined\n"
 
 
 def test_rows_that_were_passed_over_are_listed_published_anew_and_discarded(world: OutboxWorld, run: Commands) -> None:
@@ -153,14 +153,14 @@ def test_rows_that_were_passed_over_are_listed_published_anew_and_discarded(worl
     world.publish(2, topic="loose")
     world.rows("UPDATE mqlayer_app.outbox SET key = repeat('x', 600)")
     assert run.text("relay", "--once") == "2 messages relayed\n"
-    first, second = run.lines("outbox", "aside", "list")
+    first, second = run.lines("outbox", "quarantine", "list")
     assert (first["topic"], first["seq"], "600 bytes" in first["reason"]) == ("loose", 1, True)
-    assert "limit is 512" in run.failure("outbox", "aside", "retry")
-    assert "is discarded" in run.text("outbox", "aside", "discard", str(first["number"]), "--yes")
-    world.rows("UPDATE mqlayer_app.voided SET key = 'mended' WHERE ended IS NULL")
-    assert f"row {second['number']} is published anew" in run.text("outbox", "aside", "retry", "loose")
+    assert "limit is 512" in run.failure("outbox", "quarantine", "retry")
+    assert "is discarded" in run.text("outbox", "quarantine", "discard", str(first["number"]), "--yes")
+    world.rows("UPDATE mqlayer_app.voided SET key = 'repaired' WHERE ended IS NULL")
+    assert f"row {second['number']} is published anew" in run.text("outbox", "quarantine", "retry", "loose")
     assert run.text("relay", "--once") == "1 messages relayed\n"
-    assert run.text("outbox", "aside", "retry") == "nothing is set aside\n"
+    assert run.text("outbox", "quarantine", "retry") == "nothing is quarantined\n"
 
 
 def test_rotation_tells_of_every_slot(world: OutboxWorld, run: Commands) -> None:

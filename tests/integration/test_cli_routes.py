@@ -15,8 +15,8 @@ from typing import Final
 import pytest
 
 from mqlayer import App, failpoints
-from mqlayer.changes import merge
 from mqlayer.postgres.database import Database
+from mqlayer.routes import merge
 from tests.fixtures.commands import Commands
 from tests.fixtures.servers import StartRedis
 from tests.proof.outbox_world import OutboxWorld
@@ -81,7 +81,7 @@ def test_a_merge_and_a_move(world: OutboxWorld, run: Commands) -> None:
 
 
 def test_a_plan_says_that_it_goes_on_without_the_old_node(world: OutboxWorld, run: Commands) -> None:
-    assert "does not answer" in run.text("route", "move", "orders", "1", "--away")
+    assert "does not answer" in run.text("route", "move", "orders", "1", "--unreachable")
     assert "does not answer" not in run.text("route", "move", "orders", "1")
 
 

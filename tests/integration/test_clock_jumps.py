@@ -10,8 +10,8 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pydantic import SecretStr
 
-from tests.fixtures.consuming import LEASE_S, Recorder, Stage, member_of
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.consumers import LEASE_S, Recorder, Stage, member_of
+from tests.fixtures.wait import wait_until
 from tests.proof.proxy import TcpProxy
 
 
@@ -72,7 +72,7 @@ def test_a_clock_that_is_set_back_lets_no_member_go_on_past_its_lease(
     """Cases 41 and 82: cut off from Postgres then, a member has stopped before its partitions are given away."""
     dsn = make_conninfo(stage.dsn, host="127.0.0.1", port=proxy.port)
     member = member_of(stage.consume(Recorder(), settings=stage.settings(lease_s=4.0, dsn=SecretStr(dsn))))
-    wait_until(lambda: len(member.holdings()) == 2, what="it holds partitions")
+    wait_until(lambda: len(member.owned()) == 2, what="it holds partitions")
     with stage.database.connection() as connection:
         wall.off_s = -60
         proxy.blackhole()

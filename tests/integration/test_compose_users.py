@@ -20,11 +20,11 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from mqlayer.postgres.rights import grants
-from mqlayer.redis.rights import acl_rules, password_rule, user_line
+from mqlayer.redis.acl import acl_file_line, acl_rules, password_rule
 from mqlayer.redis.roles import RedisRole
 from mqlayer.stack import RedisServer
 from tests.fixtures.servers import StartRedis, different_redis_programs
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 ROOT = Path(__file__).parents[2]
 NODES = ("node-1", "node-2")
@@ -46,7 +46,7 @@ RIGHTS_OF = {
     "mqlayer_worker": {"work"},
     "mqlayer_app": {"publish", "consume"},
     "mqlayer_operator": {"operate"},
-    "mqlayer_viewer": {"look"},
+    "mqlayer_viewer": {"view"},
 }
 """The roles in Postgres."""
 PASSWORD = re.compile(r"\$\{[A-Z]+_PASSWORD:-mqlayer\}")
@@ -137,7 +137,7 @@ def started(start_redis: StartRedis, acl_file: Path) -> RedisServer:
 def test_the_users_of_a_node_have_the_rules_of_the_command_and_nothing_else(users: Path) -> None:
     expected = ["user default off ~* &* +@all"]
     for user, roles in ROLES.items():
-        expected.append(user_line(user, roles, prefix="mq", password=secret(user), version=(7, 0, 0)))
+        expected.append(acl_file_line(user, roles, prefix="mq", password=secret(user), version=(7, 0, 0)))
     assert (users / "node.acl").read_text().splitlines() == expected
     assert all(rule in expected[2] for rule in acl_rules([RedisRole.RELAY], prefix="mq"))
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from mqlayer.stack.processes import ProcessId, _started, children_of, is_running
-from tests.fixtures.appending import Appender
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.appender import Appender
+from tests.fixtures.wait import wait_until
 
 PROGRAM = """
 import os, pathlib

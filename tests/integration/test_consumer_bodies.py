@@ -12,8 +12,8 @@ import pytest
 
 from mqlayer import App, Context
 from mqlayer.errors import Conflict, InvalidInput, InvalidName, NotFound
-from tests.fixtures.consuming import Stage, member_of
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.consumers import Stage, member_of
+from tests.fixtures.wait import wait_until
 
 SECRET = "s3cr3t"
 
@@ -76,7 +76,7 @@ def test_the_context_tells_where_a_message_comes_from(stage: Stage) -> None:
     assert keyed.headers == {}
     assert keyed.at_ms > 1_600_000_000_000
     assert keyed.offset == 1
-    assert member_of(app).holdings()[keyed.partition] == (keyed.epoch, "open")
+    assert member_of(app).owned()[keyed.partition] == (keyed.epoch, "open")
 
 
 def test_a_body_that_does_not_fit_is_a_failed_attempt_and_its_content_is_told_to_nobody(

@@ -12,10 +12,10 @@ from itertools import pairwise
 import pytest
 
 from mqlayer import Context
-from mqlayer.consuming.clock import clock
-from mqlayer.redis.partitions import failures_of
-from tests.fixtures.consuming import Recorder, Stage, member_of
-from tests.fixtures.waiting import wait_until
+from mqlayer.consuming.engine.clock import clock
+from mqlayer.redis.partition_scripts import failures_of
+from tests.fixtures.consumers import Recorder, Stage, member_of
+from tests.fixtures.wait import wait_until
 
 
 class Fault(Exception):
@@ -66,8 +66,8 @@ def test_many_messages_without_a_key_use_no_bounds_up(stage: Stage) -> None:
     for _ in range(3):
         stage.send([(None, b"x" * 20) for _ in range(4_000)])
         stage.wait_settled()
-    held = member_of(app)._holdings.all()
-    assert [(h.count_in_hand, h.bytes_in_hand) for h in held] == [(0, 0)] * 2
+    held = member_of(app)._partitions.all()
+    assert [(h.count_in_flight, h.bytes_in_flight) for h in held] == [(0, 0)] * 2
 
 
 def test_while_a_key_fails_and_waits_other_keys_go_on(every_stage: Stage) -> None:
@@ -103,7 +103,7 @@ def test_a_failing_key_with_a_long_backlog_takes_no_room_from_others(every_stage
     every_stage.send_numbers(keys=10, each=20)
     app = every_stage.consume(recorder, prefetch_count=100, prefetch_bytes=200_000)
     wait_until(lambda: recorder.count() == 200, timeout_s=20, what="all other keys handled")
-    assert sum(held.count_in_hand for held in member_of(app)._holdings.all()) < 100
+    assert sum(owned.count_in_flight for owned in member_of(app)._partitions.all()) < 100
     every_stage.send_numbers(keys=10, each=5, first=21)
     wait_until(lambda: recorder.count() == 250, timeout_s=20, what="later messages of other keys handled")
     may_pass.set()
@@ -111,7 +111,9 @@ def test_a_failing_key_with_a_long_backlog_takes_no_room_from_others(every_stage
     recorder.assert_in_order()
     assert len(recorder.bodies("bad")) == 800
     wait_until(
-        lambda: all((h.count_in_hand, h.bytes_in_hand, h.folded) == (0, 0, 0) for h in member_of(app)._holdings.all()),
+        lambda: all(
+            (h.count_in_flight, h.bytes_in_flight, h.spilled) == (0, 0, 0) for h in member_of(app)._partitions.all()
+        ),
         what="nothing in hand",
     )
 
@@ -179,8 +181,8 @@ def test_a_slow_key_does_not_keep_its_worker_from_other_keys(stage: Stage) -> No
     recorder.assert_in_order()
 
 
-def test_lanes_beside_a_hanging_message_are_taken_over(stage: Stage) -> None:
-    """Also where quick handlers had made workers take many lanes at a time."""
+def test_queues_beside_a_hanging_message_are_taken_over(stage: Stage) -> None:
+    """Also where quick handlers had made workers take many key queues at a time."""
     go_on = threading.Event()
 
     def act(body: bytes, _ctx: Context) -> None:
@@ -288,10 +290,10 @@ def test_what_is_read_ahead_is_bounded_by_count(stage: Stage) -> None:
     stage.send(("k", b"%d" % number) for number in range(1, 3_001))
     app = stage.consume(Recorder(wait_for(go_on)), prefetch_count=200)
     member = member_of(app)
-    wait_until(lambda: max((h.count_in_hand for h in member._holdings.all()), default=0) >= 90, what="read ahead")
+    wait_until(lambda: max((h.count_in_flight for h in member._partitions.all()), default=0) >= 90, what="read ahead")
     # A quarter of the share is the least that is read at a time: one pass more would show.
-    wait_until(lambda: member._heart.lease.until, what="a heartbeat")
-    assert max(h.count_in_hand for h in member._holdings.all()) <= 100
+    wait_until(lambda: member._heartbeat.lease.until, what="a heartbeat")
+    assert max(h.count_in_flight for h in member._partitions.all()) <= 100
     go_on.set()
     stage.wait_settled()
 
@@ -300,8 +302,8 @@ def test_what_is_read_ahead_is_bounded_by_bytes(stage: Stage) -> None:
     go_on = threading.Event()
     stage.send((f"k{number}", b"x" * 50_000) for number in range(100))
     app = stage.consume(Recorder(wait_for(go_on)), prefetch_bytes=1_000_000)
-    held = member_of(app)._holdings
-    wait_until(lambda: any(h.bytes_in_hand > 300_000 for h in held.all()), what="read ahead")
+    held = member_of(app)._partitions
+    wait_until(lambda: any(h.bytes_in_flight > 300_000 for h in held.all()), what="read ahead")
     go_on.set()
     stage.wait_settled()
     # The first read knows no sizes: it may go over by what it believed.

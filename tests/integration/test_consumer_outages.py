@@ -16,23 +16,23 @@ from mqlayer import Context
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import NodeOutOfMemory, NotFound, Reject, StoreUnavailable
 from mqlayer.failpoints import arm, disarm_all
-from mqlayer.redis.partitions import (
+from mqlayer.redis.partition_scripts import (
     Fenced,
-    Holder,
-    Run,
+    LockHolder,
+    MessageRun,
+    acquire_command,
+    acquire_reply,
     append_command,
     append_reply,
     attempt_command,
     attempt_reply,
     settle_command,
     settle_reply,
-    take_command,
-    take_reply,
 )
 from mqlayer.stack import RedisProgram, RedisServer
-from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of, migrated
+from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of, migrated
 from tests.fixtures.servers import StartPostgres, StartRedis, different_redis_programs
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.proxy import TcpProxy
 
 as_consumer = pytest.mark.usefixtures("as_consumer")
@@ -98,16 +98,16 @@ def test_while_postgres_is_away_for_less_than_the_lease_consumption_goes_on(
     stage.send_numbers(keys=5, each=2)
     app = stage.consume(recorder, settings=stage.settings(lease_s=30.0))
     stage.wait_settled()
-    holdings = member_of(app).holdings()
+    holdings = member_of(app).owned()
     server.kill()
     wait_until(lambda: "heartbeat_failed" in caplog.text, timeout_s=20, what="it noticed")
     stage.send_numbers(keys=5, each=20, first=3)
     wait_until(lambda: recorder.count() == 110, timeout_s=10, what="consumption goes on")
     assert not any(record.__dict__.get("paused") for record in caplog.records)
     server.start()
-    deadline = member_of(app)._heart.lease.until
-    wait_until(lambda: member_of(app)._heart.lease.until > deadline, timeout_s=20, what="heartbeats go on")
-    assert member_of(app).holdings() == holdings
+    deadline = member_of(app)._heartbeat.lease.until
+    wait_until(lambda: member_of(app)._heartbeat.lease.until > deadline, timeout_s=20, what="heartbeats go on")
+    assert member_of(app).owned() == holdings
     stage.wait_settled()
     assert len(recorder.begun) == 110
 
@@ -123,7 +123,7 @@ def test_while_postgres_is_away_for_longer_a_member_pauses_and_says_so_then_goes
     stage.send_numbers(keys=5, each=2)
     app = stage.consume(recorder)
     stage.wait_settled()
-    before = member_of(app).holdings()
+    before = member_of(app).owned()
     server.kill()
     wait_until(
         lambda: any(record.__dict__.get("paused") for record in caplog.records), timeout_s=20, what="it says that"
@@ -136,7 +136,7 @@ def test_while_postgres_is_away_for_longer_a_member_pauses_and_says_so_then_goes
     stage.wait_settled()
     assert handled == 10
     recorder.assert_in_order()
-    after = member_of(app).holdings()
+    after = member_of(app).owned()
     assert all(after[partition][0] > before[partition][0] for partition in before)
 
 
@@ -155,14 +155,14 @@ def test_a_key_that_still_runs_when_its_partition_comes_back_is_not_started_besi
     stage.send([("slow", b"1"), ("slow", b"2"), ("quick", b"7")])
     app = stage.consume(recorder)
     wait_until(lambda: recorder.bodies("quick"), what="the other key handled")
-    epochs = member_of(app).holdings()
+    epochs = member_of(app).owned()
     with stage.database.connection() as connection:
         connection.execute("UPDATE mqlayer.member SET lease_until = '-infinity'")
     wait_until(
         lambda: (
-            all(epoch > epochs[p][0] for p, (epoch, _) in member_of(app).holdings().items())
-            and {state for _, state in member_of(app).holdings().values()} == {"open"}
-            and len(member_of(app).holdings()) == 2
+            all(epoch > epochs[p][0] for p, (epoch, _) in member_of(app).owned().items())
+            and {state for _, state in member_of(app).owned().values()} == {"open"}
+            and len(member_of(app).owned()) == 2
         ),
         timeout_s=20,
         what="it holds all again",
@@ -174,7 +174,7 @@ def test_a_key_that_still_runs_when_its_partition_comes_back_is_not_started_besi
     stage.wait_settled()
     assert recorder.bodies("slow") == [b"1", b"1", b"2"]
     assert recorder.overlaps == []
-    assert "member_lease_ran_out" in caplog.text
+    assert "member_lease_expired" in caplog.text
 
 
 # -- Redis -------------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_a_redis_that_restarts_is_armed_again_under_new_epochs_and_all_goes_on(
     stage.send_numbers(keys=10, each=20)
     app = stage.consume(recorder)
     stage.wait_settled()
-    before = member_of(app).holdings()
+    before = member_of(app).owned()
     for first in (21, 41, 61):
         own_redis.kill()
         own_redis.start()
@@ -214,7 +214,7 @@ def test_a_redis_that_restarts_is_armed_again_under_new_epochs_and_all_goes_on(
     stage.wait_settled(timeout_s=30)
     recorder.assert_in_order()
     assert recorder.count() == 800
-    assert all(epoch > before[p][0] for p, (epoch, _) in member_of(app).holdings().items())
+    assert all(epoch > before[p][0] for p, (epoch, _) in member_of(app).owned().items())
     assert {"node_rearmed", "reading_waits"} <= events(caplog)
     assert {h.body for h in recorder.begun if h.epoch > before[h.partition][0]} >= {b"80"}
 
@@ -249,7 +249,7 @@ def test_what_fails_while_a_node_is_armed_ends_no_thread(
     stage.consume(recorder)
     stage.wait_settled()
     for occurrence in (1, 2, 3):
-        arm("rearm.before_raise", "raise", occurrence=occurrence)
+        arm("rearm.before_fence", "raise", occurrence=occurrence)
     own_redis.kill()
     own_redis.start()
     wait_until(lambda: events(caplog) & {"reading_failed", "settling_failed"}, timeout_s=20, what="the failure told")
@@ -349,7 +349,7 @@ def test_what_died_before_a_fall_back_is_passed_over_wherever_it_comes_again(
     again = Recorder()
     app = stage.consume(again, policy="dead_letter")
     wait_until(
-        lambda: [state for _, state in member_of(app).holdings().values()] == ["open"], what="it is armed and owned"
+        lambda: [state for _, state in member_of(app).owned().values()] == ["open"], what="it is armed and owned"
     )
     stage.send([(f"other-{number}", b"new") for number in range(5)])
     stage.wait_settled()
@@ -384,8 +384,8 @@ def test_after_a_fall_back_no_old_ack_settles_a_new_message(
     back.remember()
     stage.send((f"k{number}", b"old-%d" % number) for number in range(6, 11))
     wait_until(lambda: member_of(app).stats.settled == 9, what="all settled but one that runs")
-    [(old_epoch, _)] = member_of(app).holdings().values()
-    old = Holder(stage.prefix, partition, stage.group_id(), member_of(app).member_id, old_epoch)
+    [(old_epoch, _)] = member_of(app).owned().values()
+    old = LockHolder(stage.prefix, partition, stage.group_id(), member_of(app).member_id, old_epoch)
 
     back.fall_back()
     stage.forget_numbers()
@@ -394,17 +394,17 @@ def test_after_a_fall_back_no_old_ack_settles_a_new_message(
     wait_until(
         lambda: len([h for h in recorder.begun if h.body.startswith(b"new")]) == 5, timeout_s=20, what="new ones"
     )
-    with stage.line() as line:
-        replies = line.call(
+    with stage.connection() as connection:
+        replies = connection.call(
             [
-                settle_command(line, old, [(6, 10)]),
-                attempt_command(line, old, 8, 3),
-                take_command(line, old, start=1, afresh=True),
+                settle_command(connection, old, [(6, 10)]),
+                attempt_command(connection, old, 8, 3),
+                acquire_command(connection, old, start=1, afresh=True),
             ]
         )
-    [(new_epoch, _)] = member_of(app).holdings().values()
+    [(new_epoch, _)] = member_of(app).owned().values()
     assert new_epoch > old_epoch
-    assert settle_reply(replies[0], "") == attempt_reply(replies[1], "") == take_reply(replies[2], "")
+    assert settle_reply(replies[0], "") == attempt_reply(replies[1], "") == acquire_reply(replies[2], "")
     assert settle_reply(replies[0], "") == Fenced(new_epoch)
 
     # The old handler ends only now: its ack has the number of a message that is under way.
@@ -429,7 +429,7 @@ def test_a_redis_that_was_flushed_is_made_again_and_consumed_from_its_new_beginn
     stage.send_numbers(keys=10, each=5)
     app = stage.consume(recorder)
     stage.wait_settled()
-    before = member_of(app).holdings()
+    before = member_of(app).owned()
     own = stage.redis
     own.flushall()
     wait_until(lambda: "partition_refused" in events(caplog), what="it is told")
@@ -438,7 +438,7 @@ def test_a_redis_that_was_flushed_is_made_again_and_consumed_from_its_new_beginn
     stage.send_numbers(keys=10, each=5, first=6)
     wait_until(lambda: recorder.count() == 100, timeout_s=20, what="what is sent now is handled")
     stage.wait_settled()
-    assert all(epoch > before[p][0] for p, (epoch, _) in member_of(app).holdings().items())
+    assert all(epoch > before[p][0] for p, (epoch, _) in member_of(app).owned().items())
 
 
 @as_consumer
@@ -452,11 +452,11 @@ def test_when_redis_is_out_of_memory_settling_goes_on(start_stage: StartStage, o
             raise ValueError
 
     stage.redis.config_set("maxmemory", 1)
-    with stage.line() as line:
+    with stage.connection() as connection:
         partition = stage.partitions[0]
-        command = append_command(line, stage.prefix, partition, 9, [Run(0, 1, 1, [b"0", b"k", b"b"])])
+        command = append_command(connection, stage.prefix, partition, 9, [MessageRun(0, 1, 1, [b"0", b"k", b"b"])])
         with pytest.raises(NodeOutOfMemory):
-            append_reply(line.call([command])[0], line.node.address)
+            append_reply(connection.call([command])[0], connection.node.address)
     first, second = Recorder(act), Recorder(act)
     app = stage.consume(first)
     wait_until(lambda: first.count() > 300, timeout_s=20, what="some handled")
@@ -474,7 +474,7 @@ def test_when_redis_is_out_of_memory_settling_goes_on(start_stage: StartStage, o
 
 
 @as_consumer
-def test_lines_that_are_cut_in_the_middle_of_reads_and_acks_cost_nothing(
+def test_connections_that_are_cut_in_the_middle_of_reads_and_acks_cost_nothing(
     start_stage: StartStage, redis_url: str, proxy: TcpProxy
 ) -> None:
     """Replies and requests lost at any byte: asked again, answered again, and nothing is handled twice or never."""
@@ -506,7 +506,7 @@ def direct_send(stage: Stage, redis_url: str, *, first: int) -> None:
 def test_acks_wait_while_the_node_can_not_be_reached(
     start_stage: StartStage, redis_url: str, proxy: TcpProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The line breaks with acks to be sent, and no new one can be made for a while."""
+    """The connection breaks with acks to be sent, and no new one can be made for a while."""
     stage = start_stage(f"redis://127.0.0.1:{proxy.port}/0")
     go_on = threading.Event()
 
@@ -528,7 +528,7 @@ def test_acks_wait_while_the_node_can_not_be_reached(
 
 
 @as_consumer
-def test_a_line_that_goes_silent_is_given_up_after_the_timeout(
+def test_a_connection_that_goes_silent_is_given_up_after_the_timeout(
     start_stage: StartStage, redis_url: str, proxy: TcpProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage = start_stage(f"redis://127.0.0.1:{proxy.port}/0")

@@ -16,16 +16,16 @@ from psycopg.conninfo import conninfo_to_dict
 from pydantic import SecretStr
 
 from mqlayer import Context
-from mqlayer.consuming.clock import clock
-from mqlayer.consuming.holdings import State
-from mqlayer.consuming.member import Member
+from mqlayer.consuming.engine.clock import clock
+from mqlayer.consuming.ordered.member import Member
+from mqlayer.consuming.ordered.owned_partitions import OwnershipState
 from mqlayer.domain.routing import lp_of
-from mqlayer.membership import rebalance_groups
-from mqlayer.redis.nodes import Command, NodeConnection
-from mqlayer.redis.partitions import Holder, release_command, settle_command, take_command
+from mqlayer.groups import rebalance_groups
+from mqlayer.redis.node_connection import Command, NodeConnection
+from mqlayer.redis.partition_scripts import LockHolder, acquire_command, release_command, settle_command
 from mqlayer.stack import RedisServer
-from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
+from tests.fixtures.wait import wait_until
 from tests.proof.proxy import TcpProxy
 
 OPERATIONS = 100_000
@@ -48,9 +48,13 @@ def through(stage: Stage, proxy: TcpProxy) -> SecretStr:
 
 def valid_epoch(member: Member, partition: int) -> int | None:
     """Return the epoch under which a member would start a message of a partition now."""
-    for held in member._holdings.all():
-        if held.partition == partition and held.state is State.OPEN and clock() < member._heart.lease.until:
-            return held.epoch
+    for owned in member._partitions.all():
+        if (
+            owned.partition == partition
+            and owned.state is OwnershipState.OPEN
+            and clock() < member._heartbeat.lease.until
+        ):
+            return owned.epoch
     return None
 
 
@@ -111,7 +115,7 @@ def test_a_member_stops_by_its_own_clock_before_the_database_frees_its_partition
 ) -> None:
     """Case 41: the margin, measured by the database at the moment when the member has stopped."""
     member = member_of(stage.consume(Recorder(), settings=stage.settings(lease_s=5.0, dsn=through(stage, proxies[0]))))
-    wait_until(lambda: len(member.holdings()) == 2, what="it holds partitions")
+    wait_until(lambda: len(member.owned()) == 2, what="it holds partitions")
     with stage.database.connection() as connection:
         proxies[0].blackhole()
         wait_until(lambda: not member.may_read(), timeout_s=20, what="it stopped by itself")
@@ -174,7 +178,7 @@ def test_a_member_that_could_not_say_that_it_leaves_says_so_with_its_next_heartb
     proxies[0].reset_all()
     with ThreadPoolExecutor(1) as pool, stage.database.connection() as connection:
         stopped = pool.submit(leaving.stop)
-        wait_until(lambda: "left_to_the_lease" in caplog.text, timeout_s=10, what="it to fail")
+        wait_until(lambda: "left_to_lease" in caplog.text, timeout_s=10, what="it to fail")
         proxies[0].heal()
         said = "SELECT FROM mqlayer.member WHERE leaving"
         wait_until(lambda: connection.execute(said).rowcount == 1, timeout_s=10, what="it to say so")
@@ -216,19 +220,21 @@ def test_a_handler_of_many_leases_is_left_alone_until_its_member_goes_offline(
     wait_until(lambda: stage.position(partition) == (3, 3), what="it settled by the other")
 
 
-def operate(line: NodeConnection, owner: Holder, rng: random.Random) -> list[tuple[int, int, str]]:
+def operate(connection: NodeConnection, owner: LockHolder, rng: random.Random) -> list[tuple[int, int, str]]:
     """Take a partition and use it for a while; return what was accepted, with its number in the node's order."""
-    take = take_command(line, owner, start=1, afresh=True)
-    settle = settle_command(line, owner, [(rng.randint(1, 100), 150)])
-    uses = rng.choices([settle, take_command(line, owner, start=1), release_command(line, owner)], [20, 20, 1], k=24)
+    take = acquire_command(connection, owner, start=1, afresh=True)
+    settle = settle_command(connection, owner, [(rng.randint(1, 100), 150)])
+    uses = rng.choices(
+        [settle, acquire_command(connection, owner, start=1), release_command(connection, owner)], [20, 20, 1], k=24
+    )
     # One transaction each: what the script answers, and which number that has in the order of the node.
     commands: list[Command] = []
     for command in [take, *uses]:
         commands += [("MULTI",), command, ("INCR", f"{owner.prefix}:{{{owner.partition}}}:order"), ("EXEC",)]
     accepted = []
-    for done in line.call(commands)[3::4]:
+    for done in connection.call(commands)[3::4]:
         answer, number = done
-        if answer[0] in {b"taken", b"kept", b"settled", b"released"}:
+        if answer[0] in {b"acquired", b"unchanged", b"settled", b"released"}:
             accepted.append((number, owner.epoch, owner.member))
     return accepted
 
@@ -245,14 +251,14 @@ def test_under_any_race_only_the_highest_epoch_so_far_is_ever_accepted(
 
     def race(number: int) -> None:
         rng, seen = random.Random(number), []
-        with stage.line() as line:
+        with stage.connection() as connection:
             for turn in range(OPERATIONS // 8 // 25):
                 with lock:
                     epoch = next(epochs)
                 if rng.random() < 0.3:
                     time.sleep(rng.uniform(0, 0.004))  # a pause between being told and acting, as long as any
-                owner = Holder(stage.prefix, stage.partitions[0], group_id, f"m{number}-{turn}", epoch)
-                seen += operate(line, owner, rng)
+                owner = LockHolder(stage.prefix, stage.partitions[0], group_id, f"m{number}-{turn}", epoch)
+                seen += operate(connection, owner, rng)
         with lock:
             accepted.extend(seen)
 

@@ -11,32 +11,32 @@ import psycopg
 import pytest
 
 from mqlayer import Context
-from mqlayer.consuming.holdings import Held
+from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import AlreadyApplied, StaleOwner
 from mqlayer.failpoints import arm, disarm_all
-from mqlayer.membership.members import join
+from mqlayer.groups.members import join
 from mqlayer.postgres.queries import query
-from mqlayer.redis.partitions import (
+from mqlayer.redis.partition_scripts import (
     Fenced,
-    Holder,
-    Kept,
+    LockHolder,
+    LockKept,
+    LockTaken,
     Refused,
-    Taken,
+    acquire_command,
+    acquire_reply,
     attempt_command,
     attempt_reply,
     failures_of,
-    raise_command,
+    fence_command,
     release_command,
     settle_command,
     settle_reply,
-    take_command,
-    take_reply,
 )
-from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
+from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -131,20 +131,20 @@ def test_acks_of_an_earlier_owner_change_nothing(every_stage: Stage) -> None:
     begun = recorder.begun[0]
     owner = member_of(app).member_id
     before = every_stage.redis.hgetall(every_stage.group_keys(begun.partition).lock)
-    with every_stage.line() as line:
+    with every_stage.connection() as connection:
         for member, epoch in ((owner, begun.epoch - 1), ("somebody", begun.epoch), ("somebody", begun.epoch - 1)):
-            old = Holder(every_stage.prefix, begun.partition, every_stage.group_id(), member, epoch)
-            replies = line.call(
+            old = LockHolder(every_stage.prefix, begun.partition, every_stage.group_id(), member, epoch)
+            replies = connection.call(
                 [
-                    settle_command(line, old, [(1, 3)]),
-                    attempt_command(line, old, 1, 9),
-                    take_command(line, old, start=1, afresh=True),
-                    release_command(line, old),
+                    settle_command(connection, old, [(1, 3)]),
+                    attempt_command(connection, old, 1, 9),
+                    acquire_command(connection, old, start=1, afresh=True),
+                    release_command(connection, old),
                 ]
             )
             assert settle_reply(replies[0], "") == Fenced(begun.epoch)
             assert attempt_reply(replies[1], "") == Fenced(begun.epoch)
-            assert take_reply(replies[2], "") == Fenced(begun.epoch)
+            assert acquire_reply(replies[2], "") == Fenced(begun.epoch)
             assert replies[3] == [b"fenced", begun.epoch]
     after = every_stage.redis.hgetall(every_stage.group_keys(begun.partition).lock)
     assert {**after, b"refreshed_at": b""} == {**before, b"refreshed_at": b""}
@@ -159,13 +159,15 @@ def test_an_unknown_offset_is_refused_and_one_below_committed_is_harmless(every_
     app = every_stage.consume(recorder)
     every_stage.wait_settled()
     begun = recorder.begun[0]
-    holder = Holder(every_stage.prefix, begun.partition, every_stage.group_id(), member_of(app).member_id, begun.epoch)
-    with every_stage.line() as line:
-        unknown, below, both = line.call(
-            [settle_command(line, holder, ranges) for ranges in ([(6, 6)], [(1, 2)], [(1, 2), (9, 9)])]
+    holder = LockHolder(
+        every_stage.prefix, begun.partition, every_stage.group_id(), member_of(app).member_id, begun.epoch
+    )
+    with every_stage.connection() as connection:
+        unknown, below, both = connection.call(
+            [settle_command(connection, holder, ranges) for ranges in ([(6, 6)], [(1, 2)], [(1, 2), (9, 9)])]
         )
     assert settle_reply(unknown, "") == Refused("unknown", "6")
-    assert settle_reply(below, "") == Kept(6)
+    assert settle_reply(below, "") == LockKept(6)
     assert settle_reply(both, "") == Refused("unknown", "6")
     assert every_stage.position(begun.partition) == (6, 6)
 
@@ -197,7 +199,7 @@ def test_an_old_process_never_learns_the_epochs_of_the_one_that_took_its_id(stag
     app = stage.consume(recorder, member_id="me")
     stage.send_numbers(keys=4, each=1)
     stage.wait_settled()
-    session = member_of(app)._heart._session
+    session = member_of(app)._heartbeat._session
     assert session is not None
     # As at a heartbeat between its two statements: the id is taken over before the second.
     join(stage.database, group_id=stage.group_id(), member_id="me", lease_s=5.0)
@@ -228,8 +230,8 @@ def test_a_fenced_effect_is_there_once_though_its_ack_was_lost(every_stage: Stag
         arm("ack.before_send", "raise", occurrence=occurrence)
     app = every_stage.consume(handle)
     wait_until(lambda: member_of(app).stats.handled == 9, timeout_s=20, what="all handled")
-    for held in member_of(app)._holdings.all():
-        member_of(app).forgotten(held)
+    for owned in member_of(app)._partitions.all():
+        member_of(app).lock_lost(owned)
     # Not before: an ack that was about to be tried again would get through under the same epoch.
     wait_until(lambda: bool(refused), what="a redelivery")
     disarm_all()
@@ -249,7 +251,7 @@ def test_the_fences_of_other_partitions_are_raised_where_one_can_not_be(
         holder.execute("INSERT INTO mqlayer_app.fence_epoch VALUES (%s, 0, 1)", (stage.group_id(),))
         app = stage.consume(Recorder())
         wait_until(
-            lambda: {state for _, state in member_of(app).holdings().values()} == {"open"}, what="both partitions open"
+            lambda: {state for _, state in member_of(app).owned().values()} == {"open"}, what="both partitions open"
         )
         raised = connection.execute("SELECT count(*)::int, min(lp)::int FROM mqlayer_app.fence_epoch").fetchone()
     assert raised == (512, 512)
@@ -295,7 +297,7 @@ def test_acks_that_could_not_be_sent_are_sent_again(every_stage: Stage, caplog: 
     assert "settling_failed" in caplog.text
     assert len(recorder.begun) == 1_000
     wait_until(lambda: member_of(app).stats.settled == 1_000, what="counted as settled")
-    assert {(h.count_in_hand, h.bytes_in_hand) for h in member_of(app)._holdings.all()} == {(0, 0)}
+    assert {(h.count_in_flight, h.bytes_in_flight) for h in member_of(app)._partitions.all()} == {(0, 0)}
 
 
 def test_a_partition_that_always_has_acks_to_send_leaves_the_others_their_turn(
@@ -305,18 +307,18 @@ def test_a_partition_that_always_has_acks_to_send_leaves_the_others_their_turn(
     busy, other = stage.partitions
     app = stage.consume(Recorder())
     member = member_of(app)
-    wait_until(lambda: len(member.holdings()) == 2, what="both partitions held")
+    wait_until(lambda: len(member.owned()) == 2, what="both partitions held")
     turns = itertools.count()
-    acknowledged = member.acknowledged
+    acknowledged = member.settled
 
-    def never_done(held: Held, records: list[Record], committed: int) -> None:
-        if held.partition == busy:
-            held.settled.extend(records)
+    def never_done(owned: OwnedPartition, records: list[Record], committed: int) -> None:
+        if owned.partition == busy:
+            owned.settled.extend(records)
             next(turns)
         else:
-            acknowledged(held, records, committed)
+            acknowledged(owned, records, committed)
 
-    monkeypatch.setattr(member, "acknowledged", never_done)
+    monkeypatch.setattr(member, "settled", never_done)
     stage.send((key, b"1") for key in keys_of(stage, busy, 1))
     wait_until(lambda: stage.position(busy) == (2, 2), what="the busy one settled the first time")
     stage.send((key, b"1") for key in keys_of(stage, other, 1))
@@ -328,7 +330,7 @@ def test_a_partition_that_always_has_acks_to_send_leaves_the_others_their_turn(
 
 def test_a_reader_that_fails_goes_on(every_stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder()
-    for name in ("take.before_send", "take.after_send", "read.after_reply"):
+    for name in ("acquire.before_send", "acquire.after_send", "read.after_reply"):
         arm(name, "raise")
     every_stage.consume(recorder)
     every_stage.send_numbers(keys=10, each=10)
@@ -338,12 +340,12 @@ def test_a_reader_that_fails_goes_on(every_stage: Stage, caplog: pytest.LogCaptu
     assert len(recorder.begun) == 100
 
 
-def test_a_heart_that_fails_goes_on(
+def test_a_heartbeat_that_fails_goes_on(
     stage: Stage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = Recorder()
     app = stage.consume(recorder)
-    heart = member_of(app)._heart
+    heartbeat = member_of(app)._heartbeat
 
     def fail(_answer: object) -> None:
         raise ZeroDivisionError
@@ -351,8 +353,8 @@ def test_a_heart_that_fails_goes_on(
     monkeypatch.setattr(member_of(app), "follow", fail)
     wait_until(lambda: "ZeroDivisionError" in str([r.__dict__ for r in caplog.records]), what="the failure told")
     monkeypatch.undo()
-    before = heart.lease.until
-    wait_until(lambda: heart.lease.until > before, what="a heartbeat later")
+    before = heartbeat.lease.until
+    wait_until(lambda: heartbeat.lease.until > before, what="a heartbeat later")
     stage.send_numbers(keys=3, each=3)
     stage.wait_settled()
 
@@ -397,7 +399,7 @@ def test_a_lock_that_the_node_forgot_is_taken_anew_and_what_is_not_settled_comes
         every_stage.redis.delete(keys.lock, keys.acks, keys.attempts)
     every_stage.send_numbers(keys=4, each=5, first=6)
     every_stage.wait_settled()
-    assert "lock_forgotten" in caplog.text
+    assert "lock_lost" in caplog.text
     recorder.assert_in_order()
     assert recorder.count() == 40
     for partition in every_stage.partitions:
@@ -455,11 +457,11 @@ def test_taking_twice_under_one_epoch_answers_the_same(every_stage: Stage) -> No
     every_stage.send_numbers(keys=1, each=3)
     every_stage.consume(Recorder(), group="g").stop()
     [partition] = [p for p in every_stage.partitions if every_stage.position(p).next == 4]
-    holder = Holder(every_stage.prefix, partition, every_stage.group_id(), "next-one", 1_000_000)
-    with every_stage.line() as line:
-        command = take_command(line, holder, start=1, afresh=True)
-        first, second = (take_reply(reply, "") for reply in line.call([command, command]))
-    assert isinstance(first, Taken)
+    holder = LockHolder(every_stage.prefix, partition, every_stage.group_id(), "next-one", 1_000_000)
+    with every_stage.connection() as connection:
+        command = acquire_command(connection, holder, start=1, afresh=True)
+        first, second = (acquire_reply(reply, "") for reply in connection.call([command, command]))
+    assert isinstance(first, LockTaken)
     assert first == second
 
 
@@ -471,14 +473,16 @@ def test_an_owner_whose_epoch_the_node_refuses_gets_a_higher_one(
     app = every_stage.consume(recorder)
     every_stage.send_numbers(keys=4, each=5)
     every_stage.wait_settled()
-    with every_stage.line() as line:
-        raised = {p: epoch + 3 for p, (epoch, _) in member_of(app).holdings().items()}
-        line.call([raise_command(line, every_stage.prefix, p, every_stage.group_id(), e) for p, e in raised.items()])
+    with every_stage.connection() as connection:
+        raised = {p: epoch + 3 for p, (epoch, _) in member_of(app).owned().items()}
+        connection.call(
+            [fence_command(connection, every_stage.prefix, p, every_stage.group_id(), e) for p, e in raised.items()]
+        )
     every_stage.send_numbers(keys=4, each=5, first=6)
     every_stage.wait_settled()
     assert "partition_lost" in caplog.text
     recorder.assert_in_order()
-    assert all(epoch >= raised[p] for p, (epoch, _) in member_of(app).holdings().items())
+    assert all(epoch >= raised[p] for p, (epoch, _) in member_of(app).owned().items())
 
 
 def test_locks_offsets_and_attempts_survive_a_restart_of_their_node(

@@ -11,9 +11,9 @@ import pytest
 from mqlayer import App, Context
 from mqlayer.errors import StoreUnavailable
 from mqlayer.failpoints import arm, disarm_all
-from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of, migrated
+from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of, migrated
 from tests.fixtures.servers import StartPostgres, StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 
 def threads_of(group: str) -> list[str]:
@@ -115,7 +115,8 @@ def test_a_hand_over_waits_for_the_running_handler_only_up_to_the_limit(every_st
 
 
 def drop_while_it_runs(stage: Stage, owner: App, monkeypatch: pytest.MonkeyPatch, second: Recorder) -> tuple[int, App]:
-    """Let a second member ask for a partition whose holding the owner drops with handlers at work; return both."""
+    """Let a second member ask for a partition whose owned partition the owner drops with handlers at work; return
+    both."""
     member = member_of(owner)
     monkeypatch.setattr(member, "follow", lambda _answer: None)
     asking = stage.consume(second, settings=stage.settings(lease_s=1.0))
@@ -124,19 +125,19 @@ def drop_while_it_runs(stage: Stage, owner: App, monkeypatch: pytest.MonkeyPatch
         return [partition for partition, _, _, target in stage.assignments() if target not in (None, member.member_id)]
 
     [partition] = wait_until(asked_for, what="the second to ask for a partition")
-    [held] = [held for held in member._holdings.all() if held.partition == partition]
-    member.forgotten(held)
+    [owned] = [owned for owned in member._partitions.all() if owned.partition == partition]
+    member.lock_lost(owned)
     monkeypatch.undo()
     return partition, asking
 
 
 def see_beats(app: App, count: int) -> None:
     """Wait until a member has followed some more heartbeats."""
-    heart = member_of(app)._heart
+    heartbeat = member_of(app)._heartbeat
     for _ in range(count):
-        before = heart.lease.until
-        heart.nudge()
-        wait_until(lambda: heart.lease.until > before, what="a heartbeat")  # noqa: B023
+        before = heartbeat.lease.until
+        heartbeat.wake()
+        wait_until(lambda: heartbeat.lease.until > before, what="a heartbeat")  # noqa: B023
 
 
 def test_a_partition_that_was_dropped_is_given_away_when_its_last_handler_has_ended(
@@ -184,10 +185,10 @@ def test_what_is_asked_back_again_gets_the_whole_limit_again(stage: Stage, monke
     owner = stage.consume(first, settings=stage.settings(lease_s=1.0), concurrency=30)
     wait_until(lambda: len(first.begun) == 30, what="all keys begun")
     partition, asking = drop_while_it_runs(stage, owner, monkeypatch, Recorder())
-    wait_until(lambda: partition in member_of(owner)._give_back_by, what="the limit begun")
+    wait_until(lambda: partition in member_of(owner)._release_by, what="the limit begun")
     assert asking.stop()
-    wait_until(lambda: partition in member_of(owner).holdings(), what="the partition held again")
-    assert member_of(owner)._give_back_by == {}
+    wait_until(lambda: partition in member_of(owner).owned(), what="the partition held again")
+    assert member_of(owner)._release_by == {}
     go_on.set()
     stage.wait_settled()
 

@@ -8,13 +8,13 @@ from contextlib import suppress
 import pytest
 import redis
 
-from mqlayer.checking.findings import Verdict
-from mqlayer.checking.verifying import verify
+from mqlayer.doctor.findings import CheckStatus
+from mqlayer.doctor.verify import verify
 from mqlayer.domain.routing import NodeId
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.nodes import Node, NodeConnection
-from mqlayer.redis.partitions import Appended, Run, RunOutcome, append_command, append_reply
+from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.partition_scripts import AppendReply, MessageRun, RunOutcome, append_command, append_reply
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, register_node
 from mqlayer.topics.nodes import rearm_node
@@ -24,38 +24,38 @@ PASSWORD = "cut"
 
 
 @pytest.fixture
-def line(every_redis: RedisServer) -> Iterator[NodeConnection]:
-    with NodeConnection(Node(NodeId(1), "n1", every_redis.url, None), any_run=True) as line:
-        yield line
+def connection(every_redis: RedisServer) -> Iterator[NodeConnection]:
+    with NodeConnection(Node(NodeId(1), "n1", every_redis.url, None), any_run=True) as connection:
+        yield connection
 
 
 @pytest.mark.parametrize("repair", ["append", "rearm"])
 def test_records_that_a_user_without_hset_appended_are_counted(
-    line: NodeConnection, database_dsn: str, key_prefix: str, repair: str
+    connection: NodeConnection, database_dsn: str, key_prefix: str, repair: str
 ) -> None:
-    run = Run(5, 1, 3, [b"1", b"k", b"b"] * 3)
+    run = MessageRun(5, 1, 3, [b"1", b"k", b"b"] * 3)
     with Database(database_dsn) as database:
-        register_node(database, name="n1", url=line.node.url)
+        register_node(database, name="n1", url=connection.node.url)
         (home,) = create_topic(database, "orders", prefix=key_prefix, partitions=1).ranges
-        command = append_command(line, key_prefix, home.partition, SOURCE, [run])
+        command = append_command(connection, key_prefix, home.partition, SOURCE, [run])
         user = f"cut-{key_prefix}"
-        line.call([("ACL", "SETUSER", user, "on", f">{PASSWORD}", "~*", "+@all", "-hset")])
+        connection.call([("ACL", "SETUSER", user, "on", f">{PASSWORD}", "~*", "+@all", "-hset")])
         try:
-            with redis.Redis.from_url(line.node.url, username=user, password=PASSWORD) as cut:
+            with redis.Redis.from_url(connection.node.url, username=user, password=PASSWORD) as cut:
                 for _ in range(2):
                     with suppress(redis.ResponseError):
                         cut.execute_command(*command)
         finally:
-            line.call([("ACL", "DELUSER", user)])
+            connection.call([("ACL", "DELUSER", user)])
         found = [one for one in verify(database, "orders", application=database, prefix=key_prefix)
-                 if one.verdict is Verdict.BROKEN]  # fmt: skip
+                 if one.verdict is CheckStatus.BROKEN]  # fmt: skip
         assert any("a call ended in its middle" in one.seen for one in found)
         assert all("node rearm" in one.fix for one in found)
         if repair == "rearm":
             rearm_node(database, "n1", prefix=key_prefix)
-        answer = append_reply(line.call([command])[0], "")
-        assert answer == Appended(4, [RunOutcome("dup", 0, 3)])
+        answer = append_reply(connection.call([command])[0], "")
+        assert answer == AppendReply(4, [RunOutcome("dup", 0, 3)])
         keys = partition_keys(key_prefix, home.partition)
-        assert line.call([("XLEN", keys.log), ("HGET", keys.meta, "next")]) == [3, b"4"]
+        assert connection.call([("XLEN", keys.log), ("HGET", keys.meta, "next")]) == [3, b"4"]
         after = verify(database, "orders", application=database, prefix=key_prefix, deep=True)
-        assert [one for one in after if one.verdict is Verdict.BROKEN] == []
+        assert [one for one in after if one.verdict is CheckStatus.BROKEN] == []

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import redis
 
-from mqlayer.changes import merge, move, split
-from mqlayer.changes.ids import hand_over_ids
 from mqlayer.domain.dedup import IDS_PER_PARTITION, token_of
 from mqlayer.domain.message import Identity
 from mqlayer.domain.routing import NodeId, PartitionId, Route, lp_of
@@ -21,12 +19,14 @@ from mqlayer.errors import BacklogFull, InvalidInput, PartlyPublished
 from mqlayer.failpoints import disarm_all
 from mqlayer.postgres.database import Database
 from mqlayer.producing import Message, Receipt
-from mqlayer.redis.nodes import Node, NodeConnection
-from mqlayer.redis.packets import append_once_packet, bulk, bulk_number
-from mqlayer.redis.partitions import OnceOutcome, Refused, append_once_reply, create
+from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.partition_scripts import OnceOutcome, Refused, append_once_reply, create
+from mqlayer.redis.wire import append_once_packet, bulk, bulk_number
+from mqlayer.routes import merge, move, split
+from mqlayer.routes.dedup_handover import hand_over_ids
 from mqlayer.stack import RedisServer
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.producer_world import ProducerWorld, send_to_the_end
 from tests.proof.proxy import TcpProxy
 
@@ -169,7 +169,7 @@ def test_a_duplicate_whose_first_answer_was_lost_never_gives_its_number_to_anoth
         late = Once(world.direct_urls[0], world.prefix, before.partition)
         token = token_of(b"k", b"a")
         assert late.words((before.identity.lp, 2, token), source=before.identity.source) == ["ok"]
-        late.line.close()
+        late.connection.close()
         assert producer.send("orders", key="k", body=b"6").identity.seq == 5
     assert world.by_key() == {"k": ["0", "1", "2", "3", "4", "5", "body", "6"]}
 
@@ -268,7 +268,7 @@ def test_a_change_goes_on_although_a_sealed_parents_node_went_away(
         server.kill()
         return hand_over_ids(*arguments, **named)
 
-    monkeypatch.setattr("mqlayer.changes.steps.hand_over_ids", after_its_death)
+    monkeypatch.setattr("mqlayer.routes.change_driver.hand_over_ids", after_its_death)
     with Database(database_dsn) as database:
         route = move(database, "orders", PartitionId(1), to="node-2", prefix=key_prefix)
     with world.producer() as producer:
@@ -283,7 +283,7 @@ class Once:
     """A partition of all LPs, and the script on it."""
 
     def __init__(self, url: str, prefix: str, partition: int = 1) -> None:
-        self.line = NodeConnection(Node(NodeId(1), "n", url, None), any_run=True)
+        self.connection = NodeConnection(Node(NodeId(1), "n", url, None), any_run=True)
         self.prefix, self.partition = prefix, partition
 
     def __call__(
@@ -295,7 +295,7 @@ class Once:
             for piece in (bulk_number(lp), bulk_number(seq), bulk(token), bulk(b"17"), bulk(b"k"), bulk(b"body"))
         ]
         packet = append_once_packet(
-            self.line,
+            self.connection,
             self.prefix,
             self.partition,
             source,
@@ -304,32 +304,32 @@ class Once:
             backlog=backlog,
             window_ms=window_ms,
         )
-        self.line.send_packet(packet)
-        return append_once_reply(self.line.receive(1)[0], "the node")
+        self.connection.send_packet(packet)
+        return append_once_reply(self.connection.receive(1)[0], "the node")
 
     def words(self, *messages: tuple[int, int, bytes], **options: Any) -> list[str]:
         answer = self(*messages, **options)
         assert isinstance(answer, list), answer
-        return [outcome.word for outcome in answer]
+        return [outcome.status for outcome in answer]
 
     def do(self, *words: Any) -> Any:
-        return self.line.call([words])[0]
+        return self.connection.call([words])[0]
 
 
 @pytest.fixture
 def once(every_redis: RedisServer, key_prefix: str) -> Iterator[Once]:
     """A partition on each version of Redis."""
     once = Once(every_redis.url, key_prefix)
-    create(once.line, key_prefix, 1, "orders", 0, 100, "open", "")
+    create(once.connection, key_prefix, 1, "orders", 0, 100, "open", "")
     yield once
-    once.line.close()
+    once.connection.close()
 
 
 def test_each_message_of_a_call_has_its_own_answer(once: Once) -> None:
     assert once.words((1, 1, b"a"), (2, 1, b"b")) == ["ok", "ok"]
     answer = once((1, 2, b"a"), (2, 1, b"c"), (3, 2, b"d"), (100, 1, b"e"), (4, 1, b"b"), (5, 1, b"f"))
     assert isinstance(answer, list)
-    assert [outcome.word for outcome in answer] == ["same", "dup", "gap", "unowned", "same", "ok"]
+    assert [outcome.status for outcome in answer] == ["same", "dup", "gap", "unowned", "same", "ok"]
     assert [outcome.first and outcome.first.identity for outcome in answer] == [
         Identity(5, 1, 1), None, None, None, Identity(5, 2, 1), None,
     ]  # fmt: skip
@@ -343,7 +343,7 @@ def test_a_repeated_call_changes_nothing(once: Once) -> None:
     again = once((1, 1, b"a"), (2, 1, b"b"))
     assert isinstance(before, list)
     assert isinstance(again, list)
-    assert [outcome.word for outcome in again] == ["dup", "dup"]
+    assert [outcome.status for outcome in again] == ["dup", "dup"]
     assert [outcome.first and outcome.first.offset for outcome in again] == [o.offset for o in before]
 
 
@@ -360,7 +360,7 @@ def test_ids_are_forgotten_when_they_are_older_than_the_window_and_with_the_last
 
 def test_of_too_many_ids_the_oldest_are_forgotten(once: Once, monkeypatch: pytest.MonkeyPatch) -> None:
     assert IDS_PER_PARTITION == 100_000
-    monkeypatch.setattr("mqlayer.redis.packets.IDS_PER_PARTITION", 3)
+    monkeypatch.setattr("mqlayer.redis.wire.IDS_PER_PARTITION", 3)
     ages = f"{once.prefix}:{{1}}:ages"
     for number in range(1, 7):
         once((1, number, b"id-%d" % number))
@@ -372,7 +372,7 @@ def test_of_too_many_ids_the_oldest_are_forgotten(once: Once, monkeypatch: pytes
 def test_what_can_not_be_done_changes_nothing(once: Once) -> None:
     once((1, 1, b"a"))
     assert once((1, 2, b"b"), backlog=1) == Refused("full", "1")
-    assert once(*((lp % 100, 2, b"%d" % lp) for lp in range(501))) == Refused("toolarge", "501")
+    assert once(*((lp % 100, 2, b"%d" % lp) for lp in range(501))) == Refused("too_large", "501")
     once.do("HSET", f"{once.prefix}:{{1}}:meta", "state", "sealed", "sealed_for", "7")
     assert once((1, 2, b"b")) == Refused("sealed", "7")
     once.do("DEL", f"{once.prefix}:{{1}}:meta")

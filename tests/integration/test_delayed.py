@@ -19,10 +19,10 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.errors import BodyTooLarge, InvalidInput, NotFound
 from mqlayer.outbox import list_delayed, release_delayed
 from mqlayer.postgres.database import Database
-from mqlayer.postgres.delayed import release_on
+from mqlayer.postgres.delayed_release import release_on
 from tests.fixtures.commands import Commands
 from tests.fixtures.outboxes import BODY_LIMIT, CommittedOutbox
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.integration.test_outbox_tags import engine_of
 from tests.proof.outbox_world import OutboxWorld
 

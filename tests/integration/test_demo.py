@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from mqlayer.cli.spark_programs import check_spark
+from mqlayer.cli.spark_requirements import check_spark
 from mqlayer.errors import SparkMissing
 from tests.fixtures.node_clients import COMMANDS, ClientsSeen
 from tests.fixtures.process_files import file_of_each_process
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {

@@ -19,8 +19,8 @@ from mqlayer.postgres.database import Database
 from mqlayer.settings import Settings
 from mqlayer.stack import AnyRedis
 from mqlayer.topics import create_topic, register_node
-from mqlayer.workers import stores
-from tests.fixtures.forking import run_python
+from mqlayer.workers import connections
+from tests.fixtures.forked_programs import run_python
 from tests.fixtures.pages import commands_of, examples, runnable
 
 ROOT: Final = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def settings(
     # Pages set variables for what they start themselves; the test's environment must not keep them.
     monkeypatch.setenv("MQLAYER_CONSUMERS", "")
     yield settings
-    stores.close()
+    connections.close()
 
 
 PAGES: Final = [page for page in sorted(DOCS.rglob("*.md")) if page != TUTORIAL and runnable(page)]

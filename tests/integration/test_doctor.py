@@ -1,4 +1,4 @@
-"""`mqlayer doctor`: each thing that it looks at, broken and mended, on real servers."""
+"""`mqlayer doctor`: each thing that it looks at, broken and repaired, on real servers."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ import pytest
 import redis
 
 from mqlayer import failpoints
-from mqlayer.changes import finish_changes, split
-from mqlayer.checking import Finding, Limits, examine, nodes
-from mqlayer.checking.findings import LIMITS, Verdict, run_checks
-from mqlayer.checking.nodes import AskedNode
+from mqlayer.doctor import CheckLimits, Finding, diagnose, nodes
+from mqlayer.doctor.findings import LIMITS, CheckStatus, run_checks
+from mqlayer.doctor.nodes import CheckedNode
 from mqlayer.domain.jobs import CLEAN_FENCE, JOBS, TRIM
 from mqlayer.domain.routing import NodeId
-from mqlayer.membership.groups import GroupSettings, ensure_group
-from mqlayer.membership.members import join
+from mqlayer.groups.group import GroupSettings, ensure_group
+from mqlayer.groups.members import join
 from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.migrations import migrate
-from mqlayer.redis.asking import ask_server
-from mqlayer.redis.nodes import Node
+from mqlayer.redis.node_connection import Node
+from mqlayer.redis.server_info import read_server_info
 from mqlayer.relay import relay_once
-from mqlayer.routes.cache import RouteCache
+from mqlayer.routes import finish_changes, split
+from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.stack import PostgresServer, RedisServer
 from mqlayer.stack.redis_server import DURABLE_OPTIONS
 from mqlayer.topics import rearm_node, register_node
-from mqlayer.workers.claims import claimed
+from mqlayer.workers.job_claims import claimed
 from tests.fixtures.commands import Commands
 from tests.fixtures.later_steps import LATER, with_later_step
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.proxy import TcpProxy
 
@@ -83,12 +83,12 @@ class Ward:
     def findings(self, check: str = "", **limits: float) -> list[Finding]:
         """Return the findings of a check that are not well; of all checks without one."""
         changes = {"broker_url": self.broker_url} if self.broker_url else {}
-        found = examine(self.world.settings(**changes), limits=Limits(**limits))
+        found = diagnose(self.world.settings(**changes), limits=CheckLimits(**limits))
         assert {finding.check for finding in found} >= {check} - {""}
         return [finding for finding in found if check in ("", finding.check) and finding.verdict != "ok"]
 
     def finding(self, check: str, **limits: float) -> Finding:
-        """Return the one finding of a check that is not well. It has to say how to mend it."""
+        """Return the one finding of a check that is not well. It has to say how to repair it."""
         (finding,) = self.findings(check, **limits)
         assert finding.fix
         return finding
@@ -134,7 +134,7 @@ def test_of_a_well_installation_nothing_is_broken(
         "sessions", "pooler",
         "control schema", "replaced", "unarmed", "beat", "routes", "groups", "parked", "pauses", "archive",
         "application schema",
-            "relay", "recovery", "set aside",
+            "relay", "recovery", "quarantined",
         "publishers", "versions", "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
         "rights",
     }  # fmt: skip
@@ -155,9 +155,9 @@ def test_the_exit_code_is_one_when_something_is_broken(doctor: Commands, node: R
 
 def test_a_node_of_any_version_can_be_asked(every_redis: RedisServer) -> None:
     """Its version may be a bad one; nothing else is, and what 6.2 can't do is named."""
-    answers = ask_server(every_redis.url, timeout_s=5.0)
+    answers = read_server_info(every_redis.url, timeout_s=5.0)
     assert answers.version == every_redis.program.version
-    asked = AskedNode(Node(NodeId(1), "n1", every_redis.url, answers.run_id), None, answers)
+    asked = CheckedNode(Node(NodeId(1), "n1", every_redis.url, answers.run_id), None, answers)
     found = run_checks(nodes.CHECKS, asked, asked.subject, LIMITS)
     assert {finding.check for finding in found if finding.verdict != "ok"} <= {"version"}
     assert len(found) == len(nodes.CHECKS)
@@ -169,7 +169,7 @@ def test_two_databases_are_asked_for_what_each_holds(ward: Ward, well_postgres: 
         ward.world.dsn,
         well_postgres.create_database(name, template="well"),
     )
-    found = examine(ward.world.settings())
+    found = diagnose(ward.world.settings())
     kinds = {
         check: {f.subject.split()[0] for f in found if f.check == check} for check in ("beat", "relay", "prepared")
     }
@@ -193,7 +193,7 @@ def test_two_databases_are_asked_for_what_each_holds(ward: Ward, well_postgres: 
         ("min-replicas-to-write", "1", "0", "replicas", "broken"),
     ],
 )
-def test_a_setting_of_a_node_is_named_until_it_is_mended(
+def test_a_setting_of_a_node_is_named_until_it_is_repaired(
     ward: Ward, node: RedisServer, setting: str, bad: str, good: str, check: str, verdict: str
 ) -> None:
     with redis.Redis.from_url(node.url) as client:
@@ -278,7 +278,7 @@ def test_a_long_transaction_is_named_by_pid_and_program_never_by_its_text(ward: 
         finding = ward.finding("transactions", transaction_s=0.0)
         assert finding.verdict == "warning"
         assert f"pid {connection.info.backend_pid} (shop) is idle in transaction" in finding.seen
-        assert "LPs stand still" in finding.seen
+        assert "LPs get stuck" in finding.seen
         assert "payl0ad" not in str(finding)
         assert ward.finding("transactions", transaction_s=0.0, transaction_broken_s=0.0).verdict == "broken"
         connection.rollback()
@@ -343,8 +343,8 @@ def test_functions_that_a_caller_can_mislead_and_a_superusers_schema_are_told_un
         connection.execute("ALTER SCHEMA mqlayer_archive OWNER TO CURRENT_USER")
     found = ward.findings("functions")
     assert [(finding.verdict, finding.fix) for finding in found] == [
-        (Verdict.BROKEN, "mqlayer migrate"),
-        (Verdict.WARNING, "mqlayer migrate"),
+        (CheckStatus.BROKEN, "mqlayer migrate"),
+        (CheckStatus.WARNING, "mqlayer migrate"),
     ]
     assert "1 functions, such as mqlayer_app.publish_v1," in found[0].seen
     assert "a superuser owns mqlayer_archive," in found[1].seen
@@ -515,21 +515,22 @@ def test_lp_sets_without_an_owner_and_rows_that_wait_beside_a_relay_are_told(war
     assert (finding.verdict, "3 outbox rows wait" in finding.seen) == ("broken", True)
 
 
-def test_rows_set_aside_are_broken_until_they_are_tried_again(ward: Ward) -> None:
+def test_rows_quarantined_are_broken_until_they_are_tried_again(ward: Ward) -> None:
     ward.world.publish(1)
     ward.world.rows(
-        "INSERT INTO mqlayer_app.set_aside SELECT topic_id, lp, seq, 'too large' FROM mqlayer_app.counter WHERE seq > 0"
+        "INSERT INTO mqlayer_app.quarantined SELECT topic_id, lp, seq, 'too large' FROM mqlayer_app.counter WHERE "
+        "seq > 0"
     )
-    finding = ward.finding("set aside")
+    finding = ward.finding("quarantined")
     assert (finding.verdict, "the first: too large" in finding.seen) == ("broken", True)
     assert "no outbox row waits" in ward.finding("relay").seen, "it is counted once"
-    ward.world.rows("DELETE FROM mqlayer_app.set_aside")
-    assert ward.findings("set aside") == []
+    ward.world.rows("DELETE FROM mqlayer_app.quarantined")
+    assert ward.findings("quarantined") == []
     ward.world.rows("INSERT INTO mqlayer_app.voided VALUES (7, 1, 0, 1, 'too large', now(), 'k', NULL, 'b')")
-    finding = ward.finding("set aside")
+    finding = ward.finding("quarantined")
     assert (finding.verdict, "passed over; the first: too large" in finding.seen) == ("warning", True)
     ward.world.rows("UPDATE mqlayer_app.voided SET body = NULL, ended = 'discarded', ended_at = now()")
-    assert ward.findings("set aside") == []
+    assert ward.findings("quarantined") == []
 
 
 def test_a_version_that_does_not_come_is_told(ward: Ward) -> None:

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from mqlayer.checking import Finding, Verdict
-from mqlayer.checking.control import check_parked
-from mqlayer.checking.findings import LIMITS
-from mqlayer.checking.postgres import AskedDatabase
-from mqlayer.cli.messages import SHOWN_LIMIT, decoded
+from mqlayer.cli.message_output import SHOWN_LIMIT, decoded
+from mqlayer.doctor import CheckStatus, Finding
+from mqlayer.doctor.control import check_parked
+from mqlayer.doctor.findings import LIMITS
+from mqlayer.doctor.postgres import CheckedDatabase
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import lp_of
-from mqlayer.membership import join
+from mqlayer.groups import join
 from tests.fixtures.commands import Commands
-from tests.fixtures.consuming import Stage
-from tests.fixtures.failing import Failing, identity_of
+from tests.fixtures.consumers import Stage
+from tests.fixtures.failed_messages import Failing, identity_of
 
 
 @pytest.fixture
@@ -102,8 +102,8 @@ def test_what_is_not_parked_is_refused_with_what_to_do(failing: Failing, typed: 
 def test_dead_messages_are_listed_shown_and_discarded(failing: Failing, typed: Commands) -> None:
     assert typed.text("dead", "list") == "no message is dead\n"
     a = failing.publish(("a", b'{"id": 7, "who": "J\xc3\xb6rg"}'), ("a", b"\x00\xff"))
-    failing.bury(a[0], reason="KeyError at shop.py:9\nsecond line", age_s=60)
-    failing.bury(a[1], cause="rejected", reason="no such customer")
+    failing.dead_letter(a[0], reason="KeyError at shop.py:9\nsecond line", age_s=60)
+    failing.dead_letter(a[1], cause="rejected", reason="no such customer")
     failing.attempt(a[0], 1, "KeyError at shop.py:9")
     lines = typed.lines("dead", "list", "orders", "g")
     assert [(one["dead_id"], one["cause"], one["key"]) for one in lines] == [
@@ -152,7 +152,7 @@ def test_a_body_is_shown_as_what_it_seems_to_be(body: bytes | None, kind: str | 
 
 def test_a_long_body_is_cut_and_says_so(failing: Failing, typed: Commands) -> None:
     body = b"x" * (SHOWN_LIMIT + 7)
-    failing.bury(*failing.publish(("a", body)))
+    failing.dead_letter(*failing.publish(("a", body)))
     assert "7 more characters; --raw writes all of it" in typed.text("dead", "show", "1")
     assert typed.lines("dead", "show", "1")[0]["body_cut"]
     assert typed("dead", "show", "1", "--raw").stdout_bytes == body
@@ -160,8 +160,8 @@ def test_a_long_body_is_cut_and_says_so(failing: Failing, typed: Commands) -> No
 
 def test_redrive_by_command_one_a_key_and_the_rest(failing: Failing, typed: Commands) -> None:
     """Case 68."""
-    failing.bury(*numbered(failing, "a", 1, 2), *numbered(failing, "b", 3, 4))
-    (bodiless,) = failing.bury(*numbered(failing, "c", 5), body=False)
+    failing.dead_letter(*numbered(failing, "a", 1, 2), *numbered(failing, "b", 3, 4))
+    (bodiless,) = failing.dead_letter(*numbered(failing, "c", 5), body=False)
     assert "say which" in typed.failure("dead", "redrive", "orders", "g")
     assert "say which" in typed.failure("dead", "redrive", "orders", "g", "--all", "--key", "a")
     assert "name a topic" in typed.failure("dead", "redrive")
@@ -240,22 +240,22 @@ def test_lag_names_what_is_parked(failing: Failing, typed: Commands) -> None:
 def test_the_doctor_names_keys_that_wait_for_an_operator_and_keys_that_nobody_tries(failing: Failing) -> None:
     def findings() -> list[Finding]:
         with failing.stage.database.connection() as connection:
-            return check_parked(AskedDatabase(connection, "database", "here"), LIMITS)
+            return check_parked(CheckedDatabase(connection, "database", "here"), LIMITS)
 
     (fine,) = findings()
-    assert (fine.verdict, fine.seen) == (Verdict.OK, "no key is parked")
+    assert (fine.verdict, fine.seen) == (CheckStatus.OK, "no key is parked")
     failing.park(*numbered(failing, "a", 1), due_in_s=600)
     (fine,) = findings()
-    assert (fine.verdict, fine.seen) == (Verdict.OK, "none of 1 parked keys waits for an operator")
+    assert (fine.verdict, fine.seen) == (CheckStatus.OK, "none of 1 parked keys waits for an operator")
     failing.park(*numbered(failing, "b", 2))
     (waits,) = findings()
-    assert waits.verdict is Verdict.WARNING
+    assert waits.verdict is CheckStatus.WARNING
     assert "1 of 2 parked keys of group g of topic orders wait for an operator" in waits.seen
     assert waits.fix.startswith("mqlayer parked list orders g --waiting")
     failing.park(*numbered(failing, "c", 3), due_in_s=-600)
     overdue, _ = findings()
-    assert overdue.verdict is Verdict.BROKEN
+    assert overdue.verdict is CheckStatus.BROKEN
     assert "has been due for 10 min, and nobody tries it" in overdue.seen
     failing.sql("UPDATE mqlayer.consumer_group SET key_messages_limit = 1")
     _, full, _ = findings()
-    assert (full.verdict, "mqlayer parked stats orders g" in full.fix) == (Verdict.WARNING, True)
+    assert (full.verdict, "mqlayer parked stats orders g" in full.fix) == (CheckStatus.WARNING, True)

@@ -10,7 +10,11 @@ import pytest
 
 from mqlayer import Context, Event, events
 from mqlayer.errors import RetryLater
-from mqlayer.failures import (
+from mqlayer.groups import join
+from mqlayer.groups.admin import set_group
+from mqlayer.health import Health, health_endpoint
+from mqlayer.parking import MAX_CHANGES, KeyRef, ParkingStore
+from mqlayer.redelivery import (
     DeadFilter,
     cancel_redrive,
     discard_dead,
@@ -24,16 +28,12 @@ from mqlayer.failures import (
     start_redrive,
     work_on,
 )
-from mqlayer.health import Health, health_endpoint
-from mqlayer.membership import join
-from mqlayer.membership.steering import set_group
-from mqlayer.parking import CHANGES_KEPT, KeyRef, Ledger
 from mqlayer.settings import Settings
-from tests.fixtures.asking import ask, free_ports
 from tests.fixtures.commands import Commands
-from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
-from tests.fixtures.failing import Failing
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
+from tests.fixtures.failed_messages import Failing
+from tests.fixtures.health_probes import ask, free_ports
+from tests.fixtures.wait import wait_until
 from tests.integration.test_parking import LATER_S, Fault, Shop, parked, rows
 
 
@@ -49,7 +49,7 @@ def heard() -> Iterator[list[Event]]:
     found: list[Event] = []
     events.on_event(found.append)
     yield found
-    events.forget_hook(found.append)
+    events.remove_hook(found.append)
 
 
 def totals(stage: Stage) -> dict[str, int]:
@@ -68,7 +68,7 @@ def test_acts_of_operators_and_jobs_are_told_and_counted(stage: Stage, heard: li
     assert release_all(database, "orders", "g", actor=by) == 4
     discard_parked(database, "orders", "g", key="b", reason="a test's", actor=by)
     skip_head(database, "orders", "g", "c", reason="a test's", prefix=stage.prefix, actor=by)
-    (dead_id,) = failing.bury(*failing.publish(("z", b"1")))
+    (dead_id,) = failing.dead_letter(*failing.publish(("z", b"1")))
     discard_dead(database, dead_id, reason="a test's", actor=by)
     worker = new_worker()
     work_on(
@@ -78,13 +78,13 @@ def test_acts_of_operators_and_jobs_are_told_and_counted(stage: Stage, heard: li
     failing.sql("UPDATE mqlayer.parked_key SET due_at = now() - interval '1 hour'")
     assert retry_scan(database) == 1
     assert [(event.kind, event.count) for event in heard] == [
-        ("released", 1), ("released", 4), ("discarded", 2), ("passed_over", 1), ("ruled", 1), ("redriven", 1),
+        ("released", 1), ("released", 4), ("discarded", 2), ("head_skipped", 1), ("kept_dead", 1), ("redriven", 1),
         ("redrive_ended", 1), ("redrive_ended", 1), ("overdue", 1),
     ]  # fmt: skip
     assert {(event.topic, event.group) for event in heard} == {("orders", "g")}
     assert {event.actor for event in heard[:5]} == {"ann"}
     assert totals(stage) == {
-        "released": 5, "discarded": 2, "passed_over": 1, "ruled": 1, "redriven": 1, "overdue": 1,
+        "released": 5, "discarded": 2, "head_skipped": 1, "kept_dead": 1, "redriven": 1, "overdue": 1,
     }  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def test_what_members_do_is_counted_where_others_see_it(
     assert "failed 4" in typed.text("parked", "stats")
     (shown,) = typed.lines("group", "show", "orders", "g")
     assert shown["failures"]["totals"] == dict(counts.totals)
-    (own,) = app.told_counts()
+    (own,) = app.counts_as_json()
     assert (own["topic"], own["group"], own["failed"], own["dead"], own["parked"]) == ("orders", "g", 4, 1, 2)
 
 
@@ -165,7 +165,7 @@ def test_a_key_parked_before_that_blocks_tells_so(stage: Stage, heard: list[Even
 
 
 def test_a_release_while_the_last_attempt_runs_counts(stage: Stage) -> None:
-    """Case 66: the operator mended the cause while it ran; else the key would wait for a second word."""
+    """Case 66: the operator repaired the cause while it ran; else the key would wait for a second word."""
     begun, released = threading.Event(), threading.Event()
     tries: list[int] = []
 
@@ -194,7 +194,7 @@ def test_attempts_in_place_go_on_behind_what_an_operator_gives_back(stage: Stage
     """Case 68: an earlier message of the key is given back while a later one fails in place."""
     failing = Failing(stage)
     first, second = failing.publish(("k", b"1"), ("k", b"2"))
-    failing.bury(first)
+    failing.dead_letter(first)
     set_group(stage.database, "orders", "g", actor="ann", backoff_s=(0.01, 0.01, 1.0))
     tries: list[int] = []
 
@@ -219,7 +219,7 @@ def test_attempts_in_place_go_on_behind_what_an_operator_gives_back(stage: Stage
 def test_members_are_told_which_keys_changed_and_look_at_all_where_that_is_not_known(stage: Stage) -> None:
     """Each batch of a redrive would have every member read all parked keys of its partitions."""
     failing = Failing(stage)
-    ledger = Ledger(stage.database, failing.group_id, "m1")
+    store = ParkingStore(stage.database, failing.group_id, "m1")
     for key in "ab":
         failing.park(*failing.publish((key, b"1")), due_in_s=600)
     refs = {
@@ -228,14 +228,14 @@ def test_members_are_told_which_keys_changed_and_look_at_all_where_that_is_not_k
     }
     before = failing.parking()
     release_parked(stage.database, "orders", "g", key="a", actor="ann")
-    assert ledger.changes(before, before + 1) == [refs["a"]]
+    assert store.changes(before, before + 1) == [refs["a"]]
     release_parked(stage.database, "orders", "g", key="b", actor="ann")
-    assert ledger.changes(before, before + 2) == [refs["a"], refs["b"]]
-    assert ledger.changes(before + 1, before + 2) == [refs["b"]]
+    assert store.changes(before, before + 2) == [refs["a"], refs["b"]]
+    assert store.changes(before + 1, before + 2) == [refs["b"]]
     failing.sql("UPDATE mqlayer.consumer_group SET parking = parking + 1")
-    assert ledger.changes(before, before + 3) is None, "by somebody who does not say which"
-    assert ledger.changes(before, before + CHANGES_KEPT + 1) is None
-    failing.sql("UPDATE mqlayer.consumer_group SET parking = parking + %s", CHANGES_KEPT)
+    assert store.changes(before, before + 3) is None, "by somebody who does not say which"
+    assert store.changes(before, before + MAX_CHANGES + 1) is None
+    failing.sql("UPDATE mqlayer.consumer_group SET parking = parking + %s", MAX_CHANGES)
     release_parked(stage.database, "orders", "g", key="b", actor="ann")
     assert [row[0] for row in rows(stage, "SELECT number FROM mqlayer.parking_change")] == [failing.parking()]
 
@@ -243,13 +243,13 @@ def test_members_are_told_which_keys_changed_and_look_at_all_where_that_is_not_k
 def test_a_member_follows_single_changes(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Released, discarded and given back: each key by itself, the others are not read."""
     named: list[Any] = []
-    keys = Ledger.keys
+    keys = ParkingStore.keys
 
-    def noted(self: Ledger, span: Any, only: Any = None) -> Any:
+    def noted(self: ParkingStore, span: Any, only: Any = None) -> Any:
         named.append(only)
         return keys(self, span, only)
 
-    monkeypatch.setattr(Ledger, "keys", noted)
+    monkeypatch.setattr(ParkingStore, "keys", noted)
     shop = Shop("a", "b", "c")
     stage.send([(key, b"1") for key in "abc"])
     stage.consume(shop.recorder, backoff_s=(LATER_S,))

@@ -13,18 +13,18 @@ import pytest
 import redis
 
 from mqlayer import failpoints
-from mqlayer.changes import finish_changes, give_up_node, move, reopen_forgotten, split
 from mqlayer.domain.jobs import JOBS, REARM_NODES
 from mqlayer.postgres.database import Database
 from mqlayer.relay import recover_now
-from mqlayer.routes.cache import load_route
+from mqlayer.routes import finish_changes, give_up_node, move, reopen_forgotten, split
+from mqlayer.runtime.route_cache import load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node, register_node
-from mqlayer.workers import stores
+from mqlayer.workers import connections
 from mqlayer.workers.app import app
 from mqlayer.workers.schedule import task_name
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.fixtures.worker_stores import UseStores
 from tests.proof.outbox_world import OutboxWorld
 
@@ -95,7 +95,7 @@ def test_every_job_does_with_one_connection_of_each_pool(
     def small(dsn: str, *, application: str, max_size: int) -> Database:
         return Database(dsn, application=application, max_size=1, timeout_s=SHORT_S)
 
-    monkeypatch.setattr(stores, "Database", small)
+    monkeypatch.setattr(connections, "Database", small)
     app.loader.import_default_modules()
     for job in JOBS:
         if job is REARM_NODES:
@@ -112,7 +112,7 @@ def test_every_job_does_with_one_connection_of_each_pool(
         world.wait_until_whole()
 
 
-def test_nodes_and_routes_are_mended_with_one_connection_of_each_pool(
+def test_nodes_and_routes_are_repaired_with_one_connection_of_each_pool(
     world: OutboxWorld, node: RedisServer, control: Database, application: Database
 ) -> None:
     """A sealed partition is filled up from the outbox while its node's row is held; a dead node is given up."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,4 +1,4 @@
-"""`mqlayer group list|show|members|lag`: what they say of groups that go on, fall behind, or stand still."""
+"""`mqlayer group list|show|members|lag`: what they say of groups that go on, fall behind, or get stuck."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 import redis
 
 from mqlayer import Context, Producer
-from mqlayer.changes import split
 from mqlayer.errors import InvalidName
-from mqlayer.inspecting import group_standings
-from mqlayer.membership import GroupSettings, apply_seek, beat, ensure_group, join, planned_seek
+from mqlayer.groups import GroupSettings, apply_seek, ensure_group, join, planned_seek, send_heartbeat
+from mqlayer.inspect import group_statuses
 from mqlayer.postgres.database import Database
-from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.relay import relay_once
-from mqlayer.routes.cache import RouteCache, load_nodes
+from mqlayer.routes import split
+from mqlayer.runtime.route_cache import RouteCache, load_nodes
 from tests.fixtures.commands import Commands
-from tests.fixtures.consuming import Recorder, Stage
+from tests.fixtures.consumers import Recorder, Stage
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
-from tests.proof.hand import Hand
+from tests.fixtures.wait import wait_until
+from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
 KEYS = 6
@@ -79,12 +79,12 @@ def test_a_group_that_nobody_consumes_shows_all_that_waits_for_it(
     (line,) = typed.lines("group", "list")
     assert line == {
         "topic": "orders", "group": "ledger", "state": "live", "mode": "exclusive", "version": 1, "topic_version": 1,
-        "members": 0, "partitions": 1, "lag": 2 * KEYS, "away": "",
+        "members": 0, "partitions": 1, "lag": 2 * KEYS, "unreachable": "",
     }  # fmt: skip
     told = lag_of(typed, "orders", "ledger")
     (one,) = told["partitions"]
-    assert one["stands_still"]["reason"] == "no_owner"
-    assert "no member lives" in one["stands_still"]["says"]
+    assert one["stuck"]["reason"] == "no_owner"
+    assert "no member lives" in one["stuck"]["detail"]
     assert (one["owner"], one["lag"], one["committed"], one["end"]) == (None, 2 * KEYS, 1, 2 * KEYS + 1)
     assert (one["head"]["offset"], one["head"]["key"], one["head"]["attempts"]) == (1, "key-0", 0)
     assert 0 <= told["age_s"] == one["age_s"] < 60
@@ -119,11 +119,11 @@ def test_a_failing_key_is_shown_with_its_attempts_and_its_next_one_and_not_with_
     since, retry_at = (datetime.fromisoformat(head[name]) for name in ("failing_since", "retry_at"))
     assert abs((since - before).total_seconds()) < 30
     assert 299 < (retry_at - since).total_seconds() < 330
-    assert one["stands_still"] == {"reason": "failing", "since": head["failing_since"], "says": FAILED_TWICE}
+    assert one["stuck"] == {"reason": "failing", "since": head["failing_since"], "detail": FAILED_TWICE}
     ((owner, epoch),) = {(owner, epoch) for p, owner, epoch, _ in stage.assignments() if p == one["partition"]}
     assert (one["owner"], one["epoch"]) == (owner, epoch)
     quiet = [other for other in told["partitions"] if other is not one]
-    assert [(other["lag"], other["stands_still"], other["head"]) for other in quiet] == [(0, None, None)]
+    assert [(other["lag"], other["stuck"], other["head"]) for other in quiet] == [(0, None, None)]
 
     said = typed.text("group", "lag", "orders")
     assert "group g: 11 messages not settled, the oldest " in said
@@ -151,7 +151,7 @@ def test_a_message_that_is_being_handled_stands_still_for_no_reason(stage: Stage
     try:
         told = lag_of(typed, "orders", "g")
         assert told["lag"] == 2
-        assert [one["stands_still"] for one in told["partitions"]] == [None, None]
+        assert [one["stuck"] for one in told["partitions"]] == [None, None]
     finally:
         go_on.set()
 
@@ -160,8 +160,8 @@ def test_what_an_undrained_parent_hides_counts_under_the_version_that_made_it(
     world: OutboxWorld, database: Database, typed: Commands
 ) -> None:
     publish(world, "a")
-    hand = Hand(database, world.key_prefix, "orders")
-    hand.consume(1, 5)
+    member = ManualMember(database, world.key_prefix, "orders")
+    member.consume(1, 5)
     split(database, "orders", 1, at=[500], prefix=world.key_prefix)
     publish(world, "b")
 
@@ -174,14 +174,14 @@ def test_what_an_undrained_parent_hides_counts_under_the_version_that_made_it(
     assert {number: (one["state"], one["behind"]) for number, one in found.items()} == {
         1: ("readable", []), 2: ("hidden", [1]), 3: ("hidden", [1]),
     }  # fmt: skip
-    assert found[1]["stands_still"] is None
-    assert [found[number]["stands_still"]["reason"] for number in (2, 3)] == ["hidden", "hidden"]
+    assert found[1]["stuck"] is None
+    assert [found[number]["stuck"]["reason"] for number in (2, 3)] == ["hidden", "hidden"]
     assert (found[1]["lag"], found[2]["lag"] + found[3]["lag"]) == (left, 2 * KEYS)
     said = typed.text("group", "show", "orders", "ledger")
     assert "version: 1 of 2\n" in said
     assert said.count("hidden behind 1") == 2
 
-    hand.consume_all()
+    member.consume_all()
     shown = typed.lines("group", "show", "orders", "ledger")[0]
     assert (shown["version"], shown["topic_version"], shown["lag"]) == (2, 2, 0)
     assert {one["partition"]: one["state"] for one in shown["partitions"]} == {
@@ -195,25 +195,25 @@ def test_what_an_undrained_parent_hides_counts_under_the_version_that_made_it(
 def test_an_owner_that_is_silent_is_told_and_then_marked_as_gone(
     world: OutboxWorld, database: Database, typed: Commands
 ) -> None:
-    hand = Hand(database, world.key_prefix, "orders")
-    join(database, group_id=hand.group_id, member_id="brief", lease_s=0.3)
+    member = ManualMember(database, world.key_prefix, "orders")
+    join(database, group_id=member.group_id, member_id="brief", lease_s=0.3)
     world.rows("UPDATE mqlayer.member SET leaving = true WHERE member_id = 'hand'")
     world.rows("DELETE FROM mqlayer.assignment")
-    join(database, group_id=hand.group_id, member_id="brief", lease_s=0.3)
+    join(database, group_id=member.group_id, member_id="brief", lease_s=0.3)
     publish(world, "a")
     wait_until(lambda: states(typed)["brief"] == ("gone", 1), what="the lease to be over")
     (one,) = lag_of(typed, "orders", "ledger")["partitions"]
-    assert (one["owner"], one["stands_still"]["reason"]) == ("brief", "lease_over")
-    assert one["stands_still"]["since"] is not None
-    assert "a member's next heartbeat" in one["stands_still"]["says"]
+    assert (one["owner"], one["stuck"]["reason"]) == ("brief", "lease_over")
+    assert one["stuck"]["since"] is not None
+    assert "a member's next heartbeat" in one["stuck"]["detail"]
 
     world.rows("UPDATE mqlayer.member SET leaving = false WHERE member_id = 'hand'")
-    beat(database, hand.session, lease_s=600)
+    send_heartbeat(database, member.session, lease_s=600)
     assert states(typed) == {"brief": ("gone", 0), "hand": ("running", 1)}
     assert [line["members"] for line in typed.lines("group", "list")] == [1]
-    hand.consume(1, 3)
+    member.consume(1, 3)
     (one,) = lag_of(typed, "orders", "ledger")["partitions"]
-    assert (one["owner"], one["lag"], one["stands_still"]) == ("hand", 2 * KEYS - 3, None)
+    assert (one["owner"], one["lag"], one["stuck"]) == ("hand", 2 * KEYS - 3, None)
     said = typed.text("group", "members", "orders", "ledger").splitlines()
     assert said[1].split()[:2] == ["brief", "gone"]
 
@@ -226,7 +226,7 @@ def states(typed: Commands) -> dict[str, tuple[str, int]]:
 def test_members_and_owners_are_shown_as_postgres_and_the_node_know_them(
     world: OutboxWorld, database: Database, typed: Commands
 ) -> None:
-    hand = Hand(database, world.key_prefix, "orders")
+    member = ManualMember(database, world.key_prefix, "orders")
     (row,) = typed.lines("group", "members", "orders", "ledger")
     assert 590 < row["lease_left_s"] <= 600
     ((host, pid, joined_at),) = world.rows("SELECT host, pid, joined_at FROM mqlayer.member")
@@ -235,10 +235,10 @@ def test_members_and_owners_are_shown_as_postgres_and_the_node_know_them(
 
     publish(world, "a")
     (one,) = lag_of(typed, "orders", "ledger")["partitions"]
-    assert (one["owner"], one["stands_still"]["reason"]) == ("hand", "not_taken")
-    hand.consume(1, 1)
+    assert (one["owner"], one["stuck"]["reason"]) == ("hand", "not_taken")
+    member.consume(1, 1)
     (one,) = lag_of(typed, "orders", "ledger")["partitions"]
-    assert (one["stands_still"], one["target"]) == (None, None)
+    assert (one["stuck"], one["target"]) == (None, None)
 
     world.rows("UPDATE mqlayer.member SET leaving = true")
     world.rows("UPDATE mqlayer.assignment SET target = 'other'")
@@ -255,9 +255,9 @@ def test_a_node_that_is_away_is_told_and_the_others_are_counted(
     world = OutboxWorld(database_dsn, key_prefix, [redis_url, server.url])
     world.add_topic("orders", partitions=2)
     publish(world, "a", 40)
-    hand = Hand(database, key_prefix, "orders")
+    member = ManualMember(database, key_prefix, "orders")
     for partition in (1, 2):
-        hand.look(partition)
+        member.position(partition)
     whole = lag_of(typed, "orders", "ledger")
     assert whole["lag"] == 40
     server.kill()
@@ -266,12 +266,12 @@ def test_a_node_that_is_away_is_told_and_the_others_are_counted(
     found = by_partition(told)
     assert found[1]["lag"] == told["lag"] == by_partition(whole)[1]["lag"] > 0
     assert (found[2]["lag"], found[2]["committed"], found[2]["head"]) == (None, None, None)
-    assert found[2]["stands_still"]["reason"] == "node_away"
-    assert (found[2]["owner"], found[1]["stands_still"]) == ("hand", None)
-    assert list(told["away"]) == ["node-2"]
+    assert found[2]["stuck"]["reason"] == "node_away"
+    assert (found[2]["owner"], found[1]["stuck"]) == ("hand", None)
+    assert list(told["unreachable"]) == ["node-2"]
     assert told["versions"][0]["unknown"] == 1
     (line,) = typed.lines("group", "list", "orders")
-    assert (line["lag"], line["away"]) == (told["lag"], "node-2")
+    assert (line["lag"], line["unreachable"]) == (told["lag"], "node-2")
     result = typed("group", "show", "orders", "ledger")
     assert result.exit_code == 0
     assert "node node-2 does not answer" in result.stderr
@@ -282,8 +282,8 @@ def test_a_seek_makes_what_was_settled_lag_again_before_anybody_takes_it(
     world: OutboxWorld, database: Database, typed: Commands
 ) -> None:
     publish(world, "a")
-    hand = Hand(database, world.key_prefix, "orders")
-    hand.consume_all()
+    member = ManualMember(database, world.key_prefix, "orders")
+    member.consume_all()
     assert lag_of(typed, "orders", "ledger")["lag"] == 0
     with closing(RouteCache(database)) as routes:
         plan = planned_seek(database, routes, topic="orders", name="ledger", to="earliest", prefix=world.key_prefix)
@@ -291,7 +291,7 @@ def test_a_seek_makes_what_was_settled_lag_again_before_anybody_takes_it(
     shown = typed.lines("group", "show", "orders", "ledger")[0]
     (one,) = shown["partitions"]
     assert (shown["seek"], shown["lag"], one["committed"], one["head"]["offset"]) == (1, 2 * KEYS, 1, 1)
-    hand.consume(1, 4)
+    member.consume(1, 4)
     assert lag_of(typed, "orders", "ledger")["lag"] == 2 * KEYS - 4
 
 
@@ -299,8 +299,8 @@ def test_where_a_group_started_and_its_settings_are_shown(
     world: OutboxWorld, database: Database, typed: Commands
 ) -> None:
     at = datetime(2026, 11, 1, tzinfo=UTC)
-    Hand(database, world.key_prefix, "orders", "late", start="latest")
-    Hand(database, world.key_prefix, "orders", "timed", start=at)
+    ManualMember(database, world.key_prefix, "orders", "late", start="latest")
+    ManualMember(database, world.key_prefix, "orders", "timed", start=at)
     assert [line["group"] for line in typed.lines("group", "list", "orders")] == ["late", "timed"]
     late, timed = (typed.lines("group", "show", "orders", name)[0] for name in ("late", "timed"))
     assert late["start"] == "latest"
@@ -315,8 +315,8 @@ def test_where_a_group_started_and_its_settings_are_shown(
 
 def test_looking_changes_nothing(world: OutboxWorld, database: Database, typed: Commands) -> None:
     publish(world, "a")
-    hand = Hand(database, world.key_prefix, "orders")
-    hand.consume(1, 3)
+    member = ManualMember(database, world.key_prefix, "orders")
+    member.consume(1, 3)
     before = everything(world)
     for words in (("list",), ("show", "orders", "ledger"), ("members", "orders", "ledger"), ("lag", "orders")):
         typed.text("group", *words)
@@ -340,14 +340,14 @@ def test_many_partitions_are_asked_in_one_write_to_each_node(
     server = start_redis()
     world = OutboxWorld(database_dsn, key_prefix, [server.url])
     world.add_topic("orders", partitions=100)
-    Hand(database, key_prefix, "orders")
+    ManualMember(database, key_prefix, "orders")
     (node,) = load_nodes(database)
-    with NodeConnection(node) as line:
-        line.call([("CONFIG", "RESETSTAT")])
-        (standing,) = group_standings(database, "orders", "ledger", prefix=key_prefix)
-        stats, commands = (reply.decode() for reply in line.call([("INFO", "stats"), ("INFO", "commandstats")]))
-    assert len(standing.partitions) == 100
-    assert standing.lag == 0
+    with NodeConnection(node) as connection:
+        connection.call([("CONFIG", "RESETSTAT")])
+        (status,) = group_statuses(database, "orders", "ledger", prefix=key_prefix)
+        stats, commands = (reply.decode() for reply in connection.call([("INFO", "stats"), ("INFO", "commandstats")]))
+    assert len(status.partitions) == 100
+    assert status.lag == 0
     assert "total_connections_received:1\r" in stats
     assert "cmdstat_evalsha:calls=100," in commands
 
@@ -361,4 +361,4 @@ def test_what_is_not_there_is_refused_with_what_to_do(world: OutboxWorld, databa
     assert "created by its first member" in typed.text("group", "list", "orders")
     assert "created by its first member" in typed.text("group", "lag", "orders")
     with pytest.raises(InvalidName):
-        group_standings(database, "", prefix=world.key_prefix)
+        group_statuses(database, "", prefix=world.key_prefix)

@@ -9,24 +9,32 @@ import pytest
 import redis
 
 from mqlayer import App, Context, Receiver
-from mqlayer.archiving import archive_outcomes
-from mqlayer.changes import retire_partitions, split
+from mqlayer.archive import archive_outcomes
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import Conflict, GroupRetired, MqlayerError
-from mqlayer.inspecting import group_standings
-from mqlayer.membership import find_group
-from mqlayer.membership.popping import pop_partitions
-from mqlayer.membership.retiring import forget_retired, retire_group
+from mqlayer.groups import find_group
+from mqlayer.groups.pop_partitions import pop_partitions
+from mqlayer.groups.retirement import forget_retired, retire_group
+from mqlayer.inspect import group_statuses
+from mqlayer.maintenance import trim_pass
 from mqlayer.redis.keys import group_keys
-from mqlayer.redis.partitions import Fenced, Holder, Taken, settle_command, settle_reply, take_command, take_reply
-from mqlayer.redis.popping import Place, Wish, receive_command, receive_reply
-from mqlayer.redis.retiring import group_forget_command
+from mqlayer.redis.partition_scripts import (
+    Fenced,
+    LockHolder,
+    LockTaken,
+    acquire_command,
+    acquire_reply,
+    settle_command,
+    settle_reply,
+)
+from mqlayer.redis.pop_scripts import PopGroupPartition, ReceiveRequest, receive_command, receive_reply
+from mqlayer.redis.retirement_script import group_forget_command
+from mqlayer.routes import retire_partitions, split
 from mqlayer.topics import rearm_node, set_archived
-from mqlayer.trimming import trim_pass
 from tests.fixtures.commands import Commands
-from tests.fixtures.consuming import Recorder, Stage, member_of
-from tests.fixtures.forking import ask_python
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.consumers import Recorder, Stage, member_of
+from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.wait import wait_until
 
 KEYS = 8
 
@@ -92,8 +100,8 @@ def test_a_group_is_refused_while_it_lives_and_its_members_afterwards(stage: Sta
         stage.consume(Recorder())
     with pytest.raises(Conflict, match="is retired already"):
         retire(stage)
-    (standing,) = group_standings(stage.database, "orders", "g", prefix=stage.prefix)
-    assert (standing.facts.state, standing.partitions) == ("retired", [])
+    (status,) = group_statuses(stage.database, "orders", "g", prefix=stage.prefix)
+    assert (status.facts.state, status.partitions) == ("retired", [])
     assert rows(stage, "SELECT act, object FROM mqlayer.audit WHERE act = 'group retire'") == [
         ("group retire", "orders/g")
     ]
@@ -115,10 +123,10 @@ def test_a_member_that_slept_through_the_retirement_of_its_group_ends_and_says_s
         connection.execute("DELETE FROM mqlayer.member")
     wait_until(lambda: not app.running, what="it to end")
     assert "group 'g' of topic 'orders' is retired" in str(app.health())
-    assert member.holdings() == {}
-    # A call that was under way comes to its end: that is what `rest_s` is for.
+    assert member.owned() == {}
+    # A call that was under way comes to its end: that is what `grace_s` is for.
     app.stop()
-    forget_retired(stage.database, prefix=stage.prefix, rest_s=0)
+    forget_retired(stage.database, prefix=stage.prefix, grace_s=0)
     assert keys_of(stage, group_id) == []
 
 
@@ -150,13 +158,13 @@ def test_a_receiver_that_postgres_does_not_reach_is_refused_however_late_it_asks
     group_id = stage.group_id("pops")
     late = pop_partitions(stage.database, group_id)
     retire(stage, "pops")
-    assert forget_retired(stage.database, prefix=stage.prefix, rest_s=0) == len(stage.partitions)
+    assert forget_retired(stage.database, prefix=stage.prefix, grace_s=0) == len(stage.partitions)
     assert rows(stage, "SELECT count(*) FROM mqlayer.assignment") == [(0,)]
     assert [key.rsplit(b":", 1)[1] for key in keys_of(stage, group_id)] == [b"lock"] * len(stage.partitions)
-    with stage.line() as line:
+    with stage.connection() as connection:
         for one in late:
-            place = Place(stage.prefix, one.partition, group_id, "key", one.epoch or 0, one.start, one.seek)
-            (reply,) = line.call([receive_command(line, place, Wish("late", 1, 1_000, 1_000))])
+            place = PopGroupPartition(stage.prefix, one.partition, group_id, "key", one.epoch or 0, one.start, one.seek)
+            (reply,) = connection.call([receive_command(connection, place, ReceiveRequest("late", 1, 1_000, 1_000))])
             assert isinstance(receive_reply(reply, "the node"), Fenced)
 
 
@@ -214,7 +222,7 @@ def test_a_retirement_that_is_killed_is_done_or_not_at_all_and_the_job_does_the_
         retire(stage, drop_parked=True)
     else:
         assert state == "retired"
-    forget_retired(stage.database, prefix=stage.prefix, rest_s=0)
+    forget_retired(stage.database, prefix=stage.prefix, grace_s=0)
     assert keys_of(stage, group_id) == []
     assert rows(stage, "SELECT count(*) FROM mqlayer.assignment") == [(0,)]
     assert rows(stage, "SELECT count(*) FROM mqlayer.parked_message") == [(0,)]
@@ -229,33 +237,35 @@ def test_a_late_owner_is_refused_and_a_group_that_came_back_is_not_touched(every
     client: redis.Redis = stage.redis
     lock = group_keys(stage.prefix, partition, 77).lock
 
-    def holder(epoch: int) -> Holder:
-        return Holder(stage.prefix, PartitionId(partition), 77, "m", epoch)
+    def holder(epoch: int) -> LockHolder:
+        return LockHolder(stage.prefix, PartitionId(partition), 77, "m", epoch)
 
-    with stage.line() as line:
+    with stage.connection() as connection:
 
         def take(epoch: int) -> Any:
-            return take_reply(line.call([take_command(line, holder(epoch), start=1)])[0], "the node")
+            return acquire_reply(connection.call([acquire_command(connection, holder(epoch), start=1)])[0], "the node")
 
         def forget(*, for_good: bool) -> list[Any]:
-            words = line.call(
-                [group_forget_command(line, stage.prefix, partition, 77, 10, for_good=for_good, archived=False)]
+            words = connection.call(
+                [group_forget_command(connection, stage.prefix, partition, 77, 10, for_good=for_good, archived=False)]
             )[0]
             return list(words)
 
-        assert isinstance(take(9), Taken)
-        settled = settle_reply(line.call([settle_command(line, holder(9), [(1, 1)])])[0], "the node")
+        assert isinstance(take(9), LockTaken)
+        settled = settle_reply(connection.call([settle_command(connection, holder(9), [(1, 1)])])[0], "the node")
         assert settled == (2,)
-        assert forget(for_good=False) == [b"resting"]
+        assert forget(for_good=False) == [b"lock_only"]
         assert client.hgetall(lock) == {b"owner": b"", b"epoch": b"9"}
         assert take(9) == Fenced(9)
-        assert settle_reply(line.call([settle_command(line, holder(9), [(1, 1)])])[0], "the node") == Fenced(9)
-        assert isinstance(take(11), Taken)
+        assert settle_reply(
+            connection.call([settle_command(connection, holder(9), [(1, 1)])])[0], "the node"
+        ) == Fenced(9)
+        assert isinstance(take(11), LockTaken)
         for for_good in (False, True):
-            assert forget(for_good=for_good) == [b"kept", 11]
+            assert forget(for_good=for_good) == [b"unchanged", 11]
         assert client.hget(lock, "epoch") == b"11"
         client.delete(lock)
-        assert isinstance(take(9), Taken)
+        assert isinstance(take(9), LockTaken)
         assert forget(for_good=True) == [b"forgotten"]
         assert not client.exists(lock)
         # Of a partition that is retired nothing but the tombstone may be left.
@@ -275,11 +285,11 @@ def test_what_became_of_messages_is_fetched_before_it_goes(stage: Stage) -> None
     app.stop()
     group_id = stage.group_id()
     retire(stage)
-    assert forget_retired(stage.database, prefix=stage.prefix, rest_s=0) == 0
+    assert forget_retired(stage.database, prefix=stage.prefix, grace_s=0) == 0
     assert any(key.endswith(b":outcomes") for key in keys_of(stage, group_id))
     archive_outcomes(stage.database, prefix=stage.prefix)
     assert rows(stage, "SELECT sum(last_offset - first_offset + 1) FROM mqlayer_archive.outcome") == [(KEYS * 3,)]
-    assert forget_retired(stage.database, prefix=stage.prefix, rest_s=0) == len(stage.partitions)
+    assert forget_retired(stage.database, prefix=stage.prefix, grace_s=0) == len(stage.partitions)
     assert keys_of(stage, group_id) == []
 
 
@@ -291,10 +301,10 @@ def test_a_node_that_is_away_is_passed_by_and_asked_again(stage: Stage) -> None:
     retire(stage)
     with stage.database.connection() as connection:
         connection.execute("UPDATE mqlayer.node SET armed_run_id = 'another'")
-    assert forget_retired(stage.database, prefix=stage.prefix, rest_s=0) == 0
+    assert forget_retired(stage.database, prefix=stage.prefix, grace_s=0) == 0
     rearm_node(stage.database, "node-1", prefix=stage.prefix, application=stage.database, actor="a test")
     assert keys_of(stage, group_id)
-    assert forget_retired(stage.database, prefix=stage.prefix, rest_s=0) == len(stage.partitions)
+    assert forget_retired(stage.database, prefix=stage.prefix, grace_s=0) == len(stage.partitions)
     assert keys_of(stage, group_id) == []
 
 
@@ -306,8 +316,8 @@ def test_an_epoch_that_was_given_out_in_the_moment_of_the_retirement_is_raised_a
     retire(stage, "pops")
     for partition, _, epoch, _ in stage.assignments("pops"):
         stage.redis.hset(group_keys(stage.prefix, partition, group_id).lock, mapping={"owner": "pop", "epoch": epoch})
-    assert forget_retired(stage.database, prefix=stage.prefix, rest_s=0) == 0
-    assert forget_retired(stage.database, prefix=stage.prefix, rest_s=0) == len(stage.partitions)
+    assert forget_retired(stage.database, prefix=stage.prefix, grace_s=0) == 0
+    assert forget_retired(stage.database, prefix=stage.prefix, grace_s=0) == len(stage.partitions)
     assert keys_of(stage, group_id) == []
 
 

@@ -15,20 +15,20 @@ import psycopg
 import pytest
 
 from mqlayer import App, Context, failpoints
-from mqlayer.changes import drain_progress, retire_partitions, split
 from mqlayer.errors import Conflict, InvalidInput, NotFound
-from mqlayer.membership import SeekPlan, Start, apply_seek, drained, planned_seek
+from mqlayer.groups import SeekPlan, Start, apply_seek, drained, planned_seek
+from mqlayer.maintenance import trim_pass
 from mqlayer.postgres.database import Database
-from mqlayer.redis.nodes import NodeConnection
-from mqlayer.redis.partitions import Fenced, Holder, settle_command, settle_reply
-from mqlayer.routes.cache import RouteCache, load_nodes
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.partition_scripts import Fenced, LockHolder, settle_command, settle_reply
+from mqlayer.routes import drain_progress, retire_partitions, split
+from mqlayer.runtime.route_cache import RouteCache, load_nodes
 from mqlayer.topics import rearm_node
-from mqlayer.trimming import trim_pass
 from tests.fixtures.commands import Commands
-from tests.fixtures.forking import ask_python
+from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
-from tests.proof.hand import Hand
+from tests.fixtures.wait import wait_until
+from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import OutboxWorld, Snapshot
 from tests.proof.rounds import ROUND, Seen, a_moment_between, of_tags, publish
 
@@ -75,7 +75,7 @@ def test_a_time_in_an_older_version_replays_from_there_and_fences_who_holds_newe
 ) -> None:
     """Case 31."""
     at = split_and_publish(world, database)
-    before = Hand(database, world.key_prefix, "orders")
+    before = ManualMember(database, world.key_prefix, "orders")
     before.consume_all()
     assert before.bodies() == of_tags("a", "b", "c")
     held = before.assigned()
@@ -84,15 +84,15 @@ def test_a_time_in_an_older_version_replays_from_there_and_fences_who_holds_newe
 
     seek(world, database, at)
 
-    again = Hand(database, world.key_prefix, "orders", member="again")
+    again = ManualMember(database, world.key_prefix, "orders", member="again")
     assert again.version == 1
     assert world.rows("SELECT partition_id FROM mqlayer.readable") == [(1,)]
     # Who still holds a successor settles nothing, drains nothing, and applies no effect once somebody replays.
     for old in held.values():
         node = next(node for node in load_nodes(database) if node.node_id == old.node)
-        with NodeConnection(node) as line:
-            holder = Holder(world.key_prefix, old.partition, before.group_id, "hand", old.epoch)
-            answer = settle_reply(line.call([settle_command(line, holder, [(1, 1)])])[0], "")
+        with NodeConnection(node) as node_connection:
+            holder = LockHolder(world.key_prefix, old.partition, before.group_id, "hand", old.epoch)
+            answer = settle_reply(node_connection.call([settle_command(node_connection, holder, [(1, 1)])])[0], "")
             assert isinstance(answer, Fenced)
             assert answer.epoch >= old.epoch
         assert not drained(database, before.session, old, "00000000-0000-0000-0000-000000000000")
@@ -114,14 +114,14 @@ def test_a_time_in_an_older_version_replays_from_there_and_fences_who_holds_newe
     assert again.version == 2
 
 
-def in_order(*hands: Hand) -> Seen:
+def in_order(*hands: ManualMember) -> Seen:
     """Return what hands that never worked at the same time handled, by key and publishing order of one outbox."""
-    handled = sorted((record for hand in hands for record in hand.handled), key=lambda record: record.identity.seq)
+    handled = sorted((record for member in hands for record in member.handled), key=lambda record: record.identity.seq)
     found: Seen = defaultdict(list)
     for record in handled:
         found[record.key.decode()].append(record.body.decode())
-    for hand in hands:
-        for key, bodies in hand.bodies().items():
+    for member in hands:
+        for key, bodies in member.bodies().items():
             assert bodies == [body for body in found[key] if body in bodies], "out of order"
     return dict(found)
 
@@ -243,14 +243,14 @@ def test_seeking_again_and_again_under_load_keeps_the_order_between_the_seeks(
 
 
 def test_latest_leaves_out_what_waits(world: OutboxWorld, database: Database) -> None:
-    hand = Hand(database, world.key_prefix, "orders")
+    member = ManualMember(database, world.key_prefix, "orders")
     split_and_publish(world, database)
     seek(world, database, "latest")
-    assert hand.version == 2
-    assert hand.consume_all() == 0
+    assert member.version == 2
+    assert member.consume_all() == 0
     publish(world, "d")
-    hand.consume_all()
-    assert hand.bodies() == of_tags("d")
+    member.consume_all()
+    assert member.bodies() == of_tags("d")
 
 
 def test_what_is_to_be_given_again_is_not_trimmed_before_anybody_takes_it(
@@ -258,16 +258,16 @@ def test_what_is_to_be_given_again_is_not_trimmed_before_anybody_takes_it(
 ) -> None:
     """Invariant 10: what was committed before a seek is void, also while no member has looked at it since."""
     publish(world, "a")
-    hand = Hand(database, world.key_prefix, "orders")
-    hand.consume_all()
+    member = ManualMember(database, world.key_prefix, "orders")
+    member.consume_all()
     seek(world, database, "earliest")
     assert trim_pass(database, prefix=world.key_prefix).total == 0
     split(database, "orders", 1, at=[500], prefix=world.key_prefix)
     (progress,) = drain_progress(database, "orders", prefix=world.key_prefix)
-    assert progress.left == ROUND
-    hand.handled.clear()
-    hand.consume_all()
-    assert hand.bodies() == of_tags("a")
+    assert progress.remaining == ROUND
+    member.handled.clear()
+    member.consume_all()
+    assert member.bodies() == of_tags("a")
 
 
 @pytest.mark.parametrize("group", ["ledger", "new"])
@@ -277,18 +277,18 @@ def test_what_is_kept_of_a_lineage_has_no_hole(world: OutboxWorld, database: Dat
     split(database, "orders", 1, at=[500], prefix=world.key_prefix)
     world.publish(600, keys=1, tag="b")
     world.wait_until_whole()
-    Hand(database, world.key_prefix, "orders").consume_all()
+    ManualMember(database, world.key_prefix, "orders").consume_all()
     everything = of_tags("a")["key-0"] + [f"b-{number}" for number in range(600)]
     for retired in (False, True):
         assert bool(retired and retire_partitions(database, prefix=world.key_prefix)) == retired
         assert bool(trim_pass(database, prefix=world.key_prefix).total) == retired
         if group == "ledger":
             seek(world, database, "earliest")
-        hand = Hand(
+        member = ManualMember(
             database, world.key_prefix, "orders", group="ledger" if group == "ledger" else f"new-{int(retired)}"
         )
-        hand.consume_all()
-        bodies = hand.bodies().get("key-0", [])
+        member.consume_all()
+        bodies = member.bodies().get("key-0", [])
         assert bodies == everything[len(everything) - len(bodies) :]
         assert retired or bodies == everything
 
@@ -296,8 +296,8 @@ def test_what_is_kept_of_a_lineage_has_no_hole(world: OutboxWorld, database: Dat
 def test_a_group_is_not_sent_back_to_what_is_being_retired(world: OutboxWorld, database: Database) -> None:
     """The pass looked before the seek, and is held up: the seek waits, or the partition would go while it is given."""
     split_and_publish(world, database)
-    hand = Hand(database, world.key_prefix, "orders")
-    hand.consume_all()
+    member = ManualMember(database, world.key_prefix, "orders")
+    member.consume_all()
     with psycopg.connect(world.dsn) as other, ThreadPoolExecutor() as pool:
         other.execute("SELECT FROM mqlayer.partition WHERE partition_id = 1 FOR NO KEY UPDATE")
         retired = pool.submit(retire_partitions, database, prefix=world.key_prefix)
@@ -307,10 +307,10 @@ def test_a_group_is_not_sent_back_to_what_is_being_retired(world: OutboxWorld, d
         other.commit()
         assert retired.result() == [1]
         sought.result()
-    hand.handled.clear()
-    hand.consume_all()
-    assert hand.bodies() == of_tags("c")
-    assert hand.version == 2
+    member.handled.clear()
+    member.consume_all()
+    assert member.bodies() == of_tags("c")
+    assert member.version == 2
 
 
 def waiting(world: OutboxWorld) -> int:
@@ -331,27 +331,27 @@ def test_offsets_from_before_a_node_was_armed_again_are_refused(world: OutboxWor
     """It may have fallen back: offsets of the plan are given out again, to messages that nobody has seen."""
     before = world.snapshot()
     publish(world, "a")
-    hand = Hand(database, world.key_prefix, "orders")
+    member = ManualMember(database, world.key_prefix, "orders")
     plan, back = plan_of(world, database, "latest"), plan_of(world, database, "earliest")
     fall_back_and_arm(world, database, before)
     publish(world, "b")
     with pytest.raises(Conflict, match="was armed again or given up in the meantime"):
         apply_seek(database, plan, prefix=world.key_prefix, actor="a test")
     assert apply_seek(database, back, prefix=world.key_prefix, actor="a test") == []
-    hand.consume_all()
-    assert in_order(hand) == of_tags("a", "b")
+    member.consume_all()
+    assert in_order(member) == of_tags("a", "b")
 
 
 def test_a_plan_that_was_overtaken_is_refused_and_changes_nothing(world: OutboxWorld, database: Database) -> None:
     publish(world, "a")
-    hand = Hand(database, world.key_prefix, "orders")
+    member = ManualMember(database, world.key_prefix, "orders")
     old = plan_of(world, database, "earliest")
     seek(world, database, "latest")
     before = state(world)
     with pytest.raises(Conflict, match="was sent elsewhere in the meantime"):
         apply_seek(database, old, prefix=world.key_prefix, actor="a test")
     assert state(world) == before
-    assert hand.consume_all() == 0
+    assert member.consume_all() == 0
 
 
 def state(world: OutboxWorld) -> list[tuple[object, ...]]:
@@ -368,27 +368,27 @@ def state(world: OutboxWorld) -> list[tuple[object, ...]]:
 def test_a_seek_that_is_killed_is_done_or_not_at_all(world: OutboxWorld, database: Database, place: str) -> None:
     """Between the two there is nothing; who held a partition is fenced by its next owner's taking."""
     split_and_publish(world, database)
-    hand = Hand(database, world.key_prefix, "orders")
-    hand.consume_all()
+    member = ManualMember(database, world.key_prefix, "orders")
+    member.consume_all()
     before = state(world)
     words = ("group", "seek", "orders", "ledger", "--to", "earliest", "--apply")
     facts = {"MQLAYER_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.key_prefix}
     done = ask_python("mqlayer", *words, env=os.environ | facts | {"MQLAYER_FAILPOINTS": f"{place}=kill"})
     assert done.returncode == -9, done.stderr
-    hand.handled.clear()
+    member.handled.clear()
     if place == "seek.before_commit":
         assert state(world) == before
-        assert hand.consume_all() == 0
+        assert member.consume_all() == 0
     else:
         assert state(world) != before
-        hand.consume_all()
-        assert hand.bodies() == of_tags("a", "b", "c")
+        member.consume_all()
+        assert member.bodies() == of_tags("a", "b", "c")
 
 
 def test_what_makes_no_sense_is_refused(world: OutboxWorld, database: Database) -> None:
     with pytest.raises(NotFound, match="orders/ledger"):
         plan_of(world, database, "earliest")
-    Hand(database, world.key_prefix, "orders")
+    ManualMember(database, world.key_prefix, "orders")
     with pytest.raises(InvalidInput, match="no time zone"):
         plan_of(world, database, datetime(2026, 1, 1))  # noqa: DTZ001 - the point of it
     world.rows("UPDATE mqlayer.consumer_group SET state = 'creating'")
@@ -405,8 +405,8 @@ def test_the_command_prints_its_plan_and_applies_it(
     with Database(world.dsn) as database:
         with world.relay():
             publish(world, "a")
-        hand = Hand(database, key_prefix, "orders")
-        hand.consume_all()
+        member = ManualMember(database, key_prefix, "orders")
+        member.consume_all()
         words = ("group", "seek", "orders", "ledger", "--to", "earliest")
         assert run.text(*words).splitlines() == [
             "seek of group ledger of topic orders; fenced effects that were applied are passed over",
@@ -414,11 +414,11 @@ def test_the_command_prints_its_plan_and_applies_it(
             "  partition 2, LPs [512, 1024): from offset 1",
             "nothing was changed; --apply does this",
         ]
-        assert hand.consume_all() == 0
+        assert member.consume_all() == 0
         said = run.text(*words, "--replay", "--apply").splitlines()
         assert said[0] == "seek of group ledger of topic orders; fenced effects are applied again"
         assert said[-1] == "group ledger of topic orders goes on from there"
-        assert hand.consume_all() == ROUND
+        assert member.consume_all() == ROUND
     assert "no place to go" in run.failure("group", "seek", "orders", "ledger", "--to", "yesterday")
     assert "no time zone" in run.failure("group", "seek", "orders", "ledger", "--to", "2026-11-21T09:30:00")
     assert "choose one" in run.failure(*words, "--plan", "--apply")

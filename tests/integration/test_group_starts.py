@@ -13,15 +13,15 @@ import pytest
 import redis
 
 from mqlayer import App, Context, failpoints
-from mqlayer.changes import merge, retire_partitions, split
 from mqlayer.errors import InvalidInput, NodeNotArmed
-from mqlayer.membership.groups import Group, GroupSettings, ensure_group
-from mqlayer.membership.starts import Start
+from mqlayer.groups.group import Group, GroupSettings, ensure_group
+from mqlayer.groups.start_positions import Start
 from mqlayer.postgres.database import Database
-from mqlayer.routes.cache import RouteCache
+from mqlayer.routes import merge, retire_partitions, split
+from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.topics import rearm_node
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 from tests.proof.rounds import KEYS, ROUND, Seen, a_moment_between, of_tags, publish
 

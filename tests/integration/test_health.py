@@ -16,11 +16,11 @@ from psycopg.conninfo import conninfo_to_dict
 
 from mqlayer.health import reports
 from mqlayer.stack import RedisServer
-from tests.fixtures.appending import Appender
-from tests.fixtures.asking import ask, ask_until, free_ports
-from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
+from tests.fixtures.appender import Appender
+from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
+from tests.fixtures.health_probes import ask, ask_until, free_ports
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.proxy import TcpProxy
 
@@ -281,7 +281,7 @@ def test_a_member_whose_node_is_away_names_it_and_the_partitions(
 
 def test_a_member_without_a_partition_is_ready(stage: Stage) -> None:
     apps = [stage.consume(Recorder()) for _ in range(3)]
-    wait_until(lambda: sum(len(member_of(app).holdings()) for app in apps) == 2, what="two of three have a partition")
+    wait_until(lambda: sum(len(member_of(app).owned()) for app in apps) == 2, what="two of three have a partition")
     wait_until(lambda: all(app.health().ready for app in apps), what="all are ready")
 
 
@@ -293,7 +293,7 @@ def test_an_app_that_is_not_started_or_was_replaced_is_not_well(stage: Stage) ->
     wait_until(lambda: "another process took" in "".join(app.health().stuck), what="it hears of it")
 
 
-def test_a_heart_that_waits_for_ever_is_stuck(
+def test_a_heartbeat_that_waits_for_ever_is_stuck(
     stage: Stage, proxied_dsn: str, proxy: TcpProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Postgres that takes what is sent and never answers: its connection breaks by no timeout."""
@@ -304,6 +304,6 @@ def test_a_heart_that_waits_for_ever_is_stuck(
     wait_until(lambda: app.health().ready, what="the member serves")
     proxy.blackhole()
     wait_until(lambda: not app.health().live, what="it is stuck")
-    assert "the heart has not turned for" in app.health().stuck[0]
+    assert "the heartbeat has not turned for" in app.health().stuck[0]
     proxy.heal()
     wait_until(lambda: app.health().ready, what="it turns again")

@@ -14,12 +14,12 @@ from psycopg.conninfo import make_conninfo
 
 from mqlayer import outbox
 from mqlayer.domain.message import Identity
-from mqlayer.effects.inbox import InboxEntry, note
-from mqlayer.effects.versions import Versions
 from mqlayer.errors import AlreadyApplied, InvalidInput, MqlayerError, StoreUnavailable
+from mqlayer.idempotency.inbox import InboxEntry, record_effect
+from mqlayer.idempotency.versions import Versions
+from mqlayer.postgres.caller_connections import caller_errors, run_one
 from mqlayer.postgres.database import connect
 from mqlayer.postgres.queries import query
-from mqlayer.postgres.sessions import caller_errors, run_one
 from tests.fixtures.roles import grant_application
 
 ROLE: Final = f"mqlayer_test_{uuid.uuid4().hex[:12]}"
@@ -87,9 +87,9 @@ def run_all(connection: psycopg.Connection[Any]) -> list[Any]:
         found.append(run_one(connection, query("fence_many"), {"group_id": 1, "replays": [0, 0], **many}))
         alone = many | {"keys": None, "seqs": [6, 7]}
         found.append(run_one(connection, query("fence_many"), {"group_id": 1, "replays": [0, 0], **alone}))
-        note(connection, entry)
+        record_effect(connection, entry)
     with pytest.raises(AlreadyApplied), connection.transaction():
-        note(connection, entry)
+        record_effect(connection, entry)
     versions = Versions("state")
     for version in (2, 1):
         with connection.transaction():

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from mqlayer.topics import list_nodes, rearm_node
-from tests.fixtures.consuming import Recorder, Stage, member_of
+from tests.fixtures.consumers import Recorder, Stage, member_of
 
 HIGHEST: Final = 2**63 - 1
 IMPOSSIBLE: Final = [2**53 - 1, HIGHEST]
@@ -34,7 +34,7 @@ def test_arming_lowers_an_epoch_that_nothing_could_raise_and_the_group_consumes_
     stage.send_numbers(keys=4, each=3, first=4)
     stage.wait_settled()
     recorder.assert_in_order()
-    assert all(epoch < 2**52 for epoch, _ in member_of(app).holdings().values())
+    assert all(epoch < 2**52 for epoch, _ in member_of(app).owned().values())
 
 
 GROUP: Final = """

@@ -17,15 +17,15 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from mqlayer import Context, Receiver
 from mqlayer.domain.message import Identity
-from mqlayer.effects import InboxEntry, anote, inbox_stats, look_up, note
 from mqlayer.errors import AlreadyApplied, Conflict, InvalidInput, Reject, TransactionConflict
-from mqlayer.failures import skip_head
-from mqlayer.membership.seeking import apply_seek, planned_seek
+from mqlayer.groups.seek import apply_seek, planned_seek
+from mqlayer.idempotency import InboxEntry, arecord_effect, find_effect, inbox_stats, record_effect
+from mqlayer.maintenance import clean_inbox
 from mqlayer.postgres.database import Database
-from mqlayer.routes.cache import RouteCache
-from mqlayer.trimming import clean_inbox
-from tests.fixtures.consuming import Recorder, Stage, StartStage
-from tests.fixtures.waiting import wait_until
+from mqlayer.redelivery import skip_head
+from mqlayer.runtime.route_cache import RouteCache
+from tests.fixtures.consumers import Recorder, Stage, StartStage
+from tests.fixtures.wait import wait_until
 
 DAY_S = 86_400.0
 Connection = psycopg.Connection[Any]
@@ -47,7 +47,7 @@ def waits_for_lock(dsn: str) -> bool:
 @pytest.fixture
 def connection(database_dsn: str) -> Iterator[Connection]:
     with psycopg.connect(database_dsn) as connection:
-        connection.execute("CREATE TABLE sink (place bigserial, body text)")
+        connection.execute("CREATE TABLE sink (position bigserial, body text)")
         connection.commit()
         yield connection
 
@@ -58,10 +58,10 @@ def late(database_dsn: str, connection: Connection) -> Iterator[Future[None]]:
 
     def deliver() -> None:
         with psycopg.connect(database_dsn) as other:
-            note(other, entry())
+            record_effect(other, entry())
             other.execute("INSERT INTO sink (body) VALUES ('late')")
 
-    note(connection, entry())
+    record_effect(connection, entry())
     connection.execute("INSERT INTO sink (body) VALUES ('first')")
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(deliver)
@@ -72,7 +72,7 @@ def late(database_dsn: str, connection: Connection) -> Iterator[Future[None]]:
 
 
 def sink(connection: Connection) -> list[str]:
-    return [body for (body,) in connection.execute("SELECT body FROM sink ORDER BY place").fetchall()]
+    return [body for (body,) in connection.execute("SELECT body FROM sink ORDER BY position").fetchall()]
 
 
 def test_a_second_delivery_waits_for_the_first_and_finds_its_effect(late: Future[None], connection: Connection) -> None:
@@ -91,12 +91,12 @@ def test_a_second_delivery_takes_over_where_the_first_rolled_back(late: Future[N
 
 
 def test_what_is_rolled_back_was_never_noted(connection: Connection) -> None:
-    note(connection, entry())
+    record_effect(connection, entry())
     connection.rollback()
-    note(connection, entry())
+    record_effect(connection, entry())
     connection.commit()
     with pytest.raises(AlreadyApplied):
-        note(connection, entry())
+        record_effect(connection, entry())
 
 
 def test_groups_messages_names_seeks_and_replays_stand_apart(connection: Connection) -> None:
@@ -106,13 +106,13 @@ def test_groups_messages_names_seeks_and_replays_stand_apart(connection: Connect
         entry(replay=8), entry(replay=7, name="a"), entry(name="a"),
     ]  # fmt: skip
     for one in apart:
-        note(connection, one)
+        record_effect(connection, one)
     for one in [*apart, entry(99, name="a")]:
         with pytest.raises(AlreadyApplied):
-            note(connection, one)
-    note(connection, entry(seek=2))
+            record_effect(connection, one)
+    record_effect(connection, entry(seek=2))
     with pytest.raises(AlreadyApplied):
-        note(connection, entry(seek=1))
+        record_effect(connection, entry(seek=1))
 
 
 @pytest.mark.parametrize("name", ["", "x" * 513, "a\0b", "\ud800"])
@@ -125,26 +125,26 @@ def test_without_a_transaction_it_is_refused(database_dsn: str) -> None:
     """It would be noted, and the effect might never come."""
     with psycopg.connect(database_dsn, autocommit=True) as connection:
         with pytest.raises(InvalidInput, match="no transaction is open"):
-            note(connection, entry())
+            record_effect(connection, entry())
         with connection.transaction():
-            note(connection, entry())
+            record_effect(connection, entry())
 
 
 def test_a_conflict_under_a_snapshot_asks_for_the_whole_transaction(connection: Connection, database_dsn: str) -> None:
     connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
     connection.execute("SELECT 1 FROM sink")
     with psycopg.connect(database_dsn) as other:
-        note(other, entry())
+        record_effect(other, entry())
     with pytest.raises(TransactionConflict):
-        note(connection, entry())
+        record_effect(connection, entry())
     connection.rollback()
     with pytest.raises(AlreadyApplied):
-        note(connection, entry())
+        record_effect(connection, entry())
 
 
 def test_a_transaction_that_noted_something_ends_after_a_minute_of_idleness(connection: Connection) -> None:
     """A stopped process must not keep the next delivery waiting for ever."""
-    note(connection, entry())
+    record_effect(connection, entry())
     assert connection.execute("SHOW idle_in_transaction_session_timeout").fetchone() == ("1min",)
     connection.commit()
     assert connection.execute("SHOW idle_in_transaction_session_timeout").fetchone() == ("0",)
@@ -154,29 +154,29 @@ def test_sqlalchemy_and_async_connections_will_do(database_dsn: str) -> None:
     url = sqlalchemy.make_url(database_dsn).set(drivername="postgresql+psycopg")
     engine = sqlalchemy.create_engine(url)
     with engine.begin() as core:
-        note(core, entry())
+        record_effect(core, entry())
     with sqlalchemy.orm.Session(engine) as session, pytest.raises(AlreadyApplied):
-        note(session, entry())
+        record_effect(session, entry())
     alone = engine.execution_options(isolation_level="AUTOCOMMIT")
     with sqlalchemy.orm.Session(alone) as session, pytest.raises(InvalidInput, match="no transaction"):
-        note(session, entry(2))
+        record_effect(session, entry(2))
     with alone.begin() as core, pytest.raises(InvalidInput, match="no transaction"):
-        note(core, entry(2))
+        record_effect(core, entry(2))
     engine.dispose()
 
     async def deliver() -> None:
         async with await psycopg.AsyncConnection.connect(database_dsn) as connection:
-            await anote(connection, entry(2))
+            await arecord_effect(connection, entry(2))
         async with await psycopg.AsyncConnection.connect(database_dsn, autocommit=True) as connection:
             with pytest.raises(InvalidInput, match="no transaction"):
-                await anote(connection, entry(2))
+                await arecord_effect(connection, entry(2))
         engine = create_async_engine(url)
         async with engine.begin() as core:
             with pytest.raises(AlreadyApplied):
-                await anote(core, entry(2))
+                await arecord_effect(core, entry(2))
         async with engine.execution_options(isolation_level="AUTOCOMMIT").begin() as core:
             with pytest.raises(InvalidInput, match="no transaction"):
-                await anote(core, entry(3))
+                await arecord_effect(core, entry(3))
         await engine.dispose()
 
     asyncio.run(deliver())
@@ -189,7 +189,7 @@ def test_sqlalchemy_and_async_connections_will_do(database_dsn: str) -> None:
 def one(start_stage: StartStage, redis_url: str) -> Stage:
     stage = start_stage(redis_url, partitions=1)
     with psycopg.connect(stage.dsn, autocommit=True) as connection:
-        connection.execute("CREATE TABLE sink (place bigserial, body text)")
+        connection.execute("CREATE TABLE sink (position bigserial, body text)")
     return stage
 
 
@@ -303,7 +303,7 @@ def test_an_async_handler_notes_each_name_once(one: Stage) -> None:
 def test_receivers_need_neither_token_nor_turn_for_it(one: Stage) -> None:
     one.send([("k", b"1"), ("k", b"2")])
     with Receiver(one.topic, group="g", settings=one.settings()) as receiver, psycopg.connect(one.dsn) as connection:
-        first, second = receiver.receive(invisible_s=0.02)
+        first, second = receiver.receive(visibility_timeout_s=0.02)
         again = receiver.receive(wait_s=5)
         for message in (second, *again):
             try:
@@ -453,10 +453,10 @@ def test_rows_of_groups_that_nobody_knows_go_by_age(database_dsn: str) -> None:
         with psycopg.connect(database_dsn) as connection:
             for group in (7, 8):
                 for seq in range(1, 4):
-                    note(connection, entry(seq, group=group))
+                    record_effect(connection, entry(seq, group=group))
         assert [(row.group_id, row.messages) for row in inbox_stats(database)] == [(7, 3), (8, 3)]
-        found = look_up(database, 7, "3:512:2")
+        found = find_effect(database, 7, "3:512:2")
         assert found is not None
         assert (found.source, found.lp, found.seq) == (3, 512, 2)
-        assert look_up(database, 7, "3:512:9") is None
+        assert find_effect(database, 7, "3:512:9") is None
         assert clean_inbox(database, database, prefix="mq", horizon_s=0.0) == 6

@@ -14,7 +14,7 @@ import pytest
 
 from mqlayer.postgres.migrations import migrate
 from mqlayer.stack import Stack
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]

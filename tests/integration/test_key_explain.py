@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from mqlayer import Context
-from mqlayer.changes import merge, split
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import KeyTooLarge
-from mqlayer.inspecting import SCAN_LIMIT, explain_key
-from mqlayer.membership import GroupSettings, apply_seek, ensure_group, leave, planned_seek
+from mqlayer.groups import GroupSettings, apply_seek, ensure_group, leave, planned_seek
+from mqlayer.inspect import SCAN_LIMIT, explain_key
 from mqlayer.postgres.database import Database
 from mqlayer.relay import relay_once
-from mqlayer.routes.cache import RouteCache
+from mqlayer.routes import merge, split
+from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.commands import Commands
-from tests.fixtures.consuming import Recorder, Stage
+from tests.fixtures.consumers import Recorder, Stage
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
-from tests.proof.hand import Hand
+from tests.fixtures.wait import wait_until
+from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
 KEYS = 6
@@ -97,7 +97,7 @@ def test_a_key_that_fails_is_explained_by_its_head_and_the_others_have_nothing_w
     assert "1 failed attempt since" in said[4]
     assert said[5] == "behind it: 9 messages of the key"
     owner = found["current"]["owner"]
-    assert said[6].startswith(f"partition {partition}: owner {owner}, stands still: offset 1 failed once, its head is ")
+    assert said[6].startswith(f"partition {partition}: owner {owner}, is stuck: offset 1 failed once, its head is ")
     assert said[7] == f"run next: {found['run_next']}"
 
     other = explained(typed, "key-1", "g")
@@ -108,14 +108,14 @@ def test_a_key_hidden_behind_an_undrained_parent_is_led_to_what_the_parent_waits
     world: OutboxWorld, database: Database, typed: Commands
 ) -> None:
     publish(world, "a")
-    hand = Hand(database, world.key_prefix, "orders")
-    hand.consume(1, 2 * KEYS - 1)
+    member = ManualMember(database, world.key_prefix, "orders")
+    member.consume(1, 2 * KEYS - 1)
     split(database, "orders", 1, at=[500], prefix=world.key_prefix)
     publish(world, "b")
     # What is left of the parent is the last message of the last key.
     found = explained(typed, "key-0")
     successor = found["publishes_to"]
-    names = ("first_version", "last_version", "partition", "state", "sight")
+    names = ("first_version", "last_version", "partition", "state", "visibility")
     crossed = [tuple(one[name] for name in names) for one in found["crossed"]]
     assert crossed == [(1, 1, 1, "sealed", "readable"), (2, None, successor, "open", "hidden")]
     assert found["current"]["partition"] == 1
@@ -131,11 +131,11 @@ def test_a_key_hidden_behind_an_undrained_parent_is_led_to_what_the_parent_waits
     next_one = typed.text(*shlex.split(command)[1:])
     assert "run next: nothing: it is being handled" in next_one
     assert explained(typed, f"key-{KEYS - 1}")["hidden_behind"] == []
-    hand.consume(1, report=False)
+    member.consume(1, report=False)
     assert "its owner says so next" in explained(typed, "key-0")["run_next"]
-    hand.consume_all()
+    member.consume_all()
     after = explained(typed, "key-0")
-    assert [one["sight"] for one in after["crossed"]] == ["drained", "readable"]
+    assert [one["visibility"] for one in after["crossed"]] == ["drained", "readable"]
     assert (after["current"]["partition"], after["run_next"]) == (successor, "nothing: no message of it waits")
 
 
@@ -145,17 +145,17 @@ def test_a_merged_partition_waits_for_the_parent_that_the_key_was_never_in(
     world = OutboxWorld(database_dsn, key_prefix, [redis_url])
     world.add_topic("orders", partitions=2)
     publish(world, "a")
-    hand = Hand(database, key_prefix, "orders")
+    member = ManualMember(database, key_prefix, "orders")
     key = next(f"key-{n}" for n in range(KEYS) if lp_of(b"key-%d" % n) < 512)
     merge(database, "orders", [1, 2], prefix=key_prefix)
-    hand.consume(1)
+    member.consume(1)
     publish(world, "b")
-    hand.look(2)
+    member.position(2)
     found = explained(typed, key)
     assert [one["partition"] for one in found["crossed"]] == [1, 3]
     assert (found["current"]["partition"], found["head"]["partition"]) == (3, 3)
     assert [one["partition"] for one in found["hidden_behind"]] == [2]
-    leave(database, hand.session)
+    leave(database, member.session)
     assert explained(typed, key)["run_next"] == "mqlayer consume MODULE:APP  # no member of the group lives"
 
 
@@ -165,12 +165,12 @@ def test_a_node_that_is_away_hides_what_it_holds_and_is_named(
     server = start_redis()
     world = OutboxWorld(database_dsn, key_prefix, [server.url])
     world.add_topic("orders", partitions=1)
-    hand = Hand(database, key_prefix, "orders")
-    hand.look(1)
+    member = ManualMember(database, key_prefix, "orders")
+    member.position(1)
     assert explained(typed, "key-0")["run_next"] == "nothing: no message of it waits"
     server.kill()
     found = explained(typed, "key-0")
-    assert (found["head"], found["not_searched"], found["current"]["stands_still"]["reason"]) == (
+    assert (found["head"], found["not_searched"], found["current"]["stuck"]["reason"]) == (
         None,
         [1],
         "node_away",
@@ -185,9 +185,9 @@ def test_the_search_ends_at_its_bound_and_says_so(stage: Stage, database: Databa
     keys = [key for key in (f"k{n}" for n in range(100)) if stage.route.range_of(lp_of(key.encode())).partition == 1]
     many, early, late = keys[:3]
     stage.send([(early, b"1"), *((many, b"2") for _ in range(SCAN_LIMIT - 2)), (early, b"3"), (late, b"4")])
-    Hand(database, stage.prefix, "orders").look(1)
+    ManualMember(database, stage.prefix, "orders").position(1)
     found = explained(typed, early)
-    assert (found["head"]["offset"], found["behind_it"], found["looked_at"], found["cut"]) == (1, 1, SCAN_LIMIT, True)
+    assert (found["head"]["offset"], found["behind_it"], found["scanned"], found["cut"]) == (1, 1, SCAN_LIMIT, True)
     assert explained(typed, many)["behind_it"] == SCAN_LIMIT - 3
     beyond = explained(typed, late)
     assert (beyond["head"], beyond["cut"]) == (None, True)
@@ -198,8 +198,8 @@ def test_the_search_ends_at_its_bound_and_says_so(stage: Stage, database: Databa
 
 def test_a_seek_brings_back_what_was_settled(world: OutboxWorld, database: Database, typed: Commands) -> None:
     publish(world, "a")
-    hand = Hand(database, world.key_prefix, "orders")
-    hand.consume_all()
+    member = ManualMember(database, world.key_prefix, "orders")
+    member.consume_all()
     assert explained(typed, "key-3")["head"] is None
     with closing(RouteCache(database)) as routes:
         plan = planned_seek(database, routes, topic="orders", name="ledger", to="earliest", prefix=world.key_prefix)
@@ -209,7 +209,7 @@ def test_a_seek_brings_back_what_was_settled(world: OutboxWorld, database: Datab
     assert found["run_next"] == "nothing: hand is about to take partition 1"
     typed.text("group", "pause", "orders", "ledger")
     found = explained(typed, "key-3")
-    assert found["current"]["stands_still"]["reason"] == "paused"
+    assert found["current"]["stuck"]["reason"] == "paused"
     assert found["run_next"] == "mqlayer group resume orders ledger  # it is paused"
 
 

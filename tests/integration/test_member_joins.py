@@ -12,11 +12,11 @@ from statistics import median
 import pytest
 
 from mqlayer import App, Context
-from mqlayer.consuming.member import Member
-from mqlayer.membership.members import Beat
-from mqlayer.membership.steering import set_group
-from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
-from tests.fixtures.waiting import wait_until
+from mqlayer.consuming.ordered.member import Member
+from mqlayer.groups.admin import set_group
+from mqlayer.groups.members import HeartbeatReply
+from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
+from tests.fixtures.wait import wait_until
 
 PARTITIONS = 12
 
@@ -57,7 +57,7 @@ class Watched:
 def test_one_more_member_under_load_moves_few_partitions_and_the_others_go_on(
     start_stage: StartStage, redis_url: str, members: int
 ) -> None:
-    """Case 45: those that stay keep their owner and epoch, and stand still no longer than before it came."""
+    """Case 45: those that stay keep their owner and epoch, and get stuck no longer than before it came."""
     stage = start_stage(redis_url, partitions=PARTITIONS)
     watched = Watched()
     apps: list[App] = [stage.consume(watched) for _ in range(members)]
@@ -89,19 +89,19 @@ def test_one_more_member_under_load_moves_few_partitions_and_the_others_go_on(
     for partition in after.keys() - moved:
         assert watched.epochs[partition] == {before[partition][1]}, "it was taken anew"
         times = [at for at in watched.times[partition] if began - 0.5 <= at <= ended]
-        assert max(later - earlier for earlier, later in pairwise(times)) < 2.0, "it stood still"
+        assert max(later - earlier for earlier, later in pairwise(times)) < 2.0, "it was stuck"
 
 
 class LateAnswers:
     """Has a member hear each answer of its heartbeats once more, behind every later one."""
 
     def __init__(self, member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.heard: list[Beat] = []
+        self.heard: list[HeartbeatReply] = []
         self.late, self.changes = 0, list[str]()
-        self._member, self._follow = member, member.follow
+        self._member, self._follow = member, member.apply_assignments
         monkeypatch.setattr(member, "follow", self._hear)
 
-    def _hear(self, answer: Beat) -> None:
+    def _hear(self, answer: HeartbeatReply) -> None:
         self._follow(answer)
         wanted = {assigned.partition for assigned in answer.assignments if not assigned.release}
         for late in self.heard:
@@ -120,10 +120,10 @@ class LateAnswers:
 
     def _settings(self) -> tuple[object, ...]:
         member = self._member
-        return (member.rules, member.tag_filter, member.archived, member._assigned, member.allowance.limit)
+        return (member.rules, member.tag_filter, member.archived, member._assigned, member.rate_limiter.limit)
 
     def _held(self) -> dict[int, int]:
-        return {int(held.partition): held.epoch for held in self._member.all_holdings()}
+        return {int(owned.partition): owned.epoch for owned in self._member.all_partitions()}
 
 
 def test_an_answer_of_an_earlier_allocation_that_comes_late_is_ignored(
@@ -133,18 +133,18 @@ def test_an_answer_of_an_earlier_allocation_that_comes_late_is_ignored(
     stage = start_stage(redis_url, partitions=4)
     recorder = Recorder()
     first = member_of(stage.consume(recorder))
-    wait_until(lambda: len(first.holdings()) == 4, what="all partitions")
+    wait_until(lambda: len(first.owned()) == 4, what="all partitions")
     answers = LateAnswers(first, monkeypatch)
     heard = answers.heard
     wait_until(lambda: heard, what="an answer that is late later on")
     second = stage.consume(recorder)
     other = member_of(second)
-    wait_until(lambda: [len(first.holdings()), len(other.holdings())] == [2, 2], what="half each")
+    wait_until(lambda: [len(first.owned()), len(other.owned())] == [2, 2], what="half each")
     stage.send_numbers(keys=8, each=20)
     set_group(stage.database, stage.topic, "g", actor="a test", attempt_limit=5, rate_limit=1e6)
     wait_until(lambda: first.rules.attempt_limit == 5, what="the new settings")
     second.stop()
-    wait_until(lambda: len(first.holdings()) == 4, what="all partitions again")
+    wait_until(lambda: len(first.owned()) == 4, what="all partitions again")
     stage.send_numbers(keys=8, each=20, first=21)
     stage.wait_settled()
     beats = len(heard)
@@ -155,7 +155,7 @@ def test_an_answer_of_an_earlier_allocation_that_comes_late_is_ignored(
     recorder.assert_in_order()
     assert recorder.count() == 8 * 40
     epochs = {partition: epoch for partition, _, epoch, _ in stage.assignments()}
-    assert {int(held.partition): held.epoch for held in first.all_holdings()} == epochs
+    assert {int(owned.partition): owned.epoch for owned in first.all_partitions()} == epochs
 
 
 def test_a_waiting_member_wakes_at_once_when_something_is_published(stage: Stage) -> None:
@@ -166,7 +166,7 @@ def test_a_waiting_member_wakes_at_once_when_something_is_published(stage: Stage
         begun.append(time.monotonic())
 
     app = stage.consume(note)
-    wait_until(lambda: len(member_of(app).holdings()) == 2, what="both partitions")
+    wait_until(lambda: len(member_of(app).owned()) == 2, what="both partitions")
     waits = []
     for number in range(1, 21):
         sent = time.monotonic()
@@ -195,7 +195,7 @@ def test_appends_behind_a_blocked_head_are_read_and_wake_nobody_but_the_reader(s
     assert used.pop("mqlayer-g-node-1-reading") < 0.3
     # By pick-up and settling none at all; a thread that looked at each append would take a multiple of this.
     assert max(used.values()) < 0.03, used
-    wait_until(lambda: max(held.next_read for held in member_of(app)._holdings.all()) == 1_201, what="all read")
+    wait_until(lambda: max(owned.next_read for owned in member_of(app)._partitions.all()) == 1_201, what="all read")
 
 
 def used_s() -> dict[str, float]:

@@ -19,7 +19,7 @@ from mqlayer.errors import SchemaMismatch, StoreUnavailable
 from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.migrations import SCHEMAS, SchemaName, check_schema, latest, migrate, migrations, script
 from mqlayer.postgres.queries import queries, query
-from tests.fixtures.forking import run_python
+from tests.fixtures.forked_programs import run_python
 from tests.fixtures.later_steps import LATER, WARNING, with_later_step
 from tests.fixtures.roles import grant_application
 
@@ -102,7 +102,7 @@ def test_an_older_database_is_refused_until_it_is_migrated_and_keeps_its_rows(
             assert migrate(database_dsn) == list(LATER.values())
         check_schema(connection, "control", "postgres")
         assert connection.execute("SELECT name FROM mqlayer.job").fetchall() == [("kept",)]
-    told = [record.__dict__.get("text") for record in caplog.records if record.message == "migration_says"]
+    told = [record.__dict__.get("text") for record in caplog.records if record.message == "migration_notice"]
     assert told == [WARNING] * 2
 
 
@@ -193,7 +193,7 @@ def test_a_fenced_transaction_ends_after_a_minute_of_idleness_at_the_latest(
 
 
 TABLES = [
-    "topic", "counter", "outbox", "relayed", "set_aside", "voided",
+    "topic", "counter", "outbox", "relayed", "quarantined", "voided",
     "identity", "relay", "lp_set", "fence_epoch", "fence_applied",
 ]  # fmt: skip
 INNER = [

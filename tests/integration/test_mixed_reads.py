@@ -12,18 +12,18 @@ from typing import Final, Literal
 import pytest
 
 from mqlayer import Batch, BatchOf, Context
-from mqlayer.changes import split
 from mqlayer.domain.message import encode_facts, void_facts
 from mqlayer.domain.routing import lp_of
 from mqlayer.domain.tags import tags_text
-from mqlayer.inspecting import group_standings
-from mqlayer.membership.groups import find_group
-from mqlayer.redis.partitions import Run, append_command
-from mqlayer.routes.cache import load_route
+from mqlayer.groups.group import find_group
+from mqlayer.inspect import group_statuses
+from mqlayer.redis.partition_scripts import MessageRun, append_command
+from mqlayer.routes import split
+from mqlayer.runtime.route_cache import load_route
 from mqlayer.topics import create_topic
-from tests.fixtures.consuming import SOURCE, Stage
-from tests.fixtures.sharing import share
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.consumers import SOURCE, Stage
+from tests.fixtures.shared_members import share
+from tests.fixtures.wait import wait_until
 
 WANTED, ALIKE, OTHER, VOID = "t26821", "t49091", "other", "void"
 """A wanted tag, one with its hash, one without; and no message at all."""
@@ -64,10 +64,10 @@ class Mixed:
             if kind == WANTED:
                 self.wanted.append(body)
         lp = lp_of(KEY)
-        with self._stage.line() as line:
+        with self._stage.connection() as connection:
             partition = self._stage.route.range_of(lp).partition
-            run = Run(lp, first, len(kinds), fields)
-            (reply,) = line.call([append_command(line, self._stage.prefix, partition, SOURCE, [run])])
+            run = MessageRun(lp, first, len(kinds), fields)
+            (reply,) = connection.call([append_command(connection, self._stage.prefix, partition, SOURCE, [run])])
         assert reply[0] == b"ok", reply
 
     def split(self) -> None:
@@ -79,9 +79,9 @@ class Mixed:
         self._stage.route = load_route(self._stage.database, TOPIC)
 
     def lag(self) -> int:
-        (standing,) = group_standings(self._stage.database, TOPIC, "g", prefix=self._stage.prefix)
-        assert standing.lag is not None
-        return standing.lag
+        (status,) = group_statuses(self._stage.database, TOPIC, "g", prefix=self._stage.prefix)
+        assert status.lag is not None
+        return status.lag
 
 
 def consume(stage: Stage, way: Way) -> list[bytes]:

@@ -12,8 +12,8 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.errors import AccessDenied, Conflict, InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.redis.access import NodeAccess, access_here, broker_access, broker_url, forget_access, use_access
-from mqlayer.redis.asking import ask_server
-from mqlayer.redis.nodes import Node, NodeConnection
+from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.server_info import read_server_info
 from mqlayer.settings import Settings
 from mqlayer.stack import RedisServer
 from mqlayer.topics import list_nodes, register_node, set_node_address
@@ -81,14 +81,14 @@ def test_a_new_password_counts_from_the_next_connection_on(
     database: Database, guarded: RedisServer, password_file: Path
 ) -> None:
     node = register_node(database, name="n1", url=guarded.url)
-    with NodeConnection(node) as line:
-        assert line.call([("ACL", "SETUSER", "app", f">{SECOND}", f"<{PASSWORD}")]) == [b"OK"]
-        line.close()
+    with NodeConnection(node) as connection:
+        assert connection.call([("ACL", "SETUSER", "app", f">{SECOND}", f"<{PASSWORD}")]) == [b"OK"]
+        connection.close()
         with pytest.raises(AccessDenied, match="MQLAYER_REDIS_USER") as denied:
-            line.connect()
+            connection.connect()
         assert PASSWORD not in str(denied.value)
         password_file.write_text(SECOND)
-        assert line.call([("ACL", "WHOAMI")]) == [b"app"]
+        assert connection.call([("ACL", "WHOAMI")]) == [b"app"]
 
 
 @pytest.mark.parametrize("fault", ["missing", "empty"])
@@ -124,9 +124,9 @@ def test_a_nodes_url_that_logs_in_besides_the_settings_is_refused(form: str, mon
     """Postgres refuses such rows; this is for one that came there all the same."""
     monkeypatch.setenv("MQLAYER_REDIS_USER", "app")
     monkeypatch.setenv("MQLAYER_REDIS_PASSWORD", PASSWORD)
-    line = NodeConnection(Node(NodeId(1), "n1", form.format("old", "0ld"), None), any_run=True)
+    connection = NodeConnection(Node(NodeId(1), "n1", form.format("old", "0ld"), None), any_run=True)
     with pytest.raises(AccessDenied, match="its URL holds a user or a password") as refused:
-        line.connect()
+        connection.connect()
     assert "0ld" not in str(refused.value)
 
 
@@ -134,7 +134,7 @@ def test_settings_take_the_place_of_what_the_brokers_url_logs_in_with(guarded: R
     for query, before in (("", "old:0ld@"), ("?username=old&password=0ld", "")):
         url = guarded.url.replace("redis://", f"redis://{before}") + query
         settings = Settings(broker_url=url, broker_user="app", broker_password=PASSWORD)  # type: ignore[arg-type]
-        assert ask_server(url, timeout_s=5.0, access=broker_access(settings)).run_id
+        assert read_server_info(url, timeout_s=5.0, access=broker_access(settings)).run_id
 
 
 def test_settings_of_the_program_count_for_the_whole_process() -> None:

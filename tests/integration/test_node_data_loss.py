@@ -10,15 +10,15 @@ import pytest
 import redis
 
 from mqlayer import failpoints
-from mqlayer.changes import bring_back_nodes
 from mqlayer.errors import ConfigurationRefused, Conflict, NodeNotArmed, StoreUnavailable
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
-from mqlayer.redis.nodes import NodeConnection
-from mqlayer.redis.partitions import Run, append_command
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.partition_scripts import MessageRun, append_command
+from mqlayer.routes import rearm_lost_nodes
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, list_nodes, nodes, rearm_node, register_node
-from mqlayer.topics.mending import Mender
+from mqlayer.topics.node_repair import NodeRepair
 from tests.fixtures.servers import StartRedis
 
 
@@ -82,7 +82,7 @@ def test_a_partition_that_is_there_is_left_as_it_is(database: Database, client: 
 
 
 @pytest.mark.parametrize("restarted", [True, False], ids=["restarted", "emptied"])
-@pytest.mark.parametrize("place", ["rearm.before_raise", "rearm.before_remake", "rearm.before_arm"])
+@pytest.mark.parametrize("place", ["rearm.before_fence", "rearm.before_remake", "rearm.before_arm"])
 def test_what_broke_half_way_is_finished_by_the_next(
     database: Database, client: redis.Redis, server: RedisServer, key_prefix: str, place: str, restarted: bool
 ) -> None:
@@ -99,8 +99,8 @@ def test_what_broke_half_way_is_finished_by_the_next(
             rearm_node(database, "n1", prefix=key_prefix)
     finally:
         failpoints.disarm_all()
-    with pytest.raises(NodeNotArmed), NodeConnection(list_nodes(database)[0]) as line:
-        line.connect()
+    with pytest.raises(NodeNotArmed), NodeConnection(list_nodes(database)[0]) as node_connection:
+        node_connection.connect()
     append()
     node, epochs = rearm_node(database, "n1", prefix=key_prefix)
     assert epochs == 1
@@ -115,15 +115,15 @@ def test_a_node_that_is_emptied_while_it_is_armed_stays_unarmed(
 ) -> None:
     """Between the epochs and the partitions: these would be there, and the locks of before could be taken."""
     client.flushall()
-    plain, times = Mender.mend, [3]
+    plain, times = NodeRepair.repair, [3]
 
-    def mend(mender: Mender, raised: Any) -> None:
+    def mend(mender: NodeRepair, raised: Any) -> None:
         plain(mender, raised)
         if times[0]:
             times[0] -= 1
             client.flushall()
 
-    monkeypatch.setattr(Mender, "mend", mend)
+    monkeypatch.setattr(NodeRepair, "repair", mend)
     for _ in range(3):
         with pytest.raises(StoreUnavailable, match="again while it was armed"):
             rearm_node(database, "n1", prefix=key_prefix)
@@ -138,14 +138,14 @@ def test_epochs_are_in_force_in_a_partition_from_the_moment_that_it_is_there(
 ) -> None:
     """Also where the node is emptied between the two: else a woken owner takes the lock under its epoch of before."""
     client.flushall()
-    plain, epochs = Mender.mend, []
+    plain, epochs = NodeRepair.repair, []
 
-    def mend(mender: Mender, raised: Any) -> None:
+    def mend(mender: NodeRepair, raised: Any) -> None:
         client.flushall()
         plain(mender, raised)
         epochs.append(client.hget(group_keys(key_prefix, 1, 1).lock, "epoch"))
 
-    monkeypatch.setattr(Mender, "mend", mend)
+    monkeypatch.setattr(NodeRepair, "repair", mend)
     rearm_node(database, "n1", prefix=key_prefix)
     assert epochs == [b"1"]
 
@@ -159,7 +159,7 @@ def test_a_node_that_lost_more_while_it_is_armed_has_what_goes_by_offsets_lowere
     client.hset(partition_keys(key_prefix, 2).meta, "next", "77")
     server.restart()
     client.delete(partition_keys(key_prefix, 1).meta)
-    plain, tries = nodes._Arming.run, []
+    plain, tries = nodes._NodeArming.run, []
 
     def run(arming: Any, *args: Any, **options: Any) -> Any:
         tries.append(1)
@@ -167,7 +167,7 @@ def test_a_node_that_lost_more_while_it_is_armed_has_what_goes_by_offsets_lowere
             client.delete(partition_keys(key_prefix, 2).meta)
         return plain(arming, *args, **options)
 
-    monkeypatch.setattr(nodes._Arming, "run", run)
+    monkeypatch.setattr(nodes._NodeArming, "run", run)
     failpoints.arm("rearm.before_arm", "raise")
     try:
         with pytest.raises(failpoints.FailpointHit):
@@ -191,19 +191,19 @@ def test_a_partition_in_force_that_waits_for_its_marks_is_opened_by_a_worker(
 ) -> None:
     """It was opened on a run that another one took the place of."""
     client.hset(partition_keys(key_prefix, 2).meta, "state", "importing")
-    assert bring_back_nodes(database, prefix=key_prefix) == {"n1": "armed"}
+    assert rearm_lost_nodes(database, prefix=key_prefix) == {"n1": "armed"}
     assert meta(client, key_prefix, 2)[b"state"] == b"open"
-    assert bring_back_nodes(database, prefix=key_prefix) == {}
+    assert rearm_lost_nodes(database, prefix=key_prefix) == {}
 
 
 def append_as_before(database: Database, prefix: str) -> Callable[[], None]:
     """Return what appends, where it still can, by a line from before: nobody told it that its node is disarmed."""
-    line = NodeConnection(list_nodes(database)[0])
-    line.connect()
+    connection = NodeConnection(list_nodes(database)[0])
+    connection.connect()
 
     def append() -> None:
         with contextlib.suppress(StoreUnavailable):
-            line.call([append_command(line, prefix, 1, 7, [Run(0, 1, 1, [b"0", b"k", b"x"])])])
+            connection.call([append_command(connection, prefix, 1, 7, [MessageRun(0, 1, 1, [b"0", b"k", b"x"])])])
 
     return append
 

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import pytest
 
-from mqlayer.changes import merge, split
 from mqlayer.domain.routing import LP_COUNT, lp_of
 from mqlayer.postgres.database import Database
+from mqlayer.routes import merge, split
 from mqlayer.spark.transforms import order
-from mqlayer.spark.transforms.placing import lp_of_key
+from mqlayer.spark.transforms.lp import lp_of_key
 from mqlayer.topics import rearm_node
 from tests.fixtures.archived_topics import CUT, LINEAGE, RECORDS, ArchivedTopic, Row, random_topic
 from tests.fixtures.servers import StartRedis

@@ -25,10 +25,10 @@ from celery.result import AsyncResult
 from mqlayer import RetryLater, outbox
 from mqlayer.errors import BodyTooLarge, Conflict, InvalidInput, MessageTimeout, NotFound
 from mqlayer.relay import relay_once
-from mqlayer.workers import stores
-from mqlayer.workers.ordered import OrderedTask, consume_tasks, ordered_task
-from tests.fixtures.consuming import QUICK_BACKOFF_S, Recorder, Stage
-from tests.fixtures.waiting import wait_until
+from mqlayer.workers import connections
+from mqlayer.workers.ordered_tasks import OrderedTask, consume_tasks, ordered_task
+from tests.fixtures.consumers import QUICK_BACKOFF_S, Recorder, Stage
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import QUICK
 
 NO_BROKER = "redis://127.0.0.1:1/0"
@@ -39,12 +39,12 @@ def celery(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     """An application whose broker is not there, with results in files."""
     monkeypatch.setenv("MQLAYER_DSN", stage.dsn)
     monkeypatch.setenv("MQLAYER_KEY_PREFIX", stage.prefix)
-    stores.close()
+    connections.close()
     app = Celery("shop", broker=NO_BROKER, backend=(tmp_path / "results").as_uri(), set_as_current=False)
     (tmp_path / "results").mkdir()
     app.conf.result_extended = True
     yield app
-    stores.close()
+    connections.close()
     app.close()
 
 
@@ -307,7 +307,7 @@ def test_a_result_that_cannot_be_stored_does_not_repeat_the_body(
     def lost() -> int:
         return [record.getMessage() for record in caplog.records].count("task_result_lost")
 
-    with caplog.at_level(logging.ERROR, "mqlayer.workers.ordered"):
+    with caplog.at_level(logging.ERROR, "mqlayer.workers.ordered_tasks"):
         step.delay("a")
         run()
         stage.wait_settled()

@@ -19,11 +19,11 @@ from celery import Celery
 
 from mqlayer.errors import NotFound
 from mqlayer.stack import RedisServer
-from mqlayer.workers import stores
-from mqlayer.workers.ordered import OrderedTask, ordered_task
-from tests.fixtures.consuming import Stage, StartStage
+from mqlayer.workers import connections
+from mqlayer.workers.ordered_tasks import OrderedTask, ordered_task
+from tests.fixtures.consumers import Stage, StartStage
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 PROGRAM: Final = """
 import os, pathlib
@@ -31,7 +31,7 @@ import os, pathlib
 import mqlayer
 from celery import Celery
 from mqlayer.workers.bootstep import host_consumers
-from mqlayer.workers.ordered import consume_tasks, ordered_task
+from mqlayer.workers.ordered_tasks import consume_tasks, ordered_task
 
 celery = Celery("shop", broker=os.environ["BROKER"], include=["shop_tasks"])
 celery.conf.task_ignore_result = True
@@ -42,7 +42,7 @@ consume_tasks(consumers, celery, topic="orders", backoff_s=(0.05,))
 TASKS: Final = """
 import os, pathlib
 
-from mqlayer.workers.ordered import ordered_task
+from mqlayer.workers.ordered_tasks import ordered_task
 from shop import celery
 
 place = pathlib.Path(os.environ["RAN"])
@@ -144,10 +144,10 @@ def shop(stage: Stage, start_redis: StartRedis, tmp_path: Path, monkeypatch: pyt
     """The shop's programs; calls of this process go to the same topic."""
     monkeypatch.setenv("MQLAYER_DSN", stage.dsn)
     monkeypatch.setenv("MQLAYER_KEY_PREFIX", stage.prefix)
-    stores.close()
+    connections.close()
     with ExitStack() as cleanup:
         yield Shop(stage, start_redis(), tmp_path, cleanup)
-    stores.close()
+    connections.close()
 
 
 @pytest.fixture

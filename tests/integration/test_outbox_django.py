@@ -15,9 +15,9 @@ from psycopg.conninfo import conninfo_to_dict
 from mqlayer import PopMessage, Versions, outbox
 from mqlayer.domain.message import Identity
 from mqlayer.domain.tags import tags_text
-from mqlayer.effects import InboxEntry, note
 from mqlayer.errors import AlreadyApplied, InvalidInput, NotFound, TransactionConflict
-from mqlayer.popping.messages import Token
+from mqlayer.idempotency import InboxEntry, record_effect
+from mqlayer.receiving.pop_message import Token
 from tests.fixtures.outboxes import CommittedOutbox
 
 
@@ -154,14 +154,14 @@ def test_an_alias_will_do_where_django_knows_it(connection: Any, committed: Comm
 def test_the_inbox_notes_a_message_with_its_block_and_needs_one(connection: Any) -> None:
     entry = InboxEntry(1, "g", "orders", Identity(1, 2, 3))
     with pytest.raises(ZeroDivisionError), transaction.atomic():  # noqa: PT012
-        note(connection, entry)
+        record_effect(connection, entry)
         raise ZeroDivisionError
     with transaction.atomic():
-        note(connection, entry)
+        record_effect(connection, entry)
     with transaction.atomic(), pytest.raises(AlreadyApplied):
-        note(connection, entry)
+        record_effect(connection, entry)
     with pytest.raises(InvalidInput, match="no transaction is open"):
-        note(connection, entry)
+        record_effect(connection, entry)
 
 
 def test_versions_are_taken_with_their_block(connection: Any) -> None:

@@ -24,7 +24,7 @@ from mqlayer.errors import (
     TransactionConflict,
 )
 from tests.fixtures.outboxes import BODY_LIMIT, CommittedOutbox
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 

@@ -17,8 +17,8 @@ from sqlalchemy.orm import Session
 from mqlayer import outbox
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import BodyTooLarge, InvalidInput, KeyTooLarge, NotFound, StoreUnavailable, TransactionConflict
+from mqlayer.postgres.caller_connections import run_one_async
 from mqlayer.postgres.database import translate
-from mqlayer.postgres.sessions import run_one_async
 from tests.fixtures.outboxes import BODY_LIMIT, CommittedOutbox
 from tests.fixtures.roles import grant_application
 

@@ -1,6 +1,6 @@
 """Cases 72 to 74: writers race on a few keys without a lock of their own, and the outbox keeps the order of commits.
 
-The same writers and the same judge show that two published recipes do not: see tests/proof/planted.py.
+The same writers and the same judge show that two published recipes do not: see tests/proof/planted_bugs.py.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.relay import Relay, relay_once
-from mqlayer.routes.cache import load_route
+from mqlayer.runtime.route_cache import load_route
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.checker import Breach, Verdict, check
 from tests.proof.history import History, MessageEvent, Publish, read_histories
 from tests.proof.outbox_race import GROUP, Race, delivered, run_race, run_writers
-from tests.proof.planted import Outbox, OutboxById, OutboxByTransaction
+from tests.proof.planted_bugs import Outbox, OutboxById, OutboxByTransaction
 from tests.proof.streams import read_partition, record_count
 
 ROUNDS_LIMIT_S = 60.0

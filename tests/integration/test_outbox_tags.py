@@ -18,7 +18,7 @@ from mqlayer.domain.tags import tags_text
 from mqlayer.errors import InvalidInput, ReservedHeader
 from mqlayer.postgres.database import translate
 from mqlayer.relay import relay_once
-from tests.fixtures.consuming import Recorder, Stage
+from tests.fixtures.consumers import Recorder, Stage
 from tests.fixtures.roles import grant_application
 
 ROLE = "shop_of_tag_tests"

@@ -8,13 +8,13 @@ from collections import Counter
 from typing import Any
 
 from mqlayer import Context
-from mqlayer.archiving import archive_pass, create_snapshot
+from mqlayer.archive import archive_pass, create_snapshot
 from mqlayer.errors import Reject
-from mqlayer.failures import DeadFilter, new_worker, release_parked, start_redrive, work_on
+from mqlayer.redelivery import DeadFilter, new_worker, release_parked, start_redrive, work_on
 from mqlayer.topics import set_archived
-from tests.fixtures.consuming import Recorder, Stage, member_of
-from tests.fixtures.lacking import import_or_leave_out
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.consumers import Recorder, Stage, member_of
+from tests.fixtures.missing_tools import import_or_leave_out
+from tests.fixtures.wait import wait_until
 
 import_or_leave_out("pyspark")
 
@@ -60,8 +60,8 @@ class Members:
 def test_jobs_say_what_the_handlers_saw(stage: Stage, spark: Any) -> None:
     """Case 79: latency, failures and fairness of two groups of two members, with keys that fail, die, are parked,
     released and redriven."""
-    from mqlayer.spark.jobs.framework import Wish
-    from mqlayer.spark.jobs.running import JOBS, tables_of
+    from mqlayer.spark.jobs.job import JobParams
+    from mqlayer.spark.jobs.runner import JOBS, tables_of
 
     set_archived(stage.database, stage.topic, archived=True)
     gate = threading.Event()
@@ -93,15 +93,15 @@ def test_jobs_say_what_the_handlers_saw(stage: Stage, spark: Any) -> None:
     create_snapshot(stage.database, "s")
 
     tables = tables_of(spark, "s", dsn=stage.dsn)
-    facts = {name: JOBS[name](tables, Wish()).facts for name in ("audit", "latency", "failures", "fairness")}
+    facts = {name: JOBS[name](tables, JobParams()).facts for name in ("audit", "latency", "failures", "fairness")}
     assert facts["audit"]["verdict"] == "clean"
     # What became of each message, and in the end.
-    words = {(row["group"], row["word"]): (row["messages"], row["final"]) for row in facts["failures"]["words"]}
+    words = {(row["group"], row["outcome"]): (row["messages"], row["final"]) for row in facts["failures"]["by_outcome"]}
     assert words == {
         ("dying", "handled"): (84, 84), ("dying", "rejected"): (1, 1), ("dying", "exhausted"): (1, 0),
         ("dying", "redriven"): (1, 0), ("parking", "handled"): (85, 85), ("parking", "parked"): (2, 0),
     }  # fmt: skip
-    errors = {(row["group"], row["word"]): row for row in facts["failures"]["errors"]}
+    errors = {(row["group"], row["outcome"]): row for row in facts["failures"]["errors"]}
     assert {key: (row["attempts"], row["final"]) for key, row in errors.items()} == {
         ("dying", "rejected"): (1, 1), ("dying", "exhausted"): (LIMIT, 0),
     }  # fmt: skip

@@ -13,13 +13,13 @@ import pytest
 from pydantic import SecretStr
 
 from mqlayer import Context, Receiver
-from mqlayer.archiving import archive_outcomes, archive_pass, archive_status
-from mqlayer.changes import retire_partitions, split
-from mqlayer.checking import examine
+from mqlayer.archive import archive_outcomes, archive_pass, archive_status
+from mqlayer.doctor import diagnose
 from mqlayer.domain.message import records_of
 from mqlayer.errors import Reject, Skip
 from mqlayer.failpoints import arm, disarm_all
-from mqlayer.failures import (
+from mqlayer.groups import apply_seek, planned_seek
+from mqlayer.redelivery import (
     DeadFilter,
     dead_messages,
     discard_dead,
@@ -30,18 +30,18 @@ from mqlayer.failures import (
     start_redrive,
     work_on,
 )
-from mqlayer.membership import apply_seek, planned_seek
 from mqlayer.redis.keys import outcomes_key
-from mqlayer.redis.nodes import NodeConnection
-from mqlayer.redis.outcomes import Place, told_of
-from mqlayer.redis.partitions import Holder, settle_command, take_command
-from mqlayer.routes.cache import RouteCache
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.outcomes import OutcomeId, encode_outcome
+from mqlayer.redis.partition_scripts import LockHolder, acquire_command, settle_command
+from mqlayer.routes import retire_partitions, split
+from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.settings import Settings
 from mqlayer.topics import list_nodes, set_archived
-from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
-from tests.fixtures.forking import run_python
-from tests.fixtures.telling import Spot, Told
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.archived_outcomes import ArchivedOutcomes, OutcomePlace
+from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
+from tests.fixtures.forked_programs import run_python
+from tests.fixtures.wait import wait_until
 
 LATER_S: Final = 3600.0
 HANDLED: Final = [("handled", 1)]
@@ -54,21 +54,21 @@ def _nothing_stays_armed() -> Iterator[None]:
 
 
 @pytest.fixture
-def told(stage: Stage) -> Told:
+def told(stage: Stage) -> ArchivedOutcomes:
     """What the groups of a topic of two partitions tell."""
-    return Told(stage.database, stage.topic, stage.prefix)
+    return ArchivedOutcomes(stage.database, stage.topic, stage.prefix)
 
 
 class Fault(Exception):
     """What a handler fails with."""
 
 
-def spots(stage: Stage) -> dict[bytes, Spot]:
+def spots(stage: Stage) -> dict[bytes, OutcomePlace]:
     """Return where each body is."""
-    found: dict[bytes, Spot] = {}
-    with stage.line() as line:
+    found: dict[bytes, OutcomePlace] = {}
+    with stage.connection() as connection:
         for partition in stage.partitions:
-            for record in records_of(line.call([("XRANGE", stage.keys(partition).log, "-", "+")])[0]):
+            for record in records_of(connection.call([("XRANGE", stage.keys(partition).log, "-", "+")])[0]):
                 found[record.body] = (partition, record.offset)
     return found
 
@@ -87,7 +87,7 @@ def failing(*bodies: bytes, times: int = 10**6, error: Exception | None = None) 
 # -- what is told ------------------------------------------------------------------------------------------------------
 
 
-def test_each_handled_message_is_told_once_by_whom_and_when(stage: Stage, told: Told) -> None:
+def test_each_handled_message_is_told_once_by_whom_and_when(stage: Stage, told: ArchivedOutcomes) -> None:
     """Case 79: with the times at which the member was given it and settled it."""
     stage.send_numbers(4, 25)
     app = stage.consume(Recorder())
@@ -109,7 +109,7 @@ def test_each_handled_message_is_told_once_by_whom_and_when(stage: Stage, told: 
 
 def test_a_topic_that_is_not_archived_tells_nothing(stage: Stage) -> None:
     stage.send_numbers(2, 10)
-    told = Told(stage.database, stage.topic, stage.prefix, archived=False)
+    told = ArchivedOutcomes(stage.database, stage.topic, stage.prefix, archived=False)
     stage.consume(failing(b"3", error=Skip("no")), policy="skip")
     stage.wait_settled()
     assert stage.redis.keys(f"{stage.prefix}:*:outcomes") == []
@@ -118,7 +118,7 @@ def test_a_topic_that_is_not_archived_tells_nothing(stage: Stage) -> None:
 
 def test_a_topic_that_becomes_archived_tells_from_then_on_without_a_restart(stage: Stage) -> None:
     """And back: members hear of it by their heartbeats."""
-    told = Told(stage.database, stage.topic, stage.prefix, archived=False)
+    told = ArchivedOutcomes(stage.database, stage.topic, stage.prefix, archived=False)
     app = stage.consume(Recorder())
     member = member_of(app)
     for archived in (True, False, True):
@@ -134,7 +134,7 @@ def test_a_topic_that_becomes_archived_tells_from_then_on_without_a_restart(stag
     assert (len(spots(stage)), len(told.all())) == (15, 10)
 
 
-def test_what_failed_and_then_was_handled_tells_all_its_attempts(stage: Stage, told: Told) -> None:
+def test_what_failed_and_then_was_handled_tells_all_its_attempts(stage: Stage, told: ArchivedOutcomes) -> None:
     """Cases 61, 79."""
     stage.send([("k", b"a"), ("k", b"b"), ("other", b"c")])
     stage.consume(failing(b"a", times=2), backoff_s=(0.02,))
@@ -144,7 +144,7 @@ def test_what_failed_and_then_was_handled_tells_all_its_attempts(stage: Stage, t
     assert told.words() == {at[b"a"]: [("handled", 3)], at[b"b"]: HANDLED, at[b"c"]: HANDLED}
 
 
-def test_what_is_parked_and_released_is_told_from_postgres(stage: Stage, told: Told) -> None:
+def test_what_is_parked_and_released_is_told_from_postgres(stage: Stage, told: ArchivedOutcomes) -> None:
     """Case 64: two attempts in the stream, one more after the release, and what waited behind it."""
     stage.send([("k", b"a"), ("k", b"b"), ("other", b"c")])
     stage.consume(failing(b"a", times=3), backoff_s=(0.02,), attempt_limit=2, policy="park")
@@ -164,7 +164,7 @@ def test_what_is_parked_and_released_is_told_from_postgres(stage: Stage, told: T
     assert outcomes[1].delivered_at <= outcomes[1].settled_at
 
 
-def test_what_is_parked_beside_what_finds_no_room_is_not_told_as_handled(stage: Stage, told: Told) -> None:
+def test_what_is_parked_beside_what_finds_no_room_is_not_told_as_handled(stage: Stage, told: ArchivedOutcomes) -> None:
     """Case 64: its offset is settled by the call that folds the rest."""
     stage.send([("k", b"a"), ("k", b"b")])
     stage.consume(failing(b"a", times=1), backoff_s=(LATER_S,), key_messages_limit=1)
@@ -189,7 +189,7 @@ def test_what_is_parked_beside_what_finds_no_room_is_not_told_as_handled(stage: 
     ],
 )
 def test_what_leaves_without_effect_tells_why(
-    stage: Stage, told: Told, policy: Any, error: Exception, word: str, attempts: int
+    stage: Stage, told: ArchivedOutcomes, policy: Any, error: Exception, word: str, attempts: int
 ) -> None:
     """Cases 65, 69: and it is not told as handled, though its offset is settled."""
     stage.send([("k", b"a"), ("k", b"b")])
@@ -203,7 +203,7 @@ def test_what_leaves_without_effect_tells_why(
     assert str(error) in (one.reason or "")
 
 
-def test_a_redrive_is_told_and_how_it_ended(stage: Stage, told: Told) -> None:
+def test_a_redrive_is_told_and_how_it_ended(stage: Stage, told: ArchivedOutcomes) -> None:
     """Case 68."""
     stage.send([("k", b"a"), ("k", b"b")])
     stage.consume(failing(b"a", times=2), backoff_s=(0.02,), attempt_limit=2, policy="dead_letter")
@@ -223,7 +223,7 @@ def test_a_redrive_is_told_and_how_it_ended(stage: Stage, told: Told) -> None:
     assert told.final()[at] == ("handled", 1)
 
 
-def test_what_operators_let_die_is_told_with_reason_and_actor(stage: Stage, told: Told) -> None:
+def test_what_operators_let_die_is_told_with_reason_and_actor(stage: Stage, told: ArchivedOutcomes) -> None:
     """Case 67: the head of a key in the stream, and what waits in a parked one."""
     stage.send([("k", b"a"), ("k", b"b"), ("p", b"c"), ("p", b"d")])
     held = threading.Event()
@@ -251,7 +251,7 @@ def test_what_operators_let_die_is_told_with_reason_and_actor(stage: Stage, told
     assert ends[b"c"] == ends[b"d"] == ("otto", "all of it")
 
 
-def test_what_a_filter_leaves_out_is_told_as_unmatched(stage: Stage, told: Told) -> None:
+def test_what_a_filter_leaves_out_is_told_as_unmatched(stage: Stage, told: ArchivedOutcomes) -> None:
     """Case 62."""
     stage.send_numbers(3, 5)
     stage.consume(Recorder(), tag_filter="any:eu")
@@ -261,7 +261,7 @@ def test_what_a_filter_leaves_out_is_told_as_unmatched(stage: Stage, told: Told)
     assert len(told.final()) == 15
 
 
-def test_what_comes_again_after_a_seek_is_told_again(stage: Stage, told: Told) -> None:
+def test_what_comes_again_after_a_seek_is_told_again(stage: Stage, told: ArchivedOutcomes) -> None:
     """Case 31: a row for each time, the last one counts; also where it died before, and where clocks differ."""
     stage.send([("k", b"a"), ("k", b"b")])
     app = stage.consume(failing(b"b", times=1, error=Reject("once")), policy="park")
@@ -284,7 +284,7 @@ def test_what_comes_again_after_a_seek_is_told_again(stage: Stage, told: Told) -
     assert told.final() == {at[b"a"]: ("handled", 1), at[b"b"]: ("handled", 2)}
 
 
-def test_a_seek_over_the_stream_gives_a_second_row_behind_the_first(stage: Stage, told: Told) -> None:
+def test_a_seek_over_the_stream_gives_a_second_row_behind_the_first(stage: Stage, told: ArchivedOutcomes) -> None:
     stage.send_numbers(2, 20)
     for _ in range(2):
         recorder = Recorder()
@@ -306,7 +306,7 @@ def test_receivers_tell_what_they_acknowledge_and_how_often_it_was_given(
 ) -> None:
     """Cases 51, 58."""
     stage = start_stage(redis_url, partitions=1)
-    told = Told(stage.database, stage.topic, stage.prefix)
+    told = ArchivedOutcomes(stage.database, stage.topic, stage.prefix)
     stage.send([("k", b"1"), ("k", b"2"), ("other", b"3"), ("third", b"4")])
     with Receiver(stage.topic, group="g", settings=stage.settings()) as receiver:
         first = receiver.receive(4, wait_s=5)
@@ -338,7 +338,7 @@ def _tells(stage: Stage, receiver: Receiver) -> bool:
 
 PROGRAM: Final = """
 import sys
-from mqlayer.archiving import archive_outcomes
+from mqlayer.archive import archive_outcomes
 from mqlayer.postgres.database import Database
 archive_outcomes(Database(sys.argv[1]), prefix=sys.argv[2])
 """
@@ -348,7 +348,7 @@ archive_outcomes(Database(sys.argv[1]), prefix=sys.argv[2])
     "place",
     ["outcomes.after_fetch", "outcomes.before_commit", "outcomes.after_commit", "outcomes.before_acts_commit"],
 )
-def test_an_archiver_that_is_killed_loses_and_repeats_nothing(stage: Stage, told: Told, place: str) -> None:
+def test_an_archiver_that_is_killed_loses_and_repeats_nothing(stage: Stage, told: ArchivedOutcomes, place: str) -> None:
     """Case 80."""
     stage.send_numbers(3, 20)
     stage.consume(failing(b"7", error=Reject("never")), policy="dead_letter")
@@ -363,7 +363,7 @@ def test_an_archiver_that_is_killed_loses_and_repeats_nothing(stage: Stage, told
     assert all(stage.redis.xlen(key) == 0 for key in stage.redis.keys(f"{stage.prefix}:*:outcomes"))
 
 
-def test_two_archivers_at_once_archive_each_outcome_once(stage: Stage, told: Told, tmp_path: Path) -> None:
+def test_two_archivers_at_once_archive_each_outcome_once(stage: Stage, told: ArchivedOutcomes, tmp_path: Path) -> None:
     """The one that comes second writes nothing, and drops from the node only what is in the archive."""
     stage.send_numbers(3, 20)
     app = stage.consume(Recorder())
@@ -384,7 +384,7 @@ def test_two_archivers_at_once_archive_each_outcome_once(stage: Stage, told: Tol
     assert set(map(tuple, told.words().values())) == {(("handled", 1),)}
 
 
-def test_entries_that_a_node_gives_back_are_not_archived_again(stage: Stage, told: Told) -> None:
+def test_entries_that_a_node_gives_back_are_not_archived_again(stage: Stage, told: ArchivedOutcomes) -> None:
     """A node that fell back has them again; they are below the place that Postgres has."""
     stage.send_numbers(3, 20)
     stage.consume(Recorder())
@@ -404,7 +404,9 @@ def test_entries_that_a_node_gives_back_are_not_archived_again(stage: Stage, tol
 @pytest.mark.parametrize(
     "place", ["ack.before_send@3", "ack.after_send@3", "parking.before_commit", "parking.after_commit"]
 )
-def test_a_member_that_is_killed_leaves_one_end_for_each_message(stage: Stage, told: Told, place: str) -> None:
+def test_a_member_that_is_killed_leaves_one_end_for_each_message(
+    stage: Stage, told: ArchivedOutcomes, place: str
+) -> None:
     """Cases 53, 64, 71: what it settled is told, what it did not is told by the next one."""
     stage.send_numbers(4, 100)
     name, _, nth = place.partition("@")
@@ -442,38 +444,40 @@ time.sleep(25)
 # -- bounds ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_no_archiver_fetches_is_dropped_at_a_bound_and_counted(stage: Stage, told: Told) -> None:
+def test_what_no_archiver_fetches_is_dropped_at_a_bound_and_counted(stage: Stage, told: ArchivedOutcomes) -> None:
     """The oldest goes first; settling goes on; how much was lost travels with what stays."""
     stage.consume(Recorder()).stop(5.0)
     stage.send([("k", b"%d" % number) for number in range(10)])
     partition = next(partition for partition, offset in spots(stage).values())
     node = list_nodes(stage.database)[0]
-    holder = Holder(stage.prefix, partition, stage.group_id(), "m", 10**6)
-    with NodeConnection(node) as line:
-        line.call([take_command(line, holder, start=1, afresh=True)])
+    holder = LockHolder(stage.prefix, partition, stage.group_id(), "m", 10**6)
+    with NodeConnection(node) as connection:
+        connection.call([acquire_command(connection, holder, start=1, afresh=True)])
         for first in range(1, 10, 2):
-            one = told_of("h", [(first + 1, 5)], kept=2)
-            line.call([settle_command(line, holder, [(first, first + 1)], told=one)])
+            one = encode_outcome("h", [(first + 1, 5)], max_entries=2)
+            connection.call([settle_command(connection, holder, [(first, first + 1)], encoded_outcome=one)])
     key = outcomes_key(stage.prefix, partition, stage.group_id())
     assert stage.redis.xlen(key) == 2
     report = told.fetch()
     assert report.dropped == 6
     assert told.rows("SELECT dropped FROM mqlayer_archive.outcome_progress WHERE dropped > 0") == [(6,)]
-    (standing,) = archive_status(stage.database, prefix=stage.prefix)
-    assert standing.outcomes_dropped == 6
+    (status,) = archive_status(stage.database, prefix=stage.prefix)
+    assert status.outcomes_dropped == 6
     settings = Settings(dsn=SecretStr(stage.dsn), key_prefix=stage.prefix)
 
     def seen() -> list[str]:
-        return [one.seen for one in examine(settings) if one.check == "archive" and "dropped" in one.seen]
+        return [one.seen for one in diagnose(settings) if one.check == "archive" and "dropped" in one.seen]
 
     assert "6 messages" in seen()[0]
     told.rows("UPDATE mqlayer_archive.outcome_progress SET dropped_at = now() - interval '2 days' RETURNING 1")
     assert seen() == [], "no finding for ever"
     assert sorted(told.words()) == [(partition, offset) for offset in range(7, 11)]
-    assert Place(0, 0) < Place(1, 0)
+    assert OutcomeId(0, 0) < OutcomeId(1, 0)
 
 
-def test_a_partition_is_not_buried_before_its_outcomes_are_archived(stage: Stage, told: Told) -> None:
+def test_a_partition_is_not_dead_lettered_before_its_outcomes_are_archived(
+    stage: Stage, told: ArchivedOutcomes
+) -> None:
     """Case 80: nor with what died of it in Postgres."""
     stage.send_numbers(4, 10)
     stage.consume(failing(b"3", error=Reject("never")), policy="dead_letter")

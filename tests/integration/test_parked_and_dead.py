@@ -15,41 +15,41 @@ from mqlayer import Context
 from mqlayer.domain.message import Identity, Record
 from mqlayer.domain.names import parse_identity
 from mqlayer.errors import Conflict, InvalidInput, KeyTooLarge, NotFound, StaleOwner, StoreUnavailable
-from mqlayer.failures import (
+from mqlayer.groups import Assignment
+from mqlayer.redelivery import (
     DeadFilter,
     ParkedFilter,
-    Skipped,
+    SkippedHead,
     dead_messages,
     discard_dead,
     discard_parked,
     find_dead,
+    head_skip,
+    operator_actions,
     parked_keys,
-    parked_line,
+    parked_messages,
     release_all,
     release_parked,
-    ruling,
     show_dead,
     show_parked,
     skip_head,
-    skipping,
 )
-from mqlayer.membership import Assigned
-from mqlayer.redis.partitions import (
+from mqlayer.redis.partition_scripts import (
     Fenced,
-    Holder,
-    Kept,
-    Taken,
+    LockHolder,
+    LockKept,
+    LockTaken,
+    acquire_command,
+    acquire_reply,
     settle_command,
     settle_reply,
-    take_command,
-    take_reply,
 )
-from tests.fixtures.consuming import Recorder, Stage, StartStage
-from tests.fixtures.failing import Failing, identity_of
-from tests.fixtures.forking import ask_python
+from tests.fixtures.consumers import Recorder, Stage, StartStage
+from tests.fixtures.failed_messages import Failing, identity_of
+from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
-from tests.proof.hand import Hand
+from tests.fixtures.wait import wait_until
+from tests.proof.manual_member import ManualMember
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_parked_keys_are_listed_page_by_page_with_what_waits_in_them(failing: Fa
     pages, after = [], None
     while page := parked_keys(database, after=after, limit=1):
         pages += page
-        after = page[-1].place
+        after = page[-1].cursor
     assert [one.key for one in pages] == [one.key for one in parked_keys(database)]
 
     def keys(**wanted: Any) -> set[str | None]:
@@ -102,16 +102,16 @@ def test_parked_keys_are_listed_page_by_page_with_what_waits_in_them(failing: Fa
     assert keys(until=now - timedelta(hours=1)) == set()
     assert len(keys(since=now - timedelta(hours=1))) == 3
 
-    line = parked_line(database, found["a"])
-    assert [(m.identity, m.partition, m.offset) for m in line] == [(identity_of(r), r[0], r[1].offset) for r in a]
-    assert [m.identity for m in parked_line(database, found["a"], after=line[0])] == [identity_of(a[1])]
+    connection = parked_messages(database, found["a"])
+    assert [(m.identity, m.partition, m.offset) for m in connection] == [(identity_of(r), r[0], r[1].offset) for r in a]
+    assert [m.identity for m in parked_messages(database, found["a"], after=connection[0])] == [identity_of(a[1])]
 
 
 def test_dead_messages_are_listed_newest_first_page_by_page_and_searched(failing: Failing) -> None:
     a, b = numbered(failing, "a", 1, 2), numbered(failing, "b", 3)
-    failing.bury(a[0], reason="TimeoutError at pay.py:3", age_s=7_200)
-    failing.bury(b[0], cause="skipped", body=False, reason="Skip", age_s=3_600)
-    failing.bury(a[1], reason="KeyError at shop.py:9")
+    failing.dead_letter(a[0], reason="TimeoutError at pay.py:3", age_s=7_200)
+    failing.dead_letter(b[0], cause="skipped", body=False, reason="Skip", age_s=3_600)
+    failing.dead_letter(a[1], reason="KeyError at shop.py:9")
     database = failing.stage.database
 
     def found(wanted: DeadFilter | None = None, **more: Any) -> list[int]:
@@ -153,7 +153,7 @@ def test_what_no_page_can_be_is_refused(failing: Failing, limit: int) -> None:
 def test_a_message_is_shown_with_every_attempt_and_found_by_its_identity(stage: Stage, failing: Failing) -> None:
     (a,) = numbered(failing, "a", 1)
     a = (a[0], a[1]._replace(m=a[1].m + b':{"trace":"t-1"}'))
-    (dead_id,) = failing.bury(a, reason="boom")
+    (dead_id,) = failing.dead_letter(a, reason="boom")
     failing.attempt(a, 2, "KeyError at shop.py:9", member="m2")
     failing.attempt(a, 1, "TimeoutError at pay.py:3", age_s=60)
     identity = str(identity_of(a))
@@ -166,7 +166,7 @@ def test_a_message_is_shown_with_every_attempt_and_found_by_its_identity(stage: 
         (1, "m1", "TimeoutError at pay.py:3"),
         (2, "m2", "KeyError at shop.py:9"),
     ]
-    Failing(stage, group="h").bury(a)
+    Failing(stage, group="h").dead_letter(a)
     with pytest.raises(InvalidInput, match="orders/g, orders/h"):
         find_dead(stage.database, identity)
     assert find_dead(stage.database, identity, group="g") == dead_id
@@ -210,7 +210,7 @@ def test_a_released_key_is_due_with_all_of_its_attempts(failing: Failing) -> Non
 
 
 def test_all_keys_of_a_group_are_released_in_parts(failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ruling, "AT_ONCE", 2)
+    monkeypatch.setattr(operator_actions, "AT_ONCE", 2)
     for number in range(5):
         failing.park(*numbered(failing, f"k{number}", 1), cause="rejected" if number == 4 else "exhausted")
     failing.park(*numbered(failing, "due", 1), due_in_s=-5, attempts=3)
@@ -226,7 +226,7 @@ def test_a_discarded_key_dies_in_its_order_with_bodies_and_the_reason(
     failing: Failing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Invariant 16: with a written reason."""
-    monkeypatch.setattr(ruling, "AT_ONCE", 2)
+    monkeypatch.setattr(operator_actions, "AT_ONCE", 2)
     a = numbered(failing, "a", 1, 2, 3, 4, 5)
     failing.park(*a)
     failing.attempt(a[0], 1, "boom")
@@ -245,7 +245,7 @@ def test_a_discarded_key_dies_in_its_order_with_bodies_and_the_reason(
 
 def test_a_discarded_head_lets_the_rest_of_the_key_go_on(failing: Failing) -> None:
     a = numbered(failing, "a", 1, 2)
-    (earlier,) = failing.bury(a[0])
+    (earlier,) = failing.dead_letter(a[0])
     failing.sql("UPDATE mqlayer.dead_message SET redriven_at = now(), redriven_seek = 0")
     failing.park(*a, attempts=17, redriven=True)
     database = failing.stage.database
@@ -257,7 +257,7 @@ def test_a_discarded_head_lets_the_rest_of_the_key_go_on(failing: Failing) -> No
 
 
 def test_a_dead_message_is_discarded_with_what_was_said_before_in_the_audit_row(failing: Failing) -> None:
-    (dead_id,) = failing.bury(*numbered(failing, "a", 1), reason="KeyError at shop.py:9")
+    (dead_id,) = failing.dead_letter(*numbered(failing, "a", 1), reason="KeyError at shop.py:9")
     database = failing.stage.database
     discard_dead(database, dead_id, reason="the order was cancelled", actor="a test")
     shown = show_dead(database, dead_id)
@@ -273,30 +273,34 @@ def test_a_dead_message_is_discarded_with_what_was_said_before_in_the_audit_row(
 # -- skip-head -------------------------------------------------------------------------------------------------------
 
 
-def skip(failing: Failing, key: str = "a", **more: Any) -> Skipped:
+def skip(failing: Failing, key: str = "a", **more: Any) -> SkippedHead:
     facts = {"reason": "poison", "actor": "a test", "prefix": failing.stage.prefix} | more
     return skip_head(failing.stage.database, "orders", "g", key, **facts)
 
 
-def owner(failing: Failing, partition: int) -> Assigned:
+def owner(failing: Failing, partition: int) -> Assignment:
     """Return what a member holds that has taken a partition."""
-    hand = Hand(failing.stage.database, failing.stage.prefix, "orders", group="g")
-    hand.look(partition)
-    return hand.assigned()[partition]
+    member = ManualMember(failing.stage.database, failing.stage.prefix, "orders", group="g")
+    member.position(partition)
+    return member.assigned()[partition]
 
 
-def holder(failing: Failing, one: Assigned) -> Holder:
-    return Holder(failing.stage.prefix, one.partition, failing.group_id, "hand", one.epoch)
+def holder(failing: Failing, one: Assignment) -> LockHolder:
+    return LockHolder(failing.stage.prefix, one.partition, failing.group_id, "hand", one.epoch)
 
 
-def settle(failing: Failing, one: Assigned, offset: int) -> object:
-    with failing.stage.line() as line:
-        return settle_reply(line.call([settle_command(line, holder(failing, one), [(offset, offset)])])[0], "")
+def settle(failing: Failing, one: Assignment, offset: int) -> object:
+    with failing.stage.connection() as connection:
+        return settle_reply(
+            connection.call([settle_command(connection, holder(failing, one), [(offset, offset)])])[0], ""
+        )
 
 
-def take(failing: Failing, one: Assigned) -> object:
-    with failing.stage.line() as line:
-        return take_reply(line.call([take_command(line, holder(failing, one), start=1, afresh=True)])[0], "")
+def take(failing: Failing, one: Assignment) -> object:
+    with failing.stage.connection() as connection:
+        return acquire_reply(
+            connection.call([acquire_command(connection, holder(failing, one), start=1, afresh=True)])[0], ""
+        )
 
 
 def test_the_head_of_a_parked_key_is_passed_over_and_the_rest_is_tried(failing: Failing) -> None:
@@ -319,7 +323,7 @@ def test_the_head_of_a_key_in_the_stream_is_passed_over_while_an_owner_has_it(fa
     partition = a[0][0]
     old = owner(failing, partition)
     skipped = skip(failing, application=failing.stage.database)
-    assert skipped == Skipped(identity_of(a[0]), 1, parked=False, fenced=True)
+    assert skipped == SkippedHead(identity_of(a[0]), 1, parked=False, fenced=True)
     assert isinstance(settle(failing, old, a[0][1].offset), Fenced)
     assert isinstance(take(failing, old), Fenced)
     with psycopg.connect(failing.stage.dsn) as connection:
@@ -329,8 +333,8 @@ def test_the_head_of_a_key_in_the_stream_is_passed_over_while_an_owner_has_it(fa
         assert answer.fetchone() == ("stale",)
     ((_, member, epoch, target),) = [row for row in failing.stage.assignments() if row[0] == partition]
     assert (member, target, epoch > old.epoch) == ("hand", "hand", True)
-    now = Hand(failing.stage.database, failing.stage.prefix, "orders", group="g").assigned()[partition]
-    assert isinstance(take(failing, now), Taken)
+    now = ManualMember(failing.stage.database, failing.stage.prefix, "orders", group="g").assigned()[partition]
+    assert isinstance(take(failing, now), LockTaken)
     shown = show_dead(failing.stage.database, 1)
     assert (shown.body, shown.cause, shown.reason, shown.actor) == (b"1", "discarded", "poison", "a test")
     said = {"key": "a", "message": str(identity_of(a[0])), "dead_id": 1, "reason": "poison"}
@@ -345,12 +349,12 @@ def test_a_key_that_nobody_ever_owned_can_be_passed_over_too(failing: Failing) -
     a = numbered(failing, "a", 1)
     assert skip(failing).identity == identity_of(a[0])
     assert failing.stage.assignments() == []
-    assert isinstance(take(failing, owner(failing, a[0][0])), Taken)
+    assert isinstance(take(failing, owner(failing, a[0][0])), LockTaken)
 
 
 def test_what_was_given_back_is_not_the_head_of_the_stream_until_the_group_is_sent_elsewhere(failing: Failing) -> None:
     a = numbered(failing, "a", 1, 2)
-    failing.bury(a[0])
+    failing.dead_letter(a[0])
     failing.sql("UPDATE mqlayer.dead_message SET redriven_at = now(), redriven_seek = 0")
     failing.sql("UPDATE mqlayer.consumer_group SET seek = 1")
     assert skip(failing).identity == identity_of(a[0])
@@ -369,26 +373,26 @@ def test_a_message_that_somebody_dealt_with_since_the_look_is_not_ruled(
     def found_then_lost(act: Any, application: Any) -> Any:
         head = next(act._heads())
         if meanwhile == "settled":
-            assert isinstance(settle(failing, old, record.offset), Kept)
+            assert isinstance(settle(failing, old, record.offset), LockKept)
         elif meanwhile == "parked":
             failing.park(a[0])
         elif meanwhile == "dead":
-            failing.bury(a[0])
+            failing.dead_letter(a[0])
         elif meanwhile == "seek":
             failing.sql("UPDATE mqlayer.consumer_group SET seek = 1")
         else:
             failing.stage.redis.xdel(failing.stage.keys(partition).log, b"%d-0" % record.offset)
-        monkeypatch.setattr(skipping._Act, "_heads", lambda _: iter([head]))
+        monkeypatch.setattr(head_skip._HeadSkip, "_heads", lambda _: iter([head]))
         return original(act, application)
 
-    original = skipping._Act.skip_in_stream
-    monkeypatch.setattr(skipping._Act, "skip_in_stream", found_then_lost)
+    original = head_skip._HeadSkip.skip_in_stream
+    monkeypatch.setattr(head_skip._HeadSkip, "skip_in_stream", found_then_lost)
     with pytest.raises(Conflict, match=r"any more|dead already"):
         skip(failing)
     assert (failing.stage.assignments(), failing.audit()) == (before, [])
     # The owner is refused once, and gets a higher epoch from Postgres by itself; here by joining again.
-    again = Hand(failing.stage.database, failing.stage.prefix, "orders", group="g").assigned()[partition]
-    assert isinstance(take(failing, again), Taken)
+    again = ManualMember(failing.stage.database, failing.stage.prefix, "orders", group="g").assigned()[partition]
+    assert isinstance(take(failing, again), LockTaken)
 
 
 def test_a_message_whose_effect_is_there_is_not_ruled_dead(failing: Failing) -> None:
@@ -472,7 +476,7 @@ def command(failing: Failing, *typed: str, failpoint: str = "") -> subprocess.Co
     return ask_python("mqlayer", *typed, env=os.environ | places | {"MQLAYER_FAILPOINTS": failpoint})
 
 
-@pytest.mark.parametrize("place", ["skip.after_raise", "skip.before_commit", "skip.after_commit"])
+@pytest.mark.parametrize("place", ["skip.after_fence", "skip.before_commit", "skip.after_commit"])
 def test_a_passing_over_that_is_killed_is_done_or_not_at_all_and_its_owner_goes_on(
     failing: Failing, place: str
 ) -> None:

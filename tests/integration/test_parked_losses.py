@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from mqlayer.stack import RedisServer
-from tests.fixtures.consuming import Recorder, Stage, StartStage
+from tests.fixtures.consumers import Recorder, Stage, StartStage
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.integration.test_parking import LATER_S, Shop, parked, release, rows
 
 

@@ -13,11 +13,11 @@ from mqlayer import Context, Event
 from mqlayer.domain.message import Identity
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import PauseKey, Reject, RetryLater, Skip
-from mqlayer.membership.steering import set_group
-from mqlayer.parking import KeyEntry, KeyRef, Ledger, Page, Turn
-from tests.fixtures.consuming import Recorder, Stage, member_of
+from mqlayer.groups.admin import set_group
+from mqlayer.parking import KeyEntry, KeyRef, KeyUpdate, ParkingBatch, ParkingStore
+from tests.fixtures.consumers import Recorder, Stage, member_of
 from tests.fixtures.due_keys import try_now
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
 
@@ -29,7 +29,7 @@ class Fault(Exception):
 
 
 class Shop:
-    """A handler that fails for some keys until it is mended."""
+    """A handler that fails for some keys until it is repaired."""
 
     def __init__(self, *broken: str, error: Exception | None = None) -> None:
         self.broken, self.error = set(broken), error or Fault("no stock")
@@ -48,7 +48,7 @@ def rows(stage: Stage, sql: str, *arguments: Any) -> list[tuple[Any, ...]]:
 
 def parked(stage: Stage) -> dict[str, list[int]]:
     """Return the seqs that are parked of each key, in their order."""
-    found = rows(stage, "SELECT convert_from(key, 'UTF8'), seq FROM mqlayer.parked_message ORDER BY place, seq")
+    found = rows(stage, "SELECT convert_from(key, 'UTF8'), seq FROM mqlayer.parked_message ORDER BY position, seq")
     return {key: [seq for name, seq in found if name == key] for key, _ in found}
 
 
@@ -255,14 +255,14 @@ def test_an_owner_takes_several_keys_in_the_order_of_operators(stage: Stage) -> 
     partition, member_id, epoch, _ = stage.assignments()[0]
     parked_there = "SELECT lp, name, source, lp, seq FROM mqlayer.parked_message ORDER BY lp, name"
     first, last = ((KeyRef(*row[:2]), Identity(*row[2:])) for row in rows(stage, parked_there))
-    waits = [Turn(ref, entry=KeyEntry(ref, "retry", LATER_S, 2), failed=failed) for ref, failed in (last, first)]
-    ledger = Ledger(stage.database, stage.group_id(), member_of(app).member_id)
+    waits = [KeyUpdate(ref, entry=KeyEntry(ref, "retry", LATER_S, 2), failed=failed) for ref, failed in (last, first)]
+    store = ParkingStore(stage.database, stage.group_id(), member_of(app).member_id)
     assert member_id == member_of(app).member_id
     hold = "SELECT FROM mqlayer.parked_key WHERE lp = %s AND name = %s FOR UPDATE"
     with psycopg.connect(stage.dsn) as operator, ThreadPoolExecutor(1) as pool:
         operator.execute("SET lock_timeout = '300ms'")
         operator.execute(hold, first[0])
-        written = pool.submit(ledger.write, PartitionId(partition), epoch, Page(turns=waits))
+        written = pool.submit(store.write, PartitionId(partition), epoch, ParkingBatch(updates=waits))
         waiting = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
         wait_until(lambda: rows(stage, waiting), what="the owner waits")
         operator.execute(hold, last[0])

@@ -11,13 +11,13 @@ from mqlayer import Context, Event, MemberOptions
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import PartitionId, lp_of
 from mqlayer.errors import PauseKey
-from mqlayer.failures.ruling import discard_parked
-from mqlayer.membership.seeking import apply_seek, planned_seek
-from mqlayer.parking import KeyEntry, KeyRef, Ledger, Page, Span
+from mqlayer.groups.seek import apply_seek, planned_seek
+from mqlayer.parking import KeyEntry, KeyRef, ParkingBatch, ParkingStore, Span
 from mqlayer.postgres.queries import query
-from mqlayer.routes.cache import RouteCache
-from tests.fixtures.consuming import Recorder, Stage, StartStage
-from tests.fixtures.waiting import wait_until
+from mqlayer.redelivery.operator_actions import discard_parked
+from mqlayer.runtime.route_cache import RouteCache
+from tests.fixtures.consumers import Recorder, Stage, StartStage
+from tests.fixtures.wait import wait_until
 from tests.integration.test_parking import LATER_S, Fault, Shop, parked, release, rows
 
 
@@ -61,13 +61,13 @@ def test_what_was_discarded_is_not_parked_again_where_the_answer_to_parking_it_w
     partition, member_id, epoch, _ = stage.assignments()[0]
     ref = KeyRef(int(lp_of(b"k")), b"k")
     messages = [(ref, Record(seq, b"1:%d:%d:0" % (ref.lp, seq), b"k", b"body")) for seq in (1, 2)]
-    page = Page(entries=[KeyEntry(ref, "exhausted", None, 1)], messages=messages)
-    ledger = Ledger(stage.database, stage.group_id(), member_id or "")
-    assert not ledger.write(PartitionId(partition), epoch, page).gone
+    page = ParkingBatch(entries=[KeyEntry(ref, "exhausted", None, 1)], messages=messages)
+    store = ParkingStore(stage.database, stage.group_id(), member_id or "")
+    assert not store.write(PartitionId(partition), epoch, page).unparked
     assert discard_parked(stage.database, stage.topic, "g", key="k", reason="a test's", actor="test") == 2
-    assert ledger.write(PartitionId(partition), epoch, page).gone == {ref}
+    assert store.write(PartitionId(partition), epoch, page).unparked == {ref}
     assert not rows(stage, "SELECT FROM mqlayer.parked_key")
-    assert ledger.dead(Span(PartitionId(partition), 0, 1024, 1)) == {record.identity for _, record in messages}
+    assert store.dead(Span(PartitionId(partition), 0, 1024, 1)) == {record.identity for _, record in messages}
 
 
 def test_a_head_that_was_discarded_is_not_parked_again_by_who_has_read_it(stage: Stage) -> None:
@@ -77,15 +77,15 @@ def test_a_head_that_was_discarded_is_not_parked_again_by_who_has_read_it(stage:
     partition, member_id, epoch, _ = stage.assignments()[0]
     ref = KeyRef(int(lp_of(b"k")), b"k")
     messages = [(ref, Record(seq, b"1:%d:%d:0" % (ref.lp, seq), b"k", b"body")) for seq in (1, 2)]
-    ledger = Ledger(stage.database, stage.group_id(), member_id or "")
-    ledger.write(PartitionId(partition), epoch, Page([KeyEntry(ref, "exhausted", None, 1)], messages))
+    store = ParkingStore(stage.database, stage.group_id(), member_id or "")
+    store.write(PartitionId(partition), epoch, ParkingBatch([KeyEntry(ref, "exhausted", None, 1)], messages))
     gone = discard_parked(stage.database, stage.topic, "g", key="k", head=True, reason="a test's", actor="test")
     assert gone == 1
     later = (ref, Record(3, b"1:%d:3:0" % ref.lp, b"k", b"body"))
-    written = ledger.write(PartitionId(partition), epoch, Page(messages=[*messages, later]))
+    written = store.write(PartitionId(partition), epoch, ParkingBatch(messages=[*messages, later]))
     # To be settled, all three: one is dead, the others are parked.
-    assert not written.gone
-    assert not written.left
+    assert not written.unparked
+    assert not written.refused_messages
     assert parked(stage) == {"k": [2, 3]}
     assert rows(stage, "SELECT seq FROM mqlayer.dead_message") == [(1,)]
 

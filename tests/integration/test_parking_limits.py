@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 
 from mqlayer import App, Context, Event
-from mqlayer.consuming.clock import clock
+from mqlayer.consuming.engine.clock import clock
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import InvalidInput
-from mqlayer.failures import (
+from mqlayer.groups.admin import set_group
+from mqlayer.groups.seek import apply_seek, planned_seek
+from mqlayer.inspect import explain_key, group_statuses
+from mqlayer.postgres.queries import query
+from mqlayer.redelivery import (
     DeadFilter,
     discard_parked,
     new_worker,
@@ -23,22 +27,18 @@ from mqlayer.failures import (
     start_redrive,
     work_on,
 )
-from mqlayer.inspecting import explain_key, group_standings
-from mqlayer.membership.seeking import apply_seek, planned_seek
-from mqlayer.membership.steering import set_group
-from mqlayer.postgres.queries import query
-from mqlayer.routes.cache import RouteCache
-from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
-from tests.fixtures.failing import Failing
-from tests.fixtures.waiting import wait_until
+from mqlayer.runtime.route_cache import RouteCache
+from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
+from tests.fixtures.failed_messages import Failing
+from tests.fixtures.wait import wait_until
 from tests.integration.test_parking import LATER_S, Fault, Shop, parked, release, rows
 
 
 @pytest.fixture
 def stage(start_stage: StartStage, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Stage:
     """A topic of one partition; what finds no room is tried again soon."""
-    monkeypatch.setattr("mqlayer.consuming.keeping.FULL_AGAIN_S", 0.1)
-    monkeypatch.setattr("mqlayer.failures.redriving.FULL_WAIT_S", 0.2)
+    monkeypatch.setattr("mqlayer.consuming.ordered.parking_worker.FULL_RETRY_S", 0.1)
+    monkeypatch.setattr("mqlayer.redelivery.redrive.FULL_WAIT_S", 0.2)
     return start_stage(redis_url, partitions=1)
 
 
@@ -59,9 +59,9 @@ def set_limit(stage: Stage, name: str, limit: int) -> None:
 
 
 def stall(stage: Stage) -> str | None:
-    """Return why the group stands still in the partition."""
-    (standing,) = group_standings(stage.database, stage.topic, "g", prefix=stage.prefix)
-    found = standing.partitions[0].stall
+    """Return why the group is stuck in the partition."""
+    (status,) = group_statuses(stage.database, stage.topic, "g", prefix=stage.prefix)
+    found = status.partitions[0].stall
     return None if found is None else found.reason
 
 
@@ -190,7 +190,7 @@ def test_a_key_that_fails_in_a_full_group_waits_in_place_and_is_tried_again_ther
     assert parked(stage) == {"a": [1]}
     assert app.counts()["orders", "g"].parking_full >= 1
     assert discard_parked(stage.database, stage.topic, "g", key="a", reason="a test's", actor="test") == 1
-    member_of(app).dispatcher.hurry()
+    member_of(app).dispatcher.retry_now()
     # By one of them, or by both in one transaction.
     wait_until(lambda: parked(stage), what="room is used", timeout_s=20)
     shop.broken.clear()
@@ -198,7 +198,7 @@ def test_a_key_that_fails_in_a_full_group_waits_in_place_and_is_tried_again_ther
 
     def settled() -> bool:
         # What found no room a moment ago may come to wait for its backoff only now.
-        member_of(app).dispatcher.hurry()
+        member_of(app).dispatcher.retry_now()
         release(stage)
         return stage.all_settled("g")
 
@@ -258,19 +258,19 @@ def test_a_redrive_waits_for_room_and_says_so(stage: Stage, limit: str) -> None:
     failing = Failing(stage)
     bodies = [b"1", b"2", b"3"]
     keys = ["k"] * 3 if limit.startswith("key") else ["a", "b", "c"]
-    failing.bury(*failing.publish(*zip(keys, bodies, strict=True)))
+    failing.dead_letter(*failing.publish(*zip(keys, bodies, strict=True)))
     set_limit(stage, limit, 1)
     started = start_redrive(stage.database, "orders", "g", DeadFilter(), actor="a test")
     retry_scan(stage.database, at_most_s=0.3)
     (found,) = redrives(stage.database)
     assert (found.state, found.sent, len(failing.parked())) == ("running", 1, 1)
-    assert found.waits is not None
-    assert limit in found.waits
+    assert found.blocked_by is not None
+    assert limit in found.blocked_by
     stage.consume(recorder := Recorder(), backoff_s=None)
     worker = new_worker()
     resume_redrive(stage.database, started, actor="a test", worker=worker)
     done = work_on(stage.database, started, worker=worker)
-    assert (done.state, done.sent, done.waits) == ("done", 3, None)
+    assert (done.state, done.sent, done.blocked_by) == ("done", 3, None)
     wait_until(lambda: sorted(recorder.bodies()) == bodies, what="all handled")
     if limit.startswith("key"):
         assert recorder.bodies() == bodies
@@ -293,7 +293,7 @@ def test_what_a_page_costs_does_not_grow_with_what_is_parked_of_its_key(stage: S
         connection.execute(
             "INSERT INTO mqlayer.parked_message "
             "(group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body) "
-            "SELECT %s, 5, 'k', 1, n, nextval('mqlayer.parked_place'), %s, n, 'k', 'm', 'b' "
+            "SELECT %s, 5, 'k', 1, n, nextval('mqlayer.parked_position'), %s, n, 'k', 'm', 'b' "
             "FROM generate_series(50001, 100000) n",
             [group_id, partition],
         )
@@ -333,7 +333,8 @@ def test_a_page_of_a_group_that_is_younger_than_the_statistics_costs_no_more(sta
     messages = (
         "INSERT INTO mqlayer.parked_message "
         "(group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body) "
-        "SELECT %s, n %% 200 + 1, format('k%%s', n %% 200 + 1)::bytea, 1, n, nextval('mqlayer.parked_place'), %s, n, "
+        "SELECT %s, n %% 200 + 1, format('k%%s', n %% 200 + 1)::bytea, 1, n, nextval('mqlayer.parked_position'), "
+        "%s, n, "
         "'k', 'm', 'b' FROM generate_series(50001, 80000) n"
     )
     with stage.database.connection() as connection:

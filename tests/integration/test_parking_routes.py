@@ -11,13 +11,13 @@ import pytest
 
 from mqlayer import App, Context
 from mqlayer.domain.routing import lp_of
-from mqlayer.membership.groups import find_group
-from mqlayer.membership.seeking import apply_seek, planned_seek
-from mqlayer.membership.steering import set_group
-from mqlayer.routes.cache import RouteCache
-from tests.fixtures.consuming import Recorder
+from mqlayer.groups.admin import set_group
+from mqlayer.groups.group import find_group
+from mqlayer.groups.seek import apply_seek, planned_seek
+from mqlayer.runtime.route_cache import RouteCache
+from tests.fixtures.consumers import Recorder
 from tests.fixtures.due_keys import try_now
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.integration.test_parking import LATER_S, Fault
 from tests.integration.test_route_gates import KEYS, Scene, database, scene, world
 
@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {"lease_s": 2.0, "connect_timeout_s": 1.0, "socket_ti
 
 
 class Shop:
-    """Consumers that fail for one key until they are mended, and what the stores say of them."""
+    """Consumers that fail for one key until they are repaired, and what the stores say of them."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.broken = scene, True
@@ -59,7 +59,7 @@ class Shop:
             app.stop(5.0)
 
     def release(self) -> None:
-        """Mend the fault, and have parked keys tried now, as an operator does."""
+        """Repair the fault, and have parked keys tried now, as an operator does."""
         self.broken = False
         group_id = find_group(self.scene.database, "orders", GROUP).group_id
         try_now(self.scene.database, group_id)
@@ -71,7 +71,7 @@ class Shop:
     def parked(self) -> list[str]:
         """Return the bodies that are parked, in their order."""
         found = self.scene.world.rows(
-            "SELECT convert_from(body, 'UTF8') FROM mqlayer.parked_message ORDER BY place, seq"
+            "SELECT convert_from(body, 'UTF8') FROM mqlayer.parked_message ORDER BY position, seq"
         )
         return [body for (body,) in found]
 
@@ -189,7 +189,7 @@ def test_a_parked_key_goes_on_with_its_next_owner(scene: Scene, shop: Shop) -> N
     shop.wait_handled(but=BROKEN)
     wait_until(lambda: shop.parked() == scene.expected()[BROKEN], what="the key is parked")
     second = shop.start()
-    wait_until(lambda: all(len(app.members[0].holdings()) == 1 for app in (first, second)), what="each has its half")
+    wait_until(lambda: all(len(app.members[0].owned()) == 1 for app in (first, second)), what="each has its half")
     scene.publish()
     shop.wait_handled(but=BROKEN)
     assert first.stop()

@@ -1,4 +1,4 @@
-"""What an operator lets rest: topics, groups, partitions and keys; what goes on beside them, and how it goes on."""
+"""What an operator pauses: topics, groups, partitions and keys; what goes on beside them, and how it goes on."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 import pytest
 
 from mqlayer import App, Context, Receiver
-from mqlayer.changes import retire_partitions, split
-from mqlayer.consuming.workers import TURN_S
+from mqlayer.consuming.ordered.executors import TIME_SLICE_S
 from mqlayer.errors import Conflict, NotFound
-from mqlayer.failures import discard_parked, pause_key, release_all, release_parked, resume_key
-from mqlayer.inspecting import explain_key, group_standings
-from mqlayer.membership.pausing import (
+from mqlayer.groups.pauses import (
     pause_partitions,
     pause_topic,
     resume_partitions,
     resume_topic,
-    under_way,
+    running_partitions,
     wait_paused,
 )
+from mqlayer.inspect import explain_key, group_statuses
 from mqlayer.postgres.queries import query
+from mqlayer.redelivery import discard_parked, pause_key, release_all, release_parked, resume_key
+from mqlayer.routes import retire_partitions, split
 from tests.fixtures.commands import Commands
-from tests.fixtures.consuming import Recorder, Stage, member_of
-from tests.fixtures.forking import run_python
-from tests.fixtures.waiting import wait_until, within
+from tests.fixtures.consumers import Recorder, Stage, member_of
+from tests.fixtures.forked_programs import run_python
+from tests.fixtures.wait import wait_until, within
 
 
 def audit(stage: Stage) -> list[tuple[str, str, Any]]:
@@ -40,8 +40,8 @@ def audit(stage: Stage) -> list[tuple[str, str, Any]]:
 
 
 def stalls(stage: Stage, group: str = "g") -> dict[int, str]:
-    (standing,) = group_standings(stage.database, stage.topic, group, prefix=stage.prefix)
-    return {one.facts.partition: one.stall.says for one in standing.partitions if one.stall is not None}
+    (status,) = group_statuses(stage.database, stage.topic, group, prefix=stage.prefix)
+    return {one.facts.partition: one.stall.detail for one in status.partitions if one.stall is not None}
 
 
 # -- topics and partitions -------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_what_runs_is_finished_first_and_paused_means_that_nothing_runs_any_more
     assert begun.wait(10)
     assert pause_partitions(stage.database, stage.topic, "g", stage.partitions, actor="ann") == stage.partitions
     one = stage.partitions[:1]
-    wait_until(lambda: under_way(stage.database, stage.topic, "g") == 1, what="only the one that runs is left")
+    wait_until(lambda: running_partitions(stage.database, stage.topic, "g") == 1, what="only the one that runs is left")
     assert wait_paused(stage.database, stage.topic, "g", one, timeout_s=0.1) == 1
     assert "finishes what it has in hand" in stalls(stage)[one[0]]
     go_on.set()
@@ -168,7 +168,7 @@ def test_receivers_are_given_nothing_of_a_topic_that_rests_and_settle_what_they_
     with Receiver(stage.topic, group="g", settings=stage.settings()) as receiver:
         first = receiver.receive(1, wait_s=2)
         assert pause_topic(stage.database, stage.topic, actor="ann")
-        wait_until(lambda: not receiver._open_parts().asker._listing.spots or receiver.receive(1, wait_s=0.05) is None,
+        wait_until(lambda: not receiver._open_parts().fetcher._cache.views or receiver.receive(1, wait_s=0.05) is None,
                    what="the receiver knows")  # fmt: skip
         receiver.ack(first)
         assert receiver.receive(10, wait_s=0.3) == []
@@ -242,7 +242,7 @@ def test_a_paused_key_waits_in_order_while_the_others_go_on(stage: Stage) -> Non
 
 
 def holds_paused(app: App, key: bytes) -> bool:
-    return any(key in held.parked.by_name for held in member_of(app).all_holdings())
+    return any(key in owned.parked.by_name for owned in member_of(app).all_partitions())
 
 
 def test_a_key_that_is_paused_while_its_messages_are_in_hand_stops_behind_the_one_that_runs(stage: Stage) -> None:
@@ -259,7 +259,7 @@ def test_a_key_that_is_paused_while_its_messages_are_in_hand_stops_behind_the_on
     pause_key(stage.database, stage.topic, "g", "key", actor="ann")
     wait_until(lambda: holds_paused(app, b"key"), what="the owner knows")
     # Longer than a worker's turn: it looks up from its batch then.
-    turn_ends = time.monotonic() + TURN_S
+    turn_ends = time.monotonic() + TIME_SLICE_S
     wait_until(lambda: time.monotonic() > turn_ends, what="the end of the turn")
     go_on.set()
     stage.wait_settled()

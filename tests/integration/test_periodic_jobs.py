@@ -13,23 +13,23 @@ import pytest
 import redis
 
 from mqlayer import App, Producer, failpoints
-from mqlayer.changes import finish_changes, give_up_node, move, split
-from mqlayer.domain.jobs import JOBS, Job
+from mqlayer.domain.jobs import JOBS, PeriodicJob
 from mqlayer.errors import NodeNotArmed
-from mqlayer.membership.groups import GroupSettings, ensure_group
+from mqlayer.groups.group import GroupSettings, ensure_group
+from mqlayer.maintenance import clean_fence
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
 from mqlayer.redis.keys import partition_keys
 from mqlayer.relay import relay_once
-from mqlayer.routes.cache import RouteCache, load_route
+from mqlayer.routes import finish_changes, give_up_node, move, split
+from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.topics import register_node
 from mqlayer.topics.nodes import find_node
-from mqlayer.trimming import clean_fence
 from mqlayer.workers import tasks
-from mqlayer.workers.claims import claimed
+from mqlayer.workers.job_claims import claimed
 from mqlayer.workers.schedule import beat_schedule, task_name
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.fixtures.worker_stores import UseStores
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
@@ -41,7 +41,7 @@ def test_of_many_schedulers_one_gets_the_job(database_dsn: str) -> None:
     def claim() -> None:
         with Database(database_dsn) as database:
             start.wait()
-            got.append(claimed(database, Job("trim", 60)))
+            got.append(claimed(database, PeriodicJob("trim", 60)))
 
     threads = [threading.Thread(target=claim) for _ in range(8)]
     for thread in threads:
@@ -53,11 +53,11 @@ def test_of_many_schedulers_one_gets_the_job(database_dsn: str) -> None:
 
 def test_a_job_is_due_again_a_little_before_its_interval_ends(database_dsn: str) -> None:
     with Database(database_dsn) as database:
-        assert claimed(database, Job("trim", 60))
+        assert claimed(database, PeriodicJob("trim", 60))
         with database.connection() as connection:
             connection.execute("UPDATE mqlayer.job SET next_at = next_at - interval '49 seconds'")
-        assert claimed(database, Job("trim", 60))
-        assert claimed(database, Job("relay", 60)), "jobs are claimed one by one"
+        assert claimed(database, PeriodicJob("trim", 60))
+        assert claimed(database, PeriodicJob("relay", 60)), "jobs are claimed one by one"
 
 
 def test_every_job_is_scheduled_and_has_a_task() -> None:
@@ -228,11 +228,11 @@ def test_the_task_of_retired_groups_drops_positions_of_instances_that_are_away_a
     world: OutboxWorld, redis_url: str
 ) -> None:
     app = App(replace(world, right=Right.CONSUME).settings())
-    app.consumer("orders", group="cache", mode="broadcast", instance="web", keep_away_s=0.01)(lambda body: None)
+    app.consumer("orders", group="cache", mode="broadcast", instance="web", instance_expiry_s=0.01)(lambda body: None)
     app.start()
     app.stop()
     wait_until(
-        lambda: world.rows("SELECT 1 FROM mqlayer.consumer_group WHERE away_since < now() - interval '0.01 s'"),
+        lambda: world.rows("SELECT 1 FROM mqlayer.consumer_group WHERE absent_since < now() - interval '0.01 s'"),
         what="the limit",
     )
     tasks.retire_groups()

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.fixtures.plain_install import LOCKS, ROOT, PlainEnvironment
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 pytestmark = [pytest.mark.xdist_group("plain_install"), pytest.mark.timeout(600)]
 
@@ -91,7 +91,7 @@ def test_every_module_is_imported_from_a_plain_install_or_says_which_extra_it_ne
 ) -> None:
     plain.install("--constraint", LOCKS / "dev.lock", built_wheel)
     missed = plain.tries(IMPORT_ALL).splitlines()
-    assert [line.split(":")[0] for line in missed] == ["mqlayer.archiving.forming", "mqlayer.spark"]
+    assert [line.split(":")[0] for line in missed] == ["mqlayer.archive.arrow_types", "mqlayer.spark"]
     assert "pip install 'mqlayer[parquet]'" in missed[0]
     assert "pip install 'mqlayer[spark]'" in missed[1]
 
@@ -128,8 +128,8 @@ def test_the_sbom_lists_what_the_image_installs() -> None:
 def test_the_parquet_extra_reads_as_arrow(plain: PlainEnvironment, built_wheel: Path, database_dsn: str) -> None:
     plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[parquet]")
     program = """
-from mqlayer.postgres.reading import arrow_batches, read_address
-import mqlayer.archiving.forming, os, pyarrow.parquet
+from mqlayer.postgres.arrow_reader import arrow_batches, read_address
+import mqlayer.archive.arrow_types, os, pyarrow.parquet
 with arrow_batches(read_address(os.environ["MQLAYER_DSN"]), ["SELECT 42 AS answer"], application="test") as batches:
     print([batch.to_pylist() for batch in batches])
 """

@@ -9,9 +9,9 @@ import psycopg
 import pytest
 
 from mqlayer import PopMessage, Receiver
-from mqlayer.errors import AlreadyApplied, OutOfTurn, StaleOwner, StaleToken
+from mqlayer.errors import AlreadyApplied, OutOfOrder, StaleOwner, StaleToken
 from mqlayer.topics.nodes import rearm_node
-from tests.fixtures.consuming import Stage, StartStage
+from tests.fixtures.consumers import Stage, StartStage
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
 
@@ -22,7 +22,7 @@ Connection = psycopg.Connection[Any]
 def one(start_stage: StartStage, redis_url: str) -> Stage:
     stage = start_stage(redis_url, partitions=1)
     with psycopg.connect(stage.dsn, autocommit=True) as connection:
-        connection.execute("CREATE TABLE sink (place bigserial, who text, body text)")
+        connection.execute("CREATE TABLE sink (position bigserial, who text, body text)")
     return stage
 
 
@@ -48,7 +48,7 @@ def book(connection: Connection, receiver: Receiver, message: PopMessage, who: s
 
 
 def booked(connection: Connection) -> list[tuple[str, str]]:
-    return [tuple(row) for row in connection.execute("SELECT who, body FROM sink ORDER BY place").fetchall()]
+    return [tuple(row) for row in connection.execute("SELECT who, body FROM sink ORDER BY position").fetchall()]
 
 
 def test_a_receiver_that_wakes_up_late_repeats_no_effect_and_makes_none_out_of_turn(
@@ -57,7 +57,7 @@ def test_a_receiver_that_wakes_up_late_repeats_no_effect_and_makes_none_out_of_t
     """Cases 53 and 77: both have the same epoch; the seq per key keeps them apart."""
     late, other = receivers
     one.send([("k", b"1"), ("k", b"2"), ("k", b"3")])
-    old = late.receive(2, invisible_s=0.02)
+    old = late.receive(2, visibility_timeout_s=0.02)
     new = other.receive(3, wait_s=5)
     book(connection, other, new[0], "other")
     with pytest.raises(AlreadyApplied):
@@ -81,7 +81,7 @@ def test_an_effect_before_an_earlier_one_of_its_key_is_refused(
     receiver, _ = receivers
     one.send([("k", b"1"), ("k", b"2"), ("l", b"3")])
     first, second, other = receiver.receive()
-    with pytest.raises(OutOfTurn, match=f"{first.token.partition}/1 of the same key"):
+    with pytest.raises(OutOfOrder, match=f"{first.token.partition}/1 of the same key"):
         book(connection, receiver, second, "a")
     book(connection, receiver, other, "a")
     book(connection, receiver, first, "a")
@@ -126,7 +126,7 @@ def test_an_effect_under_an_earlier_epoch_is_refused(
     """Case 34: after its node was armed again, and a later receiver has acted in the LP."""
     late, other = receivers
     one.send([("k", b"1"), ("k", b"2")])
-    old = late.receive(invisible_s=0.05)
+    old = late.receive(visibility_timeout_s=0.05)
     connection.execute("UPDATE mqlayer.node SET armed_run_id = 'another'")
     rearm_node(one.database, "node-1", prefix=one.prefix, application=one.database, actor="test")
     new = other.receive(wait_s=5)

@@ -12,16 +12,16 @@ import pytest
 
 from mqlayer.domain.routing import NodeId
 from mqlayer.redis.keys import group_keys, partition_keys
-from mqlayer.redis.nodes import Node, NodeConnection
-from mqlayer.redis.partitions import Refused, create, raise_command
-from mqlayer.redis.popping import (
-    Given,
-    Nothing,
-    Place,
+from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.partition_scripts import Refused, create, fence_command
+from mqlayer.redis.pop_scripts import (
+    NoBatch,
+    PopBatch,
+    PopGroupPartition,
+    PopSettled,
+    ReceiveRequest,
     Scope,
-    Settled,
-    SettleWord,
-    Wish,
+    SettleAction,
     pop_settle_command,
     pop_settle_reply,
     receive_command,
@@ -36,54 +36,54 @@ HOUR_MS = 3_600_000
 class Queue:
     """One partition with messages of one key or several, and a group at it."""
 
-    def __init__(self, line: NodeConnection, prefix: str, scope: Scope = "partition") -> None:
-        self.line, self.place = line, Place(prefix, 1, GROUP, scope, 5)
+    def __init__(self, connection: NodeConnection, prefix: str, scope: Scope = "partition") -> None:
+        self.connection, self.place = connection, PopGroupPartition(prefix, 1, GROUP, scope, 5)
         self.keys, self.lock = partition_keys(prefix, 1), group_keys(prefix, 1, GROUP).lock
         self.next, self.attempts = 1, 0
-        create(line, prefix, 1, "t", 0, 1024, "open", "")
+        create(connection, prefix, 1, "t", 0, 1024, "open", "")
 
     def append(self, *keys: str) -> None:
         adds = []
         for key in keys:
             adds.append(("XADD", self.keys.log, f"{self.next}-0", "m", f"1:0:{self.next}:0", "k", key, "b", "b"))
             self.next += 1
-        self.line.call([*adds, ("HSET", self.keys.meta, "next", self.next)])
+        self.connection.call([*adds, ("HSET", self.keys.meta, "next", self.next)])
 
-    def pop(self, limit: int = 500, *, invisible_ms: int = HOUR_MS, attempt: str = "") -> Given | Nothing:
+    def pop(self, limit: int = 500, *, invisible_ms: int = HOUR_MS, attempt: str = "") -> PopBatch | NoBatch:
         self.attempts += 1
-        wish = Wish(attempt or f"a{self.attempts}", limit, 10**6, invisible_ms)
-        answer = receive_reply(self.line.call([receive_command(self.line, self.place, wish)])[0], "")
-        assert isinstance(answer, Given | Nothing)
+        wish = ReceiveRequest(attempt or f"a{self.attempts}", limit, 10**6, invisible_ms)
+        answer = receive_reply(self.connection.call([receive_command(self.connection, self.place, wish)])[0], "")
+        assert isinstance(answer, PopBatch | NoBatch)
         return answer
 
-    def given(self, limit: int = 500, **options: int) -> Given:
+    def given(self, limit: int = 500, **options: int) -> PopBatch:
         answer = self.pop(limit, **options)  # type: ignore[arg-type]
-        assert isinstance(answer, Given)
+        assert isinstance(answer, PopBatch)
         return answer
 
-    def say(self, word: SettleWord, batch: int, *offsets: int, ms: int = 0) -> object:
-        command = pop_settle_command(self.line, self.place, word, [(batch, o) for o in offsets], ms=ms)
-        return pop_settle_reply(self.line.call([command])[0], "")
+    def say(self, word: SettleAction, batch: int, *offsets: int, ms: int = 0) -> object:
+        command = pop_settle_command(self.connection, self.place, word, [(batch, o) for o in offsets], ms=ms)
+        return pop_settle_reply(self.connection.call([command])[0], "")
 
     @property
     def committed(self) -> int:
-        return int(self.line.call([("HGET", self.lock, "committed")])[0])
+        return int(self.connection.call([("HGET", self.lock, "committed")])[0])
 
 
-def offsets(given: Given) -> list[int]:
+def offsets(given: PopBatch) -> list[int]:
     return [record.offset for record in given.records]
 
 
 @pytest.fixture
-def line(every_redis: RedisServer) -> Iterator[NodeConnection]:
+def connection(every_redis: RedisServer) -> Iterator[NodeConnection]:
     """A connection to a Redis of each version."""
     with NodeConnection(Node(NodeId(1), "n", every_redis.url, None), any_run=True) as connection:
         yield connection
 
 
 @pytest.fixture
-def queue(line: NodeConnection, key_prefix: str) -> Queue:
-    return Queue(line, key_prefix)
+def queue(connection: NodeConnection, key_prefix: str) -> Queue:
+    return Queue(connection, key_prefix)
 
 
 def test_update_counts_a_message_when_the_same_batch_is_given_again(queue: Queue) -> None:
@@ -92,7 +92,7 @@ def test_update_counts_a_message_when_the_same_batch_is_given_again(queue: Queue
     first = queue.given()
     queue.say("extend", first.batch, 1, 2)
     again = queue.given()
-    assert (list(first.times), list(again.times)) == ([1, 1], [2, 2])
+    assert (list(first.delivery_counts), list(again.delivery_counts)) == ([1, 1], [2, 2])
 
 
 def test_update_does_not_reset_counts_because_the_batch_changed(queue: Queue) -> None:
@@ -102,7 +102,7 @@ def test_update_does_not_reset_counts_because_the_batch_changed(queue: Queue) ->
     first = queue.given()
     queue.say("extend", first.batch, 1, 2)
     queue.append("k")
-    assert list(queue.given().times) == [2, 2, 1]
+    assert list(queue.given().delivery_counts) == [2, 2, 1]
 
 
 def test_update_puts_a_new_batch_in_the_place_of_the_old_one(queue: Queue) -> None:
@@ -112,29 +112,29 @@ def test_update_puts_a_new_batch_in_the_place_of_the_old_one(queue: Queue) -> No
     first = queue.given()
     queue.say("extend", first.batch, 1, 2)
     second = queue.given()
-    assert queue.say("ack", first.batch, 1, 2) == Settled(1, [1, 2])
+    assert queue.say("ack", first.batch, 1, 2) == PopSettled(1, [1, 2])
     assert queue.committed == 1
-    assert queue.say("ack", second.batch, 1) == Settled(2, [])
+    assert queue.say("ack", second.batch, 1) == PopSettled(2, [])
 
 
 def test_check_block_refuses_while_a_batch_is_neither_done_nor_visible(queue: Queue) -> None:
-    """`checkBlock`: within the invisible time and not done. Ours blocks by each message's own time (case 56)."""
+    """`checkBlock`: within the visibility timeout and not done. Ours blocks by each message's own time (case 56)."""
     queue.append("k", "l", "m")
     batch = queue.given(2)
-    assert isinstance(blocked := queue.pop(), Nothing)
-    assert blocked.word == "blocked"
+    assert isinstance(blocked := queue.pop(), NoBatch)
+    assert blocked.status == "blocked"
     queue.say("extend", batch.batch, 1)
-    assert isinstance(queue.pop(), Nothing), "2 is invisible still"
+    assert isinstance(queue.pop(), NoBatch), "2 is invisible still"
     queue.say("extend", batch.batch, 2)
     assert offsets(queue.given()) == [1, 2, 3]
 
 
 def test_check_block_goes_by_the_time_that_the_batch_was_given_with(queue: Queue) -> None:
-    """`checkBlock` compares with the invisible time of whoever asks *now*: who asks with a shorter one gets a batch
+    """`checkBlock` compares with the visibility timeout of whoever asks *now*: who asks with a shorter one gets a batch
     that another still works on. Ours goes by the time that was promised to the one who has it."""
     queue.append("k")
     queue.given()
-    assert isinstance(queue.pop(invisible_ms=1), Nothing)
+    assert isinstance(queue.pop(invisible_ms=1), NoBatch)
 
 
 def test_check_block_lets_the_first_receiver_pass(queue: Queue) -> None:
@@ -155,9 +155,9 @@ def test_commit_and_next_moves_on_when_all_are_acknowledged(queue: Queue) -> Non
     """`commitAndNext`: the offset after the last one, once all bits are set (case 51)."""
     queue.append("k", "k", "k")
     batch = queue.given()
-    assert queue.say("ack", batch.batch, 3) == Settled(1, [])
-    assert queue.say("ack", batch.batch, 2) == Settled(1, [])
-    assert queue.say("ack", batch.batch, 1) == Settled(4, [])
+    assert queue.say("ack", batch.batch, 3) == PopSettled(1, [])
+    assert queue.say("ack", batch.batch, 2) == PopSettled(1, [])
+    assert queue.say("ack", batch.batch, 1) == PopSettled(4, [])
 
 
 def test_commit_and_next_moves_committed_on_with_every_first_one(queue: Queue) -> None:
@@ -165,7 +165,7 @@ def test_commit_and_next_moves_committed_on_with_every_first_one(queue: Queue) -
     where the last one's receiver dies. Ours commits up to the first that is not acknowledged."""
     queue.append("k", "k", "k")
     batch = queue.given()
-    assert queue.say("ack", batch.batch, 1) == Settled(2, [])
+    assert queue.say("ack", batch.batch, 1) == PopSettled(2, [])
     queue.say("extend", batch.batch, 2, 3)
     assert offsets(queue.given()) == [2, 3]
 
@@ -174,9 +174,9 @@ def test_commit_and_next_refuses_an_offset_of_no_batch(queue: Queue) -> None:
     """`commitAndNext` answers -1 for an offset that the batch does not hold; but offset + 1, which commits past what
     nobody was given, where it holds no OrderInfo at all. Ours refuses both (case 54)."""
     queue.append("k", "k")
-    queue.line.call([raise_command(queue.line, queue.place.prefix, 1, GROUP, 5)])
+    queue.connection.call([fence_command(queue.connection, queue.place.prefix, 1, GROUP, 5)])
     queue.given(1)
-    assert queue.say("ack", 1, 2) == Settled(1, [1])
+    assert queue.say("ack", 1, 2) == PopSettled(1, [1])
     assert queue.say("ack", 1, 1, 3) == Refused("unknown", "3")
     assert queue.committed == 1
 
@@ -186,8 +186,8 @@ def test_commit_and_next_takes_what_is_committed_for_done(queue: Queue) -> None:
     queue.append("k", "k")
     batch = queue.given(1)
     for _ in range(2):
-        assert queue.say("ack", batch.batch, 1) == Settled(2, [])
-    assert queue.say("ack", 0, 1) == Settled(2, []), "whoever says so"
+        assert queue.say("ack", batch.batch, 1) == PopSettled(2, [])
+    assert queue.say("ack", 0, 1) == PopSettled(2, []), "whoever says so"
 
 
 def test_is_done_when_every_bit_of_the_batch_is_set(queue: Queue) -> None:
@@ -197,28 +197,28 @@ def test_is_done_when_every_bit_of_the_batch_is_set(queue: Queue) -> None:
     batch = queue.given()
     assert offsets(batch) == list(range(1, 501))
     queue.say("ack", batch.batch, *range(2, 501))
-    assert isinstance(queue.pop(), Nothing)
+    assert isinstance(queue.pop(), NoBatch)
     queue.say("ack", batch.batch, 1)
     assert offsets(queue.given()) == [501]
 
 
 def test_is_done_of_nothing(queue: Queue) -> None:
     """`isDone`: an empty batch blocks nobody; ours gives none."""
-    assert isinstance(empty := queue.pop(), Nothing)
-    assert (empty.word, empty.left_ms) == ("empty", -1)
+    assert isinstance(empty := queue.pop(), NoBatch)
+    assert (empty.status, empty.wait_ms) == ("empty", -1)
     queue.append("k")
     assert offsets(queue.given()) == [1]
 
 
-def test_by_key_only_the_keys_that_are_out_are_withheld(line: NodeConnection, key_prefix: str) -> None:
+def test_by_key_only_the_keys_that_are_out_are_withheld(connection: NodeConnection, key_prefix: str) -> None:
     """Not in the document (case 64): a batch that is out leaves the other keys of its partition alone."""
-    queue = Queue(line, key_prefix, "key")
+    queue = Queue(connection, key_prefix, "key")
     queue.append("k", "l", "k", "m", "k")
     first = queue.given(1)
     second = queue.given()
     assert (offsets(first), offsets(second)) == ([1], [2, 4])
     queue.say("nack", first.batch, 1, ms=HOUR_MS)
-    assert isinstance(queue.pop(), Nothing)
+    assert isinstance(queue.pop(), NoBatch)
     queue.append("k", "n")
     assert offsets(queue.given()) == [7]
     assert queue.committed == 1

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from mqlayer.stack import ServerFailed, processes
-from mqlayer.stack.background import BackgroundProcess
+from mqlayer.stack.background_process import BackgroundProcess
 from mqlayer.stack.processes import ProcessId
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 SERVING = "import os, signal; print('serving', os.environ.get('COLOUR'), flush=True); signal.pause()"
 STUBBORN = (

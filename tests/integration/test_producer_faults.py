@@ -1,4 +1,5 @@
-"""Direct publishing while lines break, servers stop and partitions refuse: each message once, in order, or an error."""
+"""Direct publishing while connections break, servers stop and partitions refuse: each message once, in order, or an
+error."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from mqlayer.settings import Settings
 from mqlayer.stack import RedisProgram, RedisServer
 from tests.fixtures.backups import Backup
 from tests.fixtures.servers import StartPostgres, StartRedis, different_redis_programs
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.producer_world import ProducerWorld, send_to_the_end
 from tests.proof.proxy import TcpProxy
 
@@ -149,7 +150,7 @@ def test_a_batch_whose_reply_is_lost_is_stored_once(world: ProducerWorld, proxy:
     assert world.by_key() == {"k": ["0", "1", "2", "3"]}
 
 
-def test_batches_under_way_while_lines_break_are_stored_once_and_in_order(
+def test_batches_under_way_while_connections_break_are_stored_once_and_in_order(
     world: ProducerWorld, proxy: TcpProxy
 ) -> None:
     messages = [Message(f"k{number % 150}", b"%d" % number) for number in range(6_000)]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.fixtures.forking import Process, start_python
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.forked_programs import Process, start_python
+from tests.fixtures.wait import wait_until
 from tests.proof.failpoint_names import failpoint_names
 from tests.proof.producer_world import ProducerWorld
 
@@ -35,7 +35,7 @@ def test_a_producer_killed_at_any_failpoint_leaves_whole_chains(
     acknowledged = tmp_path / "acknowledged"
     with acknowledged.open("wb") as output:
         process = start_python(
-            "tests.proof.publishing",
+            "tests.proof.publisher",
             str(count),
             stdout=output,
             env={

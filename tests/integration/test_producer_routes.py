@@ -12,7 +12,7 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.errors import PublishUnknown
 from mqlayer.producing import Message
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.producer_world import ProducerWorld
 from tests.proof.proxy import TcpProxy
 
@@ -86,7 +86,7 @@ def test_a_repeated_message_is_found_in_the_parent_where_it_was_stored(
         assert world.by_key() == {"k": ["1", "2", "3"]}
 
 
-def test_lanes_follow_a_move_to_another_node(
+def test_queues_follow_a_move_to_another_node(
     database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
 ) -> None:
     world = ProducerWorld(database_dsn, key_prefix, [redis_url])
@@ -195,6 +195,6 @@ def test_an_old_route_is_read_again_in_the_background(world: ProducerWorld) -> N
     with world.producer() as producer:
         producer.send("orders", key="k", body=b"x" * 2_000)
         world.rows("UPDATE mqlayer.topic SET body_limit = 100 WHERE name = 'orders'")
-        producer._ledger.topics["orders"].asked_at = float("-inf")
+        producer._in_flight.topics["orders"].read_at = float("-inf")
         producer.send("orders", key="k", body=b"x" * 2_000)
-        wait_until(lambda: producer._ledger.topics["orders"].route.body_limit == 100, what="the new limit")
+        wait_until(lambda: producer._in_flight.topics["orders"].route.body_limit == 100, what="the new limit")

@@ -10,17 +10,17 @@ from typing import Any, Final
 import pytest
 
 from mqlayer import App, Context, Receiver, RetryLater
-from mqlayer.consuming.member import MemberOptions
+from mqlayer.consuming.ordered.member import MemberOptions
 from mqlayer.domain.rates import RateLimit, RateShare
 from mqlayer.errors import Conflict, InvalidInput
-from mqlayer.failures import release_parked
-from mqlayer.membership import find_group
-from mqlayer.membership.steering import set_group
+from mqlayer.groups import find_group
+from mqlayer.groups.admin import set_group
+from mqlayer.redelivery import release_parked
 from mqlayer.redis.keys import rate_key
-from mqlayer.redis.rates import RateGiven, rate_command, rate_reply
-from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
+from mqlayer.redis.rate_script import RateGrant, rate_command, rate_reply
+from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.due_keys import try_now
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 GROUP_ID: Final = 7
 PARTITION: Final = 1
@@ -64,12 +64,12 @@ class Bucket:
 
     def __init__(self, stage: Stage) -> None:
         self.stage, self.key = stage, rate_key(stage.prefix, PARTITION, GROUP_ID)
-        self.line = stage.line()
+        self.connection = stage.connection()
 
-    def take(self, wanted: float, *, per_s: float = 0.001, size: float = 10.0, first: float = 1.0) -> RateGiven:
+    def take(self, wanted: float, *, per_s: float = 0.001, size: float = 10.0, first: float = 1.0) -> RateGrant:
         share = RateShare(per_s, size, first)
-        command = rate_command(self.line, self.stage.prefix, PARTITION, GROUP_ID, share, wanted=wanted)
-        return rate_reply(self.line.call([command])[0], "the node")
+        command = rate_command(self.connection, self.stage.prefix, PARTITION, GROUP_ID, share, wanted=wanted)
+        return rate_reply(self.connection.call([command])[0], "the node")
 
     def shift(self, seconds: float) -> None:
         """Let the node's clock be so much further on than when the bucket was filled; less than 0: it went back."""
@@ -81,12 +81,12 @@ class Bucket:
 def bucket(every_stage: Stage) -> Iterator[Bucket]:
     bucket = Bucket(every_stage)
     yield bucket
-    bucket.line.close()
+    bucket.connection.close()
 
 
 def test_a_bucket_gives_what_flowed_into_it_and_no_more_than_it_holds(bucket: Bucket) -> None:
-    assert bucket.take(5.0).given == pytest.approx(1.0, abs=0.01)
-    assert bucket.take(5.0).given == pytest.approx(0.0, abs=0.01)
+    assert bucket.take(5.0).granted == pytest.approx(1.0, abs=0.01)
+    assert bucket.take(5.0).granted == pytest.approx(0.0, abs=0.01)
     bucket.shift(3000)
     given, left = bucket.take(2.0)
     assert given == pytest.approx(2.0, abs=0.01)
@@ -99,16 +99,16 @@ def test_a_clock_that_goes_back_neither_starves_a_bucket_nor_fills_it(bucket: Bu
     """Case 41 in the manner of rates: a step of the node's clock costs a burst at the most."""
     bucket.take(1.0)
     bucket.shift(-3600)
-    assert bucket.take(5.0).given == pytest.approx(0.0, abs=0.01)
+    assert bucket.take(5.0).granted == pytest.approx(0.0, abs=0.01)
     bucket.shift(2000)
-    assert bucket.take(5.0).given == pytest.approx(2.0, abs=0.01)
+    assert bucket.take(5.0).granted == pytest.approx(2.0, abs=0.01)
 
 
 def test_a_bucket_that_nobody_asks_goes_by_itself_and_gives_no_flood_when_it_is_new(bucket: Bucket) -> None:
     bucket.take(1.0, per_s=10.0)
     assert 0 < bucket.stage.redis.pttl(bucket.key) <= 62_000
     bucket.stage.redis.delete(bucket.key)
-    assert bucket.take(10.0, per_s=0.001, first=0.25).given == pytest.approx(0.25, abs=0.01)
+    assert bucket.take(10.0, per_s=0.001, first=0.25).granted == pytest.approx(0.25, abs=0.01)
 
 
 # -- members ---------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_two_members_with_four_partitions_keep_to_the_rate_of_their_group_over_a
     began = time.monotonic()
     assert_rate(recorders, 2.0, low=0.9 * 2 * rate, high=1.1 * 2 * rate)
     # No word to anybody: its lease has to run out.
-    member_of(apps[1])._heart._session = None
+    member_of(apps[1])._heartbeat._session = None
     apps[1].stop(0.0)
     wait_until(lambda: len(set(stage.owners().values())) == 1, what="one member owns all")
     # Nobody took from the buckets of half of the partitions meanwhile: they give their half of a burst besides.
@@ -185,7 +185,7 @@ def test_a_rate_that_is_changed_while_members_run_is_in_force_at_once(stage: Sta
     assert begun_in([recorder], time.monotonic(), 1.0) == 0
     assert time.process_time() - turns[1] < 0.6
     set_group(stage.database, stage.topic, "g", rate_limit=200, rate_burst=10, actor="test")
-    app.members[0].nudge()
+    app.members[0].wake()
     wait_until(lambda: len(recorder.at) > 50, timeout_s=5, what="the higher rate")
     set_group(stage.database, stage.topic, "g", rate_limit=float("inf"), actor="test")
     stage.wait_settled()
@@ -258,7 +258,7 @@ def test_parked_keys_go_on_beside_a_stream_that_takes_all_of_the_rate(start_stag
     member = member_of(limited(stage, recorder, None))
     wait_until(lambda: parked(stage) == 100, what="the key is parked")
     set_group(stage.database, stage.topic, "g", rate_limit=20, rate_burst=1, actor="test")
-    wait_until(lambda: member.allowance.limit is not None, what="the rate is known")
+    wait_until(lambda: member.rate_limiter.limit is not None, what="the rate is known")
     stage.send((f"other-{number}", b"1") for number in range(400))
     wait_until(lambda: recorder.count() > 5, what="the stream takes all of the rate")
     others = recorder.count()
@@ -296,11 +296,11 @@ def test_receivers_are_given_no_more_than_the_rate_and_redelivery_counts(
     stage.send((f"key-{number}", b"1") for number in range(300))
     with Receiver(stage.topic, group="g", settings=stage.settings()) as receiver:
         set_group(stage.database, stage.topic, "g", rate_limit=50, rate_burst=1, actor="test")
-        listing = receiver._open_parts().asker._listing
+        listing = receiver._open_parts().fetcher._cache
 
         def known() -> bool:
             listing.refresh()
-            return all(spot.place.rate for spot in listing.spots)
+            return all(spot.group_partition.rate for spot in listing.views)
 
         wait_until(known, what="the rate is known")
         given: list[int] = []
@@ -310,7 +310,7 @@ def test_receivers_are_given_no_more_than_the_rate_and_redelivery_counts(
             given.append(0)
             began = asked = time.monotonic()
             while time.monotonic() - began < 1.5:
-                messages, before = receiver.receive(100, wait_s=0.2, invisible_s=0.3), asked
+                messages, before = receiver.receive(100, wait_s=0.2, visibility_timeout_s=0.3), asked
                 asked = time.monotonic()
                 assert len(messages) <= 2 + 50 * (asked - before)
                 given[-1] += len(messages)

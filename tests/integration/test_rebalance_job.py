@@ -18,18 +18,18 @@ from typing import Final
 import psycopg
 import pytest
 
-from mqlayer.domain.jobs import JOBS, REBALANCE, TRIM, Job
-from mqlayer.domain.retrying import DEFAULT_BACKOFF_S
-from mqlayer.membership import GroupSettings, Session, ensure_group, join, late_jobs, leave, rebalance_groups
-from mqlayer.membership.members import beat, release, start_leaving
-from mqlayer.membership.rebalance import ALONE_S, change_group
+from mqlayer.domain.jobs import JOBS, REBALANCE, TRIM, PeriodicJob
+from mqlayer.domain.retry_rules import DEFAULT_BACKOFF_S
+from mqlayer.groups import GroupSettings, MemberSession, ensure_group, join, late_jobs, leave, rebalance_groups
+from mqlayer.groups.members import release, send_heartbeat, start_leaving
+from mqlayer.groups.rebalance import ALONE_S, change_group
 from mqlayer.postgres.database import Database
-from mqlayer.routes.cache import RouteCache
-from mqlayer.workers.claims import claimed
-from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
-from tests.fixtures.forking import start_python
+from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.workers.job_claims import claimed
+from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
+from tests.fixtures.forked_programs import start_python
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 LEASE_S = 60.0
 
@@ -53,14 +53,14 @@ def make_group(stage: Stage, name: str) -> None:
     )
 
 
-def joined(stage: Stage, name: str, lease_s: float = LEASE_S, group: str = "g") -> Session:
+def joined(stage: Stage, name: str, lease_s: float = LEASE_S, group: str = "g") -> MemberSession:
     return join(stage.database, group_id=stage.group_id(group), member_id=name, lease_s=lease_s)
 
 
-def hand_over(stage: Stage, *sessions: Session) -> None:
+def hand_over(stage: Stage, *sessions: MemberSession) -> None:
     """Let members release what they are asked for, without anybody rebalancing for them."""
     for session in sessions:
-        for assigned in beat(stage.database, session, lease_s=LEASE_S).assignments:
+        for assigned in send_heartbeat(stage.database, session, lease_s=LEASE_S).assignments:
             if assigned.release:
                 release(stage.database, session, assigned)
 
@@ -278,7 +278,7 @@ def test_a_member_that_starts_or_stops_has_handed_over_within_two_seconds(stage:
         stage.send_numbers(keys=12, each=20, first=20 * number + 1)
         began = time.monotonic()
         second = stage.consume(recorder, backoff_s=DEFAULT_BACKOFF_S, settings=stage.settings(lease_s=30.0))
-        wait_until(lambda app=second: len(member_of(app).holdings()) == 2, what="the second reads its share")  # type: ignore[misc]
+        wait_until(lambda app=second: len(member_of(app).owned()) == 2, what="the second reads its share")  # type: ignore[misc]
         came.append(time.monotonic() - began)
         began = time.monotonic()
         second.stop()
@@ -385,4 +385,4 @@ def test_jobs_are_late_after_three_intervals_or_half_a_minute_by_the_databases_c
 
 @pytest.mark.parametrize(("every_s", "limit_s"), [(2, 30), (10, 30), (60, 180), (300, 900)])
 def test_how_long_a_job_may_go_without_a_run(every_s: float, limit_s: float) -> None:
-    assert Job("one", every_s).late_after_s == limit_s
+    assert PeriodicJob("one", every_s).late_after_s == limit_s

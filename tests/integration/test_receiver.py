@@ -11,17 +11,17 @@ from typing import Any, Final
 import pytest
 
 from mqlayer import PopMessage, Receiver
-from mqlayer.changes import apply_change, merge, plan_split, retire_partitions
 from mqlayer.errors import Conflict, InvalidInput, NodeNotArmed, StaleToken, StoreUnavailable
 from mqlayer.failpoints import FailpointHit, arm, disarm_all
-from mqlayer.inspecting import explain_key, group_standings
-from mqlayer.membership import apply_seek, find_group, planned_seek, rebalance_groups
-from mqlayer.membership.steering import pause_group, resume_group, set_group
+from mqlayer.groups import apply_seek, find_group, planned_seek, rebalance_groups
+from mqlayer.groups.admin import pause_group, resume_group, set_group
+from mqlayer.inspect import explain_key, group_statuses
 from mqlayer.redis.keys import group_keys, partition_keys, pop_keys
-from mqlayer.routes.cache import RouteCache, load_route
+from mqlayer.routes import apply_change, merge, plan_split, retire_partitions
+from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.topics.nodes import rearm_node
-from tests.fixtures.consuming import Stage, StartStage, migrated
-from tests.fixtures.waiting import wait_until, within
+from tests.fixtures.consumers import Stage, StartStage, migrated
+from tests.fixtures.wait import wait_until, within
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
 
@@ -131,7 +131,7 @@ def test_what_was_acknowledged_does_not_come_again_with_the_first(
     """Case 52: redelivery starts at the first that is not settled, and passes over what is."""
     a, b = receiver_of(one, scope=scope), receiver_of(one)
     send(one, "k", 1, 2, 3, 4)
-    batch = a.receive(3, invisible_s=0.05)
+    batch = a.receive(3, visibility_timeout_s=0.05)
     a.ack([batch[1]])
     again = b.receive(wait_s=WAIT_S)
     assert bodies(again) == [b"1", b"3", b"4"]
@@ -144,8 +144,8 @@ def test_an_old_token_is_refused_and_settles_nothing(one: Stage, receiver_of: Op
     (partition,) = one.partitions
     send(one, "k", 1, 2)
     send(one, "other", 3)
-    old = a.receive(2, invisible_s=0.05)
-    late = a.receive(invisible_s=0.05, wait_s=0)
+    old = a.receive(2, visibility_timeout_s=0.05)
+    late = a.receive(visibility_timeout_s=0.05, wait_s=0)
     new = b.receive(wait_s=WAIT_S)
     assert bodies(new)[:2] == [b"1", b"2"]
     with pytest.raises(StaleToken, match=f"{partition}/1, {partition}/2"):
@@ -190,7 +190,7 @@ def _with(message: PopMessage, **changes: int) -> PopMessage:
     return PopMessage(**facts, token=message.token._replace(**changes))
 
 
-# -- invisible times -------------------------------------------------------------------------------------------------
+# -- visibility timeouts -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scope", ["partition", "key"])
@@ -200,7 +200,7 @@ def test_extending_one_extends_that_one_and_the_batch_waits_for_the_latest(
     """Case 56: blocked until the latest end of what is not settled; a shortened one frees it at that time."""
     a, b = receiver_of(one, scope=scope), receiver_of(one)
     send(one, "k", 1, 2)
-    second = a.receive(invisible_s=0.1)[1]
+    second = a.receive(visibility_timeout_s=0.1)[1]
     a.extend(second, 30)
     (partition,) = one.partitions
     pops = pop_keys(one.prefix, partition, one.group_id()).pops
@@ -298,9 +298,9 @@ class Waiter:
         self.found: list[PopMessage] = []
         self.at = 0.0
         self._thread = threading.Thread(target=self._run, daemon=True)
-        before = receiver.asked
+        before = receiver.fetch_count
         self._thread.start()
-        wait_until(lambda: receiver.asked > before, what="it asked in vain, and waits")
+        wait_until(lambda: receiver.fetch_count > before, what="it asked in vain, and waits")
 
     def _run(self) -> None:
         self.found = self.receiver.receive(**self.options)
@@ -324,7 +324,7 @@ LATE_S: Final = 0.2
 def test_a_waiting_receiver_wakes_at_once_when_something_can_be_given(
     one: Stage, receiver_of: OpenReceiver, scope: str
 ) -> None:
-    """Case 61: within 200 ms of an append, the last ack, the end of an invisible time, and a message given back.
+    """Case 61: within 200 ms of an append, the last ack, the end of a visibility timeout, and a message given back.
 
     The quickest of three of each, for the machine may be busy.
     """
@@ -373,11 +373,11 @@ def test_appends_behind_a_blocked_head_cost_a_waiting_receiver_next_to_nothing(
     """Case 61: by partition, its log is not even watched; by key, where others may come, it is looked at seldom."""
     a, b = receiver_of(one, scope=scope), receiver_of(one)
     send(one, "k", 0)
-    held = a.receive(invisible_s=60)
+    held = a.receive(visibility_timeout_s=60)
     waiter = Waiter(b)
-    asked, used_s = b.asked, waiter.used_s()
+    asked, used_s = b.fetch_count, waiter.used_s()
     elapsed_s = one.send_evenly("k", range(1, 1_200), per_s=1_000)
-    assert (b.asked - asked) / (elapsed_s + 0.2) <= looks_per_s, elapsed_s
+    assert (b.fetch_count - asked) / (elapsed_s + 0.2) <= looks_per_s, elapsed_s
     # Twenty looks a second are some 2 % of a core; one for each append would be a multiple of this bound.
     assert (waiter.used_s() - used_s) / elapsed_s < 0.15
     # Each of the two waits for the other by turns.
@@ -437,7 +437,7 @@ def test_a_paused_group_is_given_nothing_and_may_settle(one: Stage, receiver_of:
     send(one, "k", 1, 2)
     batch = receiver.receive(1)
     pause_group(one.database, one.topic, "g", actor="test")
-    wait_until(lambda: not receiver._open_parts().asker._listing.spots or receiver.receive(wait_s=0), what="it rests")
+    wait_until(lambda: not receiver._open_parts().fetcher._cache.views or receiver.receive(wait_s=0), what="it rests")
     receiver.ack(batch)
     assert nothing(receiver)
     waiter = threading.Thread(target=lambda: found.extend(receiver.receive(wait_s=WAIT_S)))
@@ -473,7 +473,7 @@ def test_arming_a_node_again_voids_every_token(one: Stage, receiver_of: OpenRece
     """Case 53: a node that fell back may number batches again; the epoch tells them apart."""
     a = receiver_of(one)
     send(one, "k", 1)
-    old = a.receive(invisible_s=0.1)
+    old = a.receive(visibility_timeout_s=0.1)
     with one.database.connection() as connection:
         connection.execute("UPDATE mqlayer.node SET armed_run_id = 'another'")
     rearm_node(one.database, "node-1", prefix=one.prefix, application=one.database, actor="test")
@@ -497,7 +497,7 @@ def test_a_receiver_arms_a_node_that_restarted_with_all_that_is_out(
     stage = start_stage(server.url, partitions=1)
     receiver = receiver_of(stage, scope="partition")
     send(stage, "k", 1, 2)
-    old = receiver.receive(1, invisible_s=1.0)
+    old = receiver.receive(1, visibility_timeout_s=1.0)
     server.kill()
     server.start()
     again = receiver.receive(wait_s=10)
@@ -637,18 +637,18 @@ def test_where_a_group_stands_is_told_as_of_any_other(one: Stage, receiver_of: O
     receiver = receiver_of(one, scope="partition")
     send(one, "k", 1, 2, 3)
     first, *_ = receiver.receive()
-    (standing,) = group_standings(one.database, one.topic, "g", prefix=one.prefix)
-    assert (standing.facts.mode, standing.facts.scope, standing.facts.alive, standing.lag) == ("pop", "partition", 0, 3)
-    (partition,) = standing.partitions
+    (status,) = group_statuses(one.database, one.topic, "g", prefix=one.prefix)
+    assert (status.facts.mode, status.facts.scope, status.facts.alive, status.lag) == ("pop", "partition", 0, 3)
+    (partition,) = status.partitions
     assert partition.stall is None
     receiver.ack([first])
-    (standing,) = group_standings(one.database, one.topic, "g", prefix=one.prefix)
-    assert standing.lag == 2
-    (second, _) = receiver._open_parts().turns._lines[one.partitions[0], "k"]
+    (status,) = group_statuses(one.database, one.topic, "g", prefix=one.prefix)
+    assert status.lag == 2
+    (second, _) = receiver._open_parts().key_order._queues[one.partitions[0], "k"]
     receiver.nack(second)
     receiver.receive(wait_s=WAIT_S)
-    (standing,) = group_standings(one.database, one.topic, "g", prefix=one.prefix)
-    (partition,) = standing.partitions
+    (status,) = group_statuses(one.database, one.topic, "g", prefix=one.prefix)
+    (partition,) = status.partitions
     assert partition.stall is not None
     assert (partition.stall.reason, partition.head and partition.head.attempts) == ("failing", 1)
     told = explain_key(one.database, one.topic, "k", "g", prefix=one.prefix)

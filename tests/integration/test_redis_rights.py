@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from mqlayer.redis.commands import COMMANDS, KEYLESS, example
-from mqlayer.redis.permissions import Duty, rights_of
-from mqlayer.redis.rights import OF_GROUP, OF_NODE, OF_PARTITION, Need, needs_of, needs_of_script, setuser_line
+from mqlayer.redis.acl import OF_GROUP, OF_NODE, OF_PARTITION, CommandAccess, needs_of, needs_of_script, setuser_command
+from mqlayer.redis.acl_check import RequiredAccess, access_of
+from mqlayer.redis.command_specs import COMMANDS, KEYLESS, example
 from mqlayer.redis.roles import GRANTED, SCRIPTS, RedisRole
 from mqlayer.redis.scripts import script_text
 from mqlayer.resources import lua_names, lua_source
@@ -38,7 +38,9 @@ def guarded(every_redis: RedisServer) -> Iterator[RedisServer]:
     """A server with a user for each role."""
     with redis.Redis.from_url(every_redis.url) as client:
         for role in GRANTED:
-            line = setuser_line(f"u-{role}", [role], prefix=PREFIX, password=PASSWORD, version=version_of(every_redis))
+            line = setuser_command(
+                f"u-{role}", [role], prefix=PREFIX, password=PASSWORD, version=version_of(every_redis)
+            )
             words = [word.strip('"') for word in _words(line)]
             assert client.execute_command(*words)
         yield every_redis
@@ -86,14 +88,16 @@ def test_every_script_does_all_its_calls_for_the_roles_that_have_it_and_none_tha
                 assert not [need for need, refused in refusals.items() if refused], name
             elif new:
                 writing = {
-                    need for need in refusals if need.writes and not {need, Need(need.command, "*")} & needs_of(role)
+                    need
+                    for need in refusals
+                    if need.writes and not {need, CommandAccess(need.command, "*")} & needs_of(role)
                 }
                 assert all(refusals[need] for need in writing), (name, writing)
             else:
                 assert all(refused == (need.command not in own) for need, refused in refusals.items()), name
 
 
-def _refused(client: redis.Redis, need: Need) -> bool:
+def _refused(client: redis.Redis, need: CommandAccess) -> bool:
     return denied(client, *example(need.command, key_of(need.key) if need.key else ""))
 
 
@@ -111,10 +115,10 @@ def test_every_command_on_every_kind_of_key_is_allowed_exactly_as_the_table_says
             if command in ("eval", "evalsha") or version < (7, 0, 0):
                 allowed = command in {need.command for need in needs}
             elif COMMANDS[command].writes:
-                allowed = bool({Need(command, kind), Need(command, "*")} & needs)
+                allowed = bool({CommandAccess(command, kind), CommandAccess(command, "*")} & needs)
             else:
                 allowed = command in reads
-            if _refused(client, Need(command, kind)) == allowed:
+            if _refused(client, CommandAccess(command, kind)) == allowed:
                 wrong.append((command, kind, "allowed" if allowed else "refused"))
     assert wrong == []
 
@@ -154,7 +158,7 @@ def test_a_consumer_can_not_append_and_a_publisher_can_not_settle(start_redis: S
     server = start_redis(program=program)
     with redis.Redis.from_url(server.url) as admin:
         for role in (RedisRole.CONSUMER, RedisRole.PUBLISHER):
-            line = setuser_line(f"u-{role}", [role], prefix=PREFIX, password=PASSWORD, version=(7, 0, 0))
+            line = setuser_command(f"u-{role}", [role], prefix=PREFIX, password=PASSWORD, version=(7, 0, 0))
             admin.execute_command(*_words(line))
         admin.hset(key_of("meta"), mapping={"state": "open", "lp_from": 0, "lp_to": 1024, "next": 1})
     with as_role(server, RedisRole.CONSUMER) as consumer:
@@ -185,20 +189,20 @@ def test_dryrun_finds_what_a_user_lacks_and_nothing_where_all_is_there(guarded: 
                     found.append(error)
             return found
 
-        rights = rights_of(ask, Duty(role, PREFIX), version)
+        rights = access_of(ask, RequiredAccess(role, PREFIX), version)
         if version < (7, 0, 0):
             assert rights.missing is None
             return
         assert rights.user == f"u-{role}"
         assert rights.missing == ()
         for other in GRANTED:
-            found = rights_of(ask, Duty(other, PREFIX), version)
+            found = access_of(ask, RequiredAccess(other, PREFIX), version)
             lacking = {need.command for need in found.missing or ()}
             wanted = {need.command for need in needs_of(other)} - {need.command for need in needs_of(role)}
             assert wanted <= lacking
             if lacking:
-                assert f"mqlayer node acl {other}" in found.told(Duty(other, PREFIX))
-        elsewhere = rights_of(ask, Duty(role, "other"), version)
+                assert f"mqlayer node acl {other}" in found.describe(RequiredAccess(other, PREFIX))
+        elsewhere = access_of(ask, RequiredAccess(role, "other"), version)
         assert {need.command for need in elsewhere.missing or ()} == {
             need.command for need in needs_of(role) if need.key
         }
@@ -206,8 +210,8 @@ def test_dryrun_finds_what_a_user_lacks_and_nothing_where_all_is_there(guarded: 
 
 def test_the_texts_of_scripts_for_6_2_have_a_call_more(every_redis: RedisServer) -> None:
     assert "PERSIST" in script_text("log_trim", (6, 2, 0))
-    assert Need("persist", "*") in needs_of_script("log_trim", (6, 2, 0))
-    assert Need("persist", "*") not in needs_of_script("log_trim")
+    assert CommandAccess("persist", "*") in needs_of_script("log_trim", (6, 2, 0))
+    assert CommandAccess("persist", "*") not in needs_of_script("log_trim")
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
@@ -221,7 +225,7 @@ def test_commands_are_known_as_servers_describe_them(every_redis: RedisServer, c
         found = client.execute_command("COMMAND INFO", command)
     described = next(iter(found.values())) if isinstance(found, dict) else found[0]
     arity, flags = (described["arity"], described["flags"]) if isinstance(described, dict) else described[1:3]
-    assert abs(arity) == COMMANDS[command].words
+    assert abs(arity) == COMMANDS[command].min_words
     assert ("write" in {getattr(flag, "decode", lambda flag=flag: flag)() for flag in flags}) == COMMANDS[
         command
     ].writes

@@ -21,13 +21,13 @@ from mqlayer.domain.jobs import JOBS
 from mqlayer.errors import ConfigurationRefused
 from mqlayer.postgres.database import Database
 from mqlayer.redis.access import use_only
-from mqlayer.redis.rights import user_line
+from mqlayer.redis.acl import acl_file_line
 from mqlayer.redis.roles import GRANTED, RedisRole
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, rearm_node, register_node
 from tests.fixtures.servers import StartRedis, different_redis_programs
 from tests.fixtures.user_programs import EACH, TOPIC
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 ADMIN = "adm1n"
 PROGRAMS = "tests.fixtures.user_programs"
@@ -119,7 +119,7 @@ def site(
     for role in GRANTED:
         secret = f"secret-of-{role}-{os.urandom(8).hex()}"
         (passwords / role).write_text(secret)
-        lines.append(user_line(f"u-{role}", [role], prefix=key_prefix, password=secret, version=(7, 0, 0)))
+        lines.append(acl_file_line(f"u-{role}", [role], prefix=key_prefix, password=secret, version=(7, 0, 0)))
     acl_file = tmp_path / "users.acl"
     acl_file.write_text("\n".join([*lines, ""]))
     server = start_redis(program=program, options={"aclfile": str(acl_file)})
@@ -237,7 +237,7 @@ def test_a_worker_that_lacks_a_right_says_which_and_does_not_start(site: Site) -
     """One node that is away does not hide what another refuses."""
     site.type(RedisRole.OPERATOR, "node", "register", "n1", site.server.url)
     with psycopg.connect(site.environment["MQLAYER_DSN"]) as connection:
-        connection.execute("INSERT INTO mqlayer.node (name, url) VALUES ('away', 'redis://127.0.0.1:1/0')")
+        connection.execute("INSERT INTO mqlayer.node (name, url) VALUES ('unreachable', 'redis://127.0.0.1:1/0')")
     worker = [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app", "worker", "--pool", "solo"]
 
     def start() -> tuple[int, str]:

@@ -15,7 +15,8 @@ from mqlayer import Context, failpoints
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import Conflict, InvalidInput, NotFound
-from mqlayer.failures import (
+from mqlayer.parking import ParkingStore, Span
+from mqlayer.redelivery import (
     DeadFilter,
     Redrive,
     cancel_redrive,
@@ -27,11 +28,10 @@ from mqlayer.failures import (
     start_redrive,
     work_on,
 )
-from mqlayer.parking import Ledger, Span
-from tests.fixtures.consuming import Recorder, Stage
-from tests.fixtures.failing import Failing, identity_of
-from tests.fixtures.forking import ask_python
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.consumers import Recorder, Stage
+from tests.fixtures.failed_messages import Failing, identity_of
+from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.wait import wait_until
 
 ALL = DeadFilter()
 
@@ -68,7 +68,7 @@ def test_a_key_comes_back_in_order_with_all_that_makes_its_messages_whatever_the
     """Case 68: original key, headers and identity; by the order in which they were published."""
     a, b = numbered(failing, "a", 1, 2, 3), numbered(failing, "b", 4, 5)
     with_headers = (a[0][0], a[0][1]._replace(m=a[0][1].m + b':{"trace":"t-1"}'))
-    failing.bury(a[2], b[0], a[1], b[1], with_headers)
+    failing.dead_letter(a[2], b[0], a[1], b[1], with_headers)
     before = failing.parking()
     done = redrive(failing, batch=batch)
     assert (done.state, done.sent, done.not_sent) == ("done", 5, 0)
@@ -85,7 +85,7 @@ def test_a_key_comes_back_in_order_with_all_that_makes_its_messages_whatever_the
 
 def test_the_same_redrive_twice_gives_nothing_back_twice(failing: Failing) -> None:
     """Case 68."""
-    dead = failing.bury(*numbered(failing, "a", 1, 2, 3))
+    dead = failing.dead_letter(*numbered(failing, "a", 1, 2, 3))
     named = DeadFilter(dead_ids=tuple(dead[:2]))
     first = redrive(failing, named)
     assert words(failing, first.redrive_id) == ["sent", "sent"]
@@ -97,7 +97,7 @@ def test_the_same_redrive_twice_gives_nothing_back_twice(failing: Failing) -> No
 
 
 def test_two_redrives_at_once_give_each_message_back_once(failing: Failing) -> None:
-    failing.bury(*(one for key in "abcd" for one in numbered(failing, key, *range(20))))
+    failing.dead_letter(*(one for key in "abcd" for one in numbered(failing, key, *range(20))))
     works = [begin(failing) for _ in range(2)]
     done: list[Redrive] = []
     threads = [
@@ -117,7 +117,7 @@ def test_a_message_joins_the_line_of_its_key_before_the_later_ones_of_its_source
     """Its own attempts begin anew; when it is tried is what was said of the key."""
     a = numbered(failing, "a", 1, 2, 3, 4)
     failing.park(a[1], a[3], attempts=5)
-    failing.bury(a[0], a[2])
+    failing.dead_letter(a[0], a[2])
     redrive(failing)
     assert failing.parked("a") == [b"1", b"2", b"3", b"4"]
     assert failing.key_row("a") == ("exhausted", False, 0)
@@ -126,7 +126,7 @@ def test_a_message_joins_the_line_of_its_key_before_the_later_ones_of_its_source
 def test_behind_a_head_that_stays_its_attempts_stay_too(failing: Failing) -> None:
     a = numbered(failing, "a", 1, 2, 3)
     failing.park(a[0], a[2], attempts=5, due_in_s=600)
-    failing.bury(a[1])
+    failing.dead_letter(a[1])
     redrive(failing)
     assert failing.parked("a") == [b"1", b"2", b"3"]
     assert failing.key_row("a") == ("exhausted", False, 5)
@@ -139,7 +139,7 @@ def test_a_sources_numbers_count_more_than_where_its_messages_lay(failing: Faili
     moved = [
         (partition, record._replace(offset=offset)) for (partition, record), offset in zip(a, (1, 9, 4, 5), strict=True)
     ]
-    failing.bury(*moved)
+    failing.dead_letter(*moved)
     redrive(failing, batch=batch)
     assert failing.parked("a") == [b"1", b"2", b"3", b"4"]
 
@@ -149,7 +149,7 @@ def test_messages_of_several_sources_come_in_the_order_of_the_log(failing: Faili
     failing.stage.forget_numbers()
     second = failing.publish(("a", b"2"), source=9)
     third = [(first[0][0], replace_seq(first[0][1], seq=2, offset=second[0][1].offset + 1, body=b"3"))]
-    failing.bury(*third, *second, *first)
+    failing.dead_letter(*third, *second, *first)
     redrive(failing)
     assert failing.parked("a") == [b"1", b"2", b"3"]
 
@@ -161,21 +161,21 @@ def replace_seq(record: Record, *, seq: int, offset: int, body: bytes) -> Record
 
 def test_messages_that_stand_alone_wait_under_their_own_names(stage: Stage) -> None:
     failing = Failing(stage, group="each", ordered=False)
-    failing.bury(*numbered(failing, "a", 1, 2), *failing.publish((None, b"3")))
+    failing.dead_letter(*numbered(failing, "a", 1, 2), *failing.publish((None, b"3")))
     redrive(failing)
     names = failing.sql("SELECT name, source, lp, seq FROM mqlayer.parked_message")
     assert {bytes(name) for name, *_ in names} == {b"\xff%d:%d:%d" % tuple(rest) for _, *rest in names}
     assert len(names) == 3
     ordered = Failing(stage)
-    ordered.bury(*ordered.publish((None, b"4"), (None, b"5")))
+    ordered.dead_letter(*ordered.publish((None, b"4"), (None, b"5")))
     redrive(ordered)
     assert ordered.sql("SELECT count(*) FROM mqlayer.parked_key WHERE group_id = %s", ordered.group_id) == [(2,)]
 
 
 def test_what_has_no_body_and_what_is_not_there_is_told(failing: Failing) -> None:
     a, b = numbered(failing, "a", 1), numbered(failing, "b", 2)
-    (bodiless,) = failing.bury(*a, cause="skipped", body=False)
-    (whole,) = failing.bury(*b)
+    (bodiless,) = failing.dead_letter(*a, cause="skipped", body=False)
+    (whole,) = failing.dead_letter(*b)
     done = redrive(failing, DeadFilter(dead_ids=(bodiless, whole, 4_711)))
     found = {one.dead_id: (one.result, one.key) for one in redrive_results(failing.stage.database, done.redrive_id)}
     assert found == {bodiless: ("no_body", "a"), whole: ("sent", "b"), 4_711: ("gone", None)}
@@ -187,7 +187,7 @@ def test_what_has_no_body_and_what_is_not_there_is_told(failing: Failing) -> Non
 
 def test_a_message_that_dies_again_is_not_of_the_same_redrive_and_is_of_the_next(failing: Failing) -> None:
     a = numbered(failing, "a", 1, 2)
-    failing.bury(*a)
+    failing.dead_letter(*a)
     redrive_id, worker = begin(failing)
     database = failing.stage.database
     failpoints.arm("redrive.after_commit", "raise")
@@ -203,9 +203,9 @@ def test_a_message_that_dies_again_is_not_of_the_same_redrive_and_is_of_the_next
 
 def test_a_filter_narrows_by_key_cause_error_and_time(failing: Failing) -> None:
     a, b = numbered(failing, "a", 1, 2, 3), numbered(failing, "b", 4)
-    failing.bury(a[0], reason="TimeoutError at pay.py:3", age_s=3_600)
-    failing.bury(a[1], cause="rejected", reason="no such customer")
-    failing.bury(a[2], b[0], reason="KeyError at shop.py:9")
+    failing.dead_letter(a[0], reason="TimeoutError at pay.py:3", age_s=3_600)
+    failing.dead_letter(a[1], cause="rejected", reason="no such customer")
+    failing.dead_letter(a[2], b[0], reason="KeyError at shop.py:9")
     failing.attempt(b[0], 1, "TimeoutError at pay.py:3")
     database, hour_ago = failing.stage.database, datetime.now(UTC) - timedelta(minutes=30)
     for wanted, count in (
@@ -226,7 +226,7 @@ def test_a_filter_narrows_by_key_cause_error_and_time(failing: Failing) -> None:
 
 
 def test_a_rate_is_kept_over_batches_and_workers(failing: Failing) -> None:
-    failing.bury(*numbered(failing, "a", 1, 2, 3, 4))
+    failing.dead_letter(*numbered(failing, "a", 1, 2, 3, 4))
     database = failing.stage.database
     redrive_id, worker = begin(failing, per_s=2.0)
     first = work_on(database, redrive_id, worker=worker, longest_wait_s=0)
@@ -240,7 +240,7 @@ def test_a_rate_is_kept_over_batches_and_workers(failing: Failing) -> None:
 
 
 def test_a_cancelled_redrive_ends_for_whoever_works_on_it_and_what_it_gave_back_stays(failing: Failing) -> None:
-    failing.bury(*numbered(failing, "a", 1, 2, 3))
+    failing.dead_letter(*numbered(failing, "a", 1, 2, 3))
     database = failing.stage.database
     redrive_id, worker = begin(failing, per_s=0.01)
     done: list[Redrive] = []
@@ -259,7 +259,7 @@ def test_a_cancelled_redrive_ends_for_whoever_works_on_it_and_what_it_gave_back_
 
 
 def test_one_that_was_stopped_is_gone_on_with_by_another_and_the_former_worker_sends_nothing(failing: Failing) -> None:
-    failing.bury(*numbered(failing, "a", *range(6)))
+    failing.dead_letter(*numbered(failing, "a", *range(6)))
     database, stop = failing.stage.database, threading.Event()
     redrive_id, worker = begin(failing)
     stop.set()
@@ -272,7 +272,7 @@ def test_one_that_was_stopped_is_gone_on_with_by_another_and_the_former_worker_s
 
 
 def test_every_act_has_its_audit_row_and_redrives_are_listed(failing: Failing) -> None:
-    (dead_id,) = failing.bury(*numbered(failing, "a", 1))
+    (dead_id,) = failing.dead_letter(*numbered(failing, "a", 1))
     database = failing.stage.database
     redrive_id, worker = begin(failing, DeadFilter(dead_ids=(dead_id,)), per_s=5.0)
     resume_redrive(database, redrive_id, actor="a test", worker=worker)
@@ -315,7 +315,7 @@ def test_a_running_member_handles_what_was_given_back_in_order_and_once(failing:
         applied.append(body)
 
     a = numbered(failing, "a", 1, 2, 3, 4)
-    failing.bury(a[0], a[1])
+    failing.dead_letter(a[0], a[1])
     recorder = Recorder(act)
     failing.stage.consume(recorder, backoff_s=None)
     failing.stage.wait_settled()
@@ -332,7 +332,7 @@ def test_a_running_member_handles_what_was_given_back_in_order_and_once(failing:
 def test_what_was_given_back_before_the_stream_was_read_is_handled_once(failing: Failing) -> None:
     """Its record in the stream stands for nothing, also after the parked one was handled."""
     a = numbered(failing, "a", 1, 2)
-    failing.bury(a[0])
+    failing.dead_letter(a[0])
     redrive(failing)
     recorder = Recorder()
     failing.stage.consume(recorder, backoff_s=None)
@@ -344,15 +344,15 @@ def test_what_was_given_back_before_the_stream_was_read_is_handled_once(failing:
 def test_a_new_owner_passes_the_record_of_what_was_given_back_over_until_a_seek(failing: Failing) -> None:
     """Also where the parked one was handled before the stream was settled: it would be applied twice."""
     a = numbered(failing, "a", 1)
-    failing.bury(a[0])
+    failing.dead_letter(a[0])
     redrive(failing)
     failing.sql("DELETE FROM mqlayer.parked_message")
     failing.sql("DELETE FROM mqlayer.parked_key")
-    ledger = Ledger(failing.stage.database, failing.group_id, "m1")
+    store = ParkingStore(failing.stage.database, failing.group_id, "m1")
     partition = PartitionId(a[0][0])
-    assert ledger.dead(Span(partition, 0, 1024, 1)) == {identity_of(a[0])}
+    assert store.dead(Span(partition, 0, 1024, 1)) == {identity_of(a[0])}
     failing.sql("UPDATE mqlayer.consumer_group SET seek = seek + 1")
-    assert ledger.dead(Span(partition, 0, 1024, 1)) == set()
+    assert store.dead(Span(partition, 0, 1024, 1)) == set()
 
 
 # -- kills -----------------------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ def command(failing: Failing, *typed: str, failpoint: str = "") -> subprocess.Co
 def test_a_redrive_that_is_killed_goes_on_and_gives_nothing_back_twice(failing: Failing, place: str, came: int) -> None:
     """Case 68: at any line; what was given back before it counts, and the rest comes in order."""
     numbers = list(range(50))
-    failing.bury(*(one for key in "abc" for one in numbered(failing, key, *numbers)))
+    failing.dead_letter(*(one for key in "abc" for one in numbered(failing, key, *numbers)))
     name, _, nth = place.partition("@")
     done = command(failing, "dead", "redrive", "orders", "g", "--all", failpoint=f"{name}=kill@{nth or 1}")
     assert done.returncode == -9, done.stderr

@@ -14,14 +14,14 @@ from mqlayer.domain.message import NO_KEY
 from mqlayer.domain.names import BODY_LIMIT, KEY_LIMIT
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import ConfigurationRefused, InvalidInput, SchemaMismatch
-from mqlayer.outbox import adopt, list_aside, renew, retry_aside
+from mqlayer.outbox import adopt, list_quarantined, renew, retry_quarantined
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
 from mqlayer.relay import RelayLimits, relay_once
-from mqlayer.relay.lanes import plan
-from mqlayer.relay.leases import LpSets
+from mqlayer.relay.lp_cursors import plan
+from mqlayer.relay.lp_leases import LpSets
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
 
@@ -98,11 +98,11 @@ def test_a_relay_that_was_silent_for_half_of_its_lease_gets_no_share(world: Outb
         connection.execute(beat, ("well", 60.0))
         connection.execute(beat, ("dead", 29.0))
         me = LpSets("me", lease_s=60.0)
-        me.beat(connection)
-        assert len(me.held) == 8
+        me.heartbeat(connection)
+        assert len(me.owned) == 8
         connection.execute("UPDATE mqlayer_app.relay SET lease_until = now() + interval '29 s' WHERE relay_id = 'well'")
-        me.beat(connection)
-        assert len(me.held) == 16
+        me.heartbeat(connection)
+        assert len(me.owned) == 16
 
 
 def test_two_relays_on_the_same_lps_are_harmless(world: OutboxWorld) -> None:
@@ -162,32 +162,32 @@ def test_a_row_that_can_never_be_sent_holds_its_lp_visibly_and_no_other(world: O
         _insert_row(world, lp=lp, key=key, body=b"too long a key")
         world.publish(20, tag="behind")
         with Database(world.dsn) as database:
-            (row,) = wait_until(lambda: list_aside(database), what="the row to be set aside")
+            (row,) = wait_until(lambda: list_quarantined(database), what="the row to be quarantined")
             assert (row.topic, row.lp, row.seq) == ("orders", lp, 2)
             assert str(KEY_LIMIT) in row.reason
             wait_until(lambda: sum(map(len, world.relayed().values())) == 39, what="all other LPs to go on")
             assert [value for _, _, value in world.relayed()["orders", lp]] == ["m-1"]
 
-            world.rows("UPDATE mqlayer_app.outbox SET key = 'mended' WHERE key = %s", key)
-            assert retry_aside(database, topic="orders", lp=lp) == [row]
+            world.rows("UPDATE mqlayer_app.outbox SET key = 'repaired' WHERE key = %s", key)
+            assert retry_quarantined(database, topic="orders", lp=lp) == [row]
         world.wait_until_whole()
 
 
-def test_a_body_over_the_hard_limit_is_set_aside_without_being_read(world: OutboxWorld) -> None:
+def test_a_body_over_the_hard_limit_is_quarantined_without_being_read(world: OutboxWorld) -> None:
     with world.relay():
         _insert_row(world, lp=7, key="big", body=bytes(BODY_LIMIT + 1))
         with Database(world.dsn) as database:
-            (row,) = wait_until(lambda: list_aside(database), what="the row to be set aside")
+            (row,) = wait_until(lambda: list_quarantined(database), what="the row to be quarantined")
         assert str(BODY_LIMIT) in row.reason
 
 
-def test_rows_of_a_topic_that_control_does_not_know_are_set_aside(world: OutboxWorld) -> None:
+def test_rows_of_a_topic_that_control_does_not_know_are_quarantined(world: OutboxWorld) -> None:
     world.rows("INSERT INTO mqlayer_app.topic (topic_id, name, body_limit) VALUES (77, 'ghosts', 1000)")
     world.rows("INSERT INTO mqlayer_app.counter SELECT 77, lp, 'ghosts', 1000 FROM generate_series(0, 1023) AS lp")
     world.publish(3, topic="ghosts", keys=1)
     world.publish(20)
     with world.relay(), Database(world.dsn) as database:
-        (row,) = wait_until(lambda: list_aside(database), what="the row to be set aside")
+        (row,) = wait_until(lambda: list_quarantined(database), what="the row to be quarantined")
         assert "mqlayer topic create ghosts" in row.reason
         wait_until(lambda: sum(map(len, world.relayed().values())) == 20, what="the other topic to go on")
 
@@ -197,7 +197,7 @@ def test_rows_that_are_nowhere_any_more_are_reported_and_hold_their_lp(world: Ou
     lp = lp_of(b"key-0")
     world.rows("DELETE FROM mqlayer_app.outbox WHERE lp = %s AND seq = 3", lp)
     with world.relay(), Database(world.dsn) as database:
-        (row,) = wait_until(lambda: list_aside(database), what="the row to be set aside")
+        (row,) = wait_until(lambda: list_quarantined(database), what="the row to be quarantined")
         assert (row.lp, row.seq) == (lp, 3)
         assert "gone" in row.reason
     assert [seq for seq, _, _ in world.relayed()["orders", lp]] == [1, 2]
@@ -312,7 +312,7 @@ def test_memory_does_not_depend_on_the_backlog(world: OutboxWorld, monkeypatch: 
         chunks.append(len(rows))
         return plan(rows, lanes)
 
-    monkeypatch.setattr("mqlayer.relay.session.plan", watched)
+    monkeypatch.setattr("mqlayer.relay.relay_session.plan", watched)
     world.publish(2_000, keys=200)
     with world.relay(limits=RelayLimits(chunk_rows=100, chunk_bytes=10_000)):
         world.wait_until_whole()

@@ -7,11 +7,11 @@ import signal
 import pytest
 
 from mqlayer.domain.routing import lp_of
-from mqlayer.outbox import retry_aside
+from mqlayer.outbox import retry_quarantined
 from mqlayer.postgres.database import Database
 from mqlayer.relay import relay_once
-from tests.fixtures.forking import Process, is_stopped
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.forked_programs import Process, is_stopped
+from tests.fixtures.wait import wait_until
 from tests.proof.failpoint_names import failpoint_names
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
@@ -53,7 +53,7 @@ def test_a_relay_killed_at_any_failpoint_leaves_chains_that_the_next_one_complet
         wait_until(lambda: _publish_until_dead(world, process), timeout_s=30, what=f"{name} to be reached")
         assert process.returncode == -signal.SIGKILL
     with world.relay():
-        _mend(world)
+        _repair(world)
         world.publish(20, tag="after")
         world.wait_until_whole()
 
@@ -92,7 +92,7 @@ def test_the_compensating_pass_makes_up_for_a_killed_relay(world: OutboxWorld) -
 
 def _make_reachable(world: OutboxWorld, name: str) -> None:
     """Have something to do at places that a relay does not come by every day."""
-    if "set_aside" in name:
+    if "quarantined" in name:
         for key in ("key-1", "key-2"):
             _spoil(world, lp_of(key.encode()))
     if "of_lps" in name:
@@ -114,7 +114,7 @@ def _spoil(world: OutboxWorld, lp: int) -> None:
     world.rows("UPDATE mqlayer_app.outbox SET key = repeat('x', 600) WHERE lp = %s AND seq = 2", lp)
 
 
-def _mend(world: OutboxWorld) -> None:
-    world.rows("UPDATE mqlayer_app.outbox SET key = 'mended' WHERE length(key) > 512")
+def _repair(world: OutboxWorld) -> None:
+    world.rows("UPDATE mqlayer_app.outbox SET key = 'repaired' WHERE length(key) > 512")
     with Database(world.dsn) as database:
-        retry_aside(database)
+        retry_quarantined(database)

@@ -13,14 +13,14 @@ import redis
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from mqlayer import failpoints
-from mqlayer.outbox import list_aside
+from mqlayer.outbox import list_quarantined
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.relay import relay_once
 from mqlayer.stack import RedisServer
 from mqlayer.topics import register_node
 from tests.fixtures.servers import StartPostgres, StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.proxy import TcpProxy
 
@@ -40,8 +40,8 @@ def world(database_dsn: str, node: RedisServer, key_prefix: str) -> OutboxWorld:
 
 
 @pytest.fixture
-def line(database_dsn: str) -> Iterator[TcpProxy]:
-    """A line to Postgres that can be cut."""
+def connection(database_dsn: str) -> Iterator[TcpProxy]:
+    """A connection to Postgres that can be cut."""
     parts = conninfo_to_dict(database_dsn)
     with TcpProxy(str(parts["host"]), int(str(parts["port"]))) as proxy:
         yield proxy
@@ -115,15 +115,17 @@ def test_marks_of_a_partition_that_is_not_there_are_not_taken_for_rows_that_are_
             # Nobody arms the node meanwhile.
             arming.execute("SELECT 1 FROM mqlayer.node FOR UPDATE")
             world.remove()
-            wait_until(lambda: says(caplog, "relay_node_away") or list_aside(database), what="the relay misses it")
+            wait_until(
+                lambda: says(caplog, "relay_node_away") or list_quarantined(database), what="the relay misses it"
+            )
             world.fall_back(before)
         world.publish(20, tag="later")
         later = [f"later-{number}" for number in range(20)]
         wait_until(lambda: sorted(later) == sorted(bodies(world, "later")), what="all that came later")
-        assert list_aside(database) == []
+        assert list_quarantined(database) == []
 
 
-def test_a_relay_that_meets_a_full_memory_keeps_its_line(
+def test_a_relay_that_meets_a_full_memory_keeps_its_connection(
     world: OutboxWorld, node: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What only reads is answered: it says what is wrong, and goes on by itself."""
@@ -145,7 +147,7 @@ def test_what_fails_while_a_node_is_armed_does_not_end_the_relay(
     world: OutboxWorld, node: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not only what is known to fail: a fault about one node must not stop the others' LPs."""
-    failpoints.arm("rearm.before_raise", "raise")
+    failpoints.arm("rearm.before_fence", "raise")
     try:
         with world.relay():
             node.kill()
@@ -227,51 +229,55 @@ def test_a_request_that_is_cut_in_the_middle_is_sent_again(
 
 
 def test_postgres_away_at_the_start_is_waited_for_and_its_password_is_not_told(
-    world: OutboxWorld, line: TcpProxy, caplog: pytest.LogCaptureFixture
+    world: OutboxWorld, connection: TcpProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world.app_dsn = world.control_dsn = through(world.dsn, line)
-    line.refuse_new()
+    world.app_dsn = world.control_dsn = through(world.dsn, connection)
+    connection.refuse_new()
     world.publish(20)
     with caplog.at_level(logging.WARNING), world.relay():
-        wait_until(lambda: "relay_postgres_away" in caplog.text, what="the outage to be told")
-        line.heal()
+        wait_until(lambda: "relay_postgres_unreachable" in caplog.text, what="the outage to be told")
+        connection.heal()
         world.wait_until_whole()
-    told = [str(vars(record).get("reason")) for record in caplog.records if record.message == "relay_postgres_away"]
-    assert str(line.port) in told[0]
+    told = [
+        str(vars(record).get("reason")) for record in caplog.records if record.message == "relay_postgres_unreachable"
+    ]
+    assert str(connection.port) in told[0]
     assert "secret-of-the-test" not in "".join(told) + caplog.text
 
 
-def test_the_compensating_pass_ends_in_its_time_while_postgres_is_away(world: OutboxWorld, line: TcpProxy) -> None:
-    world.app_dsn = world.control_dsn = through(world.dsn, line)
-    line.refuse_new()
+def test_the_compensating_pass_ends_in_its_time_while_postgres_is_away(
+    world: OutboxWorld, connection: TcpProxy
+) -> None:
+    world.app_dsn = world.control_dsn = through(world.dsn, connection)
+    connection.refuse_new()
     world.publish(5)
     began = time.monotonic()
     assert relay_once(world.settings(), at_most_s=1.0, limits=QUICK) == 0
     assert time.monotonic() - began < 8.0
-    line.heal()
+    connection.heal()
     assert relay_once(world.settings(), at_most_s=30.0, limits=QUICK) == 5
 
 
-def test_postgres_lost_while_running_is_connected_to_again(world: OutboxWorld, line: TcpProxy) -> None:
-    world.app_dsn = world.control_dsn = through(world.dsn, line)
+def test_postgres_lost_while_running_is_connected_to_again(world: OutboxWorld, connection: TcpProxy) -> None:
+    world.app_dsn = world.control_dsn = through(world.dsn, connection)
     with world.relay():
         for turn in range(3):
             world.publish(50, tag=f"before-{turn}")
-            line.refuse_new()
-            line.reset_all()
+            connection.refuse_new()
+            connection.reset_all()
             world.publish(50, tag=f"while-{turn}")
-            line.heal()
+            connection.heal()
             world.wait_until_whole()
 
 
-def test_answers_of_postgres_that_are_lost_cost_nothing(world: OutboxWorld, line: TcpProxy) -> None:
-    world.app_dsn = world.control_dsn = through(world.dsn, line)
+def test_answers_of_postgres_that_are_lost_cost_nothing(world: OutboxWorld, connection: TcpProxy) -> None:
+    world.app_dsn = world.control_dsn = through(world.dsn, connection)
     with world.relay():
         for turn, size in enumerate((0, 50, 500)):
-            line.cut_after(server_bytes=size)
+            connection.cut_after(server_bytes=size)
             world.publish(50, tag=f"cut-{turn}")
-            line.wait_for_cut(turn + 1)
-            line.heal()
+            connection.wait_for_cut(turn + 1)
+            connection.heal()
             world.wait_until_whole()
 
 

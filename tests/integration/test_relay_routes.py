@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from mqlayer.redis.keys import partition_keys
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 
 

@@ -16,7 +16,9 @@ import pytest
 from mqlayer import Context
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import Conflict, InvalidInput, NotFound
-from mqlayer.failures import (
+from mqlayer.groups.seek import apply_seek, planned_seek
+from mqlayer.postgres.queries import query
+from mqlayer.redelivery import (
     DeadFilter,
     Replay,
     ReplayFilter,
@@ -33,14 +35,12 @@ from mqlayer.failures import (
     work_on,
     work_on_replay,
 )
-from mqlayer.membership.seeking import apply_seek, planned_seek
-from mqlayer.postgres.queries import query
-from mqlayer.routes.cache import RouteCache
+from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.archives import Archive
-from tests.fixtures.consuming import Recorder, Stage
-from tests.fixtures.failing import Failing
-from tests.fixtures.forking import ask_python
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.consumers import Recorder, Stage
+from tests.fixtures.failed_messages import Failing
+from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.wait import wait_until
 
 ALL = ReplayFilter()
 
@@ -132,7 +132,7 @@ def test_what_waits_is_dead_or_is_ahead_is_not_given(scene: Scene) -> None:
     """Nothing that the group comes to by itself is handed out; each of them is told."""
     a = [one for one in scene.failing.records() if one[1].key == b"key-0"]
     scene.failing.park(*a[3:5])
-    scene.failing.bury(a[7])
+    scene.failing.dead_letter(a[7])
     scene.stage.send_numbers(2, 3, first=11)
     scene.archive.take()
     done = scene.replay()
@@ -173,7 +173,7 @@ def test_a_rate_is_kept_and_at_most_so_many_wait(scene: Scene) -> None:
     thread.start()
     wait_until(lambda: replay_of(scene.stage.database, replay_id).waiting == 8, what="as many as may wait")
     scene.failing.sql("DELETE FROM mqlayer.parked_message WHERE (lp, source, seq) IN "
-                      "(SELECT lp, source, seq FROM mqlayer.parked_message ORDER BY place LIMIT 1)")  # fmt: skip
+                      "(SELECT lp, source, seq FROM mqlayer.parked_message ORDER BY position LIMIT 1)")  # fmt: skip
     wait_until(lambda: replay_of(scene.stage.database, replay_id).sent == 12, what="the next ones")
     assert replay_of(scene.stage.database, replay_id).state == "running"
     stop.set()
@@ -344,12 +344,12 @@ def test_what_was_redriven_and_waits_keeps_its_place_among_what_is_replayed(scen
     """Cases 64, 68: it has the place of the next one of its source, and what comes between the two has to, too."""
     a = [one for one in scene.failing.records() if one[1].key == b"key-0"]
     scene.failing.park(a[8])
-    scene.failing.bury(a[4])
+    scene.failing.dead_letter(a[4])
     worker = new_worker()
     redrive = start_redrive(scene.stage.database, "orders", "g", DeadFilter(), actor="a test", worker=worker)
     work_on(scene.stage.database, redrive, worker=worker)
     scene.replay()
-    line = "SELECT seq FROM mqlayer.parked_message WHERE key = 'key-0' ORDER BY place, seq"
+    line = "SELECT seq FROM mqlayer.parked_message WHERE key = 'key-0' ORDER BY position, seq"
     with scene.stage.database.connection() as connection:
         assert connection.execute(line).fetchall() == [(record.identity.seq,) for _, record in a]
 
@@ -384,8 +384,8 @@ def test_each_message_that_is_given_again_is_told_and_what_a_backfill_leaves_out
     scene.failing.sql("UPDATE mqlayer.consumer_group SET tag_filter = 'any:vip'")
     replay_id, _ = scene.begin()
     work_on_replay(scene.stage.database, replay_id, worker=taken(scene, replay_id))
-    asked = ("SELECT partition_id, log_offset, word, attempts, actor, reason FROM mqlayer_archive.outcome_queue "
-             "WHERE word <> 'handled' ORDER BY 1, 2, 3")  # fmt: skip
+    asked = ("SELECT partition_id, log_offset, outcome, attempts, actor, reason FROM mqlayer_archive.outcome_queue "
+             "WHERE outcome <> 'handled' ORDER BY 1, 2, 3")  # fmt: skip
     places = scene.archive.sql("SELECT partition_id, log_offset, body FROM mqlayer_archive.record ORDER BY 1, 2")
     word = ("replayed", 0, "a test", f"replay {replay_id}")
     assert scene.archive.sql(asked) == [(*place, *word) for *place, body in places if body == b"3"]

@@ -10,23 +10,23 @@ from collections.abc import Iterator
 import pytest
 
 from mqlayer.domain.jobs import CLEAN_ATTEMPTS, RETRY_SCAN
-from mqlayer.failures import (
+from mqlayer.groups import join, late_jobs
+from mqlayer.postgres.notifications import GROUP, NotificationListener
+from mqlayer.redelivery import (
     DeadFilter,
     cancel_redrive,
     clean_attempts,
     new_worker,
+    parked_scan,
     redrives,
     retry_scan,
-    scanning,
     start_redrive,
 )
-from mqlayer.failures.redriving import redrive_of
-from mqlayer.membership import join, late_jobs
-from mqlayer.postgres.notices import GROUP, Notices
-from mqlayer.workers import stores, tasks
-from tests.fixtures.consuming import Stage
-from tests.fixtures.failing import Failing
-from tests.fixtures.waiting import wait_until
+from mqlayer.redelivery.redrive import redrive_of
+from mqlayer.workers import connections, tasks
+from tests.fixtures.consumers import Stage
+from tests.fixtures.failed_messages import Failing
+from tests.fixtures.wait import wait_until
 
 DAY_S = 86_400.0
 
@@ -44,14 +44,14 @@ def worker(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tasks that are called in this process work on the stage."""
     monkeypatch.setenv("MQLAYER_DSN", stage.dsn)
     monkeypatch.setenv("MQLAYER_KEY_PREFIX", stage.prefix)
-    stores.close()
+    connections.close()
     yield
-    stores.close()
+    connections.close()
 
 
 def test_a_group_is_told_again_of_keys_that_are_due_for_a_while(failing: Failing) -> None:
     heard: list[str] = []
-    notices = Notices(failing.stage.database, GROUP, heard.append, application="a test")
+    notices = NotificationListener(failing.stage.database, GROUP, heard.append, application="a test")
     notices.start()
     wait_until(lambda: heard == [""], what="the listener")
     database, before = failing.stage.database, failing.parking()
@@ -80,7 +80,7 @@ def test_a_group_that_could_do_nothing_about_it_is_not_told(failing: Failing, re
 
 
 def test_redrives_that_nobody_works_on_are_gone_on_with(failing: Failing) -> None:
-    failing.bury(*failing.publish(*(("a", b"%d" % number) for number in range(3))))
+    failing.dead_letter(*failing.publish(*(("a", b"%d" % number) for number in range(3))))
     database = failing.stage.database
     left = start_redrive(database, "orders", "g", DeadFilter(key="a"), actor="a test")
     retry_scan(database)
@@ -92,7 +92,7 @@ def test_redrives_that_nobody_works_on_are_gone_on_with(failing: Failing) -> Non
 @pytest.mark.parametrize("told", ["[1]", '{"nonsense": 1}', '{"since": "never"}'])
 def test_a_redrive_that_makes_no_sense_does_not_keep_others_waiting(failing: Failing, told: str) -> None:
     """Consumers write their groups' redrives; the scan is everyone's. A row may be older than the check."""
-    failing.bury(*failing.publish(("a", b"1")))
+    failing.dead_letter(*failing.publish(("a", b"1")))
     for constraint in ("names", "values", "times"):
         failing.sql(f"ALTER TABLE mqlayer.redrive DROP CONSTRAINT redrive_filter_{constraint}")
     failing.sql(f"""INSERT INTO mqlayer.redrive (group_id, kind, filter, upto_id, per_s, actor)
@@ -111,7 +111,7 @@ def test_a_group_whose_counts_are_full_does_not_keep_others_from_being_told(fail
 
 
 def test_a_redrive_whose_worker_lives_or_that_is_over_is_left_alone(failing: Failing) -> None:
-    failing.bury(*failing.publish(("a", b"1")))
+    failing.dead_letter(*failing.publish(("a", b"1")))
     database = failing.stage.database
     start_redrive(database, "orders", "g", DeadFilter(), actor="a test", worker=new_worker())
     over = start_redrive(database, "orders", "g", DeadFilter(), actor="a test")
@@ -124,7 +124,7 @@ def test_a_redrive_whose_worker_lives_or_that_is_over_is_left_alone(failing: Fai
 
 
 def test_a_slow_redrive_does_not_hold_the_scan_up(failing: Failing) -> None:
-    failing.bury(*failing.publish(("a", b"1"), ("a", b"2")))
+    failing.dead_letter(*failing.publish(("a", b"1"), ("a", b"2")))
     database = failing.stage.database
     start_redrive(database, "orders", "g", DeadFilter(), per_s=0.01, actor="a test")
     retry_scan(database)
@@ -138,14 +138,14 @@ def test_a_slow_redrive_does_not_hold_the_scan_up(failing: Failing) -> None:
 
 
 def test_a_scan_that_is_killed_leaves_the_redrive_to_a_later_one(failing: Failing) -> None:
-    failing.bury(*failing.publish(("a", b"1")))
+    failing.dead_letter(*failing.publish(("a", b"1")))
     database = failing.stage.database
     start_redrive(database, "orders", "g", DeadFilter(), actor="a test")
-    program = "from mqlayer.failures import retry_scan\nfrom mqlayer.postgres.database import Database\n"
+    program = "from mqlayer.redelivery import retry_scan\nfrom mqlayer.postgres.database import Database\n"
     program += "import os\nretry_scan(Database(os.environ['MQLAYER_DSN']))"
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=os.environ | {"MQLAYER_DSN": failing.stage.dsn, "MQLAYER_FAILPOINTS": "scan.after_take=kill"},
+        env=os.environ | {"MQLAYER_DSN": failing.stage.dsn, "MQLAYER_FAILPOINTS": "scan.after_claim=kill"},
         check=False,
         capture_output=True,
     )
@@ -161,13 +161,13 @@ def test_a_scan_that_is_killed_leaves_the_redrive_to_a_later_one(failing: Failin
 def test_old_attempts_go_unless_their_message_is_parked_or_dead(
     failing: Failing, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    monkeypatch.setattr(scanning, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(parked_scan, "ROWS_AT_ONCE", at_once)
     parked, dead, lives, redriven = (failing.publish((key, b"1"))[0] for key in "abcd")
     for age_s in (6 * DAY_S, 8 * DAY_S, 9 * DAY_S, 10 * DAY_S):
         for one in (parked, dead, lives, redriven):
             failing.attempt(one, 1, "boom", age_s=age_s)
     failing.park(parked)
-    failing.bury(dead, redriven)
+    failing.dead_letter(dead, redriven)
     failing.sql("UPDATE mqlayer.dead_message SET redriven_at = now() WHERE key = 'd'")
     assert clean_attempts(failing.stage.database) == 6
     assert clean_attempts(failing.stage.database) == 0

@@ -8,7 +8,7 @@ import pytest
 from mqlayer.outbox import rotate
 from mqlayer.postgres.database import Database
 from mqlayer.relay import relay_once
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
 

@@ -11,8 +11,11 @@ import pytest
 import redis
 
 from mqlayer import App, Context, failpoints
-from mqlayer.changes import (
-    Plan,
+from mqlayer.domain.routing import LpRange, NodeId, PartitionId, Route, RouteVersion
+from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.postgres.database import Database
+from mqlayer.routes import (
+    ChangePlan,
     apply_change,
     drop_change,
     finish_change,
@@ -24,12 +27,9 @@ from mqlayer.changes import (
     plan_split,
     split,
 )
-from mqlayer.domain.routing import NodeId, PartitionId, Range, Route, RouteVersion
-from mqlayer.errors import Conflict, InvalidInput, NotFound
-from mqlayer.postgres.database import Database
-from mqlayer.routes.cache import load_route
+from mqlayer.runtime.route_cache import load_route
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 
 
@@ -153,10 +153,10 @@ def test_a_change_that_may_have_sealed_something_only_goes_forward(world: Outbox
         (lambda route: plan_move(route, 1, NodeId(1)), "already"),
     ],
 )
-def test_what_can_not_be_done_is_refused(plan: Callable[[Route], Plan], error: str) -> None:
+def test_what_can_not_be_done_is_refused(plan: Callable[[Route], ChangePlan], error: str) -> None:
     """Cases 13 to 15."""
     quarters = [(0, 300, 1), (300, 512, 2), (512, 1024, 3)]
-    ranges = tuple(Range(lo, hi, PartitionId(p), NodeId(1)) for lo, hi, p in quarters)
+    ranges = tuple(LpRange(lo, hi, PartitionId(p), NodeId(1)) for lo, hi, p in quarters)
     route = Route(1, "orders", RouteVersion(1), ranges, 1000, 0)
     with pytest.raises((InvalidInput, NotFound), match=error):
         plan(route)

@@ -14,7 +14,16 @@ import pytest
 import redis
 
 from mqlayer import App, Context, MemberOptions, failpoints
-from mqlayer.changes import (
+from mqlayer.domain.routing import NodeId, lp_of
+from mqlayer.errors import StoreUnavailable
+from mqlayer.failpoints import FailpointHit
+from mqlayer.groups import MemberSession, drained, join, raise_group_version
+from mqlayer.maintenance import trim_pass
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.producing import Producer
+from mqlayer.redis.keys import partition_keys
+from mqlayer.relay import relay_once
+from mqlayer.routes import (
     apply_change,
     drain_progress,
     drop_change,
@@ -26,21 +35,12 @@ from mqlayer.changes import (
     route_history,
     split,
 )
-from mqlayer.domain.routing import NodeId, lp_of
-from mqlayer.errors import StoreUnavailable
-from mqlayer.failpoints import FailpointHit
-from mqlayer.membership import Session, drained, join, raise_group_version
-from mqlayer.postgres.database import Connection, Database
-from mqlayer.producing import Producer
-from mqlayer.redis.keys import partition_keys
-from mqlayer.relay import relay_once
-from mqlayer.routes.cache import load_route
+from mqlayer.runtime.route_cache import load_route
 from mqlayer.topics import rearm_node
-from mqlayer.trimming import trim_pass
-from tests.fixtures.consuming import Recorder
+from tests.fixtures.consumers import Recorder
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
-from tests.proof.hand import LEASE_S, Hand
+from tests.fixtures.wait import wait_until
+from tests.proof.manual_member import LEASE_S, ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
 KEYS = 40
@@ -83,8 +83,8 @@ class Scene:
         self._round += each
         assert relay_once(self.world.settings(), limits=QUICK) == len(bodies)
 
-    def hand(self, group: str = "ledger", **facts: Any) -> Hand:
-        return Hand(self.database, self.world.key_prefix, "orders", group, **facts)
+    def member(self, group: str = "ledger", **facts: Any) -> ManualMember:
+        return ManualMember(self.database, self.world.key_prefix, "orders", group, **facts)
 
     def split(self, partition: int, at: int) -> list[int]:
         return self._new(lambda: split(self.database, "orders", partition, at=[at], prefix=self.world.key_prefix))
@@ -156,10 +156,10 @@ def test_a_parent_on_a_node_that_is_away_leaves_the_others_open(
         away.start()
         rearm_node(database, "node-2", prefix=key_prefix)
         assert finish_changes(database, prefix=key_prefix) == {1: "done"}
-        hand = scene.hand()
+        member = scene.member()
         scene.publish()
-        hand.consume_all()
-        assert hand.bodies() == scene.expected()
+        member.consume_all()
+        assert member.bodies() == scene.expected()
 
 
 # Gates
@@ -167,19 +167,19 @@ def test_a_parent_on_a_node_that_is_away_leaves_the_others_open(
 
 def test_a_child_is_invisible_until_everything_before_the_command_is_settled(scene: Scene) -> None:
     """Case 20."""
-    hand = scene.hand()
+    member = scene.member()
     scene.publish()
     children = scene.split(1, 100)
     scene.publish()
-    assert set(hand.assigned()) == {1, 2}
-    records, command = hand.look(1)
+    assert set(member.assigned()) == {1, 2}
+    records, command = member.position(1)
     assert command is not None
-    assert hand.consume(1, len(records) - 1) == len(records) - 1
-    assert set(hand.assigned()) == {1, 2}
-    assert hand.consume(1) == 1
-    assert set(hand.assigned()) == {2, *children}
-    hand.consume_all()
-    assert hand.bodies() == scene.expected()
+    assert member.consume(1, len(records) - 1) == len(records) - 1
+    assert set(member.assigned()) == {1, 2}
+    assert member.consume(1) == 1
+    assert set(member.assigned()) == {2, *children}
+    member.consume_all()
+    assert member.bodies() == scene.expected()
 
 
 def test_a_failing_head_on_the_parent_holds_the_child_and_nobody_else(world: OutboxWorld, scene: Scene) -> None:
@@ -218,68 +218,68 @@ def test_a_failing_head_on_the_parent_holds_the_child_and_nobody_else(world: Out
 
 def test_untouched_partitions_go_on_while_another_drains(scene: Scene) -> None:
     """Case 21."""
-    hand = scene.hand()
+    member = scene.member()
     scene.publish()
     scene.split(1, 100)
-    before = hand.assigned()[2]
+    before = member.assigned()[2]
     scene.publish()
-    assert hand.consume(2) > 0
-    assert hand.assigned()[2] == before
+    assert member.consume(2) > 0
+    assert member.assigned()[2] == before
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_merged_partition_is_invisible_until_both_parents_are_drained(scene: Scene, first: int) -> None:
     """Case 22: whichever is drained first."""
-    hand = scene.hand()
+    member = scene.member()
     scene.publish()
     (child,) = scene.merge(1, 2)
     scene.publish()
     order = [1, 2] if first == 0 else [2, 1]
-    hand.consume(order[0])
-    assert set(hand.assigned()) == {order[1]}
-    assert hand.version == 1
-    hand.consume(order[1])
-    assert set(hand.assigned()) == {child}
-    assert hand.version == 2
-    hand.consume_all()
-    assert hand.bodies() == scene.expected()
+    member.consume(order[0])
+    assert set(member.assigned()) == {order[1]}
+    assert member.version == 1
+    member.consume(order[1])
+    assert set(member.assigned()) == {child}
+    assert member.version == 2
+    member.consume_all()
+    assert member.bodies() == scene.expected()
 
 
 def test_nothing_of_a_moved_partition_is_handled_before_the_last_of_its_parent(scene: Scene) -> None:
     """Case 23."""
-    hand = scene.hand()
+    member = scene.member()
     scene.publish()
     (child,) = scene.move(1)
     scene.publish()
     places = scene.world.rows("SELECT node_id FROM mqlayer.partition WHERE partition_id IN (1, %s)", child)
     assert places[0] != places[1]
-    assert child not in hand.assigned()
-    hand.consume(1, report=False)
-    assert child not in hand.assigned()
-    hand.consume(1)
-    assert child in hand.assigned()
-    hand.consume_all()
-    assert hand.bodies() == scene.expected()
+    assert child not in member.assigned()
+    member.consume(1, report=False)
+    assert child not in member.assigned()
+    member.consume(1)
+    assert child in member.assigned()
+    member.consume_all()
+    assert member.bodies() == scene.expected()
 
 
 def test_an_empty_partition_is_drained_by_its_command_alone(scene: Scene) -> None:
-    hand = scene.hand()
+    member = scene.member()
     children = scene.split(1, 100)
-    assert hand.consume(1) == 0
-    assert set(hand.assigned()) == {2, *children}
+    assert member.consume(1) == 0
+    assert set(member.assigned()) == {2, *children}
 
 
 def test_the_command_is_neither_handled_nor_counted(world: OutboxWorld, scene: Scene, database: Database) -> None:
     """Case 19."""
-    hand = scene.hand("by-hand")
+    manual = scene.member("by-hand")
     scene.publish()
     children = scene.split(1, 100)
     (moved,) = scene.move(2)
-    sealed = len(hand.look(1)[0])
-    left = {(p.group, p.partition): p.left for p in drain_progress(database, "orders", prefix=world.key_prefix)}
+    sealed = len(manual.position(1)[0])
+    left = {(p.group, p.partition): p.remaining for p in drain_progress(database, "orders", prefix=world.key_prefix)}
     assert left["by-hand", 1] == sealed
-    hand.consume(1, report=False)
-    left = {(p.group, p.partition): p.left for p in drain_progress(database, "orders", prefix=world.key_prefix)}
+    manual.consume(1, report=False)
+    left = {(p.group, p.partition): p.remaining for p in drain_progress(database, "orders", prefix=world.key_prefix)}
     assert left["by-hand", 1] == 0
 
     recorder = Recorder()
@@ -288,7 +288,7 @@ def test_the_command_is_neither_handled_nor_counted(world: OutboxWorld, scene: S
     app.start()
     (member,) = app.members
     try:
-        wait_until(lambda: set(member.holdings()) == {*children, moved}, timeout_s=20, what="the parents to be drained")
+        wait_until(lambda: set(member.owned()) == {*children, moved}, timeout_s=20, what="the parents to be drained")
     finally:
         app.stop()
     assert sorted(h.body for h in recorder.begun) == sorted(b"%d" % n for n in range(3) for _ in range(KEYS))
@@ -299,7 +299,7 @@ def test_the_command_is_neither_handled_nor_counted(world: OutboxWorld, scene: S
 
 def test_a_group_without_members_during_a_change_keeps_order(world: OutboxWorld, scene: Scene) -> None:
     """Case 29."""
-    first = scene.hand()
+    first = scene.member()
     scene.publish()
     first.consume(1, 5)
     scene.world.rows("UPDATE mqlayer.member SET lease_until = now() - interval '1 s'")
@@ -324,58 +324,58 @@ def test_a_group_without_members_during_a_change_keeps_order(world: OutboxWorld,
 
 def test_group_versions_go_up_one_by_one_whatever_is_drained_first(scene: Scene, database: Database) -> None:
     """Case 24: the command of v3 is reached before that of v2; partitions whose own parents are drained go on."""
-    hand = scene.hand()
+    member = scene.member()
     scene.publish()
     one, _ = scene.split(1, 100)
     (moved,) = scene.move(2)
     scene.publish()
     grandchildren = scene.split(one, 50)
     scene.publish()
-    hand.consume(2)
-    assert hand.version == 1
-    assert moved in hand.assigned()
-    assert hand.consume(moved) > 0
+    member.consume(2)
+    assert member.version == 1
+    assert moved in member.assigned()
+    assert member.consume(moved) > 0
     scene.world.rows(
-        "CREATE TABLE public.version_seen (place serial, version int); "
+        "CREATE TABLE public.version_seen (position serial, version int); "
         "CREATE FUNCTION note_version() RETURNS trigger LANGUAGE plpgsql AS "
         "$$ BEGIN IF new.version <> old.version THEN "
         "INSERT INTO public.version_seen (version) VALUES (new.version); END IF; RETURN new; END $$; "
         "CREATE TRIGGER note AFTER UPDATE ON mqlayer.consumer_group FOR EACH ROW EXECUTE FUNCTION note_version()"
     )
-    hand.consume(1)
-    hand.consume(one)
-    seen = [row[0] for row in scene.world.rows("SELECT version FROM public.version_seen ORDER BY place")]
+    member.consume(1)
+    member.consume(one)
+    seen = [row[0] for row in scene.world.rows("SELECT version FROM public.version_seen ORDER BY position")]
     assert seen == [2, 3, 4]
-    assert set(grandchildren) <= set(hand.assigned())
-    hand.consume_all()
-    assert hand.bodies() == scene.expected()
+    assert set(grandchildren) <= set(member.assigned())
+    member.consume_all()
+    assert member.bodies() == scene.expected()
 
 
 def test_of_two_that_raise_a_groups_version_at_once_one_does(scene: Scene, database: Database) -> None:
     """Case 25."""
-    hand = scene.hand()
+    member = scene.member()
     scene.split(1, 100)
-    scene.world.rows("INSERT INTO mqlayer.drained (group_id, partition_id) VALUES (%s, 1)", hand.group_id)
+    scene.world.rows("INSERT INTO mqlayer.drained (group_id, partition_id) VALUES (%s, 1)", member.group_id)
     together = threading.Barrier(2)
 
     def raise_it() -> int:
         def work(connection: Connection) -> int:
             together.wait(10)
-            return raise_group_version(connection, hand.group_id)
+            return raise_group_version(connection, member.group_id)
 
         return database.transaction(work)
 
     with ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(raise_it) for _ in range(2)]
         assert [end.result(20) for end in ends] == [2, 2]
-    assert hand.version == 2
+    assert member.version == 2
 
 
 def test_a_partition_drained_while_its_change_is_put_in_force_raises_the_version(
     world: OutboxWorld, scene: Scene, database: Database, tmp_path: Path
 ) -> None:
     """Case 24, nothing sticks: neither transaction sees the other's half, so they have to go one after the other."""
-    hand = scene.hand()
+    member = scene.member()
     scene.publish()
     go_on, reached = tmp_path / "go", tmp_path / "reached"
     failpoints.arm("change.before_done_commit", f"mark:{reached}")
@@ -383,17 +383,17 @@ def test_a_partition_drained_while_its_change_is_put_in_force_raises_the_version
     with ThreadPoolExecutor(2) as pool:
         driving = pool.submit(scene.split, 1, 100)
         wait_until(reached.exists, what="the driver to be about to commit")
-        draining = pool.submit(hand.consume, 1)
+        draining = pool.submit(member.consume, 1)
         wait_until(lambda: draining.done() or _waits_for_a_lock(world), what="the group to have drained, or to wait")
         go_on.touch()
         driving.result(20)
         draining.result(20)
-    assert hand.version == 2
+    assert member.version == 2
 
 
 def test_a_slow_group_does_not_hold_a_fast_one(scene: Scene) -> None:
     """Case 26."""
-    slow, fast = scene.hand("slow"), scene.hand("fast")
+    slow, fast = scene.member("slow"), scene.member("fast")
     scene.publish()
     one, other = scene.split(1, 100)
     scene.publish()
@@ -417,7 +417,7 @@ def test_a_sealed_partition_stays_until_every_group_passed_its_command(
     world: OutboxWorld, scene: Scene, database: Database
 ) -> None:
     """Case 28: neither trimmed nor retired before; a retired group doesn't hold it."""
-    slow, fast = scene.hand("slow"), scene.hand("fast")
+    slow, fast = scene.member("slow"), scene.member("fast")
     scene.publish(20)
     scene.split(1, 100)
     log = partition_keys(world.key_prefix, 1).log
@@ -430,7 +430,7 @@ def test_a_sealed_partition_stays_until_every_group_passed_its_command(
     assert retire_partitions(database, prefix=world.key_prefix) == []
     slow.consume(1, report=False)
     trim_pass(database, prefix=world.key_prefix)
-    assert slow.look(1)[1] is not None, "the command is trimmed only with its partition"
+    assert slow.position(1)[1] is not None, "the command is trimmed only with its partition"
     assert retire_partitions(database, prefix=world.key_prefix) == []
     world.rows("UPDATE mqlayer.consumer_group SET state = 'retired' WHERE name = 'slow'")
     assert retire_partitions(database, prefix=world.key_prefix) == [1]
@@ -446,22 +446,22 @@ def test_a_topic_without_groups_retires_nothing(world: OutboxWorld, scene: Scene
     scene.publish()
     scene.split(1, 100)
     assert retire_partitions(database, prefix=world.key_prefix) == []
-    hand = scene.hand()
-    hand.consume_all()
-    assert hand.bodies() == scene.expected()
+    member = scene.member()
+    member.consume_all()
+    assert member.bodies() == scene.expected()
 
 
 def test_a_group_that_begins_after_a_parent_is_gone_reads_what_is_left(
     world: OutboxWorld, scene: Scene, database: Database
 ) -> None:
     """Case 27, as far as records are retained."""
-    first = scene.hand()
+    first = scene.member()
     scene.publish()
     scene.split(1, 100)
     scene.publish()
     first.consume_all()
     assert retire_partitions(database, prefix=world.key_prefix) == [1]
-    later = scene.hand("later")
+    later = scene.member("later")
     later.consume_all()
     near = {key: bodies for key, bodies in later.bodies().items() if lp_of(key.encode()) < 512}
     assert all(bodies == ["3", "4", "5"] for bodies in near.values())
@@ -476,18 +476,18 @@ def test_a_group_begins_anywhere_in_a_lineage(scene: Scene, start: Any) -> None:
     scene.publish()
     (merged,) = scene.merge(one, other)
     scene.publish()
-    hand = scene.hand(start=start)
+    member = scene.member(start=start)
     if start == "latest":
-        assert hand.version == 3
-        assert set(hand.assigned()) == {2, merged}
-    hand.consume_all()
+        assert member.version == 3
+        assert set(member.assigned()) == {2, merged}
+    member.consume_all()
     scene.publish()
-    hand.consume_all()
-    assert hand.version == 3
+    member.consume_all()
+    assert member.version == 3
     expected = scene.expected()
     if start == "latest":
         expected = {key: bodies[9:] for key, bodies in expected.items()}
-    assert hand.bodies() == expected
+    assert member.bodies() == expected
 
 
 def test_a_group_that_begins_at_a_time_begins_in_the_partitions_of_that_time(world: OutboxWorld, scene: Scene) -> None:
@@ -501,17 +501,17 @@ def test_a_group_that_begins_at_a_time_begins_in_the_partitions_of_that_time(wor
     scene.publish()
     scene.merge(one, other)
     scene.publish()
-    hand = scene.hand(start=since)
-    assert hand.version == 2
-    assert set(hand.assigned()) == {2, one, other}
-    hand.consume_all()
-    assert hand.bodies() == {key: bodies[3:] for key, bodies in scene.expected().items()}
-    assert hand.version == 3
+    member = scene.member(start=since)
+    assert member.version == 2
+    assert set(member.assigned()) == {2, one, other}
+    member.consume_all()
+    assert member.bodies() == {key: bodies[3:] for key, bodies in scene.expected().items()}
+    assert member.version == 3
 
 
 def test_partition_ids_are_never_used_again(world: OutboxWorld, scene: Scene, database: Database) -> None:
     """Case 18: not those of a dropped change, nor those of retired partitions."""
-    hand = scene.hand()
+    member = scene.member()
     seen = set(scene.in_force())
     plan = plan_move(load_route(database, "orders"), 1, NodeId(2))
     failpoints.arm("change.after_plan", "raise")
@@ -525,7 +525,7 @@ def test_partition_ids_are_never_used_again(world: OutboxWorld, scene: Scene, da
         new = scene.move(scene.in_force()[0])
         assert not set(new) & seen
         seen |= set(new)
-        hand.consume_all()
+        member.consume_all()
         retire_partitions(database, prefix=world.key_prefix)
     assert [change.version for change in route_history(database, "orders") if change.state == "done"] == [2, 3, 4]
     assert {p for p, state in scene.states().items() if state == "deleted"} >= dropped
@@ -539,27 +539,27 @@ def test_only_the_owner_that_read_the_recorded_command_opens_the_gate(
     scene: Scene, database: Database, wrong: str
 ) -> None:
     """A zombie that read a command which was lost, or that is not the owner any more, is refused."""
-    hand = scene.hand()
+    member = scene.member()
     scene.publish()
     children = scene.split(1, 100)
-    one = hand.assigned()[1]
-    command = hand.look(1)[1]
+    one = member.assigned()[1]
+    command = member.position(1)[1]
     assert command is not None
-    hand.consume(1, report=False)
-    session, seal_id = hand.session, command.seal_id
+    member.consume(1, report=False)
+    session, seal_id = member.session, command.seal_id
     if wrong == "seal":
         seal_id = str(uuid.uuid4())
     elif wrong == "epoch":
         scene.world.rows("UPDATE mqlayer.assignment SET epoch = nextval('mqlayer.epoch') WHERE partition_id = 1")
     elif wrong == "session":
-        hand.session = join(database, group_id=hand.group_id, member_id=hand.member, lease_s=LEASE_S)
-        one = hand.assigned()[1]
+        member.session = join(database, group_id=member.group_id, member_id=member.member, lease_s=LEASE_S)
+        one = member.assigned()[1]
     elif wrong == "member":
-        session = Session(session.group_id, "somebody", session.session)
+        session = MemberSession(session.group_id, "somebody", session.session)
     taken = drained(database, session, one, seal_id)
     assert taken is (wrong == "nothing")
-    assert (hand.version == 2) is taken
-    rows = scene.world.rows("SELECT partition_id FROM mqlayer.readable WHERE group_id = %s ORDER BY 1", hand.group_id)
+    assert (member.version == 2) is taken
+    rows = scene.world.rows("SELECT partition_id FROM mqlayer.readable WHERE group_id = %s ORDER BY 1", member.group_id)
     assert [row[0] for row in rows] == ([2, *children] if taken else [1, 2])
 
 

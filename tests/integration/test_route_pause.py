@@ -16,16 +16,16 @@ import pytest
 import redis
 
 from mqlayer import App, Context, MemberOptions, failpoints
-from mqlayer.changes import move
-from mqlayer.consuming import heart
-from mqlayer.consuming.reading import BLOCK_MS
+from mqlayer.consuming.engine import heartbeat
+from mqlayer.consuming.ordered.reader import BLOCK_MS
 from mqlayer.domain.routing import lp_of
 from mqlayer.postgres.database import Database
 from mqlayer.producing import Producer, Receipt
 from mqlayer.redis.keys import partition_keys
-from mqlayer.routes.cache import load_route
+from mqlayer.routes import move
+from mqlayer.runtime.route_cache import load_route
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 
 KEYS = 4
@@ -53,7 +53,7 @@ class Handled(NamedTuple):
 
 
 class Clocked:
-    """A handler that notes when it ran; after `hold` it stays in the next message of the first key until `let_go`."""
+    """A handler that notes when it ran; after `hold` it stays in the next message of the first key until `release`."""
 
     def __init__(self, keys: list[str]) -> None:
         self.keys = keys
@@ -139,7 +139,7 @@ def clocked(database: Database) -> Clocked:
 @pytest.fixture
 def start_members(world: OutboxWorld, clocked: Clocked, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartMembers]:
     """Start two members without heartbeats: the first one holds two partitions, the second one the third."""
-    monkeypatch.setattr(heart, "LONGEST_BEAT_S", BEAT_S)
+    monkeypatch.setattr(heartbeat, "LONGEST_HEARTBEAT_S", BEAT_S)
     apps: dict[str, App] = {}
 
     def start(first: str, second: str) -> dict[str, App]:
@@ -232,4 +232,4 @@ def wait_for_the_successor(clocked: Clocked, partition: int) -> None:
 
 def holds(app: App) -> set[int]:
     """Return the partitions that the one member of an application holds."""
-    return set(app.members[0].holdings())
+    return set(app.members[0].owned())

@@ -10,7 +10,11 @@ import pytest
 import redis
 
 from mqlayer import failpoints
-from mqlayer.changes import (
+from mqlayer.errors import Conflict, InvalidInput, NodeNotArmed, NotFound
+from mqlayer.groups.group import GroupSettings, ensure_group
+from mqlayer.groups.start_positions import Start
+from mqlayer.postgres.database import Database
+from mqlayer.routes import (
     apply_change,
     drain_progress,
     drop_change,
@@ -23,14 +27,10 @@ from mqlayer.changes import (
     retire_partitions,
     split,
 )
-from mqlayer.errors import Conflict, InvalidInput, NodeNotArmed, NotFound
-from mqlayer.membership.groups import GroupSettings, ensure_group
-from mqlayer.membership.starts import Start
-from mqlayer.postgres.database import Database
-from mqlayer.routes.cache import RouteCache, load_route
+from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.topics import rearm_node
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 
 
@@ -131,13 +131,13 @@ def test_what_a_group_has_yet_to_settle_is_counted_from_what_is_kept(world: Outb
     held = redis.Redis.from_url(world.urls[0]).xlen(f"{world.key_prefix}:{{1}}:log") - 1
     make_group(world, database, "earliest")
     (progress,) = drain_progress(database, "orders", prefix=world.key_prefix)
-    assert (progress.group, progress.group_version, progress.partition, progress.left) == ("ledger", 1, 1, held)
+    assert (progress.group, progress.group_version, progress.partition, progress.remaining) == ("ledger", 1, 1, held)
     redis.Redis.from_url(world.urls[0]).hset(f"{world.key_prefix}:{{1}}:meta", "first", 11)
     (progress,) = drain_progress(database, "orders", prefix=world.key_prefix)
-    assert progress.left == held - 10
+    assert progress.remaining == held - 10
     world.rows("UPDATE mqlayer.node SET armed_run_id = 'another'")
     (progress,) = drain_progress(database, "orders", prefix=world.key_prefix)
-    assert progress.left is None
+    assert progress.remaining is None
 
 
 def test_a_plan_starts_from_the_version_that_is_asked_for(world: OutboxWorld, database: Database) -> None:

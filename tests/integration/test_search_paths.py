@@ -34,7 +34,7 @@ INNER: Final = {
     "mqlayer_archive.day_make_v1": "SELECT mqlayer_archive.day_make_v1(date '2030-01-01')",
     "mqlayer_archive.day_drop_v1": "SELECT mqlayer_archive.day_drop_v1(date '2030-01-01')",
     "mqlayer_archive.lock_v1": "SELECT mqlayer_archive.lock_v1()",
-    "mqlayer.has_v1": "SELECT mqlayer.has_v1('look', 'consume')",
+    "mqlayer.has_v1": "SELECT mqlayer.has_v1('view', 'consume')",
     "mqlayer.has_for_v1": "SELECT mqlayer.has_for_v1('consume', 'orders/g')",
     "mqlayer.groups_v1": "SELECT mqlayer.groups_v1()",
     "mqlayer.may_create_group_v1": "SELECT mqlayer.may_create_group_v1(1, 'g', 1)",
@@ -48,7 +48,7 @@ INNER: Final = {
     "mqlayer.parked_keys_forget_v1": "SELECT mqlayer.parked_keys_forget_v1(1, '{1}', '{k}')",
     "mqlayer.retired_messages_drop_v1": "SELECT mqlayer.retired_messages_drop_v1(1, 10)",
     "mqlayer.retired_keys_drop_v1": "SELECT mqlayer.retired_keys_drop_v1(1, 10)",
-    "mqlayer_app.has_v1": "SELECT mqlayer_app.has_v1('look', 'consume')",
+    "mqlayer_app.has_v1": "SELECT mqlayer_app.has_v1('view', 'consume')",
     "mqlayer_app.has_for_v1": "SELECT mqlayer_app.has_for_v1('consume', 'orders/g')",
     "mqlayer_app.check_group_v1": "SELECT mqlayer_app.check_group_v1(1)",
     "mqlayer_app.check_topic_v1": "SELECT mqlayer_app.check_topic_v1('orders')",
@@ -64,7 +64,7 @@ INNER: Final = {
     "mqlayer.parked_count_v1": """
         WITH k AS (INSERT INTO mqlayer.parked_key (group_id, lp, name, cause) VALUES (1, 1, 'k', 'retry'))
         INSERT INTO mqlayer.parked_message
-            (group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body)
+            (group_id, lp, name, source, seq, position, partition_id, log_offset, key, m, body)
         VALUES (1, 1, 'k', 1, 1, 1, 1, 1, 'k', '1:1:1:1', 'x')""",
 }
 # Where the role may publish and consume: of one topic and one group, so that each call is asked for its right.

@@ -28,14 +28,14 @@ from mqlayer.cli.main import app
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import InvalidInput, MqlayerError, PublishAborted, StoreUnavailable
 from mqlayer.logs import EventFormatter, JsonFormatter
-from mqlayer.postgres.addresses import address_of, parse_dsn
+from mqlayer.postgres.arrow_reader import ReadAddress
 from mqlayer.postgres.database import Database, connect
-from mqlayer.postgres.reading import ReadAddress
+from mqlayer.postgres.dsn import address_of, parse_dsn
+from mqlayer.redaction import redact, register_secrets
 from mqlayer.redis.access import access_here
-from mqlayer.redis.addresses import check_broker_url, parse_address, shown_broker_url, shown_url
-from mqlayer.redis.asking import ask_server
-from mqlayer.redis.nodes import Node, NodeConnection
-from mqlayer.secrecy import keep_secret, redact
+from mqlayer.redis.addresses import check_broker_url, display_broker_url, display_url, parse_address
+from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.server_info import read_server_info
 from mqlayer.settings import Settings
 from mqlayer.stack import Addresses, GivenAddresses
 from tests.fixtures.command_tree import leaf_commands
@@ -121,8 +121,8 @@ def connected(dsn: str) -> None:
 
 
 def called(url: str) -> None:
-    with NodeConnection(Node(NodeId(1), "n1", url, None), any_run=True) as line:
-        line.connect()
+    with NodeConnection(Node(NodeId(1), "n1", url, None), any_run=True) as connection:
+        connection.connect()
 
 
 @pytest.mark.parametrize("secret", SECRETS)
@@ -152,10 +152,10 @@ def test_nothing_that_is_said_of_a_redis_holds_its_password(
         monkeypatch.setenv("MQLAYER_REDIS_PASSWORD", f"{MARK}own")
     ways: list[Callable[[str], Any]] = [
         called,
-        shown_url,
-        shown_broker_url,
-        lambda url: ask_server(url, timeout_s=0.2),
-        lambda url: ask_server(url, timeout_s=0.2, access=access_here()),
+        display_url,
+        display_broker_url,
+        lambda url: read_server_info(url, timeout_s=0.2),
+        lambda url: read_server_info(url, timeout_s=0.2, access=access_here()),
         lambda url: check_broker_url(url) and None,
         lambda url: len(parse_address(url)),
         lambda url: Node(NodeId(1), "n1", url, None),
@@ -250,7 +250,7 @@ def test_celery_shows_no_password_of_the_broker(encode: bool) -> None:
 
 def test_words_of_others_are_shown_without_the_secrets_that_were_given() -> None:
     secret = f"{MARK}'\\\"@ /ü"
-    keep_secret(secret)
+    register_secrets(secret)
     for text in (secret, repr(secret), quote(secret), quote(secret, safe=""), make_conninfo("", password=secret)):
         assert MARK not in redact(f"driver says {text} and more")
     for text in (f"redis://:{MARK}@a:{MARK}@h/0", f"x?sslpassword={MARK}", f"ssl_password='{MARK} {MARK}' b"):
@@ -259,6 +259,6 @@ def test_words_of_others_are_shown_without_the_secrets_that_were_given() -> None
 
 
 def test_errors_hide_secrets_in_the_reasons_that_they_are_given() -> None:
-    keep_secret(f"{MARK}7 x")
+    register_secrets(f"{MARK}7 x")
     for error in (StoreUnavailable("h", f"said {MARK}7 x"), PublishAborted("t", 1, f"said {MARK}7 x")):
         assert MARK not in str(error) + repr(error) + str(pickle.loads(pickle.dumps(error)))

@@ -13,7 +13,7 @@ from mqlayer import App, MemberOptions, Producer
 from mqlayer.domain.routing import LP_COUNT, lp_of
 from mqlayer.settings import Settings
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 from tests.proof.proxy import TcpProxy
 
@@ -64,7 +64,7 @@ def stop_in_silence(lines: list[TcpProxy], stop: Callable[[], object]) -> float:
 @pytest.mark.parametrize("mode", ["exclusive", "shared"])
 def test_a_member_stops(world: OutboxWorld, settings: Settings, lines: list[TcpProxy], mode: str) -> None:
     app, handled = App(settings), list[bytes]()
-    options = MemberOptions(drain_limit_s=0.5)
+    options = MemberOptions(drain_timeout_s=0.5)
     register = app.consumer("orders", group="g", mode=mode, options=options)  # type: ignore[arg-type]
     register(handled.append)
     app.start()

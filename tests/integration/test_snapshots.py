@@ -16,7 +16,7 @@ import psycopg
 import pytest
 
 from mqlayer import failpoints
-from mqlayer.archiving import (
+from mqlayer.archive import (
     Snapshot,
     create_snapshot,
     drop_snapshot,
@@ -25,20 +25,20 @@ from mqlayer.archiving import (
     retain,
     verify_snapshot,
 )
-from mqlayer.archiving.exporting import export_snapshot
-from mqlayer.archiving.ranges import batch_shares, batches_condition, lp_ranges
-from mqlayer.archiving.retention import PATIENCE
-from mqlayer.archiving.snapshots import is_whole, snapshot_cut
+from mqlayer.archive.parquet_export import export_snapshot
+from mqlayer.archive.read_ranges import batch_shares, batches_condition, lp_ranges
+from mqlayer.archive.retention import TIMEOUTS
+from mqlayer.archive.snapshots import is_whole, snapshot_cut
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import ArchiveBroken, Conflict, InvalidInput, NotFound
+from mqlayer.maintenance import trim_pass
+from mqlayer.postgres.arrow_reader import arrow_batches, bound, read_address
 from mqlayer.postgres.queries import query
-from mqlayer.postgres.reading import arrow_batches, bound, read_address
-from mqlayer.trimming import trim_pass
 from tests.fixtures.archived import BEGAN, ArchivedTopics
 from tests.fixtures.commands import Commands
-from tests.fixtures.forking import run_python
-from tests.fixtures.lacking import import_or_leave_out
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.forked_programs import run_python
+from tests.fixtures.missing_tools import import_or_leave_out
+from tests.fixtures.wait import wait_until
 from tests.integration.test_archive import LOW, Scene
 
 pq = import_or_leave_out("pyarrow.parquet")
@@ -130,7 +130,7 @@ def test_reading_is_equal_while_writers_and_retention_run(archived: ArchivedTopi
     def drop() -> set[str]:
         words = set()
         while not ended.is_set():
-            words |= {str(day.word) for day in retain(archived.database, older_than=timedelta(days=10))}
+            words |= {str(day.result) for day in retain(archived.database, older_than=timedelta(days=10))}
         return words
 
     with ThreadPoolExecutor(3) as pool:
@@ -146,7 +146,7 @@ def test_reading_is_equal_while_writers_and_retention_run(archived: ArchivedTopi
         assert dropping.result() <= {"spared", "busy"}
     for one in list_snapshots(archived.database):
         drop_snapshot(archived.database, one.name)
-    words = [day.word for day in retain(archived.database, older_than=timedelta(days=10))]
+    words = [day.result for day in retain(archived.database, older_than=timedelta(days=10))]
     assert words == ["dropped", "dropped"], "without snapshots, days go"
     made = create_snapshot(archived.database, "later")
     assert min(one.first_seq for one in snapshot_cut(archived.database, made.snapshot_id)) == 1, "of key c"
@@ -185,7 +185,7 @@ def test_reading_is_equal_beside_writers_an_archiver_trimming_and_days_that_go(
     def keep_few_days() -> None:
         other.put("x", topic="other", age_days=60)
         for day in retain(scene.database, older_than=timedelta(days=10)):
-            seen[str(day.word)] = seen.get(str(day.word), 0) + 1
+            seen[str(day.result)] = seen.get(str(day.result), 0) + 1
 
     def on_and_on(work: Callable[[], None]) -> None:
         while not ended.is_set():
@@ -225,7 +225,7 @@ def test_retention_that_meets_a_snapshot_in_the_making_spares_it(archived: Archi
         wait_until(lambda: archived.rows("SELECT 1 FROM pg_locks WHERE NOT granted"), what="retention waits")
         (tmp_path / "go").touch()
         assert making.result(timeout=10).records == 1
-        assert [day.word for day in dropping.result(timeout=10)] == ["spared"]
+        assert [day.result for day in dropping.result(timeout=10)] == ["spared"]
     assert len(read(archived, "s")) == 1
 
 
@@ -235,7 +235,7 @@ def there(made: Snapshot) -> str:
 
 def test_nobody_drops_a_day_under_a_reader(archived: ArchivedTopics, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look at the snapshot and the reading somebody drops it and wants to drop its days."""
-    monkeypatch.setitem(PATIENCE, "lock_wait", "50ms")
+    monkeypatch.setitem(TIMEOUTS, "lock_wait", "50ms")
     archived.put("a", age_days=40)
     archived.put("a")
     made = create_snapshot(archived.database, "s")
@@ -243,9 +243,9 @@ def test_nobody_drops_a_day_under_a_reader(archived: ArchivedTopics, monkeypatch
     with psycopg.connect(read_address(archived.dsn).conninfo(application="test")) as reader:
         reader.execute(there(made).encode())
         drop_snapshot(archived.database, "s")
-        assert [day.word for day in retain(archived.database, older_than=timedelta(days=10))] == ["busy"]
+        assert [day.result for day in retain(archived.database, older_than=timedelta(days=10))] == ["busy"]
         assert len(reader.execute(bound("snapshot_records", facts).encode()).fetchall()) == 2
-    assert [day.word for day in retain(archived.database, older_than=timedelta(days=10))] == ["dropped"]
+    assert [day.result for day in retain(archived.database, older_than=timedelta(days=10))] == ["dropped"]
 
 
 def test_a_reader_whose_days_went_before_it_held_them_is_refused(archived: ArchivedTopics) -> None:
@@ -269,7 +269,7 @@ def test_a_stream_does_not_pass_days_that_were_dropped_behind_spared_ones(archiv
     create_snapshot(archived.database, "s")
     second = archived.put("a", age_days=40)
     third = archived.put("a")
-    words = [day.word for day in retain(archived.database, older_than=timedelta(days=10))]
+    words = [day.result for day in retain(archived.database, older_than=timedelta(days=10))]
     assert words == ["spared", "dropped"]
     with archived.database.connection() as connection:
         ((_, _, last, kept_from),) = connection.execute(query("stream_topics"), {"topics": None}).fetchall()
@@ -393,7 +393,7 @@ def test_commands(archived: ArchivedTopics, run: Commands, monkeypatch: pytest.M
         "snapshot": "s", "created_at": "", "upto_at": None, "topics": "orders", "records": 2,
     }  # fmt: skip
     assert run.lines("snapshot", "show", "s") == [
-        {"topic": "orders", "batch": 1, "version": 1, "records": 2, "stretches": 2}
+        {"topic": "orders", "batch": 1, "version": 1, "records": 2, "ranges": 2}
     ]
     assert "verified: 2 records" in run.text("snapshot", "show", "s", "--verify")
     assert "2 records in 3 files" in run.text("snapshot", "export", "s", "--to", str(tmp_path / "out"))

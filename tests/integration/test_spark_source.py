@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from mqlayer.archiving import archive_pass, create_snapshot, drop_snapshot, retain
-from mqlayer.archiving.exporting import export_snapshot
-from mqlayer.changes import split
+from mqlayer.archive import archive_pass, create_snapshot, drop_snapshot, retain
+from mqlayer.archive.parquet_export import export_snapshot
 from mqlayer.errors import ArchiveBroken, InvalidInput, NotFound
-from mqlayer.postgres.reading import read_address
+from mqlayer.postgres.arrow_reader import read_address
 from mqlayer.postgres.rights import Right
+from mqlayer.routes import split
 from mqlayer.stack import PostgresServer
 from tests.fixtures.archived import BEGAN, ArchivedTopics
-from tests.fixtures.lacking import import_or_leave_out, leave_out
+from tests.fixtures.missing_tools import import_or_leave_out, leave_out
 from tests.fixtures.roles import role_dsn
 from tests.integration.test_archive import LOW, TOPIC, Scene
 
@@ -53,7 +53,7 @@ def read(spark: Any, filled: ArchivedTopics, way: str, tmp_path: Path, **facts: 
     if way != "parquet":
         require(spark, way)
         # As the role that has the right to analyze, and no other.
-        return read_snapshot(spark, "s", dsn=role_dsn(filled.dsn, Right.ANALYZE), way=way, **facts)  # type: ignore[arg-type]
+        return read_snapshot(spark, "s", dsn=role_dsn(filled.dsn, Right.ANALYZE), method=way, **facts)  # type: ignore[arg-type]
     if not (tmp_path / "out").exists():
         export_snapshot(filled.database, "s", tmp_path / "out", file_rows=20)
     return read_snapshot(spark, "s", path=str(tmp_path / "out"), **facts)
@@ -73,7 +73,7 @@ def rows(frame: Any) -> list[str]:
 @pytest.mark.parametrize("table", ["records", "outcomes", "lineage"])
 def test_all_ways_give_the_same_frame(spark: Any, filled: ArchivedTopics, tmp_path: Path, table: Any) -> None:
     """Invariant 18, case 79; what was archived after the snapshot is in none of them."""
-    from mqlayer.archiving.tables import COLUMNS
+    from mqlayer.archive.columns import COLUMNS
     from mqlayer.spark.schemas import declared
 
     frames = {way: read(spark, filled, way, tmp_path, table=table) for way in WAYS}
@@ -175,7 +175,7 @@ def test_no_password_is_in_a_plan_a_log_or_an_error(
     assert read_address(dsn).password == SECRET
     spark.sparkContext.setLogLevel("DEBUG" if way == "python" else "INFO")
     try:
-        frame = read_snapshot(spark, "s", dsn=dsn, way=way)  # type: ignore[arg-type]
+        frame = read_snapshot(spark, "s", dsn=dsn, method=way)  # type: ignore[arg-type]
         assert frame.count() == 68
         frame.explain(True)
         shown = [frame._jdf.queryExecution().toString(), repr(read_address(dsn)), str(spark.conf.getAll)]
@@ -203,7 +203,7 @@ def test_passwords_come_from_where_the_client_library_finds_them(
     address = read_address(filled.dsn)
     assert address.password == f"{SECRET}-environment"
     assert properties_of(address)["password"] == f"{SECRET}-environment"
-    assert SECRET not in url_of(address) + str(address) + address.shown
+    assert SECRET not in url_of(address) + str(address) + address.display
 
 
 def test_a_socket_is_read_by_the_source_in_python(
@@ -217,7 +217,7 @@ def test_a_socket_is_read_by_the_source_in_python(
     assert read_snapshot(spark, "s", dsn=dsn).count() == 68
     require(spark, "jdbc")
     with pytest.raises(InvalidInput, match=r"option way.*socket"):
-        read_snapshot(spark, "s", dsn=dsn, way="jdbc")
+        read_snapshot(spark, "s", dsn=dsn, method="jdbc")
 
 
 def stream(spark: Any, archived: ArchivedTopics, tmp_path: Path, **options: str) -> list[tuple[str, int]]:
@@ -261,7 +261,7 @@ def test_a_stream_that_missed_dropped_batches_fails(spark: Any, archived: Archiv
     assert stream(spark, archived, tmp_path, topics="orders") == [("a", 1)]
     archived.put("a", age_days=40)
     archived.put("a")
-    assert [day.word for day in retain(archived.database, older_than=timedelta(days=30))] == ["dropped", "dropped"]
+    assert [day.result for day in retain(archived.database, older_than=timedelta(days=30))] == ["dropped", "dropped"]
     with pytest.raises(PySparkException, match="dropped from the archive"):
         stream(spark, archived, tmp_path, topics="orders")
 
@@ -341,7 +341,7 @@ def test_the_wheel_as_a_zip_serves_as_py_files(filled: ArchivedTopics, spark_pyt
     command = [str(Path(sys.executable).parent / "spark-submit"), "--master", "local[2]", "--py-files", str(package)]
     settings = {"spark.ui.enabled": "false", "spark.driver.host": "127.0.0.1", "spark.sql.shuffle.partitions": "2"}
     command += [word for name, value in settings.items() for word in ("--conf", f"{name}={value}")]
-    job = ["job.py", "mqlayer/spark/jobs/audit.py", "--snapshot", "s", "--way", "python", "--out", "found"]
+    job = ["job.py", "mqlayer/spark/jobs/audit.py", "--snapshot", "s", "--method", "python", "--out", "found"]
     done = subprocess.run([*command, *job], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     said, found = done.stdout.splitlines()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mqlayer.domain.routing import lp_of
-from mqlayer.spark.transforms import failing, heat, settling, sharing
+from mqlayer.spark.transforms import failures, fairness, heat, latency
 from tests.fixtures.archived_topics import BEGAN, LINEAGE, OUTCOMES, RECORDS, ArchivedTopic, Row
 
 
@@ -20,14 +20,14 @@ def outcome(first: int, last: int, settled_s: float, **facts: Any) -> Row:
         "partition": 1,
         "first_offset": first,
         "last_offset": last,
-        "word": "handled",
+        "outcome": "handled",
         "attempts": 1,
         "delivered_at": at(settled_s - 1),
         "settled_at": at(settled_s),
         "actor": "m1",
         "reason": None,
         "epoch": 1,
-        "place": int(settled_s * 10),
+        "position": int(settled_s * 10),
     }
     return row | facts
 
@@ -59,8 +59,8 @@ def test_latency_is_from_publishing_to_the_first_time_that_a_group_handled_it(sp
         outcome(7, 10, 61),  # 55000, 54000, 53000, 52000 ms
         outcome(1, 2, 500),
     ]
-    settled = settling.settled(records, spark.createDataFrame(outcomes, OUTCOMES))
-    (whole,) = rows_of(settling.latency(settled), "group")
+    settled = latency.settled(records, spark.createDataFrame(outcomes, OUTCOMES))
+    (whole,) = rows_of(latency.latency(settled), "group")
     # In order: 1500 2500 3500 4500 52000 53000 54000 55000 60250
     assert whole == {
         "topic": "orders",
@@ -71,7 +71,7 @@ def test_latency_is_from_publishing_to_the_first_time_that_a_group_handled_it(sp
         "p99_ms": pytest.approx(55_000 + 0.92 * 5_250),
         "longest_ms": 60_250,
     }
-    first, second = rows_of(settling.by_minute(settled), "minute")
+    first, second = rows_of(latency.by_minute(settled), "minute")
     assert (first["messages"], first["p50_ms"], first["longest_ms"]) == (4, 3_000.0, 4_500)
     assert first["per_s"] == pytest.approx(4 / 60)
     assert (second["messages"], second["p50_ms"]) == (5, 54_000.0)
@@ -80,7 +80,7 @@ def test_latency_is_from_publishing_to_the_first_time_that_a_group_handled_it(sp
 
 def test_a_long_stretch_of_offsets_is_every_one_of_them(spark: Any) -> None:
     long = spark.createDataFrame([outcome(3, 5_002, 1), outcome(7, 7, 1, group="audit")], OUTCOMES)
-    found = settling.per_offset(long)
+    found = latency.per_offset(long)
     per_group = {row["group"]: row for row in found.groupBy("group").agg(*counted(spark)).collect()}
     assert (per_group["billing"]["n"], per_group["billing"]["lo"], per_group["billing"]["hi"]) == (5_000, 3, 5_002)
     assert (per_group["audit"]["n"], per_group["audit"]["lo"]) == (1, 7)
@@ -99,8 +99,8 @@ def counted(spark: Any) -> list[Any]:
 
 
 def test_a_clock_that_is_behind_gives_no_negative_latency(spark: Any, records: Any) -> None:
-    settled = settling.settled(records, spark.createDataFrame([outcome(10, 10, 2)], OUTCOMES))
-    (row,) = rows_of(settling.latency(settled), "group")
+    settled = latency.settled(records, spark.createDataFrame([outcome(10, 10, 2)], OUTCOMES))
+    (row,) = rows_of(latency.latency(settled), "group")
     assert (row["p50_ms"], row["longest_ms"]) == (0.0, 0)
 
 
@@ -108,7 +108,7 @@ def test_published_messages_are_counted_per_minute(spark: Any) -> None:
     topic = ArchivedTopic(partitions=1)
     for second in (0, 59, 60, 61, 119):
         topic.publish("k1", after_s=second)
-    rows = rows_of(settling.published_by_minute(spark.createDataFrame(topic.records, RECORDS)), "minute")
+    rows = rows_of(latency.published_by_minute(spark.createDataFrame(topic.records, RECORDS)), "minute")
     assert [row["messages"] for row in rows] == [2, 3]
     assert rows[1]["per_s"] == 0.05
 
@@ -148,25 +148,25 @@ def test_failures_are_counted_by_word_error_and_member(spark: Any) -> None:
         outcome(13, 13, 2, attempts=2, actor="m2", epoch=3),
         outcome(14, 14, 9, word="discarded", attempts=5, actor="operator", reason="no use", epoch=2),
     ]
-    frame = failing.cases(spark.createDataFrame(outcomes, OUTCOMES))
-    assert {row["word"]: (row["messages"], row["final"]) for row in failing.by_word(frame).collect()} == {
+    frame = failures.cases(spark.createDataFrame(outcomes, OUTCOMES))
+    assert {row["outcome"]: (row["messages"], row["final"]) for row in failures.by_outcome(frame).collect()} == {
         "handled": (13, 13), "parked": (1, 0), "exhausted": (3, 1), "skipped": (1, 1), "redriven": (1, 0),
         "discarded": (1, 1),
     }  # fmt: skip
     dead = {
-        (row["word"], row["reason"], row["actor"]): (row["messages"], row["attempts"], row["final"])
-        for row in failing.by_error(frame).collect()
+        (row["outcome"], row["reason"], row["actor"]): (row["messages"], row["attempts"], row["final"])
+        for row in failures.by_error(frame).collect()
     }
     assert dead == {
         ("exhausted", "ValueError", "m1"): (3, 12, 1), ("skipped", "", "operator"): (1, 0, 1),
         ("discarded", "no use", "operator"): (1, 5, 1),
     }  # fmt: skip
-    members = {row["actor"]: row.asDict() for row in failing.by_member(frame).collect()}
+    members = {row["actor"]: row.asDict() for row in failures.by_member(frame).collect()}
     wanted = {"messages": 15, "retried": 5, "retries": 2 + 16 + 8 + 1, "most_attempts": 17, "parked": 1, "dead": 3}
     assert {name: members["m1"][name] for name in wanted} == wanted
     assert (members["m2"]["retried"], members["m2"]["retries"], members["m2"]["dead"]) == (2, 1 + 1, 0)
     assert (members["operator"]["dead"], members["operator"]["retries"]) == (2, 0)
-    attempts = {row["attempts"]: row["messages"] for row in failing.by_attempts(frame).collect()}
+    attempts = {row["attempts"]: row["messages"] for row in failures.by_attempts(frame).collect()}
     assert attempts == {1: 10, 2: 1, 3: 1, 18: 1}
 
 
@@ -181,11 +181,11 @@ def test_fairness_counts_messages_and_busy_time_once(spark: Any) -> None:
         outcome(10, 10, 0.5, delivered_at=None, actor="m2"),
         outcome(11, 11, 1, delivered_at=None, word="unmatched", actor="m3"),
     ]
-    members = sharing.by_member(spark.createDataFrame(outcomes, OUTCOMES))
+    members = fairness.by_member(spark.createDataFrame(outcomes, OUTCOMES))
     assert {row["actor"]: (row["messages"], row["busy_s"], row["share"]) for row in members.collect()} == {
         "m1": (8, 11.0, 0.8), "m2": (2, 1.0, 0.2),
     }  # fmt: skip
-    (group,) = rows_of(sharing.by_group(members), "group")
+    (group,) = rows_of(fairness.by_group(members), "group")
     assert (group["members"], group["messages"], group["max_to_mean"]) == (2, 10, 1.6)
     assert group["gini_messages"] == pytest.approx(0.3)  # |8 - 2| / (2 * 2 * 5) * 2 / 2
     assert group["gini_busy"] == pytest.approx(10 / 24)
@@ -193,6 +193,6 @@ def test_fairness_counts_messages_and_busy_time_once(spark: Any) -> None:
 
 def test_members_that_do_the_same_have_a_gini_of_zero(spark: Any) -> None:
     outcomes = [outcome(number, number, 1, actor=f"m{number}", delivered_at=at(0)) for number in range(1, 5)]
-    (group,) = rows_of(sharing.by_group(sharing.by_member(spark.createDataFrame(outcomes, OUTCOMES))), "group")
+    (group,) = rows_of(fairness.by_group(fairness.by_member(spark.createDataFrame(outcomes, OUTCOMES))), "group")
     assert group["gini_messages"] == pytest.approx(0)
     assert group["max_to_mean"] == 1.0

@@ -17,8 +17,8 @@ from mqlayer.cli.main import app
 from mqlayer.redis.access import forget_access
 from mqlayer.stack import Addresses, GivenAddresses, Stack
 from mqlayer.stack.credentials import StackCredentials
+from mqlayer.stack.process_record import ProcessRecord
 from mqlayer.stack.processes import ProcessId
-from mqlayer.stack.records import ProcessRecord
 from tests.fixtures.servers import Postgres
 
 SECRET = "s3cret"

@@ -25,15 +25,15 @@ from mqlayer.postgres.migrations import migrate
 from mqlayer.redis.access import acting_as, forget_access
 from mqlayer.stack import Addresses, PostgresServer, RedisProgram, RedisServer, Stack
 from mqlayer.stack.accounts import unprivileged_account
-from mqlayer.stack.closed import write_closed
 from mqlayer.stack.containers import PostgresContainer, RedisContainer
-from mqlayer.stack.contents import StackContents
 from mqlayer.stack.credentials import NODE_ROLES, Login, ProcessKind, StackCredentials
+from mqlayer.stack.private_files import write_closed
+from mqlayer.stack.stack_file import StackFile
 from mqlayer.topics import create_topic, list_nodes, register_node
 from tests.fixtures.node_clients import COMMANDS, ClientsSeen, default_is_kept_out, redis_users
 from tests.fixtures.process_files import file_of_each_process
 from tests.fixtures.servers import StartRedis, different_redis_programs
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 STRANGER = 65_533
 """An account that owns nothing here: no program of ours runs under it."""
@@ -269,7 +269,7 @@ def test_a_stack_without_passwords_keeps_its_data_and_asks_for_passwords_from_th
             connection.execute("CREATE TABLE public.kept AS SELECT 42 AS answer")
     with redis.Redis.from_url(node.url) as client:
         client.set("kept", "yes")
-    StackContents(Addresses(dsn, {"node-1": node.url}, broker.url)).save(place)
+    StackFile(Addresses(dsn, {"node-1": node.url}, broker.url)).save(place)
 
     addresses = up(place)
 

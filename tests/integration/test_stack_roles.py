@@ -23,7 +23,7 @@ from mqlayer.cli.main import app
 from mqlayer.postgres.rights import Grant, Right, grants
 from mqlayer.redis.access import forget_access
 from mqlayer.stack import Stack
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("publisher", "consumer", "viewer")
@@ -155,7 +155,7 @@ def test_what_up_writes_for_people_are_roles_with_rights_and_no_superuser(stack:
 
 def test_each_role_has_the_rights_of_its_kind_and_none_is_the_schemas_owner(stack: Stack) -> None:
     one = {"relay": Right.RELAY, "worker": Right.WORK, "consumer": Right.CONSUME, "publisher": Right.PUBLISH}
-    expected = {Grant(f"mqlayer_{kind}", right) for kind, right in {**one, "viewer": Right.LOOK}.items()}
+    expected = {Grant(f"mqlayer_{kind}", right) for kind, right in {**one, "viewer": Right.VIEW}.items()}
     expected |= {Grant("mqlayer_operator", right) for right in Right if right is not Right.MIGRATE}
     for schema in ("control", "application"):
         assert set(grants(stack.owner_dsn(), schema)) == expected

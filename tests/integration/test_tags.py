@@ -11,24 +11,24 @@ from typing import Any
 import pytest
 
 from mqlayer import Context, Message, Producer, Receiver, all_of, any_of
-from mqlayer.changes import merge, split
-from mqlayer.consuming.member import Member
+from mqlayer.consuming.ordered.member import Member
 from mqlayer.domain.message import encode_facts
 from mqlayer.domain.routing import lp_of
 from mqlayer.domain.tags import TagFilter, tags_text
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.failpoints import arm, disarm_all
-from mqlayer.failures import DeadFilter, new_worker, release_all, show_dead, start_redrive, work_on
-from mqlayer.inspecting import explain_key
-from mqlayer.membership import apply_seek, planned_seek
-from mqlayer.membership.groups import find_group
-from mqlayer.membership.steering import set_group
-from mqlayer.redis.nodes import Command, NodeConnection
-from mqlayer.redis.partitions import Run, append_command
-from mqlayer.routes.cache import RouteCache, load_route
-from mqlayer.trimming import trim_pass
-from tests.fixtures.consuming import SOURCE, Recorder, Stage, StartStage, member_of
-from tests.fixtures.waiting import wait_until
+from mqlayer.groups import apply_seek, planned_seek
+from mqlayer.groups.admin import set_group
+from mqlayer.groups.group import find_group
+from mqlayer.inspect import explain_key
+from mqlayer.maintenance import trim_pass
+from mqlayer.redelivery import DeadFilter, new_worker, release_all, show_dead, start_redrive, work_on
+from mqlayer.redis.node_connection import Command, NodeConnection
+from mqlayer.redis.partition_scripts import MessageRun, append_command
+from mqlayer.routes import merge, split
+from mqlayer.runtime.route_cache import RouteCache, load_route
+from tests.fixtures.consumers import SOURCE, Recorder, Stage, StartStage, member_of
+from tests.fixtures.wait import wait_until
 
 ALIKE = ("t26821", "t49091")
 """Two tags with one hash."""
@@ -102,7 +102,7 @@ def test_a_group_gets_what_its_filter_takes_in_order(stage: Stage, producer: Pro
     handled = sum(map(len, published.wanted(tag_filter).values()))
     assert member_of(app).stats.unmatched == 600 - handled
     wait_until(lambda: member_of(app).stats.settled == handled, what="acks counted")
-    assert {(held.count_in_hand, held.bytes_in_hand) for held in member_of(app)._holdings.all()} == {(0, 0)}
+    assert {(owned.count_in_flight, owned.bytes_in_flight) for owned in member_of(app)._partitions.all()} == {(0, 0)}
 
 
 def test_a_tag_with_the_hash_of_another_is_told_from_it(every_stage: Stage) -> None:
@@ -167,11 +167,15 @@ def send_unmatched(stage: Stage, count: int, body: bytes) -> None:
     key = stage.key_in(stage.partitions[0]).encode()
     lp = lp_of(key)
     facts = encode_facts(1, None, tags_text(("us",)))
-    with stage.line() as line:
-        line.call(
+    with stage.connection() as connection:
+        connection.call(
             [
                 append_command(
-                    line, stage.prefix, stage.partitions[0], SOURCE, [Run(lp, at + 1, 500, [facts, key, body] * 500)]
+                    connection,
+                    stage.prefix,
+                    stage.partitions[0],
+                    SOURCE,
+                    [MessageRun(lp, at + 1, 500, [facts, key, body] * 500)],
                 )
                 for at in range(0, count, 500)
             ]
@@ -192,7 +196,7 @@ def test_a_long_run_of_others_moves_committed_with_few_calls_and_nothing_in_hand
     def counted(line: NodeConnection, commands: Sequence[Command]) -> list[Any]:
         replies = call(line, commands)
         calls.append((len(commands), repr(replies).count(body.decode())))
-        ranges.extend(len(held.unmatched) for app in apps for held in member_of(app)._holdings.all())
+        ranges.extend(len(owned.unmatched) for app in apps for owned in member_of(app)._partitions.all())
         return replies
 
     monkeypatch.setattr(NodeConnection, "call", counted)
@@ -202,8 +206,8 @@ def test_a_long_run_of_others_moves_committed_with_few_calls_and_nothing_in_hand
     apps[0].start()
     stage.wait_settled()
     assert recorder.begun == []
-    held = member_of(apps[0])._holdings.all()[0]
-    assert (held.count_in_hand, held.bytes_in_hand, len(held.lanes)) == (0, 0, 0)
+    owned = member_of(apps[0])._partitions.all()[0]
+    assert (owned.count_in_flight, owned.bytes_in_flight, len(owned.queues)) == (0, 0, 0)
     assert len(calls) < MANY / 200
     assert sum(bodies for _, bodies in calls) <= 2
     assert max(ranges) <= MANY / 1_000
@@ -246,7 +250,7 @@ def test_a_changed_filter_counts_for_what_is_read_then_in_all_members(stage: Sta
     """Case 63, the other half: group-wide, with a new version of the settings."""
     recorder = Recorder()
     members = [member_of(stage.consume(recorder)) for _ in range(2)]
-    wait_until(lambda: [len(member.holdings()) for member in members] == [1, 1], what="one partition each")
+    wait_until(lambda: [len(member.owned()) for member in members] == [1, 1], what="one partition each")
     expected: dict[str, list[bytes]] = {f"key-{number}": [] for number in range(KEYS)}
     published = Published(producer)
     steps = ["none", any_of("eu"), all_of("us", "vip"), "none", any_of("vip")]
@@ -384,7 +388,9 @@ def test_attempts_of_what_the_filter_leaves_out_now_are_forgotten(stage: Stage, 
     second = stage.consume(Recorder(), backoff_s=None)
     stage.wait_settled()
     assert stage.redis.hlen(attempts(partition).attempts) == 0
-    wait_until(lambda: not any(held.attempts for held in member_of(second)._holdings.all()), what="forgotten here too")
+    wait_until(
+        lambda: not any(owned.attempts for owned in member_of(second)._partitions.all()), what="forgotten here too"
+    )
 
 
 def test_a_dead_letter_keeps_its_tags_and_comes_again_whatever_the_filter_says_then(
@@ -466,7 +472,7 @@ def test_a_group_with_a_filter_waits_for_the_next_message_without_asking_over_an
 
     recorder = Recorder()
     app = stage.consume(recorder, tag_filter="any:eu")
-    wait_until(lambda: len(member_of(app).holdings()) == 2, what="both partitions held")
+    wait_until(lambda: len(member_of(app).owned()) == 2, what="both partitions held")
     producer.send("orders", key="k", body=b"0", tags=("us",))
     stage.wait_settled()
     monkeypatch.setattr(NodeConnection, "call", counted)

@@ -14,21 +14,21 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from mqlayer.cli.failures import show_failure
-from mqlayer.cli.showing import say, show_rows
+from mqlayer.cli.errors import show_failure
+from mqlayer.cli.output import echo, show_rows
 from mqlayer.errors import StoreUnavailable
+from mqlayer.escaping import escape
+from mqlayer.groups import join
 from mqlayer.logs import EventFormatter, JsonFormatter
-from mqlayer.membership import join
-from mqlayer.visible import visible
 from tests.fixtures.command_tree import leaf_commands
 from tests.fixtures.commands import Commands
-from tests.fixtures.consuming import Stage
-from tests.fixtures.failing import Failing, identity_of
+from tests.fixtures.consumers import Stage
+from tests.fixtures.failed_messages import Failing, identity_of
 
 COMMANDS = [*map(chr, range(1, 32)), "\x7f", *map(chr, range(0x80, 0xA0))]
 UNSEEN = [*"\u200b\u200c\u200d\u2060\ufeff\u00ad\u061c\u200e\u200f\u2028\u2029\u3164", "\U000e0041"]
 TURNED = [*map(chr, range(0x202A, 0x202F)), *map(chr, range(0x2066, 0x206A))]
-HOSTILE = "\x1b[2J" + "".join(COMMANDS + UNSEEN + TURNED) + "\n[red]x[/red]:heart: ü"
+HOSTILE = "\x1b[2J" + "".join(COMMANDS + UNSEEN + TURNED) + "\n[red]x[/red]:heartbeat: ü"
 LEFT_OUT = {"consume", "relay", "run", "up", "analytics"}
 """They run until they are stopped, start servers of their own, or need Java."""
 KEPT = {"url"}
@@ -44,7 +44,7 @@ def hostile(stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loggi
     records = failing.records()
     failing.park(records[0], cause="exhausted", attempts=3)
     failing.attempt(records[0], 1, HOSTILE)
-    (dead_id,) = failing.bury(records[1], reason=HOSTILE, actor=HOSTILE)
+    (dead_id,) = failing.dead_letter(records[1], reason=HOSTILE, actor=HOSTILE)
     with psycopg.connect(stage.dsn, autocommit=True) as connection:
         changed = spoil(connection)
     assert changed > 5
@@ -101,7 +101,7 @@ def test_no_command_prints_what_a_terminal_would_obey(
             )
             told += said
     assert "\\u001b[2J" in told
-    assert "[red]x[/red]:heart: ü" in told
+    assert "[red]x[/red]:heartbeat: ü" in told
 
 
 def test_json_of_commands_is_exact(hostile: dict[str, str], typed_commands: Commands) -> None:
@@ -123,8 +123,8 @@ def typed_commands() -> Commands:
 
 
 def test_every_way_to_show_a_text_escapes_it(capsys: pytest.CaptureFixture[str]) -> None:
-    say(HOSTILE)
-    say(HOSTILE, err=True)
+    echo(HOSTILE)
+    echo(HOSTILE, err=True)
     show_rows([{"a": HOSTILE, "b": None}], as_json=False, nothing="")
     show_rows([], as_json=False, nothing=HOSTILE)
     show_failure(StoreUnavailable("h", HOSTILE))
@@ -147,9 +147,9 @@ def test_log_lines_escape_messages_fields_and_traces() -> None:
 
 def test_what_is_seen_stays_as_it_is() -> None:
     for text in ("", "order-7", "J\u00f6rg", "\u6ce8\u6587", "[x]", "a b", "\\n"):
-        assert visible(text) == text
-    assert visible("a\nb") == "a\\nb"
-    assert visible("a\nb", lines=True) == "a\nb"
+        assert escape(text) == text
+    assert escape("a\nb") == "a\\nb"
+    assert escape("a\nb", lines=True) == "a\nb"
 
 
 def test_nothing_of_the_commands_prints_past_the_place_that_escapes() -> None:

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from mqlayer import Context
-from mqlayer.consuming import limits as limits_module
-from mqlayer.consuming.clock import clock
-from mqlayer.consuming.limits import ThreadLimits, TimeIsUp
+from mqlayer.consuming.engine import timeouts as limits_module
+from mqlayer.consuming.engine.clock import clock
+from mqlayer.consuming.engine.timeouts import HandlerInterrupt, ThreadTimeouts
 from mqlayer.domain.message import Record
-from mqlayer.domain.retrying import RetryRules
+from mqlayer.domain.retry_rules import RetryRules
 from mqlayer.errors import InvalidInput, MessageTimeout
-from mqlayer.membership.steering import set_group
-from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
-from tests.fixtures.waiting import wait_until
+from mqlayer.groups.admin import set_group
+from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
+from tests.fixtures.wait import wait_until
 
 LIMIT_S = 0.3
 HELD: Any = None
@@ -191,8 +191,8 @@ def test_a_limit_without_a_cap_can_not_be_extended_and_a_cap_alone_is_the_limit(
     member = member_of(stage.consume(recorder, time_limit_s=5.0))
     stage.send([("k", b"1")])
     wait_until(lambda: len(left) == 1, what="the message")
-    set_group(stage.database, "orders", "g", actor="a test", time_limit_s=math.inf, time_cap_s=7.0)
-    wait_until(lambda: member.rules.time_cap_s == 7.0, what="the member to know")
+    set_group(stage.database, "orders", "g", actor="a test", time_limit_s=math.inf, max_time_limit_s=7.0)
+    wait_until(lambda: member.rules.max_time_limit_s == 7.0, what="the member to know")
     stage.send([("k", b"2")])
     wait_until(lambda: len(left) == 2, what="the message")
     assert 0 < left[0] <= 5 < left[1] <= 7
@@ -254,7 +254,7 @@ def nap(seconds: float) -> None:
         time.sleep(0.0001)
 
 
-def run_near_the_limit(limits: ThreadLimits, count: int, outcomes: list[str], stray: list[BaseException]) -> None:
+def run_near_the_limit(limits: ThreadTimeouts, count: int, outcomes: list[str], stray: list[BaseException]) -> None:
     """Run handlers that end near their limit of 2 ms, as a worker would."""
     rules = RetryRules(time_limit_s=0.002)
 
@@ -265,7 +265,7 @@ def run_near_the_limit(limits: ThreadLimits, count: int, outcomes: list[str], st
     try:
         for _ in range(count):
             try:
-                outcomes.append(limits.around(handle, rules)(HELD, RECORD))
+                outcomes.append(limits.wrap(handle, rules)(HELD, RECORD))
             except MessageTimeout:
                 outcomes.append("timeout")
             # What a worker does between two messages: places where it could be hit.
@@ -291,7 +291,7 @@ def test_a_limit_never_hits_after_the_handler_however_near_they_end(
     raise_in_thread = limits_module._raise_in_thread
     if slow:
         monkeypatch.setattr(limits_module, "_raise_in_thread", raise_slowly)
-    limits = ThreadLimits("a-test")
+    limits = ThreadTimeouts("a-test")
     outcomes: list[str] = []
     stray: list[BaseException] = []
     threads = [threading.Thread(target=run_near_the_limit, args=(limits, 500, outcomes, stray)) for _ in range(4)]
@@ -304,12 +304,12 @@ def test_a_limit_never_hits_after_the_handler_however_near_they_end(
     assert min(outcomes.count("in time"), outcomes.count("timeout")) > 100, "both ends were met"
     assert limits.alive
     limits.stop()
-    wait_until(lambda: not any(t.name == "a-test-limits" for t in threading.enumerate()), what="the watcher to end")
+    wait_until(lambda: not any(t.name == "a-test-timeouts" for t in threading.enumerate()), what="the watcher to end")
 
 
 def test_an_error_of_the_handler_at_its_limit_is_never_lost_nor_taken_for_another_messages() -> None:
     """The interruption may come while the handler's own error is under way: one of both is reported, at once."""
-    limits, rules = ThreadLimits("a-test"), RetryRules(time_limit_s=0.001)
+    limits, rules = ThreadTimeouts("a-test"), RetryRules(time_limit_s=0.001)
     seen: set[str] = set()
 
     def handle(_held: object, _record: Record) -> None:
@@ -321,10 +321,10 @@ def test_an_error_of_the_handler_at_its_limit_is_never_lost_nor_taken_for_anothe
 
     for _ in range(1_000):
         try:
-            limits.around(handle, rules)(HELD, RECORD)
+            limits.wrap(handle, rules)(HELD, RECORD)
         except (KeyError, MessageTimeout) as error:
             seen.add(type(error).__name__)
-        except TimeIsUp:
+        except HandlerInterrupt:
             pytest.fail("it left the guard")
     assert seen == {"KeyError", "MessageTimeout"}
     limits.stop()
@@ -349,6 +349,6 @@ def test_members_settle_thousands_of_messages_whose_handlers_end_near_their_limi
     assert ended == {f"key-{key}": [b"%d" % number for number in range(1, 51)] for key in range(60)}
     assert member_of(app).health().live
     assert {text.split(" at ")[0] for text in failures(caplog)} == {"MessageTimeout"}
-    assert not [record for record in caplog.records if record.getMessage() == "judging_failed"]
+    assert not [record for record in caplog.records if record.getMessage() == "failure_decision_failed"]
     assert app.stop()
     wait_until(lambda: not any(t.name.endswith("-limits") for t in threading.enumerate()), what="the watcher to end")

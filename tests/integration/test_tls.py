@@ -16,7 +16,7 @@ import mqlayer
 from mqlayer.errors import AccessDenied, StoreUnavailable
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
-from mqlayer.redis.denials import not_reached
+from mqlayer.redis.access_errors import not_reached
 from mqlayer.relay import relay_once
 from mqlayer.stack.accounts import unprivileged_account
 from mqlayer.stack.ports import free_port
@@ -176,7 +176,7 @@ def test_a_node_that_wants_a_certificate_says_so(
         "Error while reading from localhost:1 : (1, '[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] certificate required')",
     ],
 )
-def test_each_way_in_which_a_server_ends_a_line_without_a_certificate_says_so(reason: str) -> None:
+def test_each_way_in_which_a_server_ends_a_connection_without_a_certificate_says_so(reason: str) -> None:
     """Which one it is, the server's and the client's next write decide between them."""
     error = redis.ConnectionError(reason)
     assert "MQLAYER_REDIS_CERT_FILE" in str(not_reached("rediss://localhost:1/0", error, anonymous=True))

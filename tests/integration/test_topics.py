@@ -18,11 +18,11 @@ from mqlayer.domain.routing import check_tiling
 from mqlayer.errors import ConfigurationRefused, Conflict, InvalidInput, InvalidName, NotFound, StoreUnavailable
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
-from mqlayer.routes.cache import RouteCache, load_route
+from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import attach_topics, create_topic, list_nodes, list_topics, rearm_node, register_node
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 PLACES = ["topic.after_allocate", "topic.after_make", "topic.after_activate"]
 
@@ -254,7 +254,7 @@ def test_an_address_that_does_not_answer_is_an_error_without_its_password(databa
     assert "secret" not in str(refused.value)
 
 
-@pytest.mark.parametrize("place", ["rearm.before_raise", "rearm.before_arm"])
+@pytest.mark.parametrize("place", ["rearm.before_fence", "rearm.before_arm"])
 def test_arming_that_breaks_half_way_is_done_by_the_next(
     database: Database, key_prefix: str, start_redis: StartRedis, place: str
 ) -> None:

@@ -13,13 +13,21 @@ import pytest
 import redis
 
 from mqlayer.domain.routing import Route
+from mqlayer.maintenance import trim_pass
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
-from mqlayer.redis.nodes import NodeConnection
-from mqlayer.redis.partitions import GroupStart, Holder, Run, append_command, settle_command, take_command, trim_command
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.partition_scripts import (
+    GroupStart,
+    LockHolder,
+    MessageRun,
+    acquire_command,
+    append_command,
+    settle_command,
+    trim_command,
+)
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, list_nodes, register_node
-from mqlayer.trimming import trim_pass
 
 COUNT = 400
 
@@ -31,10 +39,12 @@ class Stream:
         register_node(database, name="n1", url=server.url)
         self.route: Route = create_topic(database, "orders", prefix=prefix, partitions=1)
         self.database, self.prefix, self.partition = database, prefix, self.route.ranges[0].partition
-        self.line = NodeConnection(list_nodes(database)[0])
+        self.connection = NodeConnection(list_nodes(database)[0])
         self.client = redis.Redis.from_url(server.url)
         fields = [field for _ in range(COUNT) for field in (b"0", b"k", b"x" * 100)]
-        self.line.call([append_command(self.line, prefix, self.partition, 1, [Run(5, 1, COUNT, fields)])])
+        self.connection.call(
+            [append_command(self.connection, prefix, self.partition, 1, [MessageRun(5, 1, COUNT, fields)])]
+        )
 
     def group(self, start: str = "earliest", at: int = 1) -> int:
         """Create a group that starts at an offset."""
@@ -50,8 +60,13 @@ class Stream:
 
     def settle(self, group_id: int, first: int, last: int) -> None:
         """Have a group settle a range."""
-        holder = Holder(self.prefix, self.partition, group_id, "m", 1)
-        self.line.call([take_command(self.line, holder, start=1), settle_command(self.line, holder, [(first, last)])])
+        holder = LockHolder(self.prefix, self.partition, group_id, "m", 1)
+        self.connection.call(
+            [
+                acquire_command(self.connection, holder, start=1),
+                settle_command(self.connection, holder, [(first, last)]),
+            ]
+        )
 
     def first(self) -> int:
         """The lowest offset that is there."""
@@ -68,7 +83,7 @@ def stream(database_dsn: str, every_redis: RedisServer, key_prefix: str) -> Iter
     with Database(database_dsn) as database:
         stream = Stream(database, every_redis, key_prefix)
         yield stream
-        stream.line.close()
+        stream.connection.close()
 
 
 def test_a_topic_without_groups_keeps_everything(stream: Stream) -> None:
@@ -103,16 +118,16 @@ def test_a_pass_looks_at_no_more_than_it_is_told_and_never_past_a_floor(stream: 
     group = stream.group()
     stream.settle(group, 1, COUNT)
     command = trim_command(
-        stream.line, stream.prefix, stream.partition, [GroupStart(group, 0, 1)], floor=150, limit=10_000
+        stream.connection, stream.prefix, stream.partition, [GroupStart(group, 0, 1)], floor=150, limit=10_000
     )
-    word, _, first = stream.line.call([command])[0]
+    word, _, first = stream.connection.call([command])[0]
     assert word == b"trimmed"
     assert first == stream.first() <= 150
 
 
 def test_trimming_a_partition_that_is_not_there_makes_nothing(stream: Stream) -> None:
-    command = trim_command(stream.line, stream.prefix, 10**6, [], floor=100, limit=100)
-    assert stream.line.call([command]) == [[b"absent"]]
+    command = trim_command(stream.connection, stream.prefix, 10**6, [], floor=100, limit=100)
+    assert stream.connection.call([command]) == [[b"absent"]]
     assert not stream.client.exists(group_keys(stream.prefix, 10**6, 1).lock)
 
 
@@ -122,7 +137,7 @@ def test_a_pass_that_is_killed_half_way_is_done_by_the_next(stream: Stream, plac
     group = stream.group()
     stream.settle(group, 1, 350)
     program = (
-        "import sys; from mqlayer.postgres.database import Database; from mqlayer.trimming import trim_pass; "
+        "import sys; from mqlayer.postgres.database import Database; from mqlayer.maintenance import trim_pass; "
         "trim_pass(Database(sys.argv[1]), prefix=sys.argv[2])"
     )
     killed = subprocess.run(

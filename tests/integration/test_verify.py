@@ -10,18 +10,18 @@ import pytest
 import redis
 
 import mqlayer
-from mqlayer.archiving import archive_pass
-from mqlayer.changes import split
-from mqlayer.checking import Finding
-from mqlayer.checking.verifying import verify
+from mqlayer.archive import archive_pass
+from mqlayer.doctor import Finding
+from mqlayer.doctor.verify import verify
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import NotFound
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
 from mqlayer.relay import relay_once
+from mqlayer.routes import split
 from mqlayer.topics import set_archived
 from tests.fixtures.commands import Commands
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 
 KEY = next(f"key-{n}" for n in range(20) if lp_of(f"key-{n}".encode()) >= 512)

@@ -13,14 +13,14 @@ import pytest
 import sqlalchemy
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from mqlayer import Context, Event, Receiver, Versioned, VersionGap, Versions
+from mqlayer import Context, Event, Receiver, VersionedEvent, VersionGap, Versions
 from mqlayer.domain.message import Identity
-from mqlayer.effects import held_versions, set_version, version_gaps, watch_versions
 from mqlayer.errors import InvalidInput, InvalidName, TransactionConflict, VersionsFull
-from mqlayer.events import forget_hook, on_event
+from mqlayer.events import on_event, remove_hook
+from mqlayer.idempotency import held_versions, set_version, version_gaps, watch_versions
 from mqlayer.postgres.database import Database
-from tests.fixtures.consuming import StartStage
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.consumers import StartStage
+from tests.fixtures.wait import wait_until
 
 Connection = psycopg.Connection[Any]
 
@@ -70,7 +70,7 @@ def events() -> Iterator[list[Event]]:
     found: list[Event] = []
     hook = on_event(found.append)
     yield found
-    forget_hook(hook)
+    remove_hook(hook)
 
 
 def make_late(database: Database, seconds: float) -> None:
@@ -116,8 +116,8 @@ def test_what_was_held_comes_as_it_was_sent(entity: Entity, database_dsn: str) -
     entity.bring(2, b"\x00\xff", colour="blue")
     with psycopg.connect(database_dsn) as connection:
         first, second = entity.versions.take(connection, event(1), entity="e", version=1)
-    assert first == Versioned("e", 1, b"v1", {}, "3:512:1", held=False)
-    assert second == Versioned("e", 2, b"\x00\xff", {"colour": "blue"}, "3:512:2", held=True)
+    assert first == VersionedEvent("e", 1, b"v1", {}, "3:512:1", held=False)
+    assert second == VersionedEvent("e", 2, b"\x00\xff", {"colour": "blue"}, "3:512:2", held=True)
 
 
 def test_a_transaction_that_rolls_back_took_nothing(entity: Entity, database_dsn: str) -> None:
@@ -133,7 +133,7 @@ def test_a_transaction_that_rolls_back_took_nothing(entity: Entity, database_dsn
 def test_events_of_one_entity_that_come_at_once_take_turns(entity: Entity, database_dsn: str) -> None:
     """Twice each, from many connections: every version is applied once, in order."""
     with psycopg.connect(database_dsn) as connection:
-        connection.execute("CREATE TABLE sink (place bigserial, version int)")
+        connection.execute("CREATE TABLE sink (position bigserial, version int)")
 
     def bring(version: int) -> None:
         with psycopg.connect(database_dsn) as connection:
@@ -145,7 +145,7 @@ def test_events_of_one_entity_that_come_at_once_take_turns(entity: Entity, datab
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(bring, arrival))
     with psycopg.connect(database_dsn) as connection:
-        rows = connection.execute("SELECT version FROM sink ORDER BY place").fetchall()
+        rows = connection.execute("SELECT version FROM sink ORDER BY position").fetchall()
     assert [version for (version,) in rows] == list(range(1, 31))
 
 
@@ -367,7 +367,7 @@ def test_sqlalchemy_and_async_connections_will_do(entity: Entity, database_dsn: 
         assert entity.versions.take(core, event(2), entity="e", version=2) == []
     engine.dispose()
 
-    async def bring() -> list[Versioned]:
+    async def bring() -> list[VersionedEvent]:
         async with await psycopg.AsyncConnection.connect(database_dsn) as connection:
             assert await entity.versions.atake(connection, event(3), entity="e", version=3) == []
         engine = create_async_engine(url)
@@ -386,7 +386,7 @@ def test_an_unordered_group_applies_each_entity_in_order(start_stage: StartStage
     """Case 78: whatever fails, is repeated and comes side by side; a message that is held is settled."""
     stage = start_stage(redis_url)
     with psycopg.connect(stage.dsn, autocommit=True) as connection:
-        connection.execute("CREATE TABLE sink (place bigserial, entity text, version int)")
+        connection.execute("CREATE TABLE sink (position bigserial, entity text, version int)")
     versions = Versions("orders")
 
     def handle(body: bytes, ctx: Context) -> None:
@@ -405,7 +405,7 @@ def test_an_unordered_group_applies_each_entity_in_order(start_stage: StartStage
     stage.consume(handle, ordered=False, concurrency=8)
     stage.wait_settled()
     with psycopg.connect(stage.dsn) as connection:
-        rows = connection.execute("SELECT entity, version FROM sink ORDER BY place").fetchall()
+        rows = connection.execute("SELECT entity, version FROM sink ORDER BY position").fetchall()
     assert {entity: [v for e, v in rows if e == entity] for entity, _ in rows} == {
         f"e{entity}": list(range(1, 11)) for entity in range(4)
     }

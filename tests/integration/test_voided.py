@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 
 from mqlayer import App, PopMessage, Receiver, any_of
-from mqlayer.archiving import archive_pass
+from mqlayer.archive import archive_pass
 from mqlayer.domain.names import BODY_LIMIT, KEY_LIMIT
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import KeyTooLarge, NotFound
-from mqlayer.failures import ReplayFilter, new_worker, start_replay, work_on_replay
-from mqlayer.inspecting import group_standings
-from mqlayer.membership.groups import Scope
-from mqlayer.outbox import adopt, discard_aside, list_aside, renew, retry_aside
-from mqlayer.outbox.aside import AsideRow
+from mqlayer.groups.group import Scope
+from mqlayer.inspect import group_statuses
+from mqlayer.outbox import adopt, discard_quarantined, list_quarantined, renew, retry_quarantined
+from mqlayer.outbox.quarantine import QuarantinedRow
 from mqlayer.postgres.database import Database
+from mqlayer.redelivery import ReplayFilter, new_worker, start_replay, work_on_replay
 from mqlayer.relay import relay_once
-from tests.fixtures.consuming import Recorder
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.consumers import Recorder
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
 LONG = "x" * (KEY_LIMIT + 1)
@@ -84,16 +84,16 @@ def consumed(world: OutboxWorld, **said: Any) -> Iterator[Recorder]:
 
 
 def settled(world: OutboxWorld, database: Database) -> bool:
-    (standing,) = group_standings(database, "loose", "g", prefix=world.key_prefix)
-    return standing.lag == 0
+    (status,) = group_statuses(database, "loose", "g", prefix=world.key_prefix)
+    return status.lag == 0
 
 
-def test_its_lp_goes_on_and_the_row_is_set_aside_with_its_reason(world: OutboxWorld, database: Database) -> None:
+def test_its_lp_goes_on_and_the_row_is_quarantined_with_its_reason(world: OutboxWorld, database: Database) -> None:
     """Case 76, with bodies too, which nobody reads."""
     spoil(world, "key-1", bytes(BODY_LIMIT + 1))
     assert relay(world) == 8
     assert chain(world) == [*PASSED_OVER, (4, None, "")]
-    key, body = list_aside(database)
+    key, body = list_quarantined(database)
     assert (key.topic, key.lp, key.seq, key.reason) == (
         "loose",
         LP,
@@ -102,7 +102,7 @@ def test_its_lp_goes_on_and_the_row_is_set_aside_with_its_reason(world: OutboxWo
     )
     assert (body.seq, str(BODY_LIMIT) in body.reason) == (4, True)
     assert relay(world) == 0
-    assert len(list_aside(database)) == 2
+    assert len(list_quarantined(database)) == 2
 
 
 @pytest.mark.parametrize("mode", ["exclusive", "shared"])
@@ -158,25 +158,25 @@ def test_the_archive_has_a_whole_chain_and_a_replay_leaves_the_void_record_out(
 # -- what an operator makes of it --------------------------------------------------------------------------------------
 
 
-def passed_over(world: OutboxWorld, database: Database) -> AsideRow:
+def passed_over(world: OutboxWorld, database: Database) -> QuarantinedRow:
     """Relay, and return the row that was passed over."""
     relay(world)
-    (row,) = list_aside(database)
+    (row,) = list_quarantined(database)
     return row
 
 
-def test_what_is_mended_is_published_anew_at_the_end_and_once(world: OutboxWorld, database: Database) -> None:
+def test_what_is_repaired_is_published_anew_at_the_end_and_once(world: OutboxWorld, database: Database) -> None:
     row = passed_over(world, database)
     with pytest.raises(KeyTooLarge):
-        retry_aside(database)
-    assert list_aside(database) == [row]
+        retry_quarantined(database)
+    assert list_quarantined(database) == [row]
     world.rows("UPDATE mqlayer_app.voided SET key = 'key-1' WHERE id = %s", row.number)
-    acts = [threading.Thread(target=retry_aside, args=(database,)) for _ in range(3)]
+    acts = [threading.Thread(target=retry_quarantined, args=(database,)) for _ in range(3)]
     for act in acts:
         act.start()
     for act in acts:
         act.join()
-    assert retry_aside(database) == list_aside(database) == []
+    assert retry_quarantined(database) == list_quarantined(database) == []
     assert relay(world) == 1
     assert chain(world) == [*PASSED_OVER, (4, "key-1", "kept")]
     assert world.rows("SELECT headers FROM mqlayer_app.outbox WHERE lp = %s AND seq = 4", LP) == [('{"h": "v"}',)]
@@ -185,11 +185,11 @@ def test_what_is_mended_is_published_anew_at_the_end_and_once(world: OutboxWorld
 def test_what_is_discarded_leaves_a_word_and_nothing_else(world: OutboxWorld, database: Database) -> None:
     row = passed_over(world, database)
     assert row.number is not None
-    discard_aside(database, row.number)
-    assert list_aside(database) == []
+    discard_quarantined(database, row.number)
+    assert list_quarantined(database) == []
     assert world.rows("SELECT ended, key, body FROM mqlayer_app.voided") == [("discarded", None, None)]
     with pytest.raises(NotFound, match="aside list"):
-        discard_aside(database, row.number)
+        discard_quarantined(database, row.number)
 
 
 def test_a_node_that_falls_back_has_the_row_passed_over_again_and_told_no_second_time(
@@ -198,11 +198,11 @@ def test_a_node_that_falls_back_has_the_row_passed_over_again_and_told_no_second
     before = world.snapshot()
     row = passed_over(world, database)
     world.rows("UPDATE mqlayer_app.voided SET key = 'key-1' WHERE id = %s", row.number)
-    retry_aside(database)
+    retry_quarantined(database)
     world.fall_back(before)
     assert relay(world) == 8
     assert chain(world) == [*PASSED_OVER, (4, "key-1", "kept")]
-    assert list_aside(database) == []
+    assert list_quarantined(database) == []
 
 
 def test_an_adopted_outbox_numbers_the_row_anew_and_keeps_it_once(world: OutboxWorld, database: Database) -> None:
@@ -212,11 +212,11 @@ def test_an_adopted_outbox_numbers_the_row_anew_and_keeps_it_once(world: OutboxW
     world.rows("UPDATE mqlayer_app.lp_set SET relay_id = NULL, lease_until = '-infinity'")
     adopt(database)
     relay(world)
-    (again,) = list_aside(database)
+    (again,) = list_quarantined(database)
     assert (again.number, again.seq) == (row.number, 1)
     world.rows("UPDATE mqlayer_app.lp_set SET relay_id = NULL, lease_until = '-infinity'")
     renew(database)
-    assert list_aside(database) == [], "the original's to decide"
+    assert list_quarantined(database) == [], "the original's to decide"
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_a_relay_killed_around_keeping_the_row_leaves_that_to_the_next_one(
     with world.relay_process(failpoints=f"{name}=kill@1") as process:
         assert process.wait(timeout=20) == -signal.SIGKILL
     assert (2, None, "") not in chain(world)
-    assert len(list_aside(database)) == (name == "relay.after_voided")
+    assert len(list_quarantined(database)) == (name == "relay.after_voided")
     wait_until(lambda: relay(world) + (chain(world) == PASSED_OVER), what="the lease of the dead to end")
     wait_until(lambda: chain(world) == PASSED_OVER, what="the rest")
-    assert len(list_aside(database)) == 1
+    assert len(list_quarantined(database)) == 1

@@ -5,14 +5,14 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from mqlayer.archiving import create_snapshot
+from mqlayer.archive import create_snapshot
 from mqlayer.postgres.database import Database
-from mqlayer.spark.jobs.framework import Found, Wish
-from mqlayer.spark.jobs.running import JOBS, tables_of
-from tests.proof.archiving import archive_all
+from mqlayer.spark.jobs.job import JobParams, JobResult
+from mqlayer.spark.jobs.runner import JOBS, tables_of
+from tests.proof.archive_update import archive_all
 
 
-def archive_and_audit(spark: Any, dsn: str, *, prefix: str, topics: list[str] | None = None) -> Found:
+def archive_and_audit(spark: Any, dsn: str, *, prefix: str, topics: list[str] | None = None) -> JobResult:
     """Archive all that is in the streams of archived topics, take a snapshot, and audit it; its verdict is `good`.
 
     Call it when nothing writes any more. The topics must have been archived from their first record on, or what they
@@ -21,4 +21,4 @@ def archive_and_audit(spark: Any, dsn: str, *, prefix: str, topics: list[str] | 
     with Database(dsn) as database:
         archive_all(database, prefix=prefix)
         snapshot = create_snapshot(database, f"audit-{uuid.uuid4().hex[:8]}", topics=topics)
-    return JOBS["audit"](tables_of(spark, snapshot.name, dsn=dsn), Wish())
+    return JOBS["audit"](tables_of(spark, snapshot.name, dsn=dsn), JobParams())

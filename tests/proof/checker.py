@@ -83,7 +83,7 @@ def check(
 
     `drained`: the run went on until nothing more came, so what was not handled is lost.
     `flows`: which groups had to handle which topics from their start; by default those that touched them at all.
-    `backlog_limit_s`: how long an LP may stand still with a message waiting; by default that is not judged.
+    `backlog_limit_s`: how long an LP may get stuck with a message waiting; by default that is not judged.
     """
     evidence = Evidence.of(records)
     counts = order_rules.DeliveryCounts()

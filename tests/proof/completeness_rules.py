@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tests.proof.evidence import NEVER, Evidence, Flow, Identity, Step, identity
-from tests.proof.history import Deliver, SetAside
+from tests.proof.history import Deliver, Quarantined
 from tests.proof.violations import Breach, Violation
 
 
 def lost(evidence: Evidence, flows: Collection[Flow]) -> Iterator[Violation]:
-    """Every message that exists was handled by every group of its topic, or set aside with a reason.
+    """Every message that exists was handled by every group of its topic, or quarantined with a reason.
 
     A group with fenced effects is judged by its sink: there a message must be.
     """
@@ -38,7 +38,7 @@ def _done(evidence: Evidence) -> Mapping[str, set[Identity]]:
 
 
 def acks_without_effect(evidence: Evidence) -> Iterator[Violation]:
-    """Whatever is acknowledged was handled, or set aside, before."""
+    """Whatever is acknowledged was handled, or quarantined, before."""
     done = _first_done(evidence)
     for step in evidence.acks:
         if step.began < done.get((step.event.group, identity(step.event)), NEVER):
@@ -97,7 +97,7 @@ def _changes(evidence: Evidence, flow: Flow) -> Mapping[int, list[tuple[int, str
     """Return for each LP when messages came, were delivered for the first time, and again."""
     seen: dict[Identity, int] = {}
     changes: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
-    came: list[Step[Deliver] | Step[SetAside]] = [*evidence.delivers, *evidence.set_asides]
+    came: list[Step[Deliver] | Step[Quarantined]] = [*evidence.delivers, *evidence.set_asides]
     for step in sorted(came, key=lambda step: step.began_ns):
         if (step.event.group, step.event.topic) == flow:
             first = identity(step.event) not in seen

@@ -13,7 +13,6 @@ from typing import Final, Generic, Literal, TypeAlias, TypeVar
 from tests.proof.history import (
     Ack,
     Append,
-    Assignment,
     Deliver,
     Drain,
     Effect,
@@ -23,10 +22,11 @@ from tests.proof.history import (
     Health,
     Lineage,
     MessageEvent,
+    OwnershipEvent,
     Publish,
+    Quarantined,
     Record,
     Seal,
-    SetAside,
     Settled,
 )
 
@@ -89,12 +89,12 @@ class Evidence:
     effects: list[Step[Effect]] = field(default_factory=list)
     acks: list[Step[Ack]] = field(default_factory=list)
     settled: list[Step[Settled]] = field(default_factory=list)
-    set_asides: list[Step[SetAside]] = field(default_factory=list)
+    set_asides: list[Step[Quarantined]] = field(default_factory=list)
     gates: list[Step[Gate]] = field(default_factory=list)
     drains: list[Step[Drain]] = field(default_factory=list)
     lineages: list[Step[Lineage]] = field(default_factory=list)
     seals: list[Step[Seal]] = field(default_factory=list)
-    assignments: list[Step[Assignment]] = field(default_factory=list)
+    assignments: list[Step[OwnershipEvent]] = field(default_factory=list)
     fall_backs: list[Step[FallBack]] = field(default_factory=list)
     healths: list[Step[Health]] = field(default_factory=list)
     ended_ns: int = 0
@@ -116,12 +116,12 @@ class Evidence:
             Effect: self.effects,
             Ack: self.acks,
             Settled: self.settled,
-            SetAside: self.set_asides,
+            Quarantined: self.set_asides,
             Gate: self.gates,
             Drain: self.drains,
             Lineage: self.lineages,
             Seal: self.seals,
-            Assignment: self.assignments,
+            OwnershipEvent: self.assignments,
             FallBack: self.fall_backs,
             Health: self.healths,
         }
@@ -183,7 +183,7 @@ class Evidence:
     @cached_property
     def flows(self) -> frozenset[Flow]:
         """Which group consumed which topic."""
-        steps: Iterable[Step[Deliver | Effect | Ack | SetAside]] = (
+        steps: Iterable[Step[Deliver | Effect | Ack | Quarantined]] = (
             *self.delivers,
             *self.effects,
             *self.acks,

@@ -8,7 +8,7 @@ from pathlib import Path
 import redis
 
 from mqlayer.stack import RedisServer
-from mqlayer.stack.deadlines import comes_true
+from mqlayer.stack.wait import comes_true
 
 REWRITTEN_WITHIN_S = 20.0
 

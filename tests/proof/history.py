@@ -29,7 +29,6 @@ import msgspec
 __all__ = [
     "Ack",
     "Append",
-    "Assignment",
     "Deliver",
     "Drain",
     "Effect",
@@ -41,11 +40,12 @@ __all__ = [
     "Lineage",
     "MessageEvent",
     "Operation",
+    "OwnershipEvent",
     "Phase",
     "Publish",
+    "Quarantined",
     "Record",
     "Seal",
-    "SetAside",
     "SharedSequence",
     "digest",
     "read_histories",
@@ -124,7 +124,7 @@ class Settled(MessageEvent, frozen=True, kw_only=True, omit_defaults=True, tag="
     epoch: int = 0
 
 
-class SetAside(MessageEvent, frozen=True, kw_only=True, omit_defaults=True, tag="set_aside"):
+class Quarantined(MessageEvent, frozen=True, kw_only=True, omit_defaults=True, tag="quarantined"):
     """The written reason for which a message leaves (skip, dead) or waits elsewhere (park)."""
 
     group: str
@@ -167,7 +167,7 @@ class Seal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_fi
     run: str = ""
 
 
-class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="assignment"):
+class OwnershipEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="assignment"):
     """A partition taken, kept or released by a member.
 
     `until_ns`: up to when it may go on by its own lease, on the clock of the histories.
@@ -202,12 +202,12 @@ Event: TypeAlias = (
     | Effect
     | Ack
     | Settled
-    | SetAside
+    | Quarantined
     | Gate
     | Drain
     | Lineage
     | Seal
-    | Assignment
+    | OwnershipEvent
     | FallBack
     | Health
 )

@@ -102,7 +102,7 @@ def packet_args(packet: bytes) -> list[bytes]:
     return args
 
 
-class ModelLine:
+class ModelConnection:
     """A connection: requests wait in `inbox` until the node works, replies in `outbox` until they are received."""
 
     def __init__(self, node: ModelNode) -> None:

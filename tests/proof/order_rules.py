@@ -30,13 +30,13 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tests.proof.evidence import NEVER, Evidence, Message, Step, identity
-from tests.proof.history import Ack, Deliver, Effect, SetAside, Settled
+from tests.proof.history import Ack, Deliver, Effect, Quarantined, Settled
 from tests.proof.violations import Breach, Violation
 
 Line: TypeAlias = tuple[str, str, str, int]
 """What order is kept in: group, topic, key, source."""
 
-Occasion: TypeAlias = Step[Deliver] | Step[SetAside] | Step[Ack] | Step[Settled]
+Occasion: TypeAlias = Step[Deliver] | Step[Quarantined] | Step[Ack] | Step[Settled]
 
 Turn: TypeAlias = tuple[int, int, int, Callable[[], Iterable[Violation]]]
 """When, which goes first at the same time, in which order read; and what to do then."""
@@ -71,7 +71,7 @@ def _of_keys(evidence: Evidence, steps: Iterable[Occasion]) -> Iterator[Occasion
     return (step for step in steps if step.event.key is not None and identity(step.event) in evidence.messages)
 
 
-def _line(event: Deliver | SetAside | Ack | Settled | Effect) -> Line:
+def _line(event: Deliver | Quarantined | Ack | Settled | Effect) -> Line:
     assert event.key is not None
     return (event.group, event.topic, event.key, event.source)
 
@@ -122,7 +122,7 @@ class _Walk:
             if step.outcome == "ok":
                 # The node took it at some time from its beginning on, and may have lost it since.
                 self._at(step.ended, 0, lambda: self._accept(event, step.began))
-        elif isinstance(event, SetAside):
+        elif isinstance(event, Quarantined):
             if event.how != "park":
                 self._at(step.began, 0, lambda: self._note(self.excused, event.seq))
         else:

@@ -26,7 +26,7 @@ import psycopg
 from mqlayer.postgres.database import Connection
 from tests.proof.checker import Verdict, check
 from tests.proof.history import Deliver, History, MessageEvent, Publish, read_histories
-from tests.proof.planted import Outbox, Reader
+from tests.proof.planted_bugs import Outbox, Reader
 
 GROUP: Final = "reader"
 PAUSE_S: Final = 0.004

@@ -21,13 +21,13 @@ from mqlayer.redis.keys import PartitionKeys, partition_keys
 from mqlayer.relay import Relay, RelayLimits, relay_once
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
-from tests.fixtures.forking import Process, start_python
+from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.roles import role_dsn
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.history import Append
 from tests.proof.streams import read_partition
 
-QUICK = RelayLimits(sweep_s=0.05, compare_s=0.1, progress_s=0.05, beat_s=0.05, late_s=0.5)
+QUICK = RelayLimits(sweep_s=0.05, compare_s=0.1, progress_s=0.05, heartbeat_s=0.05, late_s=0.5)
 """Limits with which what a relay does at times is done often."""
 LEASE_S = 0.5
 

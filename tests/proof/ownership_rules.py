@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from tests.proof.evidence import NEVER, Evidence, Flow, Identity, Step, identity
-from tests.proof.history import Ack, Append, Assignment, Deliver, Drain, Gate, SetAside
+from tests.proof.history import Ack, Append, Deliver, Drain, Gate, OwnershipEvent, Quarantined
 from tests.proof.order_rules import fenced_effects
 from tests.proof.violations import Breach, Violation
 
 Place: TypeAlias = tuple[str, str, int]
 """A topic, a group and a partition: what one member owns."""
 
-Owned = TypeVar("Owned", Ack, Assignment, Deliver, Drain, Gate)
-Epoched = TypeVar("Epoched", Ack, Assignment)
+Owned = TypeVar("Owned", Ack, OwnershipEvent, Deliver, Drain, Gate)
+Epoched = TypeVar("Epoched", Ack, OwnershipEvent)
 
 
 class Lease(NamedTuple):
@@ -64,7 +64,7 @@ def owners(evidence: Evidence) -> Iterator[Violation]:
         yield from _overlapping_leases(place, steps)
 
 
-def _taken(evidence: Evidence) -> Mapping[Place, list[Step[Assignment]]]:
+def _taken(evidence: Evidence) -> Mapping[Place, list[Step[OwnershipEvent]]]:
     return _by_place(step for step in evidence.assignments if step.event.change == "taken" and step.outcome == "ok")
 
 
@@ -75,7 +75,9 @@ def _by_place(steps: Iterable[Step[Owned]]) -> Mapping[Place, list[Step[Owned]]]
     return places
 
 
-def _outdated(steps: Sequence[Step[Epoched]], taken: Sequence[Step[Assignment]]) -> Iterator[tuple[Step[Epoched], int]]:
+def _outdated(
+    steps: Sequence[Step[Epoched]], taken: Sequence[Step[OwnershipEvent]]
+) -> Iterator[tuple[Step[Epoched], int]]:
     """Return the steps that began when a higher epoch was taken already, with that epoch."""
     by_end = sorted(taken, key=lambda step: step.ended)
     highest, passed = 0, 0
@@ -87,7 +89,7 @@ def _outdated(steps: Sequence[Step[Epoched]], taken: Sequence[Step[Assignment]])
             yield step, highest
 
 
-def _shared_epochs(place: Place, taken: Iterable[Step[Assignment]]) -> Iterator[Violation]:
+def _shared_epochs(place: Place, taken: Iterable[Step[OwnershipEvent]]) -> Iterator[Violation]:
     owner_of: dict[int, tuple[str, str]] = {}
     for step in taken:
         owner = (step.event.member, step.writer)
@@ -96,7 +98,7 @@ def _shared_epochs(place: Place, taken: Iterable[Step[Assignment]]) -> Iterator[
             yield Violation(Breach.TWO_OWNERS, f"{place}: epoch {step.event.epoch} taken by {first} and {owner}")
 
 
-def _overlapping_leases(place: Place, steps: Iterable[Step[Assignment]]) -> Iterator[Violation]:
+def _overlapping_leases(place: Place, steps: Iterable[Step[OwnershipEvent]]) -> Iterator[Violation]:
     longest: Lease | None = None
     for lease in sorted(_leases(steps)):
         if longest and lease.from_ns < longest.to_ns and lease.member != longest.member:
@@ -109,7 +111,7 @@ def _overlapping_leases(place: Place, steps: Iterable[Step[Assignment]]) -> Iter
             longest = lease
 
 
-def _leases(steps: Iterable[Step[Assignment]]) -> Iterator[Lease]:
+def _leases(steps: Iterable[Step[OwnershipEvent]]) -> Iterator[Lease]:
     """Return when members were sure to be owners: from each answer on, until the lease's end or their release.
 
     What a member gives back under a renewed epoch it does not hold under its earlier ones either. A release may be said
@@ -189,7 +191,7 @@ NOTHING: Final = Handled(0, None)
 def _handled_times(evidence: Evidence) -> Mapping[Place, Handled]:
     """Return when each group had handled, or left with a reason, the last message that a partition holds."""
     first: defaultdict[Flow, dict[Identity, int]] = defaultdict(dict)
-    done: list[tuple[Step[Deliver] | Step[SetAside], int]] = [
+    done: list[tuple[Step[Deliver] | Step[Quarantined], int]] = [
         *((step, step.ended) for step in evidence.delivers if step.outcome == "ok"),
         *((step, step.began) for step in evidence.set_asides if step.possible),
     ]
@@ -270,7 +272,7 @@ def _first_seen(evidence: Evidence) -> Mapping[Placed, int]:
 
 def _first_settled(evidence: Evidence, flow: Flow) -> Mapping[Identity, int]:
     settled: dict[Identity, int] = {}
-    steps: list[Step[Ack] | Step[SetAside]] = [*evidence.acks, *evidence.set_asides]
+    steps: list[Step[Ack] | Step[Quarantined]] = [*evidence.acks, *evidence.set_asides]
     for step in steps:
         if step.possible and (step.event.group, step.event.topic) == flow:
             of = identity(step.event)

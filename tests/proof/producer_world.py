@@ -17,7 +17,7 @@ from mqlayer.errors import PublishUnknown
 from mqlayer.postgres.database import Database
 from mqlayer.producing import Producer
 from mqlayer.redis.keys import PartitionKeys, partition_keys
-from mqlayer.redis.nodes import Node
+from mqlayer.redis.node_connection import Node
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, rearm_node, register_node
 from tests.proof.history import Append

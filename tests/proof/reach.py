@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import mqlayer
-from mqlayer.redis.commands import COMMANDS
-from mqlayer.redis.rights import CONNECTING
+from mqlayer.redis.acl import CONNECTING
+from mqlayer.redis.command_specs import COMMANDS
 from mqlayer.resources import lua_names
 
 ROOT: Final = Path(mqlayer.__file__).parent
 SCRIPT_NAMES: Final = frozenset(lua_names())
-WHOLE: Final = frozenset({"source_end", "source_term", "partition_seal", "lock_raise"})
+WHOLE: Final = frozenset({"source_end", "source_term", "partition_seal", "lock_fence"})
 """Scripts that are sent as a text, where the server may have forgotten them."""
 
 
@@ -149,7 +149,7 @@ ARMING: Final = frozenset(
     {
         Unit("mqlayer.topics.nodes", "rearm_node"),
         Unit("mqlayer.topics.nodes", "arm_if_allowed"),
-        Unit("mqlayer.changes.losing", "bring_back_nodes"),
+        Unit("mqlayer.routes.node_loss", "rearm_lost_nodes"),
     }
 )
 """What a consumer does in a worker's place where its user may, and leaves to workers where it may not."""
@@ -157,19 +157,19 @@ HEALTH: Final = Unit("mqlayer.health.endpoint", "health_endpoint")
 """Speaks HTTP, whose GET is not a node's."""
 STACK: Final = Unit("mqlayer.stack.stack", "Stack")
 """Makes servers; its own users are the owner's."""
-COUNTING: Final = Unit("mqlayer.redis.partitions", "count_command")
-"""Mends what a script left that ended in its middle. A consumer tries it, and goes on where its user may not: the next
-append or arming does the same, and who may write a partition's meta could stop it for good."""
-CONNECTION: Final = Unit("mqlayer.redis.nodes", "NodeConnection")
+COUNTING: Final = Unit("mqlayer.redis.partition_scripts", "recount_command")
+"""Repairs what a script left that ended in its middle. A consumer tries it, and goes on where its user may not: the
+next append or arming does the same, and who may write a partition's meta could stop it for good."""
+CONNECTION: Final = Unit("mqlayer.redis.node_connection", "NodeConnection")
 OTHERS: Final = ("mqlayer.cli.consume", "mqlayer.cli.relay", "mqlayer.cli.stack", "mqlayer.cli.addresses",
                  "mqlayer.cli.main")  # fmt: skip
 """Commands that are processes of other roles."""
 PLACES: Final = {
     "publisher": ("mqlayer.producing",),
-    "consumer": ("mqlayer.consuming", "mqlayer.popping"),
+    "consumer": ("mqlayer.consuming", "mqlayer.receiving"),
     "relay": ("mqlayer.relay",),
     "worker": ("mqlayer.workers.tasks",),
-    "viewer": ("mqlayer.inspecting", "mqlayer.checking", "mqlayer.archiving.standing", "mqlayer.cli.doctor"),
+    "viewer": ("mqlayer.inspect", "mqlayer.doctor", "mqlayer.archive.status", "mqlayer.cli.doctor"),
     "operator": tuple(name for name in modules() if name.startswith("mqlayer.cli.") and name not in OTHERS),
     "arming": ("mqlayer.topics.nodes",),
 }

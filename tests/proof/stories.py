@@ -16,18 +16,18 @@ import msgspec
 from tests.proof.history import (
     Ack,
     Append,
-    Assignment,
     Deliver,
     Drain,
     Effect,
     Event,
     Gate,
     Lineage,
+    OwnershipEvent,
     Phase,
     Publish,
+    Quarantined,
     Record,
     Seal,
-    SetAside,
 )
 
 TOPIC: Final = "orders"
@@ -213,7 +213,7 @@ class Model:
         self._assign(partition, "taken")
 
     def _assign(self, partition: _Partition, change: Any) -> None:
-        event = Assignment(
+        event = OwnershipEvent(
             topic=TOPIC,
             group=GROUP,
             partition=partition.number,
@@ -259,7 +259,7 @@ class Model:
             partition.handled.append(fact)
 
     def _give_up(self, partition: _Partition, fact: Fact) -> None:
-        aside = SetAside(**fact.fields(), group=GROUP, how="dead", reason="no attempts left")
+        aside = Quarantined(**fact.fields(), group=GROUP, how="dead", reason="no attempts left")
         self.story.tell(aside, process=partition.member)
         partition.settled.add(fact)
         self._ack(partition, fact, partition.epoch, "ok")

@@ -52,7 +52,7 @@ class Breach(StrEnum):
     """A later message of a key was delivered, this one never handled, and nothing says why."""
 
     ACK_WITHOUT_EFFECT = "ack_without_effect"
-    """A message was acknowledged that had neither been handled nor set aside."""
+    """A message was acknowledged that had neither been handled nor quarantined."""
 
     TWO_OWNERS = "two_owners"
     """Two members held a partition for a group at once, by valid epochs or unexpired leases."""

@@ -17,32 +17,32 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from mqlayer.domain.message import pop_command, records_of
 from mqlayer.domain.routing import NodeId
 from mqlayer.redis.keys import group_keys, partition_keys
-from mqlayer.redis.nodes import Node, NodeConnection, raise_for_reply
-from mqlayer.redis.partitions import (
+from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
+from mqlayer.redis.partition_scripts import (
     MARKS_PER_CALL,
-    Appended,
+    AppendReply,
     Fenced,
     GroupStart,
-    Holder,
-    Kept,
+    LockHolder,
+    LockKept,
+    LockTaken,
+    MessageRun,
     Refused,
-    Run,
     RunOutcome,
     Sealed,
-    Taken,
+    acquire_command,
+    acquire_reply,
     append_command,
     append_reply,
     create,
+    fence_command,
     open_partition,
-    raise_command,
     reopen_command,
     retire_command,
     seal_command,
     seal_reply,
     settle_command,
     settle_reply,
-    take_command,
-    take_reply,
     trim_command,
 )
 from mqlayer.stack import RedisServer
@@ -75,7 +75,7 @@ class Model:
             self.state, self.born = "importing" if born else "open", born
             return "created"
         # A tombstone remembers nothing but that it is one.
-        return "kept" if self.state != "deleted" and self.born == born else "conflict"
+        return "unchanged" if self.state != "deleted" and self.born == born else "conflict"
 
     def open(self, change: int, marks: dict[str, int]) -> str:
         if self.state is None:
@@ -110,7 +110,7 @@ class Model:
     def retire(self) -> None:
         self.__init__("deleted")  # type: ignore[misc]
 
-    def append(self, lp: int, first: int, count: int) -> Appended | Refused:
+    def append(self, lp: int, first: int, count: int) -> AppendReply | Refused:
         if self.state is None:
             return Refused("absent", "")
         if self.state != "open":
@@ -119,25 +119,25 @@ class Model:
         offset, name = self.next, f"{SOURCE}:{lp}"
         mark = self.marks.get(name, 0)
         if first > mark + 1:
-            return Appended(offset, [RunOutcome("gap", 0, mark)])
+            return AppendReply(offset, [RunOutcome("gap", 0, mark)])
         new = max(0, first + count - 1 - mark)
         self.log += [f"{self.next + number}-0" for number in range(new)]
         self.next += new
         if new:
             self.marks[name] = first + count - 1
         dup = first <= mark
-        return Appended(offset, [RunOutcome("dup", new, max(mark, first + count - 1))] if dup else None)
+        return AppendReply(offset, [RunOutcome("dup", new, max(mark, first + count - 1))] if dup else None)
 
-    def take(self, epoch: int, start: int) -> Kept | Fenced | Refused:
+    def take(self, epoch: int, start: int) -> LockKept | Fenced | Refused:
         if self.state in (None, "deleted"):
             return Refused("absent", "")
         if epoch < self.epoch:
             return Fenced(self.epoch)
         self.epoch = epoch
         self.committed = self.committed or max(1, min(start, self.next))
-        return Kept(self.committed)
+        return LockKept(self.committed)
 
-    def settle(self, epoch: int, count: int) -> Kept | Fenced | Refused:
+    def settle(self, epoch: int, count: int) -> LockKept | Fenced | Refused:
         if self.state in (None, "deleted"):
             return Refused("absent", "")
         if epoch != self.epoch or not epoch:
@@ -145,13 +145,13 @@ class Model:
         if self.committed + count > self.next:
             return Refused("unknown", str(self.next))
         self.committed += count
-        return Kept(self.committed)
+        return LockKept(self.committed)
 
 
 class Changes(RuleBasedStateMachine):
     """Steps of several changes, right ones and wrong ones, in any order, beside publishing, consuming and trimming."""
 
-    line: NodeConnection
+    connection: NodeConnection
     prefix: str
 
     def __init__(self) -> None:
@@ -161,16 +161,16 @@ class Changes(RuleBasedStateMachine):
         self.model = Model()
         self.seals = itertools.count(1)
 
-    def holder(self, epoch: int) -> Holder:
-        return Holder(self.prefix, self.partition, GROUP, "a", epoch)
+    def holder(self, epoch: int) -> LockHolder:
+        return LockHolder(self.prefix, self.partition, GROUP, "a", epoch)
 
     def ask(self, command: Any) -> Any:
-        return self.line.call([command])[0]
+        return self.connection.call([command])[0]
 
     @rule(born=st.sampled_from([0, BORN_IN, BORN_IN]))
     def create(self, born: int) -> None:
         state, change = ("importing", born) if born else ("open", "")
-        word = create(self.line, self.prefix, self.partition, "t", LP_FROM, LP_TO, state, change)
+        word = create(self.connection, self.prefix, self.partition, "t", LP_FROM, LP_TO, state, change)
         assert word == self.model.create(born)
 
     @rule(
@@ -182,13 +182,13 @@ class Changes(RuleBasedStateMachine):
         named = {f"{SOURCE}:{lp}": seq for lp, seq in marks.items()}
         if many:
             named |= {f"{source}:{LP_FROM}": 1 for source in range(100, 100 + 2 * MARKS_PER_CALL)}
-        word = open_partition(self.line, self.prefix, self.partition, change, named)
+        word = open_partition(self.connection, self.prefix, self.partition, change, named)
         assert word == self.model.open(change, named)
 
     @rule(change=st.sampled_from(CHANGES))
     def seal(self, change: int) -> None:
         seal_id = f"seal-{next(self.seals)}"
-        reply = self.ask(seal_command(self.line, self.prefix, self.partition, change, seal_id))
+        reply = self.ask(seal_command(self.connection, self.prefix, self.partition, change, seal_id))
         assert seal_reply(reply, "the node") == self.model.seal(change, seal_id)
 
     @precondition(lambda self: self.model.state in ("sealed", "open", "deleted"))
@@ -199,48 +199,48 @@ class Changes(RuleBasedStateMachine):
         behind=st.sampled_from([0, 0, 0, 1]),
     )
     def reopen(self, lp: int, count: int, seal_id: str, behind: int) -> None:
-        """As mending does: with the append that goes on, or without any effect. Wrong: another seal, another mark."""
+        """As repairing does: with the append that goes on, or without any effect. Wrong: another seal, another mark."""
         name = f"{SOURCE}:{lp}"
         mark, seal_id = self.model.marks.get(name, 0), seal_id or self.model.seal_id
-        run = Run(lp, mark + 1, count, [b"1700000000000", b"k", b"b"] * count)
-        reopening = reopen_command(self.line, self.prefix, self.partition, seal_id, name, mark + behind)
-        appending = append_command(self.line, self.prefix, self.partition, SOURCE, [run])
-        opened, appended = self.line.call([("MULTI",), reopening, appending, ("EXEC",)])[-1]
+        run = MessageRun(lp, mark + 1, count, [b"1700000000000", b"k", b"b"] * count)
+        reopening = reopen_command(self.connection, self.prefix, self.partition, seal_id, name, mark + behind)
+        appending = append_command(self.connection, self.prefix, self.partition, SOURCE, [run])
+        opened, appended = self.connection.call([("MULTI",), reopening, appending, ("EXEC",)])[-1]
         assert opened == self.model.reopen(seal_id, name, mark + behind)
         assert append_reply(appended, "the node") == self.model.append(lp, mark + 1, count)
 
     @rule(sure=st.sampled_from([True, False, False, False, False]))
     def retire(self, sure: bool) -> None:
         if sure:
-            reply = self.ask(retire_command(self.line, self.prefix, self.partition, [GROUP]))
+            reply = self.ask(retire_command(self.connection, self.prefix, self.partition, [GROUP]))
             assert raise_for_reply(reply, "the node") == [b"retired"]
             self.model.retire()
 
     @rule(lp=st.integers(LP_FROM, LP_TO - 1), begin=st.sampled_from([0, 0, 0, -1, 2]), count=st.integers(1, 5))
     def append(self, lp: int, begin: int, count: int) -> None:
         first = max(1, self.model.marks.get(f"{SOURCE}:{lp}", 0) + 1 + begin)
-        run = Run(lp, first, count, [b"1700000000000", b"k", b"b"] * count)
-        reply = self.ask(append_command(self.line, self.prefix, self.partition, SOURCE, [run]))
+        run = MessageRun(lp, first, count, [b"1700000000000", b"k", b"b"] * count)
+        reply = self.ask(append_command(self.connection, self.prefix, self.partition, SOURCE, [run]))
         assert append_reply(reply, "the node") == self.model.append(lp, first, count)
 
     @rule(epoch=st.integers(1, 4), start=st.sampled_from([1, 1, 3, 100]))
     def take(self, epoch: int, start: int) -> None:
-        reply = self.ask(take_command(self.line, self.holder(epoch), start=start, afresh=True))
-        answer = take_reply(reply, "the node")
-        shown = Kept(answer.committed) if isinstance(answer, Taken) else answer
+        reply = self.ask(acquire_command(self.connection, self.holder(epoch), start=start, afresh=True))
+        answer = acquire_reply(reply, "the node")
+        shown = LockKept(answer.committed) if isinstance(answer, LockTaken) else answer
         assert shown == self.model.take(epoch, start)
-        assert not isinstance(answer, Taken) or answer.next_offset == self.model.next
+        assert not isinstance(answer, LockTaken) or answer.next_offset == self.model.next
 
     @rule(epoch=st.integers(1, 4), count=st.integers(1, 4))
     def settle(self, epoch: int, count: int) -> None:
         first = self.model.committed
-        reply = self.ask(settle_command(self.line, self.holder(epoch), [(first, first + count - 1)]))
+        reply = self.ask(settle_command(self.connection, self.holder(epoch), [(first, first + count - 1)]))
         assert settle_reply(reply, "the node") == self.model.settle(epoch, count)
 
     @rule(floor=st.sampled_from([2, 5, 2**53]))
     def trim(self, floor: int) -> None:
         command = trim_command(
-            self.line, self.prefix, self.partition, [GroupStart(GROUP, 0, 1)], floor=floor, limit=10_000
+            self.connection, self.prefix, self.partition, [GroupStart(GROUP, 0, 1)], floor=floor, limit=10_000
         )
         word, *facts = raise_for_reply(self.ask(command), "the node")
         if self.model.state in (None, "deleted"):
@@ -254,7 +254,7 @@ class Changes(RuleBasedStateMachine):
 
     @invariant()
     def the_servers_state_is_the_models(self) -> None:
-        meta, marks, entries = self.line.call(
+        meta, marks, entries = self.connection.call(
             [("HGETALL", self.keys.meta), ("HGETALL", self.keys.marks), ("XRANGE", self.keys.log, "-", "+")]
         )
         known = dict(zip(meta[::2], meta[1::2], strict=True))
@@ -279,17 +279,17 @@ class Changes(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def line(every_redis: RedisServer) -> Iterator[NodeConnection]:
+def connection(every_redis: RedisServer) -> Iterator[NodeConnection]:
     """A connection to a Redis of each version."""
     with NodeConnection(Node(NodeId(1), "n", every_redis.url, None), any_run=True) as connection:
         yield connection
 
 
-def test_steps_in_any_order_leave_what_the_model_leaves(line: NodeConnection, key_prefix: str) -> None:
+def test_steps_in_any_order_leave_what_the_model_leaves(connection: NodeConnection, key_prefix: str) -> None:
     class Here(Changes):
         pass
 
-    Here.line, Here.prefix = line, key_prefix
+    Here.connection, Here.prefix = connection, key_prefix
     run_state_machine_as_test(
         Here,
         settings=settings(
@@ -308,12 +308,12 @@ class Race:
         self.stored: dict[int, list[int]] = {partition: [] for partition in partitions}
 
     def publish(self, source: int) -> None:
-        with NodeConnection(self.node, any_run=True) as line:
+        with NodeConnection(self.node, any_run=True) as connection:
             for partition in self.partitions:
                 self.together.wait(20)
                 for seq in itertools.count(1):
-                    run = Run(1, seq, 1, [b"1", b"k", b"%d" % seq])
-                    reply = line.call([append_command(line, self.prefix, partition, source, [run])])[0]
+                    run = MessageRun(1, seq, 1, [b"1", b"k", b"%d" % seq])
+                    reply = connection.call([append_command(connection, self.prefix, partition, source, [run])])[0]
                     answer = append_reply(reply, "the node")
                     if isinstance(answer, Refused):
                         assert answer == Refused("sealed", "9")
@@ -321,21 +321,23 @@ class Race:
                     self.stored[partition].append(answer.offset)
 
     def seal(self, name: str) -> None:
-        with NodeConnection(self.node, any_run=True) as line:
+        with NodeConnection(self.node, any_run=True) as connection:
             for partition in self.partitions:
                 self.together.wait(20)
-                answer = seal_reply(line.call([seal_command(line, self.prefix, partition, 9, name)])[0], "the node")
+                answer = seal_reply(
+                    connection.call([seal_command(connection, self.prefix, partition, 9, name)])[0], "the node"
+                )
                 assert isinstance(answer, Sealed)
                 self.sealed[partition].add((answer.seal_id, answer.next_offset))
 
 
 def test_no_record_is_behind_the_command_however_appends_and_seals_race(
-    every_redis: RedisServer, line: NodeConnection, key_prefix: str
+    every_redis: RedisServer, connection: NodeConnection, key_prefix: str
 ) -> None:
     """Case 6: 1000 races."""
     partitions = [next(_partitions) for _ in range(RACES)]
     for partition in partitions:
-        create(line, key_prefix, partition, "t", 0, 1024, "open", "")
+        create(connection, key_prefix, partition, "t", 0, 1024, "open", "")
     race = Race(Node(NodeId(1), "n", every_redis.url, None), key_prefix, partitions)
     with ThreadPoolExecutor(4) as pool:
         crew = [pool.submit(race.publish, source) for source in (1, 2)]
@@ -343,13 +345,15 @@ def test_no_record_is_behind_the_command_however_appends_and_seals_race(
         for one in crew:
             one.result(60)
     for partition in partitions:
-        assert_nothing_behind_the_command(line, key_prefix, partition, race.sealed[partition], race.stored[partition])
+        assert_nothing_behind_the_command(
+            connection, key_prefix, partition, race.sealed[partition], race.stored[partition]
+        )
 
 
 def assert_nothing_behind_the_command(
-    line: NodeConnection, prefix: str, partition: int, sealed: set[tuple[str, int]], stored: list[int]
+    connection: NodeConnection, prefix: str, partition: int, sealed: set[tuple[str, int]], stored: list[int]
 ) -> None:
-    (entries,) = line.call([("XRANGE", partition_keys(prefix, partition).log, "-", "+")])
+    (entries,) = connection.call([("XRANGE", partition_keys(prefix, partition).log, "-", "+")])
     command = pop_command(entries)
     assert command is not None
     assert sealed == {(command.seal_id, command.end)}
@@ -357,68 +361,68 @@ def assert_nothing_behind_the_command(
     assert offsets == sorted(stored) == list(range(1, command.end))
 
 
-def test_a_late_arming_brings_no_lock_back_to_a_tombstone(line: NodeConnection, key_prefix: str) -> None:
+def test_a_late_arming_brings_no_lock_back_to_a_tombstone(connection: NodeConnection, key_prefix: str) -> None:
     """One that was stopped before it raised epochs, while another armed the node and the partition was retired."""
     partition = next(_partitions)
-    create(line, key_prefix, partition, "t", LP_FROM, LP_TO, "open", "")
-    raising = raise_command(line, key_prefix, partition, GROUP, 5)
-    assert line.call([raising])[0] == [b"raised"]
-    line.call([retire_command(line, key_prefix, partition, [GROUP])])
-    assert line.call([raising])[0] == [b"deleted"]
-    (left,) = line.call([("KEYS", f"{key_prefix}:{{{partition}}}:*")])
+    create(connection, key_prefix, partition, "t", LP_FROM, LP_TO, "open", "")
+    raising = fence_command(connection, key_prefix, partition, GROUP, 5)
+    assert connection.call([raising])[0] == [b"fenced_off"]
+    connection.call([retire_command(connection, key_prefix, partition, [GROUP])])
+    assert connection.call([raising])[0] == [b"deleted"]
+    (left,) = connection.call([("KEYS", f"{key_prefix}:{{{partition}}}:*")])
     assert left == [partition_keys(key_prefix, partition).meta]
 
 
 def test_a_seal_is_appended_though_the_server_is_out_of_memory(every_redis: RedisServer, key_prefix: str) -> None:
     """A full node must be able to give its partitions away."""
-    with NodeConnection(Node(NodeId(1), "n", every_redis.url, None), any_run=True) as line:
+    with NodeConnection(Node(NodeId(1), "n", every_redis.url, None), any_run=True) as connection:
         partition = next(_partitions)
-        create(line, key_prefix, partition, "t", LP_FROM, LP_TO, "open", "")
-        line.call([("CONFIG", "SET", "maxmemory", "1")])
+        create(connection, key_prefix, partition, "t", LP_FROM, LP_TO, "open", "")
+        connection.call([("CONFIG", "SET", "maxmemory", "1")])
         try:
-            reply = line.call([seal_command(line, key_prefix, partition, 9, "s")])[0]
+            reply = connection.call([seal_command(connection, key_prefix, partition, 9, "s")])[0]
         finally:
-            line.call([("CONFIG", "SET", "maxmemory", "0")])
-        if line.connect().version >= (7, 0, 0):
+            connection.call([("CONFIG", "SET", "maxmemory", "0")])
+        if connection.connect().version >= (7, 0, 0):
             assert seal_reply(reply, "") == Sealed("s", 1, {})
 
 
-def test_whoever_comes_late_to_take_a_seal_back_changes_nothing(line: NodeConnection, key_prefix: str) -> None:
-    """One that was stopped while another mended the partition: it saw another seal, or another mark."""
+def test_whoever_comes_late_to_take_a_seal_back_changes_nothing(connection: NodeConnection, key_prefix: str) -> None:
+    """One that was stopped while another repaired the partition: it saw another seal, or another mark."""
     partition, name = next(_partitions), f"{SOURCE}:{LP_FROM}"
     log = partition_keys(key_prefix, partition).log
 
     def reopen(seal_id: str, mark: int) -> Any:
-        return line.call([reopen_command(line, key_prefix, partition, seal_id, name, mark)])[0]
+        return connection.call([reopen_command(connection, key_prefix, partition, seal_id, name, mark)])[0]
 
     assert reopen("old", 0) == [b"absent"]
-    create(line, key_prefix, partition, "t", LP_FROM, LP_TO, "open", "")
+    create(connection, key_prefix, partition, "t", LP_FROM, LP_TO, "open", "")
     assert reopen("old", 0) == [b"conflict", b"open"]
-    run = Run(LP_FROM, 1, 1, [b"1", b"k", b"b"])
-    line.call([append_command(line, key_prefix, partition, SOURCE, [run])])
-    line.call([seal_command(line, key_prefix, partition, 9, "new")])
+    run = MessageRun(LP_FROM, 1, 1, [b"1", b"k", b"b"])
+    connection.call([append_command(connection, key_prefix, partition, SOURCE, [run])])
+    connection.call([seal_command(connection, key_prefix, partition, 9, "new")])
     assert reopen("old", 1) == [b"conflict", b"sealed"]
     assert reopen("new", 0) == [b"conflict", b"sealed"]
-    assert [entry_id for entry_id, _ in line.call([("XRANGE", log, "-", "+")])[0]] == [b"1-0", b"1-1"]
+    assert [entry_id for entry_id, _ in connection.call([("XRANGE", log, "-", "+")])[0]] == [b"1-0", b"1-1"]
     assert reopen("new", 1) == [b"open"]
-    assert [entry_id for entry_id, _ in line.call([("XRANGE", log, "-", "+")])[0]] == [b"1-0"]
+    assert [entry_id for entry_id, _ in connection.call([("XRANGE", log, "-", "+")])[0]] == [b"1-0"]
 
 
-def test_a_seal_is_not_taken_back_where_memory_is_out(line: NodeConnection, key_prefix: str) -> None:
+def test_a_seal_is_not_taken_back_where_memory_is_out(connection: NodeConnection, key_prefix: str) -> None:
     """What was to follow it is refused too, and the next seal would need a higher entry id."""
     partition = next(_partitions)
-    create(line, key_prefix, partition, "t", LP_FROM, LP_TO, "open", "")
-    line.call([seal_command(line, key_prefix, partition, 9, "s")])
-    name, run = f"{SOURCE}:{LP_FROM}", Run(LP_FROM, 1, 1, [b"1", b"k", b"b"])
+    create(connection, key_prefix, partition, "t", LP_FROM, LP_TO, "open", "")
+    connection.call([seal_command(connection, key_prefix, partition, 9, "s")])
+    name, run = f"{SOURCE}:{LP_FROM}", MessageRun(LP_FROM, 1, 1, [b"1", b"k", b"b"])
     both = [
-        reopen_command(line, key_prefix, partition, "s", name, 0),
-        append_command(line, key_prefix, partition, SOURCE, [run]),
+        reopen_command(connection, key_prefix, partition, "s", name, 0),
+        append_command(connection, key_prefix, partition, SOURCE, [run]),
     ]
-    line.call([("CONFIG", "SET", "maxmemory", "1")])
+    connection.call([("CONFIG", "SET", "maxmemory", "1")])
     try:
-        line.call([("MULTI",), *both, ("EXEC",)])
+        connection.call([("MULTI",), *both, ("EXEC",)])
     finally:
-        line.call([("CONFIG", "SET", "maxmemory", "0")])
-    assert line.call([("HGET", partition_keys(key_prefix, partition).meta, "state")]) == [b"sealed"]
-    line.call([("MULTI",), *both, ("EXEC",)])
-    assert line.call([("HGET", partition_keys(key_prefix, partition).meta, "state")]) == [b"open"]
+        connection.call([("CONFIG", "SET", "maxmemory", "0")])
+    assert connection.call([("HGET", partition_keys(key_prefix, partition).meta, "state")]) == [b"sealed"]
+    connection.call([("MULTI",), *both, ("EXEC",)])
+    assert connection.call([("HGET", partition_keys(key_prefix, partition).meta, "state")]) == [b"open"]

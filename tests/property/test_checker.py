@@ -21,7 +21,6 @@ from tests.proof.evidence import identity
 from tests.proof.history import (
     Ack,
     Append,
-    Assignment,
     Deliver,
     Drain,
     Effect,
@@ -29,11 +28,12 @@ from tests.proof.history import (
     Gate,
     Lineage,
     MessageEvent,
+    OwnershipEvent,
     Phase,
     Publish,
+    Quarantined,
     Record,
     Seal,
-    SetAside,
 )
 from tests.proof.stories import GROUP, TOPIC, Model
 
@@ -93,7 +93,7 @@ class Garden:
 
     def remove_handling(self, event: MessageEvent) -> None:
         """Let a message never have been handled."""
-        kinds = (Deliver, Effect, Ack, SetAside)
+        kinds = (Deliver, Effect, Ack, Quarantined)
         self.remove(lambda other: isinstance(other, kinds) and identity(other) == identity(event))
 
     def effects_by(self, *names: str) -> list[list[tuple[Record, Effect]]]:
@@ -131,8 +131,8 @@ def a_message_in_the_middle_is_skipped(garden: Garden) -> None:
 @plant(Breach.LOST, Breach.SKIP_WITHOUT_RECORD)
 def the_record_of_a_skip_is_not_written(garden: Garden) -> None:
     applied = {identity(effect) for _, effect in garden.of(Effect)}
-    _, aside = garden.some([pair for pair in garden.of(SetAside) if identity(pair[1]) not in applied])
-    garden.remove(lambda event: isinstance(event, SetAside) and identity(event) == identity(aside))
+    _, aside = garden.some([pair for pair in garden.of(Quarantined) if identity(pair[1]) not in applied])
+    garden.remove(lambda event: isinstance(event, Quarantined) and identity(event) == identity(aside))
 
 
 @plant(Breach.DUPLICATE_EFFECT)
@@ -152,7 +152,7 @@ def two_effects_of_a_key_are_swapped(garden: Garden) -> None:
 @plant(Breach.INVERSION)
 def two_messages_of_a_key_are_handled_in_wrong_order(garden: Garden) -> None:
     keys: defaultdict[str | None, list[Deliver]] = defaultdict(list)
-    handled = {identity(d) for _, d in garden.of(Deliver)} - {identity(a) for _, a in garden.of(SetAside)}
+    handled = {identity(d) for _, d in garden.of(Deliver)} - {identity(a) for _, a in garden.of(Quarantined)}
     for _, deliver in garden.first_deliveries():
         if identity(deliver) in handled:
             keys[deliver.key].append(deliver)
@@ -263,7 +263,7 @@ def a_gate_opens_with_a_message_of_the_parent_not_settled(garden: Garden) -> Non
     assume(successors)
     settled = [(record, ack) for record, ack in garden.of(Ack, "invoke") if ack.partition == 1]
     _, ack = garden.some(settled)
-    garden.remove(lambda event: isinstance(event, Ack | SetAside) and identity(event) == identity(ack))
+    garden.remove(lambda event: isinstance(event, Ack | Quarantined) and identity(event) == identity(ack))
 
 
 @plant(Breach.BEFORE_GATE)
@@ -313,7 +313,7 @@ def a_message_is_acknowledged_before_it_is_handled(garden: Garden) -> None:
 @plant(Breach.STALE_ACK)
 def a_stale_owner_settles(garden: Garden) -> None:
     highest: dict[int, int] = {}
-    for _, taken in garden.of(Assignment):
+    for _, taken in garden.of(OwnershipEvent):
         highest[taken.partition] = max(highest.get(taken.partition, 0), taken.epoch)
     stale = [ack for _, ack in garden.of(Ack) if ack.epoch < highest[ack.partition]]
     garden.add(garden.some(stale))
@@ -321,20 +321,20 @@ def a_stale_owner_settles(garden: Garden) -> None:
 
 @plant(Breach.TWO_OWNERS)
 def two_members_take_one_epoch(garden: Garden) -> None:
-    _, taken = garden.some(garden.of(Assignment))
+    _, taken = garden.some(garden.of(OwnershipEvent))
     garden.add(msgspec.structs.replace(taken, member="another"))
 
 
 @plant(Breach.TWO_OWNERS)
 def an_old_epoch_is_taken_again(garden: Garden) -> None:
-    _, taken = garden.some(garden.of(Assignment))
+    _, taken = garden.some(garden.of(OwnershipEvent))
     garden.add(msgspec.structs.replace(taken, epoch=0))
 
 
 @plant(Breach.TWO_OWNERS)
 def a_lease_is_longer_than_the_database_thinks(garden: Garden) -> None:
     owners: defaultdict[int, list[Record]] = defaultdict(list)
-    for record, taken in garden.of(Assignment):
+    for record, taken in garden.of(OwnershipEvent):
         owners[taken.partition].append(record)
     first = garden.some([records[0] for records in owners.values() if len(records) > 1])
     garden.change(first, until_ns=garden.records[-1].at_ns)
@@ -350,7 +350,7 @@ def a_settled_message_comes_again(garden: Garden) -> None:
 @plant(Breach.REPLAY_OUT_OF_ORDER)
 def an_owner_passes_over_what_nobody_settled(garden: Garden) -> None:
     keys: defaultdict[str | None, list[Deliver]] = defaultdict(list)
-    aside = {identity(event) for _, event in garden.of(SetAside)}
+    aside = {identity(event) for _, event in garden.of(Quarantined)}
     for _, deliver in garden.first_deliveries():
         keys[deliver.key].append(deliver)
     pairs = [delivers[-2:] for delivers in keys.values() if len(delivers) > 1 and identity(delivers[-2]) not in aside]

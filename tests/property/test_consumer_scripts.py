@@ -16,24 +16,33 @@ from mqlayer.domain.offsets import is_settled
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import StoreUnavailable
 from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys
-from mqlayer.redis.looking import FIND_LIMIT, Head, find_command, find_reply, look_command, look_reply
-from mqlayer.redis.nodes import Node, NodeConnection
-from mqlayer.redis.outcomes import NOWHERE, Place, Stretch, entries_of, fetch_command, forget_command, told_of
-from mqlayer.redis.partitions import (
-    Failures,
+from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.outcomes import (
+    BEGINNING,
+    OutcomeId,
+    OutcomeRange,
+    encode_outcome,
+    entries_of,
+    fetch_command,
+    forget_command,
+)
+from mqlayer.redis.partition_scripts import (
+    FailureHistory,
     Fenced,
     GroupStart,
-    Holder,
-    Kept,
+    LockHolder,
+    LockKept,
+    LockTaken,
+    MessageRun,
     Refused,
-    Run,
-    Taken,
+    acquire_command,
+    acquire_reply,
     append_command,
     attempt_command,
     attempt_reply,
     create,
     failures_of,
-    raise_command,
+    fence_command,
     release_command,
     retire_command,
     seal_command,
@@ -41,13 +50,19 @@ from mqlayer.redis.partitions import (
     settle_reply,
     start_command,
     start_reply,
-    take_command,
-    take_reply,
     trim_command,
 )
+from mqlayer.redis.read_scripts import (
+    FIND_LIMIT,
+    UnsettledHead,
+    find_command,
+    find_reply,
+    position_command,
+    position_reply,
+)
 from mqlayer.stack import RedisServer
-from tests.fixtures.programs import Program, drawn, play
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.state_programs import Program, drawn, play
+from tests.fixtures.wait import wait_until
 
 GROUP = 7
 WINDOW = 1_048_576
@@ -63,7 +78,7 @@ REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 class Telling:
     """What one call told: bit i of a letter's number stands for offset i; when they were given by `early` and `ago`."""
 
-    place: Place
+    place: OutcomeId
     member: str
     said: dict[str, int] = field(default_factory=lambda: {"h": 0, "u": 0, "-": 0})
     failed: dict[int, int] = field(default_factory=dict)
@@ -74,15 +89,15 @@ class Telling:
     def count(self) -> int:
         return self.said["h"].bit_count() + self.said["u"].bit_count()
 
-    def check(self, stretches: Sequence[Stretch]) -> None:
+    def check(self, stretches: Sequence[OutcomeRange]) -> None:
         """Say that these stretches are this, divided where they have not all in common."""
         bits = {"handled": 0, "unmatched": 0}
         for one in stretches:
             mask = (1 << one.last + 1) - (1 << one.first)
-            assert not bits[one.word] & mask
-            bits[one.word] |= mask
-            if one.word == "handled":
-                assert one.given_ms == (40 if one.last <= self.early else 3)
+            assert not bits[one.outcome] & mask
+            bits[one.outcome] |= mask
+            if one.outcome == "handled":
+                assert one.delivered_ms_ago == (40 if one.last <= self.early else 3)
                 assert one.last <= self.early or one.first > self.early
         assert bits == {"handled": self.said["h"], "unmatched": self.said["u"]}
         failed = {offset: count for offset, count in self.failed.items() if self.said["h"] >> offset & 1}
@@ -105,7 +120,7 @@ class Model:
     log: list[int] = field(default_factory=list)
     attempts: dict[int, int] = field(default_factory=dict)
     # What the server says of them, with times that only it knows.
-    failures: dict[int, Failures] = field(default_factory=dict)
+    failures: dict[int, FailureHistory] = field(default_factory=dict)
     deaths: int = 0
     suspect: int = 0
     told: int = 0
@@ -114,10 +129,10 @@ class Model:
     def owns(self, member: str, epoch: int) -> bool:
         return (self.owner, self.epoch) == (member, epoch)
 
-    def take(self, member: str, epoch: int, start: int, seek: int, *, afresh: bool) -> Taken | Kept | Fenced:
+    def take(self, member: str, epoch: int, start: int, seek: int, *, afresh: bool) -> LockTaken | LockKept | Fenced:
         if self.owns(member, epoch):
             if not afresh:
-                return Kept(self.committed)
+                return LockKept(self.committed)
         elif epoch <= self.epoch:
             return Fenced(self.epoch)
         died = epoch > self.epoch and bool(self.owner)
@@ -134,14 +149,14 @@ class Model:
             self.suspect = min(self.next, max(self.committed, self.settled.bit_length()) + IN_HAND)
         self.deaths = deaths
         suspects = {offset: failures.started for offset, failures in self.failures.items() if failures.started}
-        return Taken(
+        return LockTaken(
             self.committed, self.next, 0, b"", self.attempts, self.suspect if deaths > 1 else 0, frozenset(suspects),
             frozenset(offset for offset, how in suspects.items() if how == "a"),
         )  # fmt: skip
 
     def settle(
         self, member: str, epoch: int, ranges: list[tuple[int, int]], forget: list[int], words: str
-    ) -> Kept | Fenced | Refused:
+    ) -> LockKept | Fenced | Refused:
         if not self.owns(member, epoch):
             return Fenced(self.epoch)
         for _, last in ranges:
@@ -149,7 +164,7 @@ class Model:
                 return Refused("unknown", str(self.next))
             if last >= self.committed + WINDOW:
                 return Refused("beyond", str(self.committed + WINDOW))
-        telling = Telling(Place(epoch, self.told + 1), member, early=self.committed + 5)
+        telling = Telling(OutcomeId(epoch, self.told + 1), member, early=self.committed + 5)
         before = self.settled | (1 << self.committed) - 1
         for (first, last), word in zip(ranges, words or "-" * len(ranges), strict=True):
             telling.said[word] |= ((1 << last + 1) - (1 << first)) & ~before
@@ -163,7 +178,7 @@ class Model:
         for offset in forget:
             self.attempts.pop(offset, None)
             self.failures.pop(offset, None)
-        return Kept(self.committed)
+        return LockKept(self.committed)
 
     def tell(self, telling: Telling) -> None:
         while len(self.tellings) >= KEPT:
@@ -185,7 +200,7 @@ _partitions = itertools.count(1)
 class ConsumerScripts(RuleBasedStateMachine):
     """Calls of two members under any epochs, in any order, beside appends and trims."""
 
-    line: NodeConnection
+    connection: NodeConnection
     prefix: str
 
     def __init__(self) -> None:
@@ -193,21 +208,21 @@ class ConsumerScripts(RuleBasedStateMachine):
         self.partition = next(_partitions)
         self.keys = partition_keys(self.prefix, self.partition)
         self.group = group_keys(self.prefix, self.partition, GROUP)
-        create(self.line, self.prefix, self.partition, "t", 0, 1024, "open", "")
+        create(self.connection, self.prefix, self.partition, "t", 0, 1024, "open", "")
         self.model = Model()
 
-    def holder(self, member: str, epoch: int) -> Holder:
-        return Holder(self.prefix, self.partition, GROUP, member, epoch)
+    def holder(self, member: str, epoch: int) -> LockHolder:
+        return LockHolder(self.prefix, self.partition, GROUP, member, epoch)
 
     def ask(self, command: object) -> object:
-        return self.line.call([command])[0]  # type: ignore[list-item]
+        return self.connection.call([command])[0]  # type: ignore[list-item]
 
     @rule(count=st.sampled_from([1, 2, 3, 10, 10_000]))
     def append(self, count: int) -> None:
         """Records, of many only the last ones: settling looks at numbers, not at the log."""
         self.model.next += count
         offsets = range(self.model.next - min(count, 10), self.model.next)
-        self.line.call(
+        self.connection.call(
             [
                 ("XADD", self.keys.log, f"{offset}-0", "m", f"1:0:{offset}:0", "k", key_at(offset), "b", "body")
                 for offset in offsets
@@ -226,11 +241,11 @@ class ConsumerScripts(RuleBasedStateMachine):
     def take(self, member: str, step: int, start: int, seeks: int, afresh: bool) -> None:
         epoch = max(1, self.model.epoch + step)
         start, seek = min(start, self.model.next), self.model.seek + seeks
-        command = take_command(self.line, self.holder(member, epoch), start=start, seek=seek, afresh=afresh)
-        answer = take_reply(self.ask(command), "")
+        command = acquire_command(self.connection, self.holder(member, epoch), start=start, seek=seek, afresh=afresh)
+        answer = acquire_reply(self.ask(command), "")
         expected = self.model.take(member, epoch, start, seek, afresh=afresh)
         assert type(answer) is type(expected)
-        if isinstance(answer, Taken) and isinstance(expected, Taken):
+        if isinstance(answer, LockTaken) and isinstance(expected, LockTaken):
             assert answer._replace(base=0, bits=b"") == expected
             self.check_bits(answer.base, answer.bits)
         else:
@@ -239,13 +254,13 @@ class ConsumerScripts(RuleBasedStateMachine):
     def settle(self, ranges: list[tuple[int, int]], forget: list[int], epoch_step: int = 0, words: str = "") -> None:
         member, epoch = self.model.owner or "a", self.model.epoch + epoch_step
         reads = [(self.model.committed + 5, 40), (self.model.next + 20, 3)]
-        told = told_of(words, reads, kept=KEPT) if words else b""
-        command = settle_command(self.line, self.holder(member, epoch), ranges, forget, told)
+        told = encode_outcome(words, reads, max_entries=KEPT) if words else b""
+        command = settle_command(self.connection, self.holder(member, epoch), ranges, forget, told)
         answer = settle_reply(self.ask(command), "")
         assert answer == self.model.settle(member, epoch, ranges, forget, words)
 
     def entries(self) -> Any:
-        return self.ask(fetch_command(self.prefix, self.partition, GROUP, NOWHERE, count=100))
+        return self.ask(fetch_command(self.prefix, self.partition, GROUP, BEGINNING, count=100))
 
     @precondition(lambda self: self.model.tellings)
     @rule(data=st.data())
@@ -317,7 +332,7 @@ class ConsumerScripts(RuleBasedStateMachine):
     @rule(member=st.sampled_from(MEMBERS), step=st.sampled_from([0, 0, -1, 1]))
     def release(self, member: str, step: int) -> None:
         epoch = self.model.epoch + step
-        reply = self.ask(release_command(self.line, self.holder(member, epoch)))
+        reply = self.ask(release_command(self.connection, self.holder(member, epoch)))
         if self.model.owns(member, epoch):
             assert reply == [b"released"]
             self.model.owner = ""
@@ -332,9 +347,9 @@ class ConsumerScripts(RuleBasedStateMachine):
     )
     def count(self, member: str, step: int, offset: int, attempts: int) -> None:
         epoch = self.model.epoch + step
-        command = attempt_command(self.line, self.holder(member, epoch), offset, attempts)
+        command = attempt_command(self.connection, self.holder(member, epoch), offset, attempts)
         noted = ("HGET", self.group.attempts, offset)
-        before, counted, value, after = self.line.call([("TIME",), command, noted, ("TIME",)])
+        before, counted, value, after = self.connection.call([("TIME",), command, noted, ("TIME",)])
         known = self.model.failures.get(offset)
         answer = self.model.count(member, epoch, offset, attempts)
         assert attempt_reply(counted, "") == answer
@@ -355,29 +370,29 @@ class ConsumerScripts(RuleBasedStateMachine):
     def start(self, member: str, step: int, offset: int, alone: bool) -> None:
         """Before a message is handled, where former owners died."""
         epoch = self.model.epoch + step
-        command = start_command(self.line, self.holder(member, epoch), offset, alone=alone)
+        command = start_command(self.connection, self.holder(member, epoch), offset, alone=alone)
         answer = start_reply(self.ask(command), "")
         if not self.model.owns(member, epoch):
             assert answer == Fenced(self.model.epoch)
             return
         assert answer is None
         self.model.attempts.setdefault(offset, 0)
-        known = self.model.failures.get(offset, Failures(0, None, None))
+        known = self.model.failures.get(offset, FailureHistory(0, None, None))
         self.model.failures[offset] = known._replace(started="a" if alone else "s")
 
     @rule(step=st.sampled_from([-1, 0, 1, 2, 5]))
     def raise_epoch(self, step: int) -> None:
         epoch = max(1, self.model.epoch + step)
-        reply = self.ask(raise_command(self.line, self.prefix, self.partition, GROUP, epoch))
+        reply = self.ask(fence_command(self.connection, self.prefix, self.partition, GROUP, epoch))
         if self.model.epoch >= epoch:
-            assert reply == [b"kept", self.model.epoch]
+            assert reply == [b"unchanged", self.model.epoch]
         else:
-            assert reply == [b"raised"]
+            assert reply == [b"fenced_off"]
             self.model.owner, self.model.epoch = "", epoch - 1
 
     @rule(seeks=st.sampled_from([-1, 0, 0, 1]), start=st.integers(1, 5), key=st.sampled_from([b"k0", b"k1", b"k2"]),
           skip=st.integers(0, 3), count=st.sampled_from([1, 7, FIND_LIMIT]))  # fmt: skip
-    def look(self, seeks: int, start: int, key: bytes, skip: int, count: int) -> None:
+    def position(self, seeks: int, start: int, key: bytes, skip: int, count: int) -> None:
         """Looking tells what the next owner would be given, and changes nothing (see the invariant)."""
         seek = self.model.seek + seeks
         begun = self.model.committed and seeks <= 0
@@ -385,8 +400,8 @@ class ConsumerScripts(RuleBasedStateMachine):
         settled = self.model.settled if begun else 0
         waiting = [offset for offset in self.model.log if offset >= position and not settled >> offset & 1]
         above = [offset for offset in self.model.log if offset >= position]
-        command = look_command(self.line, self.prefix, self.partition, GROUP, start=start, seek=seek)
-        look = look_reply(self.ask(command), "")
+        command = position_command(self.connection, self.prefix, self.partition, GROUP, start=start, seek=seek)
+        look = position_reply(self.ask(command), "")
         assert look is not None
         assert look[1:-1] == (
             self.model.next, position, (settled >> position).bit_count(), self.model.owner or "", self.model.epoch,
@@ -394,15 +409,17 @@ class ConsumerScripts(RuleBasedStateMachine):
         assert look.head == (self.head(above[0]) if above else None)
         first = position + skip
         command = find_command(
-            self.line, self.prefix, self.partition, GROUP, key=key, first=first, count=count, seek=seek
+            self.connection, self.prefix, self.partition, GROUP, key=key, first=first, count=count, seek=seek
         )
         of_key = [offset for offset in waiting if first <= offset < first + count and key_at(offset) == key]
         head = self.head(of_key[0]) if of_key else None
         assert find_reply(self.ask(command), key, "") == (len(of_key), head)
 
-    def head(self, offset: int) -> Head:
+    def head(self, offset: int) -> UnsettledHead:
         failures = self.model.failures.get(offset)
-        return Head(offset, b"1:0:%d:0" % offset, key_at(offset), failures if failures and failures.attempts else None)
+        return UnsettledHead(
+            offset, b"1:0:%d:0" % offset, key_at(offset), failures if failures and failures.attempts else None
+        )
 
     @rule(
         floor=st.integers(1, 20_000),
@@ -413,7 +430,7 @@ class ConsumerScripts(RuleBasedStateMachine):
     def trim(self, floor: int, limit: int, seeks: int, start: int) -> None:
         """What was committed counts where it was since the group's last seek, else where it starts."""
         group = GroupStart(GROUP, self.model.seek + seeks, start)
-        command = trim_command(self.line, self.prefix, self.partition, [group], floor=floor, limit=limit)
+        command = trim_command(self.connection, self.prefix, self.partition, [group], floor=floor, limit=limit)
         place = self.model.committed if self.model.committed and seeks <= 0 else start
         settled_by_all = [offset for offset in self.model.log if offset < min(floor, place)]
         reply = self.ask(command)
@@ -427,7 +444,7 @@ class ConsumerScripts(RuleBasedStateMachine):
 
     @invariant()
     def the_servers_state_is_the_models(self) -> None:
-        owner, epoch, committed, base, bits, attempts, length = self.line.call(
+        owner, epoch, committed, base, bits, attempts, length = self.connection.call(
             [
                 *(("HGET", self.group.lock, name) for name in ("owner", "epoch", "committed", "base")),
                 ("GET", self.group.acks),
@@ -449,9 +466,9 @@ class ConsumerScripts(RuleBasedStateMachine):
     def each_offset_is_told_by_the_call_that_settled_it(self) -> None:
         entries = entries_of(self.entries())
         told = [(telling.place, telling.member, telling.dropped) for telling in self.model.tellings]
-        assert [(entry.place, entry.member, entry.dropped) for entry in entries] == told
+        assert [(entry.entry_id, entry.member, entry.dropped) for entry in entries] == told
         for entry, telling in zip(entries, self.model.tellings, strict=True):
-            telling.check(entry.stretches)
+            telling.check(entry.ranges)
 
     def check_bits(self, base: int, bits: bytes) -> None:
         theirs = int.from_bytes(bits.translate(REVERSED), "little") << base
@@ -470,7 +487,7 @@ def in_ms(time: list[bytes]) -> int:
 
 def fail_and_settle_after_a_trim(state: ConsumerScripts) -> None:
     """The group begins behind what was trimmed, so that nothing waits there any more."""
-    state.look(count=1, key=b"k0", seeks=0, skip=0, start=1)
+    state.position(count=1, key=b"k0", seeks=0, skip=0, start=1)
     state.append(count=1)
     state.trim(floor=2, limit=100, seeks=0, start=2)
     state.fail_and_settle(attempts=1, place=0)
@@ -519,17 +536,17 @@ PROGRAMS: list[Program[ConsumerScripts]] = [
 
 
 @pytest.fixture
-def line(every_redis: RedisServer) -> Iterator[NodeConnection]:
+def connection(every_redis: RedisServer) -> Iterator[NodeConnection]:
     """A connection to a Redis of each version."""
     with NodeConnection(Node(NodeId(1), "n", every_redis.url, None), any_run=True) as connection:
         yield connection
 
 
-def test_members_calls_in_any_order_leave_what_the_model_leaves(line: NodeConnection, key_prefix: str) -> None:
+def test_members_calls_in_any_order_leave_what_the_model_leaves(connection: NodeConnection, key_prefix: str) -> None:
     class Here(ConsumerScripts):
         pass
 
-    Here.line, Here.prefix = line, key_prefix
+    Here.connection, Here.prefix = connection, key_prefix
     run_state_machine_as_test(
         Here,
         settings=settings(
@@ -540,93 +557,95 @@ def test_members_calls_in_any_order_leave_what_the_model_leaves(line: NodeConnec
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_what_chance_found_once_leaves_what_the_model_leaves(
-    line: NodeConnection, key_prefix: str, program: Program[ConsumerScripts]
+    connection: NodeConnection, key_prefix: str, program: Program[ConsumerScripts]
 ) -> None:
     class Here(ConsumerScripts):
         pass
 
-    Here.line, Here.prefix = line, key_prefix
+    Here.connection, Here.prefix = connection, key_prefix
     play(Here, program)
 
 
 class Partition:
     """A partition with many records, owned by one member."""
 
-    def __init__(self, line: NodeConnection, prefix: str, next_offset: int) -> None:
-        self.line, self.holder = line, Holder(prefix, 1, GROUP, "a", 5)
+    def __init__(self, connection: NodeConnection, prefix: str, next_offset: int) -> None:
+        self.connection, self.holder = connection, LockHolder(prefix, 1, GROUP, "a", 5)
         self.acks = group_keys(prefix, 1, GROUP).acks
-        create(line, prefix, 1, "t", 0, 1024, "open", "")
+        create(connection, prefix, 1, "t", 0, 1024, "open", "")
         keys = partition_keys(prefix, 1)
-        line.call([("XADD", keys.log, f"{next_offset - 1}-0", "m", "1:0:1:0", "k", "k", "b", "b")])
-        line.call([("HSET", keys.meta, "next", next_offset)])
+        connection.call([("XADD", keys.log, f"{next_offset - 1}-0", "m", "1:0:1:0", "k", "k", "b", "b")])
+        connection.call([("HSET", keys.meta, "next", next_offset)])
         self.take()
 
-    def take(self) -> Taken:
-        command = take_command(self.line, self.holder, start=1, afresh=True)
-        answer = take_reply(self.line.call([command])[0], "")
-        assert isinstance(answer, Taken)
+    def take(self) -> LockTaken:
+        command = acquire_command(self.connection, self.holder, start=1, afresh=True)
+        answer = acquire_reply(self.connection.call([command])[0], "")
+        assert isinstance(answer, LockTaken)
         return answer
 
-    def settle(self, *ranges: tuple[int, int]) -> Kept | Fenced | Refused:
-        return settle_reply(self.line.call([settle_command(self.line, self.holder, ranges)])[0], "")
+    def settle(self, *ranges: tuple[int, int]) -> LockKept | Fenced | Refused:
+        return settle_reply(self.connection.call([settle_command(self.connection, self.holder, ranges)])[0], "")
 
 
 def test_the_bitmap_is_cut_when_many_offsets_behind_a_blocked_head_are_settled(
-    line: NodeConnection, key_prefix: str
+    connection: NodeConnection, key_prefix: str
 ) -> None:
     """Cases 51 and 54: committed jumps over all that is settled, and what is spent of the bitmap is dropped."""
-    partition = Partition(line, key_prefix, 200_001)
-    assert partition.settle((2, 90_000), (90_002, 100_000)) == Kept(1)
-    assert partition.settle((1, 1)) == Kept(90_001)
+    partition = Partition(connection, key_prefix, 200_001)
+    assert partition.settle((2, 90_000), (90_002, 100_000)) == LockKept(1)
+    assert partition.settle((1, 1)) == LockKept(90_001)
     taken = partition.take()
     assert taken.base > 80_000
     assert len(taken.bits) < 1_500
     assert all(is_settled(offset, taken.base, taken.bits) for offset in range(90_002, 100_001))
-    assert partition.settle((100_500, 200_000)) == Kept(90_001)
-    assert partition.settle((90_001, 90_001), (100_001, 100_499)) == Kept(200_001)
-    assert line.call([("EXISTS", partition.acks)]) == [0]
+    assert partition.settle((100_500, 200_000)) == LockKept(90_001)
+    assert partition.settle((90_001, 90_001), (100_001, 100_499)) == LockKept(200_001)
+    assert connection.call([("EXISTS", partition.acks)]) == [0]
 
 
-def test_offsets_beyond_the_window_are_refused_and_nothing_is_changed(line: NodeConnection, key_prefix: str) -> None:
-    partition = Partition(line, key_prefix, 3 * WINDOW)
+def test_offsets_beyond_the_window_are_refused_and_nothing_is_changed(
+    connection: NodeConnection, key_prefix: str
+) -> None:
+    partition = Partition(connection, key_prefix, 3 * WINDOW)
     assert partition.settle((5, 5), (WINDOW + 1, WINDOW + 1)) == Refused("beyond", str(WINDOW + 1))
     assert partition.take().bits == b""
-    assert partition.settle((2, WINDOW)) == Kept(1)
+    assert partition.settle((2, WINDOW)) == LockKept(1)
     assert len(partition.take().bits) == WINDOW // 8
-    assert partition.settle((1, 1)) == Kept(WINDOW + 1)
+    assert partition.settle((1, 1)) == LockKept(WINDOW + 1)
 
 
 def test_looking_passes_over_a_command_record_and_says_where_there_is_no_partition(
-    line: NodeConnection, key_prefix: str
+    connection: NodeConnection, key_prefix: str
 ) -> None:
-    look = look_command(line, key_prefix, 1, GROUP, start=1, seek=0)
-    assert look_reply(line.call([look])[0], "") is None
-    create(line, key_prefix, 1, "t", 0, 1024, "open", "")
-    line.call([append_command(line, key_prefix, 1, 5, [Run(0, 1, 1, [b"0", b"k", b"b"])])])
-    line.call([seal_command(line, key_prefix, 1, 12, "the seal")])
-    found = look_reply(line.call([look])[0], "")
+    look = position_command(connection, key_prefix, 1, GROUP, start=1, seek=0)
+    assert position_reply(connection.call([look])[0], "") is None
+    create(connection, key_prefix, 1, "t", 0, 1024, "open", "")
+    connection.call([append_command(connection, key_prefix, 1, 5, [MessageRun(0, 1, 1, [b"0", b"k", b"b"])])])
+    connection.call([seal_command(connection, key_prefix, 1, 12, "the seal")])
+    found = position_reply(connection.call([look])[0], "")
     assert found is not None
-    assert (found.unsettled, found.head) == (1, Head(1, b"5:0:1:0", b"k", None))
-    find = find_command(line, key_prefix, 1, GROUP, key=b"12", first=1, count=9, seek=0)
-    assert find_reply(line.call([find])[0], b"12", "").messages == 0
-    holder = Holder(key_prefix, 1, GROUP, "a", 5)
-    line.call([take_command(line, holder, start=1), settle_command(line, holder, [(1, 1)])])
-    found = look_reply(line.call([look])[0], "")
+    assert (found.unsettled, found.head) == (1, UnsettledHead(1, b"5:0:1:0", b"k", None))
+    find = find_command(connection, key_prefix, 1, GROUP, key=b"12", first=1, count=9, seek=0)
+    assert find_reply(connection.call([find])[0], b"12", "").messages == 0
+    holder = LockHolder(key_prefix, 1, GROUP, "a", 5)
+    connection.call([acquire_command(connection, holder, start=1), settle_command(connection, holder, [(1, 1)])])
+    found = position_reply(connection.call([look])[0], "")
     assert found is not None
     assert (found.unsettled, found.owner, found.epoch, found.head) == (0, "a", 5, None)
-    line.call([retire_command(line, key_prefix, 1, [GROUP])])
-    assert look_reply(line.call([look])[0], "") is None
+    connection.call([retire_command(connection, key_prefix, 1, [GROUP])])
+    assert position_reply(connection.call([look])[0], "") is None
 
 
 def test_looking_counts_only_what_is_settled_above_the_head_and_finds_nothing_below_it(
-    line: NodeConnection, key_prefix: str
+    connection: NodeConnection, key_prefix: str
 ) -> None:
-    create(line, key_prefix, 1, "t", 0, 1024, "open", "")
-    line.call([append_command(line, key_prefix, 1, 5, [Run(0, 1, 9, [b"0", b"k", b"b"] * 9)])])
-    holder = Holder(key_prefix, 1, GROUP, "a", 5)
-    line.call([take_command(line, holder, start=1)])
-    look = look_command(line, key_prefix, 1, GROUP, start=1, seek=0)
-    find = find_command(line, key_prefix, 1, GROUP, key=b"k", first=1, count=9, seek=0)
+    create(connection, key_prefix, 1, "t", 0, 1024, "open", "")
+    connection.call([append_command(connection, key_prefix, 1, 5, [MessageRun(0, 1, 9, [b"0", b"k", b"b"] * 9)])])
+    holder = LockHolder(key_prefix, 1, GROUP, "a", 5)
+    connection.call([acquire_command(connection, holder, start=1)])
+    look = position_command(connection, key_prefix, 1, GROUP, start=1, seek=0)
+    find = find_command(connection, key_prefix, 1, GROUP, key=b"k", first=1, count=9, seek=0)
     # Settled; then the first offset that is not, how many above it are, and how many of the key are not.
     for ranges, position, above, left in (
         ([(1, 1)], 2, 0, 8),
@@ -634,31 +653,31 @@ def test_looking_counts_only_what_is_settled_above_the_head_and_finds_nothing_be
         ([(2, 2)], 5, 1, 4),
         ([(5, 5), (7, 9)], 10, 0, 0),
     ):
-        line.call([settle_command(line, holder, ranges)])
-        found = look_reply(line.call([look])[0], "")
+        connection.call([settle_command(connection, holder, ranges)])
+        found = position_reply(connection.call([look])[0], "")
         assert found is not None
         assert (found.position, found.settled, found.unsettled) == (position, above, left)
-        of_key = find_reply(line.call([find])[0], b"k", "")
+        of_key = find_reply(connection.call([find])[0], b"k", "")
         assert (of_key.messages, of_key.head and of_key.head.offset) == (left, position if left else None)
 
 
 def test_failures_keep_the_time_of_the_first_and_a_repeated_call_moves_no_time(
-    line: NodeConnection, key_prefix: str
+    connection: NodeConnection, key_prefix: str
 ) -> None:
-    create(line, key_prefix, 1, "t", 0, 1024, "open", "")
-    holder = Holder(key_prefix, 1, GROUP, "a", 5)
-    line.call([take_command(line, holder, start=1)])
+    create(connection, key_prefix, 1, "t", 0, 1024, "open", "")
+    holder = LockHolder(key_prefix, 1, GROUP, "a", 5)
+    connection.call([acquire_command(connection, holder, start=1)])
 
-    def count(attempts: int) -> Failures:
+    def count(attempts: int) -> FailureHistory:
         noted = ("HGET", group_keys(key_prefix, 1, GROUP).attempts, 1)
-        return failures_of(line.call([attempt_command(line, holder, 1, attempts), noted])[1])
+        return failures_of(connection.call([attempt_command(connection, holder, 1, attempts), noted])[1])
 
     def is_later() -> bool:
-        return in_ms(line.call([("TIME",)])[0]) > (first.last_ms or 0)
+        return in_ms(connection.call([("TIME",)])[0]) > (first.last_ms or 0)
 
     first = count(1)
     wait_until(is_later, what="a later millisecond of the server")
-    assert count(1) == first == Failures(1, first.last_ms, first.last_ms)
+    assert count(1) == first == FailureHistory(1, first.last_ms, first.last_ms)
     second = count(2)
     assert second[:2] == (2, first.first_ms)
     assert (second.last_ms or 0) > (first.last_ms or 0)
@@ -666,46 +685,50 @@ def test_failures_keep_the_time_of_the_first_and_a_repeated_call_moves_no_time(
 
 
 @pytest.mark.parametrize("count", [0, FIND_LIMIT + 1])
-def test_a_search_is_bounded(line: NodeConnection, key_prefix: str, count: int) -> None:
-    command = find_command(line, key_prefix, 1, GROUP, key=b"k", first=1, count=count, seek=0)
+def test_a_search_is_bounded(connection: NodeConnection, key_prefix: str, count: int) -> None:
+    command = find_command(connection, key_prefix, 1, GROUP, key=b"k", first=1, count=count, seek=0)
     with pytest.raises(StoreUnavailable, match="1 to 1000 offsets"):
-        find_reply(line.call([command])[0], b"k", "")
+        find_reply(connection.call([command])[0], b"k", "")
 
 
-def test_what_was_settled_by_whole_bytes_is_not_told_again(line: NodeConnection, key_prefix: str) -> None:
+def test_what_was_settled_by_whole_bytes_is_not_told_again(connection: NodeConnection, key_prefix: str) -> None:
     """Single offsets far above a blocked head first, then all at once: each is told once, by its own call."""
-    partition = Partition(line, key_prefix, 1_001)
+    partition = Partition(connection, key_prefix, 1_001)
     single = [(offset, offset) for offset in range(30, 900, 7)]
-    told = [told_of("h" * len(single), [(1_000, 1)]), told_of("h", [(1_000, 1)])]
-    line.call([settle_command(line, partition.holder, single, (), told[0])])
-    line.call([settle_command(line, partition.holder, [(2, 1_000)], (), told[1])])
-    line.call([settle_command(line, partition.holder, [(1, 1_000)], (), told[1])])
+    told = [encode_outcome("h" * len(single), [(1_000, 1)]), encode_outcome("h", [(1_000, 1)])]
+    connection.call([settle_command(connection, partition.holder, single, (), told[0])])
+    connection.call([settle_command(connection, partition.holder, [(2, 1_000)], (), told[1])])
+    connection.call([settle_command(connection, partition.holder, [(1, 1_000)], (), told[1])])
     key = outcomes_key(key_prefix, 1, GROUP)
-    first, second, third = entries_of(line.call([("XRANGE", key, "-", "+")])[0])
-    offsets = [offset for one in second.stretches for offset in range(one.first, one.last + 1)]
-    assert [(one.first, one.last) for one in first.stretches] == single
+    first, second, third = entries_of(connection.call([("XRANGE", key, "-", "+")])[0])
+    offsets = [offset for one in second.ranges for offset in range(one.first, one.last + 1)]
+    assert [(one.first, one.last) for one in first.ranges] == single
     assert offsets == sorted({*range(2, 1_001)} - {one for one, _ in single})
-    assert third.stretches == [Stretch(1, 1, "handled", 1, 1)]
+    assert third.ranges == [OutcomeRange(1, 1, "handled", 1, 1)]
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_retiring_leaves_what_is_told_until_it_is_fetched(line: NodeConnection, key_prefix: str, kept: bool) -> None:
+def test_retiring_leaves_what_is_told_until_it_is_fetched(
+    connection: NodeConnection, key_prefix: str, kept: bool
+) -> None:
     """Of an archived topic; of another one nothing is left but the tombstone."""
-    partition = Partition(line, key_prefix, 11)
-    line.call([settle_command(line, partition.holder, [(1, 10)], (), told_of("h", [(10, 1)]))])
+    partition = Partition(connection, key_prefix, 11)
+    connection.call([settle_command(connection, partition.holder, [(1, 10)], (), encode_outcome("h", [(10, 1)]))])
     keys, key = partition_keys(key_prefix, 1), outcomes_key(key_prefix, 1, GROUP)
-    retire = retire_command(line, key_prefix, 1, [GROUP, 8], archived=kept)
-    assert line.call([retire]) == [[b"untold", 1] if kept else [b"retired"]]
-    assert line.call([("HGETALL", keys.meta), ("EXISTS", key)]) == [[b"state", b"deleted"], int(kept)]
-    line.call([forget_command(key_prefix, 1, GROUP, Place(5, 1))])
-    assert line.call([retire, ("EXISTS", key)]) == [[b"retired"], 0]
+    retire = retire_command(connection, key_prefix, 1, [GROUP, 8], archived=kept)
+    assert connection.call([retire]) == [[b"unfetched", 1] if kept else [b"retired"]]
+    assert connection.call([("HGETALL", keys.meta), ("EXISTS", key)]) == [[b"state", b"deleted"], int(kept)]
+    connection.call([forget_command(key_prefix, 1, GROUP, OutcomeId(5, 1))])
+    assert connection.call([retire, ("EXISTS", key)]) == [[b"retired"], 0]
 
 
-def test_what_is_settled_again_above_a_blocked_head_is_not_told_again(line: NodeConnection, key_prefix: str) -> None:
+def test_what_is_settled_again_above_a_blocked_head_is_not_told_again(
+    connection: NodeConnection, key_prefix: str
+) -> None:
     """Bit by bit: at the edges of a range, within one call and over calls."""
-    partition = Partition(line, key_prefix, 101)
+    partition = Partition(connection, key_prefix, 101)
     for ranges in ([(5, 6), (6, 7)], [(4, 9)], [(4, 9)]):
-        told = told_of("h" * len(ranges), [(100, 1)])
-        line.call([settle_command(line, partition.holder, ranges, (), told)])
-    entries = entries_of(line.call([("XRANGE", outcomes_key(key_prefix, 1, GROUP), "-", "+")])[0])
-    assert [[one[:2] for one in entry.stretches] for entry in entries] == [[(5, 7)], [(4, 4), (8, 9)]]
+        told = encode_outcome("h" * len(ranges), [(100, 1)])
+        connection.call([settle_command(connection, partition.holder, ranges, (), told)])
+    entries = entries_of(connection.call([("XRANGE", outcomes_key(key_prefix, 1, GROUP), "-", "+")])[0])
+    assert [[one[:2] for one in entry.ranges] for entry in entries] == [[(5, 7)], [(4, 4), (8, 9)]]

@@ -14,70 +14,70 @@ import pytest
 
 from mqlayer.domain.offsets import as_ranges
 from mqlayer.domain.routing import NodeId
-from mqlayer.redis.keys import ended_key, group_keys, outcomes_key, partition_keys, pop_keys, terms_key
-from mqlayer.redis.nodes import Command, Node, NodeConnection
-from mqlayer.redis.outcomes import entries_of, told_by, told_of
-from mqlayer.redis.partitions import (
-    Appended,
+from mqlayer.redis.keys import ended_sources_key, group_keys, outcomes_key, partition_keys, pop_keys, terms_key
+from mqlayer.redis.node_connection import Command, Node, NodeConnection
+from mqlayer.redis.outcomes import encode_outcome, encode_pop_outcome, entries_of
+from mqlayer.redis.partition_scripts import (
+    AppendReply,
     Fenced,
     GroupStart,
-    Holder,
-    Kept,
-    Run,
-    Taken,
+    LockHolder,
+    LockKept,
+    LockTaken,
+    MessageRun,
+    acquire_command,
+    acquire_reply,
     append_command,
     append_reply,
     attempt_command,
-    count_command,
     create_command,
+    dedup_load_command,
     drop_marks_command,
-    ids_load_command,
+    fence_command,
     load_commands,
     open_command,
-    pass_command,
-    raise_command,
+    recount_command,
     release_command,
     reopen_command,
     retire_command,
     seal_command,
     settle_command,
     settle_reply,
+    skip_marks_command,
     start_command,
-    take_command,
-    take_reply,
     trim_command,
 )
-from mqlayer.redis.popping import (
-    Given,
-    Nothing,
-    Place,
-    Wish,
+from mqlayer.redis.pop_scripts import (
+    NoBatch,
+    PopBatch,
+    PopGroupPartition,
+    ReceiveRequest,
     pop_settle_command,
     pop_settle_reply,
     receive_command,
     receive_reply,
 )
-from mqlayer.redis.rates import rate_command
-from mqlayer.redis.retiring import group_forget_command
-from mqlayer.redis.sharing import (
-    Again,
-    SharedPlace,
+from mqlayer.redis.rate_script import rate_command
+from mqlayer.redis.retirement_script import group_forget_command
+from mqlayer.redis.shared_scripts import (
+    DueMessages,
+    SharedDrained,
+    SharedGroupPartition,
     SharedSettled,
-    Through,
-    shared_again_command,
-    shared_again_reply,
-    shared_back_command,
-    shared_begin_command,
-    shared_keep_command,
+    shared_acquire_command,
+    shared_acquire_reply,
+    shared_attempt_command,
+    shared_due_command,
+    shared_due_reply,
+    shared_extend_command,
+    shared_nack_command,
     shared_read_command,
     shared_reclaim_command,
     shared_settle_command,
     shared_settle_reply,
-    shared_take_command,
-    shared_take_reply,
 )
 from mqlayer.stack import RedisServer
-from tests.fixtures.cut_scripts import Cut, CuttingLine, World, sites_of
+from tests.fixtures.cut_scripts import Cut, CuttingConnection, World, sites_of
 
 GROUP: Final = 7
 SOURCE: Final = 3
@@ -86,18 +86,18 @@ TRIES: Final = 60
 _worlds = itertools.count(1)
 
 
-def run(lp: int, first: int, count: int) -> Run:
+def run(lp: int, first: int, count: int) -> MessageRun:
     fields = [part for n in range(count) for part in (b"1", b"k%d" % ((first + n) % KEYS), b"%d/%d" % (lp, first + n))]
-    return Run(lp, first, count, fields)
+    return MessageRun(lp, first, count, fields)
 
 
 def make(world: World, partition: int = 1, state: str = "open", change: str = "") -> None:
-    world.line.call([create_command(world.line, world.prefix, partition, "t", 0, 1024, state, change)])
+    world.connection.call([create_command(world.connection, world.prefix, partition, "t", 0, 1024, state, change)])
 
 
 def fill(world: World, count: int) -> None:
     make(world)
-    world.line.call([append_command(world.line, world.prefix, 1, SOURCE, [run(5, 1, count)])])
+    world.connection.call([append_command(world.connection, world.prefix, 1, SOURCE, [run(5, 1, count)])])
 
 
 class Book:
@@ -118,7 +118,7 @@ class Book:
     @property
     def committed(self) -> int:
         """Where the group is; nothing below was never said to be settled."""
-        (text,) = self.world.line.call([("HGET", self.lock, "committed")])
+        (text,) = self.world.connection.call([("HGET", self.lock, "committed")])
         committed = int(text or 1)
         assert set(range(1, committed)) <= self.said
         return committed
@@ -132,13 +132,13 @@ class Book:
         assert self.done
         assert self.handled == set(range(1, self.count + 1))
         group, pop = group_keys(self.world.prefix, 1, GROUP), pop_keys(self.world.prefix, 1, GROUP)
-        outcomes, *left = self.world.line.call(
+        outcomes, *left = self.world.connection.call(
             [
                 ("XRANGE", outcomes_key(self.world.prefix, 1, GROUP), "-", "+"),
-                *(("EXISTS", key) for key in (group.attempts, pop.lines, pop.due)),
+                *(("EXISTS", key) for key in (group.attempts, pop.queues, pop.due)),
             ]
         )
-        stretches = [one for entry in entries_of(outcomes) for one in entry.stretches]
+        stretches = [one for entry in entries_of(outcomes) for one in entry.ranges]
         told = {offset for one in stretches for offset in range(one.first, one.last + 1)}
         dropped = sum(entry.dropped for entry in entries_of(outcomes))
         assert told == self.handled or dropped
@@ -148,20 +148,20 @@ class Book:
 def leave_tail(world: World, partition: int, offset: int, lp: int, seq: int) -> None:
     """Leave a record as an append does that ended before it told of it."""
     record = ("m", f"{SOURCE}:{lp}:{seq}:1", "k", b"k%d" % (seq % KEYS), "b", b"%d/%d" % (lp, seq))
-    world.line.call([("XADD", partition_keys(world.prefix, partition).log, f"{offset}-0", *record)])
+    world.connection.call([("XADD", partition_keys(world.prefix, partition).log, f"{offset}-0", *record)])
 
 
 def once_command(world: World, *messages: tuple[int, int, bytes]) -> Command:
     """Return the command for messages (lp, seq, id), of ids that are dropped soon."""
     keys = partition_keys(world.prefix, 1)
     flat = [part for lp, seq, token in messages for part in (lp, seq, token, b"1", b"k", b"%d/%d" % (lp, seq))]
-    return world.line.script("log_append_once", keys, SOURCE, 0, 60_000, 3, len(messages), *flat)
+    return world.connection.script("log_append_once", keys, SOURCE, 0, 60_000, 3, len(messages), *flat)
 
 
 def sending(world: World) -> None:
     """Two LPs and messages with ids; each message that was sent is there once, in the order of its chain."""
-    line, prefix = world.line, world.prefix
-    world.ask(lambda: create_command(line, prefix, 1, "t", 0, 1024, "open", ""))
+    connection, prefix = world.connection, world.prefix
+    world.ask(lambda: create_command(connection, prefix, 1, "t", 0, 1024, "open", ""))
     make(world)
     ids = itertools.count(1)
     sent = {5: 0, 6: 0, 7: 0, 8: 0}
@@ -171,9 +171,9 @@ def sending(world: World) -> None:
         goal = {lp: sent[lp] + count for lp in (5, 6)}
         while any(sent[lp] < goal[lp] for lp in goal):
             runs = [run(lp, sent[lp] + 1, goal[lp] - sent[lp]) for lp in goal]
-            reply = world.ask(lambda: append_command(line, prefix, 1, SOURCE, runs))  # noqa: B023
+            reply = world.ask(lambda: append_command(connection, prefix, 1, SOURCE, runs))  # noqa: B023
             answer = append_reply(reply, "") if reply is not None else None
-            if isinstance(answer, Appended):
+            if isinstance(answer, AppendReply):
                 sent.update(goal)
 
     def once(count: int) -> None:
@@ -187,7 +187,7 @@ def sending(world: World) -> None:
         assert set(reply[1::2]) == {b"same"}, reply
 
     def tail(lp: int) -> None:
-        (meta,) = line.call([("HGET", partition_keys(prefix, 1).meta, "next")])
+        (meta,) = connection.call([("HGET", partition_keys(prefix, 1).meta, "next")])
         leave_tail(world, 1, int(meta), lp, sent[lp] + 1)
         sent[lp] += 1
 
@@ -208,30 +208,30 @@ def sending(world: World) -> None:
     tail(5)
     sealed: Any = None
     for number in range(2 if world.again else 3):
-        sealed = world.ask(lambda: seal_command(line, prefix, 1, 12, f"seal-{number}"))  # noqa: B023
+        sealed = world.ask(lambda: seal_command(connection, prefix, 1, 12, f"seal-{number}"))  # noqa: B023
     assert sealed[0] == b"sealed"
     check_log(world, 1, sent, sealed[1])
-    while world.ask(lambda: reopen_command(line, prefix, 1, sealed[1].decode(), f"{SOURCE}:5", sent[5])) is None:
+    while world.ask(lambda: reopen_command(connection, prefix, 1, sealed[1].decode(), f"{SOURCE}:5", sent[5])) is None:
         seal_again(world, sealed[1])
     append(2)
-    world.ask(lambda: seal_command(line, prefix, 1, 12, "last")) or line.call(
-        [seal_command(line, prefix, 1, 12, "other")]
+    world.ask(lambda: seal_command(connection, prefix, 1, 12, "last")) or connection.call(
+        [seal_command(connection, prefix, 1, 12, "other")]
     )
     check_log(world, 1, sent, None)
 
 
 def seal_again(world: World, seal: bytes) -> None:
     """Whoever drives the change asks again: the command may be gone by now, and its entry id used up."""
-    command = seal_command(world.line, world.prefix, 1, 12, seal.decode())
+    command = seal_command(world.connection, world.prefix, 1, 12, seal.decode())
     last = ("XREVRANGE", partition_keys(world.prefix, 1).log, "+", "-", "COUNT", 1)
-    reply, records = world.line.call([command, last])
+    reply, records = world.connection.call([command, last])
     assert reply[:2] == [b"sealed", seal]
     assert records[0][1][5] == seal
 
 
 def check_log(world: World, partition: int, sent: Mapping[int, int], seal: bytes | None) -> None:
     keys = partition_keys(world.prefix, partition)
-    entries, marks, meta = world.line.call(
+    entries, marks, meta = world.connection.call(
         [("XRANGE", keys.log, "-", "+"), ("HGETALL", keys.marks), ("HGETALL", keys.meta)]
     )
     facts = dict(zip(meta[::2], meta[1::2], strict=True))
@@ -251,56 +251,67 @@ def check_log(world: World, partition: int, sent: Mapping[int, int], seal: bytes
 
 def steps(world: World) -> None:
     """What is done once and said again until it is done: the same is there at the end as without a cut."""
-    line, prefix = world.line, world.prefix
+    connection, prefix = world.connection, world.prefix
     for partition, state, change in ((1, "open", ""), (2, "importing", "12"), (3, "open", ""), (4, "open", "")):
         make(world, partition, state, change)
     keys, of_second = partition_keys(prefix, 1), partition_keys(prefix, 2)
     held = {f"{SOURCE}:{lp}": lp for lp in (1, 2, 3)}
     ids = [(b"a", b"1:3:1:1:1", 5), (b"b", b"1:3:2:2:1", 5)]
     floor = GroupStart(GROUP, 0, 200)
-    line.call([append_command(line, prefix, 1, SOURCE, [run(5, 1, 300)])])
-    line.call([append_command(line, prefix, 3, SOURCE, [run(5, 1, 4)])])
-    line.call([append_command(line, prefix, 4, SOURCE, [run(5, 1, 4)]), seal_command(line, prefix, 4, 12, "the seal")])
+    connection.call([append_command(connection, prefix, 1, SOURCE, [run(5, 1, 300)])])
+    connection.call([append_command(connection, prefix, 3, SOURCE, [run(5, 1, 4)])])
+    connection.call(
+        [
+            append_command(connection, prefix, 4, SOURCE, [run(5, 1, 4)]),
+            seal_command(connection, prefix, 4, 12, "the seal"),
+        ]
+    )
     fourth = partition_keys(prefix, 4)
-    line.call([("DEL", fourth.meta, fourth.marks), create_command(line, prefix, 4, "t", 0, 1024, "importing", "")])
+    connection.call(
+        [("DEL", fourth.meta, fourth.marks), create_command(connection, prefix, 4, "t", 0, 1024, "importing", "")]
+    )
     group = group_keys(prefix, 3, GROUP)
-    line.call(
+    connection.call(
         [("HSET", group.lock, "owner", "a", "epoch", 4, "shared", "g7", "committed", 2), ("SET", group.acks, "x")]
     )
-    line.call([("XGROUP", "CREATE", partition_keys(prefix, 3).log, "g7", "0")])
+    connection.call([("XGROUP", "CREATE", partition_keys(prefix, 3).log, "g7", "0")])
     said: list[Callable[[], Command]] = [
-        lambda: ids_load_command(line, prefix, 2, 12, 60_000, ids),
-        *(lambda command=command: command() for command in (lambda: load_commands(line, prefix, 2, 12, held)[0],)),
-        lambda: open_command(line, prefix, 2, 12),
-        lambda: open_command(line, prefix, 2, 12),
-        lambda: pass_command(line, prefix, 2, SOURCE, 1, 1, 5),
-        lambda: pass_command(line, prefix, 2, SOURCE, 1, 5, 9),
-        lambda: drop_marks_command(line, prefix, 2, [b"3:2"]),
-        lambda: drop_marks_command(line, prefix, 2, [b"3:1", b"3:3"]),
-        lambda: trim_command(line, prefix, 1, [floor], floor=200, limit=1000),
-        lambda: line.script("source_end", (ended_key(prefix),), SOURCE, f"{SOURCE}:closed"),
-        lambda: line.script("source_term", (terms_key(prefix),), SOURCE, "a term", "a nonce"),
-        lambda: rate_command(line, prefix, 1, GROUP, (1.0, 10.0, 5.0), wanted=2),  # type: ignore[arg-type]
-        lambda: raise_command(line, prefix, 1, GROUP, 9),
-        lambda: group_forget_command(line, prefix, 3, GROUP, 9, for_good=False, archived=False),
-        lambda: group_forget_command(line, prefix, 3, GROUP, 9, for_good=True, archived=False),
-        lambda: retire_command(line, prefix, 3, [GROUP]),
+        lambda: dedup_load_command(connection, prefix, 2, 12, 60_000, ids),
+        *(
+            lambda command=command: command()
+            for command in (lambda: load_commands(connection, prefix, 2, 12, held)[0],)
+        ),
+        lambda: open_command(connection, prefix, 2, 12),
+        lambda: open_command(connection, prefix, 2, 12),
+        lambda: skip_marks_command(connection, prefix, 2, SOURCE, 1, 1, 5),
+        lambda: skip_marks_command(connection, prefix, 2, SOURCE, 1, 5, 9),
+        lambda: drop_marks_command(connection, prefix, 2, [b"3:2"]),
+        lambda: drop_marks_command(connection, prefix, 2, [b"3:1", b"3:3"]),
+        lambda: trim_command(connection, prefix, 1, [floor], floor=200, limit=1000),
+        lambda: connection.script("source_end", (ended_sources_key(prefix),), SOURCE, f"{SOURCE}:closed"),
+        lambda: connection.script("source_term", (terms_key(prefix),), SOURCE, "a term", "a nonce"),
+        lambda: rate_command(connection, prefix, 1, GROUP, (1.0, 10.0, 5.0), wanted=2),  # type: ignore[arg-type]
+        lambda: fence_command(connection, prefix, 1, GROUP, 9),
+        lambda: group_forget_command(connection, prefix, 3, GROUP, 9, for_good=False, archived=False),
+        lambda: group_forget_command(connection, prefix, 3, GROUP, 9, for_good=True, archived=False),
+        lambda: retire_command(connection, prefix, 3, [GROUP]),
         lambda: restore(world, keys.meta),
-        *(lambda: count_command(line, prefix, 1, start=101, marks={"9:9": 4}) for _ in range(3)),
-        lambda: count_command(line, prefix, 4, start=1),
+        *(lambda: recount_command(connection, prefix, 1, start=101, marks={"9:9": 4}) for _ in range(3)),
+        lambda: recount_command(connection, prefix, 4, start=1),
     ]
     for make_command in said:
         for _ in range(1 if world.again else 2):
             world.ask(make_command)
     found = {
-        key: dump(line, key) for key in (keys.meta, keys.marks, *of_second, partition_keys(prefix, 3).meta, fourth.meta)
+        key: dump(connection, key)
+        for key in (keys.meta, keys.marks, *of_second, partition_keys(prefix, 3).meta, fourth.meta)
     }
     assert found == {
         keys.meta: {b"state": b"open", b"next": b"301", b"first": b"101", b"topic": b"t", b"lp_from": b"0",
                     b"lp_to": b"1024", b"change": b""},
         keys.marks: {b"3:5": b"300", b"9:9": b"4"},
         of_second.meta: {b"state": b"open", b"next": b"1", b"first": b"1", b"topic": b"t", b"lp_from": b"0",
-                         b"lp_to": b"1024", b"change": b"12", b"lost": b"8", b"passing": b"3:1:5:9"},
+                         b"lp_to": b"1024", b"change": b"12", b"lost": b"8", b"lost_marks": b"3:1:5:9"},
         of_second.marks: {b"0:0": b"0"}, of_second.log: None,
         of_second.ids: {b"a": b"1:3:1:1:1", b"b": b"1:3:2:2:1"}, of_second.ages: [b"a", b"b"],
         partition_keys(prefix, 3).meta: {b"state": b"deleted"},
@@ -308,162 +319,172 @@ def steps(world: World) -> None:
                       b"lp_to": b"1024", b"change": b"", b"sealed_for": b"12", b"seal": b"the seal"},
     }  # fmt: skip
     stem = f"{prefix}:{{3}}:*"
-    assert line.call([("KEYS", stem)]) == [[partition_keys(prefix, 3).meta]]
+    assert connection.call([("KEYS", stem)]) == [[partition_keys(prefix, 3).meta]]
 
 
 def trimmed(world: World) -> None:
     """A pass of trimming, then groups that begin with the first record: none waits for one that is gone."""
-    line, prefix, count = world.line, world.prefix, 300
+    connection, prefix, count = world.connection, world.prefix, 300
     fill(world, count)
-    line.call([seal_command(line, prefix, 1, 12, "the seal")])
+    connection.call([seal_command(connection, prefix, 1, 12, "the seal")])
     keys = partition_keys(prefix, 1)
     for settled in (210, 250):
         # The first settles more than the second pass may drop, in whole nodes of the stream.
-        world.ask(lambda: trim_command(line, prefix, 1, [GroupStart(GROUP, 0, settled)], floor=settled, limit=1000))  # noqa: B023
-        ((head, _),) = line.call([("XRANGE", keys.log, "-", "+", "COUNT", 1)])[0]
-        (first,) = line.call([("HGET", keys.meta, "first")])
+        world.ask(
+            lambda: trim_command(connection, prefix, 1, [GroupStart(GROUP, 0, settled)], floor=settled, limit=1000)  # noqa: B023
+        )
+        ((head, _),) = connection.call([("XRANGE", keys.log, "-", "+", "COUNT", 1)])[0]
+        (first,) = connection.call([("HGET", keys.meta, "first")])
         assert int(head[:-2]) <= int(first) <= settled
-    holder = Holder(prefix, 1, GROUP + 1, "a", 1)
-    taken = take_reply(line.call([take_command(line, holder, start=1)])[0], "")
-    assert isinstance(taken, Taken)
-    read = [int(one[0][:-2]) for one in line.call([("XRANGE", keys.log, b"%d-0" % taken.committed, "+")])[0][:-1]]
-    line.call([settle_command(line, holder, as_ranges(read))])
-    shared, popped = SharedPlace(prefix, 1, GROUP + 2, 1), Place(prefix, 1, GROUP + 3, "key", 1)
-    line.call([shared_take_command(line, shared)])
-    line.call([shared_read_command([shared], "a", group_id=GROUP + 2, count=500, block_ms=0)])
-    line.call([shared_settle_command(line, shared, "a", [(1, count)])])
-    answer = receive_reply(line.call([receive_command(line, popped, Wish("a", 500, 10**6, 1))])[0], "")
-    assert isinstance(answer, Given)
-    line.call([pop_settle_command(line, popped, "ack", [(answer.batch, record.offset) for record in answer.records])])
+    holder = LockHolder(prefix, 1, GROUP + 1, "a", 1)
+    taken = acquire_reply(connection.call([acquire_command(connection, holder, start=1)])[0], "")
+    assert isinstance(taken, LockTaken)
+    read = [int(one[0][:-2]) for one in connection.call([("XRANGE", keys.log, b"%d-0" % taken.committed, "+")])[0][:-1]]
+    connection.call([settle_command(connection, holder, as_ranges(read))])
+    shared, popped = SharedGroupPartition(prefix, 1, GROUP + 2, 1), PopGroupPartition(prefix, 1, GROUP + 3, "key", 1)
+    connection.call([shared_acquire_command(connection, shared)])
+    connection.call([shared_read_command([shared], "a", group_id=GROUP + 2, count=500, block_ms=0)])
+    connection.call([shared_settle_command(connection, shared, "a", [(1, count)])])
+    answer = receive_reply(
+        connection.call([receive_command(connection, popped, ReceiveRequest("a", 500, 10**6, 1))])[0], ""
+    )
+    assert isinstance(answer, PopBatch)
+    connection.call(
+        [pop_settle_command(connection, popped, "ack", [(answer.batch, record.offset) for record in answer.records])]
+    )
     locks = [group_keys(prefix, 1, GROUP + n).lock for n in (1, 2, 3)]
-    assert line.call([("HGET", lock, "committed") for lock in locks]) == [b"%d" % (count + 1)] * 3
-    line.call([trim_command(line, prefix, 1, [GroupStart(GROUP, 0, 250)], floor=250, limit=1000)])
-    head, first = line.call([("XRANGE", keys.log, "-", "+", "COUNT", 1), ("HGET", keys.meta, "first")])
+    assert connection.call([("HGET", lock, "committed") for lock in locks]) == [b"%d" % (count + 1)] * 3
+    connection.call([trim_command(connection, prefix, 1, [GroupStart(GROUP, 0, 250)], floor=250, limit=1000)])
+    head, first = connection.call([("XRANGE", keys.log, "-", "+", "COUNT", 1), ("HGET", keys.meta, "first")])
     assert head[0][0] == b"%s-0" % first
 
 
 def restore(world: World, meta: bytes) -> Command:
     """Remove what tells of a partition's records, and make it anew as arming does."""
-    world.line.call([("DEL", meta), ("DEL", partition_keys(world.prefix, 1).marks)])
-    return create_command(world.line, world.prefix, 1, "t", 0, 1024, "open", "")
+    world.connection.call([("DEL", meta), ("DEL", partition_keys(world.prefix, 1).marks)])
+    return create_command(world.connection, world.prefix, 1, "t", 0, 1024, "open", "")
 
 
-def dump(line: NodeConnection, key: bytes) -> Any:
-    (kind,) = line.call([("TYPE", key)])
+def dump(connection: NodeConnection, key: bytes) -> Any:
+    (kind,) = connection.call([("TYPE", key)])
     if kind == b"none":
         return None
     if kind == b"zset":
-        return line.call([("ZRANGE", key, 0, -1)])[0]
-    flat = line.call([("HGETALL", key)])[0]
+        return connection.call([("ZRANGE", key, 0, -1)])[0]
+    flat = connection.call([("HGETALL", key)])[0]
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def members(world: World) -> None:
     """Members of an ordered group, one after the other, which settle out of order, fail and die."""
-    line, prefix, count = world.line, world.prefix, 26
+    connection, prefix, count = world.connection, world.prefix, 26
     fill(world, count)
     book, group = Book(world, count), group_keys(prefix, 1, GROUP)
     epoch = 1
     for turn in range(TRIES):
         if book.done:
             break
-        holder = Holder(prefix, 1, GROUP, f"m{turn}", epoch)
-        reply = world.ask(lambda: take_command(line, holder, start=1, afresh=True))  # noqa: B023
+        holder = LockHolder(prefix, 1, GROUP, f"m{turn}", epoch)
+        reply = world.ask(lambda: acquire_command(connection, holder, start=1, afresh=True))  # noqa: B023
         epoch += 2
-        taken = take_reply(reply, "") if reply is not None else None
-        if not isinstance(taken, Taken):
+        taken = acquire_reply(reply, "") if reply is not None else None
+        if not isinstance(taken, LockTaken):
             continue
         assert all(o in book.said for o in range(1, count + 1) if taken.has_settled(o))
         todo = [o for o in range(1, count + 1) if not taken.has_settled(o)]
         one_member(world, book, holder, sorted(todo, key=lambda o: (-(o % KEYS), o)), most=5 if turn < 6 else count)
         if turn == 1:
-            line.call([("DEL", group.acks)])
+            connection.call([("DEL", group.acks)])
         if turn == 2:
             # As a call leaves them that ended between what it writes.
-            line.call([("HSET", group.lock, "top", 0), ("SET", group.acks, "x"), ("HSET", group.attempts, 1, "1:1:1")])
+            connection.call(
+                [("HSET", group.lock, "top", 0), ("SET", group.acks, "x"), ("HSET", group.attempts, 1, "1:1:1")]
+            )
         if turn == 5:
-            world.ask(lambda: raise_command(line, prefix, 1, GROUP, epoch))  # noqa: B023
-    line.call([take_command(line, Holder(prefix, 1, GROUP, "last", epoch + 1), start=1)])
+            world.ask(lambda: fence_command(connection, prefix, 1, GROUP, epoch))  # noqa: B023
+    connection.call([acquire_command(connection, LockHolder(prefix, 1, GROUP, "last", epoch + 1), start=1)])
     book.check()
 
 
-def one_member(world: World, book: Book, holder: Holder, todo: list[int], *, most: int) -> None:
+def one_member(world: World, book: Book, holder: LockHolder, todo: list[int], *, most: int) -> None:
     """Handle some messages, two with each call, and go: by releasing, or dead."""
-    line = world.line
+    connection = world.connection
     for at in range(0, min(most, len(todo)), 2):
         some = todo[at : at + 2]
         for offset in some:
-            world.ask(lambda: start_command(line, holder, offset, alone=True))  # noqa: B023
-            world.ask(lambda: attempt_command(line, holder, offset, 1))  # noqa: B023
+            world.ask(lambda: start_command(connection, holder, offset, alone=True))  # noqa: B023
+            world.ask(lambda: attempt_command(connection, holder, offset, 1))  # noqa: B023
             book.handle(offset)
         ranges = as_ranges(sorted(some))
-        told = told_of("h" * len(ranges), [(some[-1], 1)], kept=3 if most > 5 else 100)
+        told = encode_outcome("h" * len(ranges), [(some[-1], 1)], max_entries=3 if most > 5 else 100)
         book.said |= set(some)
-        reply = world.ask(lambda: settle_command(line, holder, ranges, some, told))  # noqa: B023
-        if reply is None or not isinstance(settle_reply(reply, ""), Kept):
+        reply = world.ask(lambda: settle_command(connection, holder, ranges, some, told))  # noqa: B023
+        if reply is None or not isinstance(settle_reply(reply, ""), LockKept):
             return
         assert book.committed
         if at == 2:
             # As of a lock that was removed, and taken long ago.
-            line.call([("HDEL", book.lock, "told"), ("HSET", book.lock, "refreshed_at", 1)])
-        world.ask(lambda: take_command(line, holder, start=1))
+            connection.call([("HDEL", book.lock, "outcome_count"), ("HSET", book.lock, "refreshed_at", 1)])
+        world.ask(lambda: acquire_command(connection, holder, start=1))
         if at == 2 and holder.epoch == 5:
-            line.call([("DEL", group_keys(holder.prefix, 1, GROUP).acks)])
+            connection.call([("DEL", group_keys(holder.prefix, 1, GROUP).acks)])
     if holder.epoch % 4 == 1:
-        world.ask(lambda: release_command(line, holder))
+        world.ask(lambda: release_command(connection, holder))
 
 
 def sought(world: World) -> None:
     """A group that is sent elsewhere starts there, whatever was settled before."""
-    line, prefix = world.line, world.prefix
+    connection, prefix = world.connection, world.prefix
     fill(world, 9)
-    holder = Holder(prefix, 1, GROUP, "a", 5)
-    line.call([take_command(line, holder, start=1), settle_command(line, holder, [(2, 4)])])
+    holder = LockHolder(prefix, 1, GROUP, "a", 5)
+    connection.call([acquire_command(connection, holder, start=1), settle_command(connection, holder, [(2, 4)])])
     reply = None
     for seek, start in ((1, 3), (2, 2)):
-        holder = Holder(prefix, 1, GROUP, "a", 5 + seek)
+        holder = LockHolder(prefix, 1, GROUP, "a", 5 + seek)
         for _ in range(3):
-            reply = world.ask(lambda: take_command(line, holder, start=start, seek=seek, afresh=True)) or reply  # noqa: B023
-        taken = take_reply(reply, "")
-        assert isinstance(taken, Taken)
+            reply = world.ask(lambda: acquire_command(connection, holder, start=start, seek=seek, afresh=True)) or reply  # noqa: B023
+        taken = acquire_reply(reply, "")
+        assert isinstance(taken, LockTaken)
         assert (taken.committed, taken.bits) == (start, b"")
-        line.call([settle_command(line, holder, [(start + 2, start + 4)])])
+        connection.call([settle_command(connection, holder, [(start + 2, start + 4)])])
 
 
 def shared_seek(world: World) -> None:
     """A shared group that is sent elsewhere starts there."""
-    line, prefix = world.line, world.prefix
+    connection, prefix = world.connection, world.prefix
     fill(world, 9)
-    place = SharedPlace(prefix, 1, GROUP, 1)
+    place = SharedGroupPartition(prefix, 1, GROUP, 1)
     for epoch, seek, start in ((1, 0, 1), (2, 1, 5)):
-        place = SharedPlace(prefix, 1, GROUP, epoch, start, seek)
+        place = SharedGroupPartition(prefix, 1, GROUP, epoch, start, seek)
         for _ in range(3):
-            world.ask(lambda: shared_take_command(line, place, afresh=True))  # noqa: B023
-        (found,) = line.call([shared_read_command([place], "a", group_id=GROUP, count=3, block_ms=0)])
+            world.ask(lambda: shared_acquire_command(connection, place, afresh=True))  # noqa: B023
+        (found,) = connection.call([shared_read_command([place], "a", group_id=GROUP, count=3, block_ms=0)])
         assert found[0][1][0][0] == b"%d-0" % start
-        line.call([shared_settle_command(line, place, "a", [(start, start)])])
-        line.call([shared_back_command(line, place, "a", [(start + 1, 0, 1)])])
-    line.call([seal_command(line, prefix, 1, 12, "the seal")])
-    line.call([shared_read_command([place], "a", group_id=GROUP, count=9, block_ms=0)])
+        connection.call([shared_settle_command(connection, place, "a", [(start, start)])])
+        connection.call([shared_nack_command(connection, place, "a", [(start + 1, 0, 1)])])
+    connection.call([seal_command(connection, prefix, 1, 12, "the seal")])
+    connection.call([shared_read_command([place], "a", group_id=GROUP, count=9, block_ms=0)])
     for _ in range(2):
-        world.ask(lambda: shared_settle_command(line, place, "a", [(1, 9)], command=b"9-1"))
-    assert isinstance(shared_take_reply(line.call([shared_take_command(line, place)])[0], ""), Through)
+        world.ask(lambda: shared_settle_command(connection, place, "a", [(1, 9)], command=b"9-1"))
+    assert isinstance(
+        shared_acquire_reply(connection.call([shared_acquire_command(connection, place)])[0], ""), SharedDrained
+    )
 
 
 def wide(world: World) -> None:
     """So much is settled behind a blocked head that what is spent of the bitmap is cut off."""
-    line, prefix, last = world.line, world.prefix, 90
+    connection, prefix, last = world.connection, world.prefix, 90
     make(world)
     keys = partition_keys(prefix, 1)
-    line.call(
+    connection.call(
         [("XADD", keys.log, f"{last}-0", "m", "3:5:1:1", "k", "k", "b", "b"), ("HSET", keys.meta, "next", last + 1)]
     )
     said: set[int] = set()
     for epoch in range(1, TRIES):
-        holder = Holder(prefix, 1, GROUP, "a", epoch)
-        reply = world.ask(lambda: take_command(line, holder, start=1, afresh=True))  # noqa: B023
-        taken = take_reply(reply, "") if reply is not None else None
-        if not isinstance(taken, Taken):
+        holder = LockHolder(prefix, 1, GROUP, "a", epoch)
+        reply = world.ask(lambda: acquire_command(connection, holder, start=1, afresh=True))  # noqa: B023
+        taken = acquire_reply(reply, "") if reply is not None else None
+        if not isinstance(taken, LockTaken):
             continue
         settled = {o for o in range(1, last + 1) if taken.has_settled(o)}
         assert settled <= said
@@ -471,7 +492,7 @@ def wide(world: World) -> None:
             return
         for ranges in ([(2, 30), (32, 60)], [(1, 1)], [(63, 75)], [(31, 31), (61, last)]):
             said |= {o for first, end in ranges for o in range(first, end + 1)}
-            reply = world.ask(lambda: settle_command(line, holder, ranges))  # noqa: B023
+            reply = world.ask(lambda: settle_command(connection, holder, ranges))  # noqa: B023
             if reply is None or isinstance(settle_reply(reply, ""), Fenced):
                 break
     raise AssertionError("it never comes to the end")
@@ -479,175 +500,177 @@ def wide(world: World) -> None:
 
 def receivers(world: World) -> None:
     """Receivers of an ordered group that acknowledge, give back, extend, and ask again."""
-    line, prefix, count = world.line, world.prefix, 14
+    connection, prefix, count = world.connection, world.prefix, 14
     fill(world, count)
     book, pop, group = Book(world, count), pop_keys(prefix, 1, GROUP), group_keys(prefix, 1, GROUP)
-    place = Place(prefix, 1, GROUP, "key", 2)
+    place = PopGroupPartition(prefix, 1, GROUP, "key", 2)
     for turn in range(6 * TRIES):
         if book.done:
             break
         if turn == 4:
-            line.call([("HSET", group.lock, "wakes", 0, "told", 0)])
+            connection.call([("HSET", group.lock, "wake_count", 0, "outcome_count", 0)])
         rate = (1e6, 1e6, 1e6) if turn % 2 else None
-        place = Place(prefix, 1, GROUP, "key", 1 if turn < 8 else 2, rate=rate)  # type: ignore[arg-type]
-        wish = Wish(f"a{turn}", 5 if turn % 3 == 1 else 3, 10**6, 1)
-        reply = world.ask(lambda: receive_command(line, place, wish))  # noqa: B023
+        place = PopGroupPartition(prefix, 1, GROUP, "key", 1 if turn < 8 else 2, rate=rate)  # type: ignore[arg-type]
+        wish = ReceiveRequest(f"a{turn}", 5 if turn % 3 == 1 else 3, 10**6, 1)
+        reply = world.ask(lambda: receive_command(connection, place, wish))  # noqa: B023
         answer = receive_reply(reply, "") if reply is not None else None
-        assert answer is None or isinstance(answer, Given | Nothing)
+        assert answer is None or isinstance(answer, PopBatch | NoBatch)
         assert book.committed
-        if isinstance(answer, Given):
-            world.ask(lambda: receive_command(line, place, wish))  # noqa: B023
+        if isinstance(answer, PopBatch):
+            world.ask(lambda: receive_command(connection, place, wish))  # noqa: B023
             if turn == 6:
-                line.call([("DEL", pop.lines)])
+                connection.call([("DEL", pop.queues)])
             one_receiver(world, book, place, answer, turn)
     assert book.done
     # What was settled and had not left its lane is given again; nor does a lane's time stay where nothing stands in it.
-    line.call([("ZADD", pop.due, 0, "k1")])
-    world.ask(lambda: receive_command(line, place, Wish("late", 1, 10**6, 1)))
+    connection.call([("ZADD", pop.due, 0, "k1")])
+    world.ask(lambda: receive_command(connection, place, ReceiveRequest("late", 1, 10**6, 1)))
     for turn in range(6):
-        reply = line.call([receive_command(line, place, Wish(f"last-{turn}", 50, 10**6, 1))])[0]
-        if isinstance(answer := receive_reply(reply, ""), Given):
+        reply = connection.call([receive_command(connection, place, ReceiveRequest(f"last-{turn}", 50, 10**6, 1))])[0]
+        if isinstance(answer := receive_reply(reply, ""), PopBatch):
             tokens = [(answer.batch, record.offset) for record in answer.records]
-            line.call([pop_settle_command(line, place, "ack", tokens)])
+            connection.call([pop_settle_command(connection, place, "ack", tokens)])
     book.check()
 
 
-def one_receiver(world: World, book: Book, place: Place, given: Given, turn: int) -> None:
-    line, offsets = world.line, [record.offset for record in given.records]
+def one_receiver(world: World, book: Book, place: PopGroupPartition, given: PopBatch, turn: int) -> None:
+    connection, offsets = world.connection, [record.offset for record in given.records]
     for offset in offsets:
         book.handle(offset)
     if turn % 3 == 1:
         for word in ("extend", "nack"):
             tokens = [(given.batch, offset) for offset in offsets]
-            world.ask(lambda: pop_settle_command(line, place, word, tokens, ms=0))  # noqa: B023
+            world.ask(lambda: pop_settle_command(connection, place, word, tokens, ms=0))  # noqa: B023
         return
     # The last one first, so that the bitmap is needed.
     tokens = [(given.batch, offset) for offset in reversed(offsets)]
     for some in (tokens[:1], tokens[1:]):
         if some:
             book.said |= {offset for _, offset in some}
-            told = told_by("r", kept=3 if turn > 30 else 100)
-            reply = world.ask(lambda: pop_settle_command(line, place, "ack", some, told=told))  # noqa: B023
+            told = encode_pop_outcome("r", max_entries=3 if turn > 30 else 100)
+            reply = world.ask(lambda: pop_settle_command(connection, place, "ack", some, encoded_outcome=told))  # noqa: B023
             assert reply is None or pop_settle_reply(reply, "")
             assert book.committed
 
 
 def far_receivers(world: World) -> None:
     """One message is behind for long: what is spent of the bitmap is cut off; and a record that somebody removed."""
-    line, prefix, last = world.line, world.prefix, 40
+    connection, prefix, last = world.connection, world.prefix, 40
     fill(world, 3)
-    place = Place(prefix, 1, GROUP, "key", 1)
+    place = PopGroupPartition(prefix, 1, GROUP, "key", 1)
     keys, group = partition_keys(prefix, 1), group_keys(prefix, 1, GROUP)
-    line.call([receive_command(line, place, Wish("a", 1, 10**6, 3_600_000))])
+    connection.call([receive_command(connection, place, ReceiveRequest("a", 1, 10**6, 3_600_000))])
     # As if all but the head and what follows had been given and acknowledged.
     bits = b"\x7f" + b"\xff" * (last // 8 - 1)
-    line.call([
+    connection.call([
         ("HSET", keys.meta, "next", last + 4), ("SET", group.acks, bits),
-        ("HSET", group.lock, "base", 1, "top", last + 1, "seen", last + 1),
+        ("HSET", group.lock, "base", 1, "top", last + 1, "examined", last + 1),
         *(("XADD", keys.log, f"{last + n}-0", "m", f"3:5:{n}:1", "k", "k", "b", "b") for n in (1, 2, 3)),
     ])  # fmt: skip
-    reply = world.ask(lambda: receive_command(line, place, Wish("b", 3, 10**6, 1)))
+    reply = world.ask(lambda: receive_command(connection, place, ReceiveRequest("b", 3, 10**6, 1)))
     for n in range(8, 0, -1):
-        world.ask(lambda: pop_settle_command(line, place, "ack", [(n, last + 2), (n, 1)]))  # noqa: B023
-    line.call([("XDEL", keys.log, f"{last + 1}-0")])
+        world.ask(lambda: pop_settle_command(connection, place, "ack", [(n, last + 2), (n, 1)]))  # noqa: B023
+    connection.call([("XDEL", keys.log, f"{last + 1}-0")])
     for n in range(2, 9):
-        reply = world.ask(lambda: receive_command(line, place, Wish(f"c{n}", 3, 10**6, 1)))  # noqa: B023
-    assert reply is None or isinstance(receive_reply(reply, ""), Given | Nothing)
-    (committed,) = line.call([("HGET", group.lock, "committed")])
+        reply = world.ask(lambda: receive_command(connection, place, ReceiveRequest(f"c{n}", 3, 10**6, 1)))  # noqa: B023
+    assert reply is None or isinstance(receive_reply(reply, ""), PopBatch | NoBatch)
+    (committed,) = connection.call([("HGET", group.lock, "committed")])
     assert int(committed) in (1, last + 1)
 
 
 def many_batches(world: World) -> None:
     """More batches than are remembered; and a receiver whose group is sent elsewhere."""
-    line, prefix = world.line, world.prefix
+    connection, prefix = world.connection, world.prefix
     fill(world, 60)
-    place = Place(prefix, 1, GROUP, "key", 1)
+    place = PopGroupPartition(prefix, 1, GROUP, "key", 1)
     given: set[int] = set()
-    line.call([receive_command(line, place, Wish("a", 1, 10**6, 3_600_000))])
-    line.call([("HSET", group_keys(prefix, 1, GROUP).lock, "pop", 4)])
-    place = Place(prefix, 1, GROUP, "key", 2, 4, 1)
+    connection.call([receive_command(connection, place, ReceiveRequest("a", 1, 10**6, 3_600_000))])
+    connection.call([("HSET", group_keys(prefix, 1, GROUP).lock, "pop", 4)])
+    place = PopGroupPartition(prefix, 1, GROUP, "key", 2, 4, 1)
     for n in range(1, TRIES):
-        wish = Wish(f"b{n}", 7, 10**6, 3_600_000)
-        reply = world.ask(lambda: receive_command(line, place, wish))  # noqa: B023
+        wish = ReceiveRequest(f"b{n}", 7, 10**6, 3_600_000)
+        reply = world.ask(lambda: receive_command(connection, place, wish))  # noqa: B023
         answer = receive_reply(reply, "") if reply is not None else None
-        if isinstance(answer, Given):
+        if isinstance(answer, PopBatch):
             given |= {record.offset for record in answer.records}
             if n < 3:
                 # Nothing is given of the lanes that are out: what is new stands in them.
-                world.ask(lambda: receive_command(line, place, Wish(f"held-{n}", 7, 10**6, 3_600_000)))  # noqa: B023
+                world.ask(lambda: receive_command(connection, place, ReceiveRequest(f"held-{n}", 7, 10**6, 3_600_000)))  # noqa: B023
             tokens = [(answer.batch, record.offset) for record in answer.records]
-            line.call([pop_settle_command(line, place, "ack", tokens)])
-        elif isinstance(answer, Nothing) and answer.word == "empty" and answer.left_ms < 0:
+            connection.call([pop_settle_command(connection, place, "ack", tokens)])
+        elif isinstance(answer, NoBatch) and answer.status == "empty" and answer.wait_ms < 0:
             break
 
 
 def sharers(world: World) -> None:
     """Members of a shared group that settle, give back, keep, vanish, and are taken from."""
-    line, prefix, count = world.line, world.prefix, 14
+    connection, prefix, count = world.connection, world.prefix, 14
     fill(world, count)
-    line.call([seal_command(line, prefix, 1, 12, "the seal")])
+    connection.call([seal_command(connection, prefix, 1, 12, "the seal")])
     book, due = Book(world, count), pop_keys(prefix, 1, GROUP).due
     book.in_order = False
     epoch, through = 1, False
-    place = SharedPlace(prefix, 1, GROUP, epoch)
+    place = SharedGroupPartition(prefix, 1, GROUP, epoch)
     for turn in range(TRIES):
         if turn == 4:
             epoch = 3
-            line.call([raise_command(line, prefix, 1, GROUP, epoch)])
-        place, member = SharedPlace(prefix, 1, GROUP, epoch), "abc"[turn % 3]
-        replies = [world.ask(lambda: shared_take_command(line, place, afresh=one)) for one in (True, False)]  # noqa: B023
+            connection.call([fence_command(connection, prefix, 1, GROUP, epoch)])
+        place, member = SharedGroupPartition(prefix, 1, GROUP, epoch), "abc"[turn % 3]
+        replies = [world.ask(lambda: shared_acquire_command(connection, place, afresh=one)) for one in (True, False)]  # noqa: B023
         assert book.committed
         if None in replies:
             continue
-        through = isinstance(shared_take_reply(replies[1], ""), Through)
+        through = isinstance(shared_acquire_reply(replies[1], ""), SharedDrained)
         if through:
             break
-        world.ask(lambda: shared_reclaim_command(line, place, 0)) if turn % 3 == 2 else None  # noqa: B023
+        world.ask(lambda: shared_reclaim_command(connection, place, 0)) if turn % 3 == 2 else None  # noqa: B023
         one_sharer(world, book, place, member, turn)
         if turn == 1:
-            line.call([("DEL", due)])
+            connection.call([("DEL", due)])
         if turn == 8:
-            line.call([("HDEL", book.lock, "told")])
+            connection.call([("HDEL", book.lock, "outcome_count")])
         if turn == 5:
-            line.call([("XGROUP", "DESTROY", partition_keys(prefix, 1).log, "g7")])
+            connection.call([("XGROUP", "DESTROY", partition_keys(prefix, 1).log, "g7")])
     assert through
-    line.call([("HSET", book.lock, "committed", 3)])
+    connection.call([("HSET", book.lock, "committed", 3)])
     for _ in range(2):
-        world.ask(lambda: shared_take_command(line, place))
+        world.ask(lambda: shared_acquire_command(connection, place))
     for _ in range(3):
-        world.ask(lambda: shared_reclaim_command(line, place, 0))
-        world.ask(lambda: shared_again_command(line, place, "a", 50))
-        world.ask(lambda: shared_settle_command(line, place, "a", [(1, count)]))
+        world.ask(lambda: shared_reclaim_command(connection, place, 0))
+        world.ask(lambda: shared_due_command(connection, place, "a", 50))
+        world.ask(lambda: shared_settle_command(connection, place, "a", [(1, count)]))
     book.check()
 
 
-def one_sharer(world: World, book: Book, place: SharedPlace, member: str, turn: int) -> None:
-    line = world.line
-    (found,) = line.call([shared_read_command([place], member, group_id=GROUP, count=3, block_ms=0)])
+def one_sharer(world: World, book: Book, place: SharedGroupPartition, member: str, turn: int) -> None:
+    connection = world.connection
+    (found,) = connection.call([shared_read_command([place], member, group_id=GROUP, count=3, block_ms=0)])
     read = [] if not found or isinstance(found, Exception) else [entry_id for entry_id, _ in found[0][1]]
     offsets = [int(entry_id[:-2]) for entry_id in read if entry_id.endswith(b"-0")]
-    reply = world.ask(lambda: shared_again_command(line, place, member, 3))
-    again = shared_again_reply(reply, "") if reply is not None else None
-    if isinstance(again, Again):
+    reply = world.ask(lambda: shared_due_command(connection, place, member, 3))
+    again = shared_due_reply(reply, "") if reply is not None else None
+    if isinstance(again, DueMessages):
         offsets += [record.offset for record in again.records]
         offsets += again.missing if set(again.missing) <= book.said else []
     if turn % 4 == 1 and offsets:
-        world.ask(lambda: shared_back_command(line, place, member, [(o, 0, 1 if o % 2 else None) for o in offsets]))
+        world.ask(
+            lambda: shared_nack_command(connection, place, member, [(o, 0, 1 if o % 2 else None) for o in offsets])
+        )
         if turn < 9:
             return
         # Handled all the same, and said so while it is back.
         offsets = offsets[:1]
     if turn % 4 == 2 and offsets:
-        world.ask(lambda: shared_begin_command(line, place, member, offsets[0]))
-        world.ask(lambda: shared_keep_command(line, place, member, offsets))
+        world.ask(lambda: shared_attempt_command(connection, place, member, offsets[0]))
+        world.ask(lambda: shared_extend_command(connection, place, member, offsets))
         return
     for offset in offsets:
         book.handle(offset)
     if offsets:
         ranges = as_ranges(sorted(set(offsets)))
         book.said |= set(offsets)
-        told = told_of("h" * len(ranges), [(max(offsets), 1)], kept=3 if turn > 20 else 100)
-        reply = world.ask(lambda: shared_settle_command(line, place, member, ranges, told=told))
+        told = encode_outcome("h" * len(ranges), [(max(offsets), 1)], max_entries=3 if turn > 20 else 100)
+        reply = world.ask(lambda: shared_settle_command(connection, place, member, ranges, encoded_outcome=told))
         assert reply is None or isinstance(shared_settle_reply(reply, ""), SharedSettled)
     # Whoever reads the command is gone: it is taken from it.
 
@@ -658,47 +681,49 @@ STORIES: Final = (
 
 
 @pytest.fixture
-def line(every_redis: RedisServer) -> Iterator[CuttingLine]:
+def connection(every_redis: RedisServer) -> Iterator[CuttingConnection]:
     """A connection to a Redis of each version."""
     with NodeConnection(Node(NodeId(1), "n", every_redis.url, None), any_run=True) as plain:
         sites = sites_of(plain)
-    cutting = CuttingLine(every_redis.url, sites)
+    cutting = CuttingConnection(every_redis.url, sites)
     yield cutting
     cutting.close()
 
 
-def played(line: CuttingLine, key_prefix: str, story: Callable[[World], None], cut: Cut | None, *, again: bool) -> bool:
+def played(
+    connection: CuttingConnection, key_prefix: str, story: Callable[[World], None], cut: Cut | None, *, again: bool
+) -> bool:
     """Play a story under a prefix of its own; say whether its script was cut."""
-    line.calls.clear()
-    line.cut, line.was_cut = cut, False
-    story(World(line, f"{key_prefix}-{next(_worlds)}", again))
-    return line.was_cut
+    connection.calls.clear()
+    connection.cut, connection.was_cut = cut, False
+    story(World(connection, f"{key_prefix}-{next(_worlds)}", again))
+    return connection.was_cut
 
 
-def cuts_of(line: CuttingLine, key_prefix: str, story: Callable[[World], None]) -> list[Cut]:
+def cuts_of(connection: CuttingConnection, key_prefix: str, story: Callable[[World], None]) -> list[Cut]:
     """Play a story as it is, and return where to end the scripts that it calls."""
-    line.notes = f"{key_prefix}-notes-{story.__name__}"
-    played(line, key_prefix, story, None, again=True)
-    cuts, line.notes = line.cuts(line.notes), None
+    connection.notes = f"{key_prefix}-notes-{story.__name__}"
+    played(connection, key_prefix, story, None, again=True)
+    cuts, connection.notes = connection.cuts(connection.notes), None
     return cuts
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
 def test_a_script_that_ends_at_any_write_call_leaves_nothing_that_the_next_calls_do_not_repair(
-    line: CuttingLine, key_prefix: str, story: Callable[[World], None]
+    connection: CuttingConnection, key_prefix: str, story: Callable[[World], None]
 ) -> None:
     """Whoever was cut asks again; or is gone, and others go on."""
     failed = []
-    for cut in cuts_of(line, key_prefix, story):
+    for cut in cuts_of(connection, key_prefix, story):
         for again in (True, False):
             try:
-                played(line, key_prefix, story, cut, again=again)
+                played(connection, key_prefix, story, cut, again=again)
             except Exception as error:  # noqa: BLE001
                 failed.append(f"{cut} again={again}: {type(error).__name__} {error}")
     assert not failed, "\n".join(failed)
 
 
-def test_every_write_call_of_every_script_is_cut(line: CuttingLine, key_prefix: str) -> None:
+def test_every_write_call_of_every_script_is_cut(connection: CuttingConnection, key_prefix: str) -> None:
     """So whoever writes a script, or a call, adds to a story."""
-    cut = {(one.site.script, one.site.number) for story in STORIES for one in cuts_of(line, key_prefix, story)}
-    assert "\n".join(str(site) for site in line.sites if (site.script, site.number) not in cut) == ""
+    cut = {(one.site.script, one.site.number) for story in STORIES for one in cuts_of(connection, key_prefix, story)}
+    assert "\n".join(str(site) for site in connection.sites if (site.script, site.number) not in cut) == ""

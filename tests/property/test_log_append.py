@@ -14,21 +14,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from mqlayer.domain.message import NO_KEY
 from mqlayer.domain.routing import NodeId
-from mqlayer.redis.keys import ended_key, partition_keys
-from mqlayer.redis.nodes import Node, NodeConnection
-from mqlayer.redis.packets import LINE_END, append_packet, bulk, bulk_head, bulk_number
-from mqlayer.redis.partitions import (
-    AGAIN,
+from mqlayer.redis.keys import ended_sources_key, partition_keys
+from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.partition_scripts import (
     AS_BEFORE,
-    Appended,
+    AS_BEFORE_UNLESS_CLOSED,
+    AppendReply,
+    MessageRun,
     Refused,
-    Run,
     RunOutcome,
     append_command,
     append_reply,
     create,
     end_sources,
 )
+from mqlayer.redis.wire import LINE_END, append_packet, bulk, bulk_head, bulk_number
 from mqlayer.stack import RedisServer
 
 LP_FROM, LP_TO = 4, 8
@@ -52,20 +52,20 @@ class Model:
     ended: set[int] = field(default_factory=set)
     closed: set[int] = field(default_factory=set)
 
-    def append(self, source: int, runs: Sequence[Run], backlog: int) -> Appended | Refused:
+    def append(self, source: int, runs: Sequence[MessageRun], backlog: int) -> AppendReply | Refused:
         if self.state != "open":
             return Refused(self.state, self.change)
-        if (backlog >= 0 and source in self.ended) or (backlog == AGAIN and source in self.closed):
+        if (backlog >= 0 and source in self.ended) or (backlog == AS_BEFORE_UNLESS_CLOSED and source in self.closed):
             return Refused("ended", str(source))
         if 0 < backlog <= len(self.log):
             return Refused("full", str(len(self.log)))
         if (total := sum(run.count for run in runs)) > 500:
-            return Refused("toolarge", str(total))
+            return Refused("too_large", str(total))
         offset = self.next
         outcomes = [self.append_run(source, run) for run in runs]
-        return Appended(offset, None if all(outcome.word == "ok" for outcome in outcomes) else outcomes)
+        return AppendReply(offset, None if all(outcome.status == "ok" for outcome in outcomes) else outcomes)
 
-    def append_run(self, source: int, run: Run) -> RunOutcome:
+    def append_run(self, source: int, run: MessageRun) -> RunOutcome:
         mark = self.marks.get((source, run.lp), 0)
         if not LP_FROM <= run.lp < LP_TO:
             return RunOutcome("unowned", 0, mark)
@@ -98,41 +98,41 @@ def steps(draw: st.DrawFn) -> list[tuple[int, int, int]]:
 class Appends(RuleBasedStateMachine):
     """Calls of two sources, right ones and wrong ones, in any order, beside changes of the partition's state."""
 
-    line: NodeConnection
+    connection: NodeConnection
     prefix: str
 
     @initialize()
     def make(self) -> None:
         self.partition = next(_partitions)
         self.keys = partition_keys(self.prefix, self.partition)
-        create(self.line, self.prefix, self.partition, "t", LP_FROM, LP_TO, "open", "")
+        create(self.connection, self.prefix, self.partition, "t", LP_FROM, LP_TO, "open", "")
         self.model = Model()
-        self.line.call([("DEL", ended_key(self.prefix))])
+        self.connection.call([("DEL", ended_sources_key(self.prefix))])
         self.messages = itertools.count(1)
 
     @rule(
         source=st.sampled_from(SOURCES),
         plan=steps(),
-        backlog=st.sampled_from([0, 0, 0, 0, 5, 40, AS_BEFORE, AGAIN]),
+        backlog=st.sampled_from([0, 0, 0, 0, 5, 40, AS_BEFORE, AS_BEFORE_UNLESS_CLOSED]),
         as_packet=st.booleans(),
     )
     def append(self, source: int, plan: list[tuple[int, int, int]], backlog: int, as_packet: bool) -> None:
         runs = []
         for lp, begin, count in plan:
             first = max(1, self.model.marks.get((source, lp), 0) + 1 + begin)
-            runs.append(Run(lp, first, count, self.fields(count)))
+            runs.append(MessageRun(lp, first, count, self.fields(count)))
         self.check(source, runs, backlog, as_packet=as_packet)
 
     @rule(source=st.sampled_from(SOURCES), as_packet=st.booleans(), count=st.sampled_from([499, 500, 501]))
     def append_many(self, source: int, as_packet: bool, count: int) -> None:
         first = self.model.marks.get((source, LP_FROM), 0) + 1
-        self.check(source, [Run(LP_FROM, first, count, self.fields(count))], 0, as_packet=as_packet)
+        self.check(source, [MessageRun(LP_FROM, first, count, self.fields(count))], 0, as_packet=as_packet)
 
     @rule(state=st.sampled_from(STATES))
     def change_state(self, state: str) -> None:
         self.model.state, self.model.change = state, "" if state == "open" else "41"
         changes = ("change", self.model.change, "sealed_for", self.model.change)
-        self.line.call([("HSET", self.keys.meta, "state", state, *changes)])
+        self.connection.call([("HSET", self.keys.meta, "state", state, *changes)])
 
     @rule()
     def open_again(self) -> None:
@@ -144,21 +144,21 @@ class Appends(RuleBasedStateMachine):
         if source in self.model.ended:
             self.model.ended.remove(source)
             self.model.closed.discard(source)
-            self.line.call([("SREM", ended_key(self.prefix), source, f"{source}:closed")])
+            self.connection.call([("SREM", ended_sources_key(self.prefix), source, f"{source}:closed")])
         else:
             self.model.ended.add(source)
             self.model.closed |= {source} if closed else set()
-            end_sources(self.line, self.prefix, [source], closed=closed)
+            end_sources(self.connection, self.prefix, [source], closed=closed)
 
     @rule()
     def hand_over_a_mark(self) -> None:
         """As a route change does: the partition holds a mark without its records."""
         self.model.marks[SOURCES[0], LP_FROM + 1] = mark = self.model.marks.get((SOURCES[0], LP_FROM + 1), 0) + 3
-        self.line.call([("HSET", self.keys.marks, f"{SOURCES[0]}:{LP_FROM + 1}", mark)])
+        self.connection.call([("HSET", self.keys.marks, f"{SOURCES[0]}:{LP_FROM + 1}", mark)])
 
     @invariant()
     def the_servers_state_is_the_models(self) -> None:
-        next_offset, marks, entries = self.line.call(
+        next_offset, marks, entries = self.connection.call(
             [("HGET", self.keys.meta, "next"), ("HGETALL", self.keys.marks), ("XRANGE", self.keys.log, "-", "+")]
         )
         assert int(next_offset) == self.model.next
@@ -168,14 +168,14 @@ class Appends(RuleBasedStateMachine):
         assert found == self.model.log
         assert all(fields[::2] == [b"m", b"k", b"b"] for _, fields in entries)
 
-    def check(self, source: int, runs: list[Run], backlog: int, *, as_packet: bool) -> None:
+    def check(self, source: int, runs: list[MessageRun], backlog: int, *, as_packet: bool) -> None:
         reply = self.send(source, runs, backlog, as_packet=as_packet)
         assert append_reply(reply, "the node") == self.model.append(source, runs, backlog)
 
-    def send(self, source: int, runs: list[Run], backlog: int, *, as_packet: bool) -> Any:
+    def send(self, source: int, runs: list[MessageRun], backlog: int, *, as_packet: bool) -> Any:
         if not as_packet:
-            command = append_command(self.line, self.prefix, self.partition, source, runs, backlog=backlog)
-            return self.line.call([command])[0]
+            command = append_command(self.connection, self.prefix, self.partition, source, runs, backlog=backlog)
+            return self.connection.call([command])[0]
         heads = [bulk_number(number) for run in runs for number in (run.lp, run.first, run.count)]
         pieces: list[bytes] = []
         for run in runs:
@@ -183,10 +183,12 @@ class Appends(RuleBasedStateMachine):
             for facts, key, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
                 pieces += (bulk(facts), bulk(key), bulk_head(len(body)), body, LINE_END)
         count = sum(run.count for run in runs)
-        self.line.send_packet(
-            append_packet(self.line, self.prefix, self.partition, source, heads, pieces, count=count, backlog=backlog)
+        self.connection.send_packet(
+            append_packet(
+                self.connection, self.prefix, self.partition, source, heads, pieces, count=count, backlog=backlog
+            )
         )
-        return self.line.receive(1)[0]
+        return self.connection.receive(1)[0]
 
     def fields(self, count: int) -> list[bytes]:
         """Facts, key and body of new messages: no two are equal."""
@@ -199,17 +201,17 @@ class Appends(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def line(every_redis: RedisServer) -> Iterator[NodeConnection]:
+def connection(every_redis: RedisServer) -> Iterator[NodeConnection]:
     """A connection to a Redis of each version."""
     with NodeConnection(Node(NodeId(1), "n", every_redis.url, None), any_run=True) as connection:
         yield connection
 
 
-def test_appends_in_any_order_leave_what_the_model_leaves(line: NodeConnection, key_prefix: str) -> None:
+def test_appends_in_any_order_leave_what_the_model_leaves(connection: NodeConnection, key_prefix: str) -> None:
     class Here(Appends):
         pass
 
-    Here.line, Here.prefix = line, key_prefix
+    Here.connection, Here.prefix = connection, key_prefix
     run_state_machine_as_test(
         Here,
         settings=settings(

@@ -25,24 +25,24 @@ from hypothesis.stateful import (
 from mqlayer.domain.offsets import is_settled
 from mqlayer.domain.routing import NodeId
 from mqlayer.redis.keys import group_keys, partition_keys, pop_keys
-from mqlayer.redis.looking import look_command, look_reply
-from mqlayer.redis.nodes import Node, NodeConnection
-from mqlayer.redis.outcomes import NOWHERE, entries_of, fetch_command, told_by
-from mqlayer.redis.outcomes import Place as At
-from mqlayer.redis.partitions import Fenced, Refused, create, raise_command, retire_command
-from mqlayer.redis.popping import (
-    Given,
-    Nothing,
-    Place,
+from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.outcomes import BEGINNING, encode_pop_outcome, entries_of, fetch_command
+from mqlayer.redis.outcomes import OutcomeId as At
+from mqlayer.redis.partition_scripts import Fenced, Refused, create, fence_command, retire_command
+from mqlayer.redis.pop_scripts import (
+    NoBatch,
+    PopBatch,
+    PopGroupPartition,
+    PopSettled,
+    ReceiveRequest,
     Scope,
-    Settled,
-    SettleWord,
-    Wish,
+    SettleAction,
     pop_settle_command,
     pop_settle_reply,
     receive_command,
     receive_reply,
 )
+from mqlayer.redis.read_scripts import position_command, position_reply
 from mqlayer.stack import RedisServer
 
 GROUP = 7
@@ -52,7 +52,7 @@ BRIEF_MS = 1
 
 KEPT: Final = 4
 """How many entries of what was told wait to be fetched, here."""
-WORDS: Final[tuple[SettleWord, ...]] = ("ack", "nack", "extend")
+WORDS: Final[tuple[SettleAction, ...]] = ("ack", "nack", "extend")
 
 Token = tuple[int, int, int]
 """Epoch, batch, offset."""
@@ -98,25 +98,25 @@ class Model:
         """The first offset that is not settled."""
         return next((o for o in range(self.start, self.next) if o not in self.settled), self.next)
 
-    def lane(self, offset: int) -> str:
+    def queue_of(self, offset: int) -> str:
         if self.scope == "partition":
             return ""
         key = key_at(offset)
         return f"\xff{offset}" if key == b"\xff" else key.decode()
 
-    def lines(self) -> dict[str, list[int]]:
+    def queues(self) -> dict[str, list[int]]:
         lines: dict[str, list[int]] = {}
         for offset in range(self.start, self.next):
             if offset not in self.settled:
-                lines.setdefault(self.lane(offset), []).append(offset)
+                lines.setdefault(self.queue_of(offset), []).append(offset)
         return lines
 
-    def free_lines(self) -> dict[str, list[int]]:
+    def free_queues(self) -> dict[str, list[int]]:
         """What may be given out: lanes of which nothing is out and invisible."""
         return {
-            lane: line
-            for lane, line in self.lines().items()
-            if not any(offset in self.out and self.out[offset].invisible for offset in line)
+            lane: connection
+            for lane, connection in self.queues().items()
+            if not any(offset in self.out and self.out[offset].invisible for offset in connection)
         }
 
     def begin(self, epoch: int, start: int, seek: int) -> Fenced | None:
@@ -130,8 +130,8 @@ class Model:
 
     def take(self, attempt: str, offsets: Sequence[int], *, invisible: bool) -> None:
         self.batch += 1
-        lanes = {self.lane(offset) for offset in offsets}
-        for offset in [offset for offset in self.out if self.lane(offset) in lanes]:
+        lanes = {self.queue_of(offset) for offset in offsets}
+        for offset in [offset for offset in self.out if self.queue_of(offset) in lanes]:
             del self.out[offset]
         for offset in offsets:
             self.out[offset] = Out(self.batch, invisible)
@@ -142,7 +142,7 @@ class Model:
         batch, offsets = self.batches.get(attempt, (0, []))
         return [offset for offset in offsets if offset in self.out and self.out[offset].batch == batch]
 
-    def settle(self, word: SettleWord, epoch: int, tokens: Sequence[tuple[int, int]], *, invisible: bool) -> object:
+    def settle(self, word: SettleAction, epoch: int, tokens: Sequence[tuple[int, int]], *, invisible: bool) -> object:
         if not self.owned or epoch != self.epoch:
             return Fenced(self.epoch)
         if any(offset >= self.next for _, offset in tokens):
@@ -164,10 +164,10 @@ class Model:
                 self.out[offset].invisible = invisible
             elif offset in self.out and self.out[offset].batch:
                 self.out[offset] = Out(0, invisible)
-                behind = [o for o in self.out if o > offset and self.lane(o) == self.lane(offset)]
+                behind = [o for o in self.out if o > offset and self.queue_of(o) == self.queue_of(offset)]
                 for other in behind:
                     del self.out[other]
-        return Settled(self.committed, stale)
+        return PopSettled(self.committed, stale)
 
 
 _partitions = itertools.count(1)
@@ -176,7 +176,7 @@ _partitions = itertools.count(1)
 class PopScripts(RuleBasedStateMachine):
     """Receivers that ask, settle, fail and are late, beside appends, arming and seeks."""
 
-    line: NodeConnection
+    connection: NodeConnection
     prefix: str
     scope: Scope
 
@@ -186,21 +186,21 @@ class PopScripts(RuleBasedStateMachine):
         self.keys = partition_keys(self.prefix, self.partition)
         self.group = group_keys(self.prefix, self.partition, GROUP)
         self.pops = pop_keys(self.prefix, self.partition, GROUP)
-        create(self.line, self.prefix, self.partition, "t", 0, 1024, "open", "")
+        create(self.connection, self.prefix, self.partition, "t", 0, 1024, "open", "")
         self.model = Model(self.scope)
         self.epoch, self.seek, self.start = 1, 0, 1
         self.tokens: list[Token] = []
         self.attempts = 0
 
-    def place(self, epoch: int, seek: int) -> Place:
-        return Place(self.prefix, self.partition, GROUP, self.scope, epoch, self.start, seek)
+    def place(self, epoch: int, seek: int) -> PopGroupPartition:
+        return PopGroupPartition(self.prefix, self.partition, GROUP, self.scope, epoch, self.start, seek)
 
     def ask(self, command: object) -> object:
         """Call, and let the server's clock go on."""
-        reply, (seconds, micros) = self.line.call([command, ("TIME",)])  # type: ignore[list-item]
+        reply, (seconds, micros) = self.connection.call([command, ("TIME",)])  # type: ignore[list-item]
         after = int(seconds) * 1000 + int(micros) // 1000
         while True:
-            seconds, micros = self.line.call([("TIME",)])[0]
+            seconds, micros = self.connection.call([("TIME",)])[0]
             if int(seconds) * 1000 + int(micros) // 1000 >= after + 2:
                 return reply
 
@@ -213,7 +213,7 @@ class PopScripts(RuleBasedStateMachine):
         offsets = range(self.model.next, self.model.next + count)
         self.model.next += count
         adds = [("XADD", self.keys.log, f"{o}-0", "m", f"1:0:{o}:0", "k", key_at(o), "b", body_at(o)) for o in offsets]
-        self.line.call([*adds, ("HSET", self.keys.meta, "next", self.model.next)])
+        self.connection.call([*adds, ("HSET", self.keys.meta, "next", self.model.next)])
 
     @rule(limit=st.sampled_from([1, 2, 5, 40, 500]), brief=st.booleans(), step=st.sampled_from([0] * 8 + [-1]))
     def receive(self, limit: int, brief: bool, step: int) -> None:
@@ -233,16 +233,16 @@ class PopScripts(RuleBasedStateMachine):
             return
         batch = self.model.batches[attempt][0]
         answer = self.asked(attempt, limit, brief=brief, epoch=self.epoch)
-        assert isinstance(answer, Given)
+        assert isinstance(answer, PopBatch)
         assert (answer.batch, [record.offset for record in answer.records]) == (batch, left)
-        assert list(answer.times) == [self.model.times[offset] for offset in left]
+        assert list(answer.delivery_counts) == [self.model.times[offset] for offset in left]
         for offset in left:
             self.model.out[offset].invisible |= not brief
         self.tokens += [(self.epoch, batch, offset) for offset in left]
 
     def asked(self, attempt: str, limit: int, *, brief: bool, epoch: int) -> object:
-        wish = Wish(attempt, limit, 10**9, BRIEF_MS if brief else HOUR_MS)
-        return receive_reply(self.ask(receive_command(self.line, self.place(epoch, self.seek), wish)), "")
+        wish = ReceiveRequest(attempt, limit, 10**9, BRIEF_MS if brief else HOUR_MS)
+        return receive_reply(self.ask(receive_command(self.connection, self.place(epoch, self.seek), wish)), "")
 
     def receive_as(self, attempt: str, limit: int, *, brief: bool, epoch: int) -> None:
         answer = self.asked(attempt, limit, brief=brief, epoch=epoch)
@@ -250,26 +250,26 @@ class PopScripts(RuleBasedStateMachine):
         if refused is not None:
             assert answer == refused
             return
-        free = self.model.free_lines()
+        free = self.model.free_queues()
         if not free:
-            assert isinstance(answer, Nothing)
-            blocked = self.scope == "partition" and bool(self.model.lines())
-            assert (answer.word, answer.next_offset) == ("blocked" if blocked else "empty", self.model.next)
-            assert (answer.left_ms > 0) == any(out.invisible for out in self.model.out.values())
+            assert isinstance(answer, NoBatch)
+            blocked = self.scope == "partition" and bool(self.model.queues())
+            assert (answer.status, answer.next_offset) == ("blocked" if blocked else "empty", self.model.next)
+            assert (answer.wait_ms > 0) == any(out.invisible for out in self.model.out.values())
             return
-        assert isinstance(answer, Given)
+        assert isinstance(answer, PopBatch)
         self.check_batch(answer, free, limit)
         offsets = [record.offset for record in answer.records]
         self.model.take(attempt, offsets, invisible=not brief)
         assert answer.batch == self.model.batch
-        assert list(answer.times) == [self.model.times[offset] for offset in offsets]
+        assert list(answer.delivery_counts) == [self.model.times[offset] for offset in offsets]
         self.tokens += [(epoch, answer.batch, offset) for offset in offsets]
 
-    def check_batch(self, answer: Given, free: dict[str, list[int]], limit: int) -> None:
+    def check_batch(self, answer: PopBatch, free: dict[str, list[int]], limit: int) -> None:
         """Of each free lane its first messages, in order; all of them where there was room."""
         of_lane: dict[str, list[int]] = {}
         for record in answer.records:
-            of_lane.setdefault(self.model.lane(record.offset), []).append(record.offset)
+            of_lane.setdefault(self.model.queue_of(record.offset), []).append(record.offset)
             assert (record.key, record.body) == (key_at(record.offset), body_at(record.offset))
         assert 1 <= len(answer.records) <= limit
         for lane, offsets in of_lane.items():
@@ -284,7 +284,7 @@ class PopScripts(RuleBasedStateMachine):
         brief=st.booleans(),
         wrong=st.sampled_from([0] * 9 + [1]),
     )
-    def settle_some(self, data: st.DataObject, word: SettleWord, brief: bool, wrong: int) -> None:
+    def settle_some(self, data: st.DataObject, word: SettleAction, brief: bool, wrong: int) -> None:
         """Cases 51, 53, 54, 56: any tokens of any time, in any order, twice, now and then of nobody."""
         recent = self.tokens[-40:]
         chosen = data.draw(st.lists(st.sampled_from(recent), min_size=1, max_size=12))
@@ -294,7 +294,7 @@ class PopScripts(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.next > 2)
     @rule(more=st.sampled_from([2, 3, 40]), less=st.sampled_from([1, 2]), word=st.sampled_from(WORDS))
-    def receive_less_than_before(self, more: int, less: int, word: SettleWord) -> None:
+    def receive_less_than_before(self, more: int, less: int, word: SettleAction) -> None:
         """Case 53: what comes again may be fewer; the tokens of the others are void too, and wait in their lanes."""
         before = len(self.tokens)
         self.receive(more, brief=True, step=0)
@@ -305,7 +305,7 @@ class PopScripts(RuleBasedStateMachine):
 
     @precondition(lambda self: self.late())
     @rule(data=st.data(), word=st.sampled_from(WORDS), brief=st.booleans())
-    def settle_what_others_have(self, data: st.DataObject, word: SettleWord, brief: bool) -> None:
+    def settle_what_others_have(self, data: st.DataObject, word: SettleAction, brief: bool) -> None:
         """Case 53: tokens of an earlier batch, of messages that are out with a later one."""
         chosen = data.draw(st.lists(st.sampled_from(self.late()), min_size=1, max_size=5))
         self.settle(word, self.model.epoch, chosen, brief=brief)
@@ -321,7 +321,7 @@ class PopScripts(RuleBasedStateMachine):
 
     @precondition(lambda self: any(out.batch == 0 for out in self.model.out.values()))
     @rule(word=st.sampled_from(WORDS), brief=st.booleans())
-    def settle_what_was_given_back(self, word: SettleWord, brief: bool) -> None:
+    def settle_what_was_given_back(self, word: SettleAction, brief: bool) -> None:
         """Case 53: no receiver has it; what it is kept under is no batch."""
         pairs = [(0, offset) for offset, out in sorted(self.model.out.items()) if out.batch == 0]
         self.settle(word, self.model.epoch, pairs, brief=brief)
@@ -337,7 +337,7 @@ class PopScripts(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.out)
     @rule(word=st.sampled_from(WORDS), brief=st.booleans(), first=st.booleans())
-    def settle_what_is_out(self, word: SettleWord, brief: bool, first: bool) -> None:
+    def settle_what_is_out(self, word: SettleAction, brief: bool, first: bool) -> None:
         pairs = [(out.batch, offset) for offset, out in sorted(self.model.out.items()) if out.batch]
         if pairs:
             self.settle(word, self.model.epoch, pairs[:1] if first else pairs, brief=brief)
@@ -349,12 +349,14 @@ class PopScripts(RuleBasedStateMachine):
         pairs = [(batch, max(1, self.model.next - 2 + offset))]
         self.settle("ack", self.model.epoch, pairs, brief=True)
 
-    def settle(self, word: SettleWord, epoch: int, pairs: Sequence[tuple[int, int]], *, brief: bool) -> None:
+    def settle(self, word: SettleAction, epoch: int, pairs: Sequence[tuple[int, int]], *, brief: bool) -> None:
         ms = 0 if brief else HOUR_MS
         for at in range(0, len(pairs), 500):
             piece = pairs[at : at + 500]
-            told = told_by("r", kept=KEPT)
-            command = pop_settle_command(self.line, self.place(epoch, self.seek), word, piece, ms=ms, told=told)
+            told = encode_pop_outcome("r", max_entries=KEPT)
+            command = pop_settle_command(
+                self.connection, self.place(epoch, self.seek), word, piece, ms=ms, encoded_outcome=told
+            )
             expected = self.model.settle(word, epoch, piece, invisible=not brief)
             assert pop_settle_reply(self.ask(command), "") == expected
 
@@ -363,13 +365,13 @@ class PopScripts(RuleBasedStateMachine):
         """Its node is armed again: what was given out before is refused, and waits until it is visible."""
         if told:
             self.epoch = max(1, self.model.epoch + step)
-            reply = self.ask(raise_command(self.line, self.prefix, self.partition, GROUP, self.epoch))
+            reply = self.ask(fence_command(self.connection, self.prefix, self.partition, GROUP, self.epoch))
             if self.model.epoch >= self.epoch:
-                assert reply == [b"kept", self.model.epoch]
+                assert reply == [b"unchanged", self.model.epoch]
                 # What Postgres gives out only grows.
                 self.epoch = self.model.epoch + (0 if self.model.owned else 1)
             else:
-                assert reply == [b"raised"]
+                assert reply == [b"fenced_off"]
                 self.model.owned, self.model.epoch = False, self.epoch - 1
         else:
             self.epoch += step
@@ -383,24 +385,24 @@ class PopScripts(RuleBasedStateMachine):
 
     @invariant()
     def each_ack_tells_what_it_settled_and_how_often_that_was_given(self) -> None:
-        command = fetch_command(self.prefix, self.partition, GROUP, NOWHERE, count=100)
+        command = fetch_command(self.prefix, self.partition, GROUP, BEGINNING, count=100)
         told = []
-        for entry in entries_of(self.line.call([command])[0]):
+        for entry in entries_of(self.connection.call([command])[0]):
             assert entry.member == "r"
-            assert all((one.given_ms or -1) >= 0 for one in entry.stretches if one.given_ms != 0)
-            times = {o: one.attempts for one in entry.stretches for o in range(one.first, one.last + 1)}
-            told.append((entry.place, times, entry.dropped))
+            assert all((one.delivered_ms_ago or -1) >= 0 for one in entry.ranges if one.delivered_ms_ago != 0)
+            times = {o: one.attempts for one in entry.ranges for o in range(one.first, one.last + 1)}
+            told.append((entry.entry_id, times, entry.dropped))
         assert told == self.model.told
 
     @invariant()
     def the_servers_state_is_the_models(self) -> None:
-        owner, epoch, committed, base, seen, bits, times, pops, lines, due = self.line.call(
+        owner, epoch, committed, base, seen, bits, times, pops, lines, due = self.connection.call(
             [
-                *(("HGET", self.group.lock, name) for name in ("owner", "epoch", "committed", "base", "seen")),
+                *(("HGET", self.group.lock, name) for name in ("owner", "epoch", "committed", "base", "examined")),
                 ("GET", self.group.acks),
                 ("HGETALL", self.group.attempts),
                 ("HGETALL", self.pops.pops),
-                ("ZRANGE", self.pops.lines, 0, -1),
+                ("ZRANGE", self.pops.queues, 0, -1),
                 ("ZRANGE", self.pops.due, 0, -1),
             ]
         )
@@ -414,12 +416,15 @@ class PopScripts(RuleBasedStateMachine):
         assert noted == model.times
         out = {int(o): int(value.split(b":")[0]) for o, value in zip(pops[::2], pops[1::2], strict=True)}
         assert out == {offset: out.batch for offset, out in model.out.items()}
-        looked_at = {offset for line in model.lines().values() for offset in line if offset < int(seen)}
+        looked_at = {offset for connection in model.queues().values() for offset in connection if offset < int(seen)}
         assert {int(member[-16:]) for member in lines} == looked_at
-        lanes = {model.lane(offset) for offset in looked_at}
+        lanes = {model.queue_of(offset) for offset in looked_at}
         assert {name.decode("latin1") if name[:1] == b"\xff" else name.decode() for name in due} == lanes
-        look = look_reply(
-            self.line.call([look_command(self.line, self.prefix, self.partition, GROUP, start=1, seek=0)])[0], ""
+        look = position_reply(
+            self.connection.call(
+                [position_command(self.connection, self.prefix, self.partition, GROUP, start=1, seek=0)]
+            )[0],
+            "",
         )
         assert look is not None
         assert look.position == model.committed
@@ -442,7 +447,7 @@ def body_at(offset: int) -> bytes:
 
 
 @pytest.fixture
-def line(every_redis: RedisServer) -> Iterator[NodeConnection]:
+def connection(every_redis: RedisServer) -> Iterator[NodeConnection]:
     """A connection to a Redis of each version."""
     with NodeConnection(Node(NodeId(1), "n", every_redis.url, None), any_run=True) as connection:
         yield connection
@@ -450,12 +455,12 @@ def line(every_redis: RedisServer) -> Iterator[NodeConnection]:
 
 @pytest.mark.parametrize("scope", ["partition", "key"])
 def test_receivers_calls_in_any_order_leave_what_the_model_leaves(
-    line: NodeConnection, key_prefix: str, scope: Scope
+    connection: NodeConnection, key_prefix: str, scope: Scope
 ) -> None:
     class Here(PopScripts):
         pass
 
-    Here.line, Here.prefix, Here.scope = line, key_prefix, scope
+    Here.connection, Here.prefix, Here.scope = connection, key_prefix, scope
     run_state_machine_as_test(
         Here,
         settings=settings(
@@ -464,21 +469,21 @@ def test_receivers_calls_in_any_order_leave_what_the_model_leaves(
     )
 
 
-def test_nothing_of_a_retired_partition_is_left_but_its_tombstone(line: NodeConnection, key_prefix: str) -> None:
+def test_nothing_of_a_retired_partition_is_left_but_its_tombstone(connection: NodeConnection, key_prefix: str) -> None:
     partition, keys = next(_partitions), partition_keys(key_prefix, 1)
     keys = partition_keys(key_prefix, partition)
-    create(line, key_prefix, partition, "t", 0, 1024, "open", "")
-    line.call([("XADD", keys.log, f"{o}-0", "m", "1:0:1:0", "k", "k", "b", "b") for o in (1, 2)])
-    line.call([("HSET", keys.meta, "next", 3)])
-    place = Place(key_prefix, partition, GROUP, "key", 1)
-    receive = receive_command(line, place, Wish("a", 2, 10**6, HOUR_MS))
-    answer = receive_reply(line.call([receive])[0], "")
-    assert isinstance(answer, Given)
-    line.call([pop_settle_command(line, place, "nack", [(answer.batch, 1)])])
+    create(connection, key_prefix, partition, "t", 0, 1024, "open", "")
+    connection.call([("XADD", keys.log, f"{o}-0", "m", "1:0:1:0", "k", "k", "b", "b") for o in (1, 2)])
+    connection.call([("HSET", keys.meta, "next", 3)])
+    place = PopGroupPartition(key_prefix, partition, GROUP, "key", 1)
+    receive = receive_command(connection, place, ReceiveRequest("a", 2, 10**6, HOUR_MS))
+    answer = receive_reply(connection.call([receive])[0], "")
+    assert isinstance(answer, PopBatch)
+    connection.call([pop_settle_command(connection, place, "nack", [(answer.batch, 1)])])
     there = (*group_keys(key_prefix, partition, GROUP), *pop_keys(key_prefix, partition, GROUP))
-    assert line.call([("EXISTS", *there)])[0] == len(there) - 1, "all but the ack bitmap"
-    line.call([retire_command(line, key_prefix, partition, [GROUP])])
-    assert line.call([("EXISTS", *there, keys.log, keys.marks)]) == [0]
-    assert receive_reply(line.call([receive])[0], "") == Refused("absent", "")
-    settle = pop_settle_command(line, place, "ack", [(answer.batch, 1)])
-    assert pop_settle_reply(line.call([settle])[0], "") == Refused("absent", "")
+    assert connection.call([("EXISTS", *there)])[0] == len(there) - 1, "all but the ack bitmap"
+    connection.call([retire_command(connection, key_prefix, partition, [GROUP])])
+    assert connection.call([("EXISTS", *there, keys.log, keys.marks)]) == [0]
+    assert receive_reply(connection.call([receive])[0], "") == Refused("absent", "")
+    settle = pop_settle_command(connection, place, "ack", [(answer.batch, 1)])
+    assert pop_settle_reply(connection.call([settle])[0], "") == Refused("absent", "")

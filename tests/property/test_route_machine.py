@@ -20,23 +20,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from mqlayer import failpoints
-from mqlayer.changes import drop_change, finish_changes, merge, move, retire_partitions, split
 from mqlayer.domain.message import Record
-from mqlayer.domain.routing import Range, Route, lp_of
+from mqlayer.domain.routing import LpRange, Route, lp_of
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import FailpointHit
-from mqlayer.membership import apply_seek, find_group, join, planned_seek
+from mqlayer.groups import apply_seek, find_group, join, planned_seek
 from mqlayer.postgres.database import Database
-from mqlayer.producing.upkeep import open_source
+from mqlayer.producing.metadata_refresher import open_source
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.nodes import NodeConnection
-from mqlayer.redis.partitions import Refused, Run, append_command, append_reply
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.partition_scripts import MessageRun, Refused, append_command, append_reply
 from mqlayer.relay import relay_once
-from mqlayer.routes.cache import RouteCache, load_nodes, load_route
+from mqlayer.routes import drop_change, finish_changes, merge, move, retire_partitions, split
+from mqlayer.runtime.route_cache import RouteCache, load_nodes, load_route
 from mqlayer.topics import create_topic
 from tests.fixtures.servers import StartRedis
 from tests.proof.failpoint_names import failpoint_names
-from tests.proof.hand import LEASE_S, Hand
+from tests.proof.manual_member import LEASE_S, ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
 CHANGE = sorted(name for name in failpoint_names() if name.startswith("change."))
@@ -78,15 +78,15 @@ class Direct:
         place = self._route.range_of(lp)
         node = next(node for node in load_nodes(self._database) if node.node_id == place.node)
         fields = [part for key, body in waiting for part in (b"1700000000000", key, body)]
-        run = Run(lp, self._acked[lp] + 1, len(waiting), fields)
-        with NodeConnection(node) as line:
-            reply = line.call([append_command(line, self._prefix, place.partition, self._source, [run])])[0]
+        run = MessageRun(lp, self._acked[lp] + 1, len(waiting), fields)
+        with NodeConnection(node) as connection:
+            reply = connection.call([append_command(connection, self._prefix, place.partition, self._source, [run])])[0]
         answer = append_reply(reply, "the node")
         if isinstance(answer, Refused):
-            assert answer.word in ("sealed", "deleted"), answer
+            assert answer.status in ("sealed", "deleted"), answer
             return False
         # Marks came with the LP: what was stored before an answer got lost is known wherever it goes on.
-        assert all(outcome.word in ("ok", "dup") for outcome in answer.outcomes or ()), (lp, answer)
+        assert all(outcome.status in ("ok", "dup") for outcome in answer.outcomes or ()), (lp, answer)
         if not lose_reply:
             self._acked[lp] += len(waiting)
             waiting.clear()
@@ -122,7 +122,7 @@ class Routes(RuleBasedStateMachine):
         super().__init__()
         self.prefix, self.topic = self.world.key_prefix, f"topic-{next(_topics)}"
         create_topic(self.database, self.topic, prefix=self.prefix, partitions=2, application=self.database)
-        self.hands = {group: Hand(self.database, self.prefix, self.topic, group) for group in GROUPS}
+        self.hands = {group: ManualMember(self.database, self.prefix, self.topic, group) for group in GROUPS}
         self.direct = Direct(self.database, self.prefix, self.topic)
         self.published: dict[str, int] = dict.fromkeys(KEYS, 0)
         # Per group: how many of each key it has handled, and how much of its handled list was looked at.
@@ -195,11 +195,11 @@ class Routes(RuleBasedStateMachine):
 
     @rule(group=st.sampled_from(GROUPS), which=st.integers(0, 9), count=st.integers(1, 20), name=places(DRAINED))
     def consume(self, group: str, which: int, count: int, name: str | None) -> None:
-        hand = self.hands[group]
-        mine = sorted(hand.assigned())
+        member = self.hands[group]
+        mine = sorted(member.assigned())
         if mine:
             with broken_off(name, 1):
-                hand.consume(mine[which % len(mine)], count)
+                member.consume(mine[which % len(mine)], count)
         self.judge(group)
 
     @rule(group=st.sampled_from(GROUPS))
@@ -209,12 +209,12 @@ class Routes(RuleBasedStateMachine):
 
     @rule(group=st.sampled_from(GROUPS), which=st.integers(0, 9), count=st.integers(1, 5))
     def die_before_settling(self, group: str, which: int, count: int) -> None:
-        hand = self.hands[group]
-        mine = sorted(hand.assigned())
+        member = self.hands[group]
+        mine = sorted(member.assigned())
         if mine:
-            hand.consume(mine[which % len(mine)], count, settle=False)
+            member.consume(mine[which % len(mine)], count, settle=False)
         self.judge(group)
-        hand.session = join(self.database, group_id=hand.group_id, member_id=hand.member, lease_s=LEASE_S)
+        member.session = join(self.database, group_id=member.group_id, member_id=member.member, lease_s=LEASE_S)
 
     @rule(group=st.sampled_from(GROUPS), name=places(SEEK))
     def send_back(self, group: str, name: str | None) -> None:
@@ -265,7 +265,7 @@ class Routes(RuleBasedStateMachine):
 
     # -- help
 
-    def pick(self, which: int) -> Range:
+    def pick(self, which: int) -> LpRange:
         ranges = load_route(self.database, self.topic).ranges
         return ranges[which % len(ranges)]
 

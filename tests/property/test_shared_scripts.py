@@ -18,26 +18,26 @@ from mqlayer.domain.message import records_of
 from mqlayer.domain.offsets import as_ranges
 from mqlayer.domain.routing import NodeId
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.looking import look_command, look_reply
-from mqlayer.redis.nodes import Node, NodeConnection
-from mqlayer.redis.partitions import Fenced, Refused, create, raise_command
-from mqlayer.redis.sharing import (
-    Again,
-    InForce,
-    SharedPlace,
+from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.partition_scripts import Fenced, Refused, create, fence_command
+from mqlayer.redis.read_scripts import position_command, position_reply
+from mqlayer.redis.shared_scripts import (
+    DueMessages,
+    EpochInForce,
+    SharedGroupPartition,
     SharedSettled,
-    shared_again_command,
-    shared_again_reply,
-    shared_back_command,
+    shared_acquire_command,
+    shared_acquire_reply,
     shared_count_reply,
-    shared_keep_command,
-    shared_keep_reply,
+    shared_due_command,
+    shared_due_reply,
+    shared_extend_command,
+    shared_extend_reply,
+    shared_nack_command,
     shared_read_command,
     shared_reclaim_command,
     shared_settle_command,
     shared_settle_reply,
-    shared_take_command,
-    shared_take_reply,
 )
 from mqlayer.stack import RedisServer
 
@@ -50,30 +50,30 @@ _partitions = itertools.count(1)
 class SharedScripts(RuleBasedStateMachine):
     """Members that read, settle, give back and vanish, beside appends and arming."""
 
-    line: NodeConnection
+    connection: NodeConnection
     prefix: str
 
     def __init__(self) -> None:
         super().__init__()
         self.partition = next(_partitions)
         self.keys = partition_keys(self.prefix, self.partition)
-        create(self.line, self.prefix, self.partition, "t", 0, 1024, "open", "")
+        create(self.connection, self.prefix, self.partition, "t", 0, 1024, "open", "")
         self.epoch = self.next = 1
         # Offset -> who has it, "-" for nobody; what is not here and was read is settled.
         self.out: dict[int, str] = {}
         self.read_upto = 1
         self.take()
 
-    def place(self, epoch: int | None = None) -> SharedPlace:
-        return SharedPlace(self.prefix, self.partition, GROUP, epoch or self.epoch)
+    def place(self, epoch: int | None = None) -> SharedGroupPartition:
+        return SharedGroupPartition(self.prefix, self.partition, GROUP, epoch or self.epoch)
 
     def ask(self, command: object) -> object:
-        return self.line.call([command])[0]  # type: ignore[list-item]
+        return self.connection.call([command])[0]  # type: ignore[list-item]
 
     def take(self) -> None:
-        answer = shared_take_reply(self.ask(shared_take_command(self.line, self.place(), afresh=True)), "")
-        assert isinstance(answer, InForce)
-        assert (answer.committed, answer.fresh) == (self.committed, True)
+        answer = shared_acquire_reply(self.ask(shared_acquire_command(self.connection, self.place(), afresh=True)), "")
+        assert isinstance(answer, EpochInForce)
+        assert (answer.committed, answer.newly_acquired) == (self.committed, True)
 
     @property
     def committed(self) -> int:
@@ -85,12 +85,12 @@ class SharedScripts(RuleBasedStateMachine):
         new = range(self.next, self.next + count)
         self.next += count
         adds = [("XADD", self.keys.log, f"{o}-0", "m", f"1:0:{o}:0", "k", "k", "b", "b") for o in new]
-        self.line.call([*adds, ("HSET", self.keys.meta, "next", self.next)])
+        self.connection.call([*adds, ("HSET", self.keys.meta, "next", self.next)])
 
     @rule(member=members, count=st.integers(1, 8))
     def read(self, member: str, count: int) -> None:
         command = shared_read_command([self.place()], member, group_id=GROUP, count=count, block_ms=0)
-        found = self.line.call([command])[0]
+        found = self.connection.call([command])[0]
         offsets = [record.offset for record in records_of(found[0][1])] if found else []
         assert offsets == list(range(self.read_upto, min(self.next, self.read_upto + count)))
         self.out |= dict.fromkeys(offsets, member)
@@ -102,7 +102,7 @@ class SharedScripts(RuleBasedStateMachine):
             return
         offsets = data.draw(st.sets(st.integers(1, self.next - 1), min_size=1, max_size=6))
         epoch = self.epoch - 1 if old else self.epoch
-        command = shared_settle_command(self.line, self.place(epoch or 99), member, as_ranges(offsets))
+        command = shared_settle_command(self.connection, self.place(epoch or 99), member, as_ranges(offsets))
         answer = shared_settle_reply(self.ask(command), "")
         if old:
             assert answer == Fenced(self.epoch)
@@ -115,15 +115,15 @@ class SharedScripts(RuleBasedStateMachine):
     def back(self, member: str, data: st.DataObject, failed: int | None) -> None:
         offsets = data.draw(st.sets(st.integers(1, self.next), min_size=1, max_size=6))
         messages = [(offset, 0, failed) for offset in offsets]
-        command = shared_back_command(self.line, self.place(), member, messages)
+        command = shared_nack_command(self.connection, self.place(), member, messages)
         mine = [offset for offset in offsets if self.out.get(offset) == member]
         assert shared_count_reply(self.ask(command), "") == len(mine)
         self.out |= dict.fromkeys(mine, "-")
 
     @rule(member=members, limit=st.integers(1, 10))
     def again(self, member: str, limit: int) -> None:
-        answer = shared_again_reply(self.ask(shared_again_command(self.line, self.place(), member, limit)), "")
-        assert isinstance(answer, Again)
+        answer = shared_due_reply(self.ask(shared_due_command(self.connection, self.place(), member, limit)), "")
+        assert isinstance(answer, DueMessages)
         offsets = {record.offset for record in answer.records}
         assert offsets <= {offset for offset, who in self.out.items() if who == "-"}
         assert len(offsets) == min(limit, sum(who == "-" for who in self.out.values()))
@@ -132,51 +132,53 @@ class SharedScripts(RuleBasedStateMachine):
     @rule(member=members, data=st.data())
     def keep(self, member: str, data: st.DataObject) -> None:
         offsets = sorted(data.draw(st.sets(st.integers(1, self.next), min_size=1, max_size=6)))
-        answer = shared_keep_reply(self.ask(shared_keep_command(self.line, self.place(), member, offsets)), "")
+        answer = shared_extend_reply(
+            self.ask(shared_extend_command(self.connection, self.place(), member, offsets)), ""
+        )
         assert answer == [offset for offset in offsets if self.out.get(offset) != member]
 
     @rule()
     def reclaim(self) -> None:
         """Of all members: none said that it has anything for 0 ms."""
         held = [offset for offset, who in self.out.items() if who != "-"]
-        assert shared_count_reply(self.ask(shared_reclaim_command(self.line, self.place(), 0)), "") == len(held)
+        assert shared_count_reply(self.ask(shared_reclaim_command(self.connection, self.place(), 0)), "") == len(held)
         self.out = dict.fromkeys(self.out, "-")
 
     @rule()
     def arm(self) -> None:
         self.epoch += 2
-        self.line.call([raise_command(self.line, self.prefix, self.partition, GROUP, self.epoch)])
+        self.connection.call([fence_command(self.connection, self.prefix, self.partition, GROUP, self.epoch)])
         self.take()
 
     @rule()
     def lose_the_native_group(self) -> None:
         """Somebody destroys it: what is not settled comes again, and so does what was settled above that."""
         committed = self.committed
-        self.line.call([("XGROUP", "DESTROY", self.keys.log, "g7")])
-        missing = shared_count_reply(self.ask(shared_reclaim_command(self.line, self.place(), 0)), "")
+        self.connection.call([("XGROUP", "DESTROY", self.keys.log, "g7")])
+        missing = shared_count_reply(self.ask(shared_reclaim_command(self.connection, self.place(), 0)), "")
         assert missing == Refused("missing", "")
         self.out, self.read_upto = {}, committed
         self.take()
 
     @invariant()
     def the_look_agrees(self) -> None:
-        command = look_command(self.line, self.prefix, self.partition, GROUP, start=1, seek=0)
-        look = look_reply(self.ask(command), "")
+        command = position_command(self.connection, self.prefix, self.partition, GROUP, start=1, seek=0)
+        look = position_reply(self.ask(command), "")
         assert look is not None
         assert (look.position, look.unsettled) == (self.committed, self.next - self.read_upto + len(self.out))
 
 
 @pytest.fixture
-def line(every_redis: RedisServer) -> Iterator[NodeConnection]:
-    with NodeConnection(Node(NodeId(1), "n1", every_redis.url, None), any_run=True) as line:
-        yield line
+def connection(every_redis: RedisServer) -> Iterator[NodeConnection]:
+    with NodeConnection(Node(NodeId(1), "n1", every_redis.url, None), any_run=True) as connection:
+        yield connection
 
 
-def test_scripts_and_model_agree(line: NodeConnection, key_prefix: str) -> None:
+def test_scripts_and_model_agree(connection: NodeConnection, key_prefix: str) -> None:
     class Here(SharedScripts):
         pass
 
-    Here.line, Here.prefix = line, key_prefix
+    Here.connection, Here.prefix = connection, key_prefix
     run_state_machine_as_test(
         Here,
         settings=settings(
@@ -186,16 +188,16 @@ def test_scripts_and_model_agree(line: NodeConnection, key_prefix: str) -> None:
 
 
 def test_what_was_back_of_a_native_group_that_is_gone_is_not_taken_from_whoever_reads_it(
-    line: NodeConnection, key_prefix: str
+    connection: NodeConnection, key_prefix: str
 ) -> None:
     class Here(SharedScripts):
         pass
 
-    Here.line, Here.prefix = line, key_prefix
+    Here.connection, Here.prefix = connection, key_prefix
     here = Here()
     here.append(2)
     here.read("a", 2)
-    assert shared_count_reply(here.ask(shared_back_command(line, here.place(), "a", [(1, 0, 1)])), "") == 1
+    assert shared_count_reply(here.ask(shared_nack_command(connection, here.place(), "a", [(1, 0, 1)])), "") == 1
     here.lose_the_native_group()
     here.read("b", 2)
     here.again("c", 10)

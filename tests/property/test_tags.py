@@ -27,9 +27,9 @@ from mqlayer.domain.tags import (
 )
 from mqlayer.errors import InvalidInput
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.looking import SELECT_LIMIT, select_command, select_reply
-from mqlayer.redis.nodes import Node, NodeConnection
-from mqlayer.redis.partitions import create, seal_command
+from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.partition_scripts import create, seal_command
+from mqlayer.redis.read_scripts import SELECT_LIMIT, select_command, select_reply
 from mqlayer.stack import RedisServer
 
 ALIKE = ("t26821", "t49091")
@@ -119,10 +119,10 @@ def test_joined_ranges_cover_what_they_covered(ranges: list[tuple[int, int]]) ->
 
 
 @pytest.fixture
-def line(every_redis: RedisServer) -> Iterator[NodeConnection]:
+def connection(every_redis: RedisServer) -> Iterator[NodeConnection]:
     """A connection to each version of Redis."""
-    with NodeConnection(Node(NodeId(1), "n", every_redis.url, ""), any_run=True, unsafe=True) as line:
-        yield line
+    with NodeConnection(Node(NodeId(1), "n", every_redis.url, ""), any_run=True, unsafe=True) as connection:
+        yield connection
 
 
 def facts_of(number: int, tags: list[str], style: int) -> bytes:
@@ -151,7 +151,7 @@ def facts_of(number: int, tags: list[str], style: int) -> bytes:
     messages=[([ALIKE[1]], 0, 1)], wanted=TagFilter("any", (ALIKE[0],)), looks=9, room=9, size=9, hole=0, sealed=True
 )
 def test_a_partition_read_through_a_filter_is_what_a_model_leaves_of_it(
-    line: NodeConnection,
+    connection: NodeConnection,
     key_prefix: str,
     messages: list[tuple[list[str], int, int]],
     wanted: TagFilter,
@@ -164,25 +164,27 @@ def test_a_partition_read_through_a_filter_is_what_a_model_leaves_of_it(
     """Case 62: mismatch, collision of hashes, hole and command record: every offset is accounted for, once."""
     partition = next(numbers)
     keys = partition_keys(key_prefix, partition)
-    create(line, key_prefix, partition, "t", 0, 1024, "open", "")
+    create(connection, key_prefix, partition, "t", 0, 1024, "open", "")
     log = {
         offset: (b"1:0:%d:" % offset + facts_of(offset, tags, style), tuple(sorted(tags)), b"b" * length)
         for offset, (tags, style, length) in enumerate(messages, 1)
     }
     for offset, (m, _, body) in log.items():
-        line.call([("XADD", keys.log, f"{offset}-0", "m", m, "k", b"k", "b", body)])
+        connection.call([("XADD", keys.log, f"{offset}-0", "m", m, "k", b"k", "b", body)])
     # Removed, not left out: where no record ever was, the node has lost its log, and refuses the seal.
     if log.pop(hole, None):
-        line.call([("XDEL", keys.log, f"{hole}-0")])
-    line.call([("HSET", keys.meta, "next", len(messages) + 1)])
+        connection.call([("XDEL", keys.log, f"{hole}-0")])
+    connection.call([("HSET", keys.meta, "next", len(messages) + 1)])
     if sealed:
-        line.call([seal_command(line, key_prefix, partition, 5, "seal")])
+        connection.call([seal_command(connection, key_prefix, partition, 5, "seal")])
     found: dict[int, Record] = {}
     unmatched: list[tuple[int, int]] = []
     after, calls, command = 0, 0, None
     while True:
-        ask = select_command(line, key_prefix, partition, wanted, after=after, looks=looks, room=room, size=size)
-        selected = select_reply(line.call([ask])[0], "")
+        ask = select_command(
+            connection, key_prefix, partition, wanted, after=after, max_scanned=looks, limit=room, size=size
+        )
+        selected = select_reply(connection.call([ask])[0], "")
         command = pop_command(selected.entries)
         records = records_of(selected.entries)
         assert len(records) <= room
@@ -211,17 +213,19 @@ def test_a_partition_read_through_a_filter_is_what_a_model_leaves_of_it(
         assert hashes & set(map(tag_hash, record.tags)), "a message without any of the hashes travelled"
 
 
-def test_large_bodies_bound_what_one_call_looks_at(line: NodeConnection, key_prefix: str) -> None:
+def test_large_bodies_bound_what_one_call_looks_at(connection: NodeConnection, key_prefix: str) -> None:
     """What the node copies for one call is bounded by bytes too, whatever is asked for."""
     partition = next(numbers)
     keys = partition_keys(key_prefix, partition)
     body = b"b" * 250_000
-    line.call([("XADD", keys.log, f"{n}-0", "m", f"1:0:{n}:0", "k", "k", "b", body) for n in range(1, 61)])
+    connection.call([("XADD", keys.log, f"{n}-0", "m", f"1:0:{n}:0", "k", "k", "b", body) for n in range(1, 61)])
     wanted = TagFilter("any", ("eu",))
     after, calls = 0, 0
     while True:
-        ask = select_command(line, key_prefix, partition, wanted, after=after, looks=1_000, room=500, size=1)
-        selected = select_reply(line.call([ask])[0], "")
+        ask = select_command(
+            connection, key_prefix, partition, wanted, after=after, max_scanned=1_000, limit=500, size=1
+        )
+        selected = select_reply(connection.call([ask])[0], "")
         assert selected.last - after <= 20
         assert selected.entries == []
         after, calls = selected.last, calls + 1

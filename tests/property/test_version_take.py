@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from mqlayer import Versions
 from mqlayer.domain.message import Identity
 from mqlayer.errors import VersionsFull
-from mqlayer.popping.messages import PopMessage, Token
+from mqlayer.receiving.pop_message import PopMessage, Token
 
 HELD: int = 3
 VERSIONS = st.integers(0, 8)

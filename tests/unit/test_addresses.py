@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mqlayer.domain.runs import is_former, run_of
+from mqlayer.domain.node_runs import is_former, run_of
 from mqlayer.errors import InvalidInput
 from mqlayer.redis.addresses import parse_address, refuse_secrets
 

@@ -9,16 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqlayer.consuming.batch_handlers import batch_shape
-from mqlayer.consuming.batches import Again, Batch, BatchMessage, Done, Failed, Kind, Mark, Outcome
-from mqlayer.consuming.bodies import decoder_for
-from mqlayer.consuming.context import Context
-from mqlayer.consuming.holdings import Held, Lane
+from mqlayer.consuming.api.batch_handlers import batch_shape
+from mqlayer.consuming.api.batches import (
+    Batch,
+    BatchMessage,
+    Failed,
+    Handled,
+    Kind,
+    MessageMark,
+    MessageOutcome,
+    Redelivered,
+)
+from mqlayer.consuming.api.bodies import decoder_for
+from mqlayer.consuming.api.context import Context
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import BatchUndone, BodyMismatch, HandlerFault, InvalidInput, StaleOwner
-from mqlayer.membership.members import Assigned
-from mqlayer.redis.partitions import Holder
+from mqlayer.groups.members import Assignment
+from mqlayer.redis.partition_scripts import LockHolder
 
 BOOM = RuntimeError("boom")
 KINDS: list[Kind] = ["distinct", "key"]
@@ -27,7 +36,9 @@ KINDS: list[Kind] = ["distinct", "key"]
 def batch_of(kind: Kind, count: int, *, bodies: list[bytes] | None = None, partitions: int = 1) -> Batch[Any]:
     """Return a batch of so many messages, in turn of so many partitions."""
     helds = [
-        Held(Assigned(PartitionId(n), NodeId(1), 0, 1024, n + 1, 1, release=False), Holder("p", n, 1, "m", n + 1))
+        OwnedPartition(
+            Assignment(PartitionId(n), NodeId(1), 0, 1024, n + 1, 1, release=False), LockHolder("p", n, 1, "m", n + 1)
+        )
         for n in range(partitions)
     ]
     messages: list[BatchMessage[Any]] = []
@@ -35,17 +46,17 @@ def batch_of(kind: Kind, count: int, *, bodies: list[bytes] | None = None, parti
         record = Record(n + 1, b"1:5:%d:0" % (n + 1), b"k" if kind == "key" else b"k%d" % n, b"1")
         if bodies is not None:
             record = record._replace(body=bodies[n])
-        lane = Lane(helds[n % partitions], record.key, record)
+        lane = KeyQueue(helds[n % partitions], record.key, record)
         messages.append(BatchMessage("orders", "g", 1, lane, record, n))
     batch: Batch[Any] = Batch(kind, "orders", "g", messages)
     batch.begin(None, decoder_for(int))
     return batch
 
 
-def words(outcomes: list[Outcome]) -> str:
+def words(outcomes: list[MessageOutcome]) -> str:
     """Return outcomes as letters: done, failed, again, singly."""
-    names = {Done: "d", Failed: "f"}
-    return "".join("s" if isinstance(o, Again) and o.singly else names.get(type(o), "a") for o in outcomes)
+    names = {Handled: "d", Failed: "f"}
+    return "".join("s" if isinstance(o, Redelivered) and o.singly else names.get(type(o), "a") for o in outcomes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,7 +78,7 @@ def test_an_exception_blames_the_only_one(kind: Kind) -> None:
 def test_an_exception_blames_the_only_one_that_is_not_done(kind: Kind) -> None:
     batch = batch_of(kind, 3)
     batch.done(*batch[:2])
-    assert batch.end(BOOM) == [Done(), Done(), Failed(BOOM)]
+    assert batch.end(BOOM) == [Handled(), Handled(), Failed(BOOM)]
 
 
 def test_an_exception_of_whoever_named_the_failed_one_blames_nobody_else() -> None:
@@ -164,9 +175,9 @@ def test_nothing_is_lost_and_no_key_is_reversed(seed: int, kind: Kind) -> None:
     marks = [(message.mark, message.fenced) for message in batch]
     outcomes = batch.end(raised)
     for (mark, fenced), outcome in zip(marks, outcomes, strict=True):
-        if isinstance(outcome, Done):
-            assert mark is not Mark.FAILED
-            assert raised is None or mark is Mark.APPLIED or (mark is Mark.DONE and not fenced)
+        if isinstance(outcome, Handled):
+            assert mark is not MessageMark.FAILED
+            assert raised is None or mark is MessageMark.APPLIED or (mark is MessageMark.DONE and not fenced)
     if kind == "key":
         behind = words(outcomes).lstrip("d")
         assert "d" not in behind

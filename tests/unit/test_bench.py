@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as program
-from bench import consume, keys, rebalancing
-from bench.crew_notes import NOTE
+from bench import consume, keys, rebalance
+from bench.consumer_notes import NOTE
 from bench.processes import Note, Worker
 from bench.registry import BENCHES, Bench, Line, compared
 from bench.stage import Stage
@@ -62,13 +62,13 @@ def test_a_bench_that_fails_leaves_the_collector_as_it_was(monkeypatch: pytest.M
     assert gc.get_freeze_count() == 0
 
 
-@pytest.mark.parametrize("name", sorted(rebalancing.CHOOSE))
+@pytest.mark.parametrize("name", sorted(rebalance.CHOOSE))
 def test_the_choice_for_a_thousand_partitions_and_two_hundred_members_takes_less_than_the_limit(name: str) -> None:
-    partitions = [PartitionId(number) for number in range(1, rebalancing.PARTITIONS + 1)]
-    for members, now in rebalancing.cases(partitions).values():
-        choose = partial(rebalancing.CHOOSE[name], partitions, members, now)
+    partitions = [PartitionId(number) for number in range(1, rebalance.PARTITIONS + 1)]
+    for members, now in rebalance.cases(partitions).values():
+        choose = partial(rebalance.CHOOSE[name], partitions, members, now)
         # Of this thread's processor time: others may want the processors too.
-        assert rebalancing.median_ms(3, choose, clock=time.thread_time) < rebalancing.LIMIT_MS
+        assert rebalance.median_ms(3, choose, clock=time.thread_time) < rebalance.LIMIT_MS
 
 
 def test_gaps_are_of_one_partition_each_and_count_from_the_first_to_the_last_moment() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 from tests.chaos.harness.nemesis import Nemesis, Struck
 from tests.chaos.harness.recovery import SECOND_NS, Recovery, recoveries, summary
 from tests.chaos.harness.run import total
-from tests.fixtures.forking import is_stopped
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.forked_programs import is_stopped
+from tests.fixtures.wait import wait_until
 from tests.proof.history import Deliver, Event, Publish, Record
 
 
@@ -113,7 +113,7 @@ def test_who_stands_at_a_place_is_woken_while_another_fault_lasts() -> None:
     try:
         for name, process in processes.items():
             nemesis.armed[name] = "relay.after_append=stop@1"
-            wait_until(partial(is_stopped, process), what=f"{name} stands still")
+            wait_until(partial(is_stopped, process), what=f"{name} is stuck")
 
         def ended() -> bool:
             nemesis.let_pass(0.1, but="relay-1")

@@ -12,7 +12,6 @@ from tests.proof.checker import Breach, Verdict, check
 from tests.proof.history import (
     Ack,
     Append,
-    Assignment,
     Deliver,
     Drain,
     Effect,
@@ -20,9 +19,10 @@ from tests.proof.history import (
     Gate,
     Health,
     Lineage,
+    OwnershipEvent,
     Publish,
+    Quarantined,
     Seal,
-    SetAside,
     Settled,
 )
 from tests.proof.stories import TICK_NS, Story
@@ -59,11 +59,11 @@ class Tale(Story):
         for seq in seqs:
             self.tell(Ack(**about(seq), group="g", partition=1, epoch=epoch), phase)
 
-    def set_aside(self, seq: int, how: Any = "dead") -> None:
-        self.tell(SetAside(**about(seq), group="g", how=how, reason="no attempts left"))
+    def quarantined(self, seq: int, how: Any = "dead") -> None:
+        self.tell(Quarantined(**about(seq), group="g", how=how, reason="no attempts left"))
 
     def assigned(self, change: Any, member: str, epoch: int, until_ns: int | None = None) -> None:
-        event = Assignment(
+        event = OwnershipEvent(
             topic="t", group="g", partition=1, member=member, epoch=epoch, change=change, until_ns=until_ns
         )
         self.tell(event, process=member)
@@ -214,26 +214,26 @@ class TestDeliveries:
     def test_a_message_is_passed_over_with_a_record(self, tale: Tale) -> None:
         tale.published(1, 2, 3)
         tale.handled(1)
-        tale.set_aside(2)
+        tale.quarantined(2)
         tale.handled(3)
         tale.shows()
 
     def test_a_record_written_too_late_is_an_inversion(self, tale: Tale) -> None:
         tale.published(1, 2)
         tale.handled(2)
-        tale.set_aside(1)
+        tale.quarantined(1)
         tale.shows(Breach.INVERSION)
 
     def test_a_parked_message_keeps_the_later_ones_waiting(self, tale: Tale) -> None:
         tale.published(1, 2)
-        tale.set_aside(1, "park")
+        tale.quarantined(1, "park")
         tale.handled(2)
         tale.shows(Breach.SKIP_WITHOUT_RECORD)
 
     def test_parked_messages_may_wait_for_ever_or_be_handled_in_order(self, tale: Tale) -> None:
         tale.published(1, 2, 3)
         for seq in (1, 2, 3):
-            tale.set_aside(seq, "park")
+            tale.quarantined(seq, "park")
         tale.handled(1, 2)
         tale.shows()
 
@@ -425,9 +425,9 @@ class TestAcks:
         tale.end(delivery)
         tale.shows(Breach.ACK_WITHOUT_EFFECT)
 
-    def test_an_ack_of_a_message_set_aside_is_right(self, tale: Tale) -> None:
+    def test_an_ack_of_a_message_quarantined_is_right(self, tale: Tale) -> None:
         tale.end(tale.delivery(1), "fail")
-        tale.set_aside(1)
+        tale.quarantined(1)
         tale.acked(1)
         tale.shows()
 
@@ -496,7 +496,7 @@ class TestOwners:
         tale.shows(Breach.TWO_OWNERS)
 
     def test_an_answer_that_comes_after_its_lease_ran_out_gives_nothing(self, tale: Tale) -> None:
-        event = Assignment(topic="t", group="g", partition=1, member="a", epoch=1, change="kept", until_ns=TICK_NS)
+        event = OwnershipEvent(topic="t", group="g", partition=1, member="a", epoch=1, change="kept", until_ns=TICK_NS)
         operation = tale.begin(event)
         tale.assigned("taken", "b", 2, until_ns=10**12)
         tale.end(operation)

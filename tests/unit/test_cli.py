@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 import mqlayer
-from mqlayer.cli.failures import FailureShowingGroup
+from mqlayer.cli.errors import ErrorPrintingGroup
 from mqlayer.cli.logs import EventFormatter
 from mqlayer.cli.main import app
 from mqlayer.errors import StoreUnavailable
@@ -26,7 +26,7 @@ def logging_as_before() -> Iterator[None]:
 
 
 def failing_app(error: Exception) -> typer.Typer:
-    failing = typer.Typer(cls=FailureShowingGroup, pretty_exceptions_enable=False)
+    failing = typer.Typer(cls=ErrorPrintingGroup, pretty_exceptions_enable=False)
     group = typer.Typer()
     failing.add_typer(group, name="group")
 

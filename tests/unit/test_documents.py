@@ -21,7 +21,7 @@ from mqlayer import errors
 from mqlayer.cli.main import app
 from mqlayer.domain.jobs import JOBS
 from mqlayer.events import EventKind
-from mqlayer.membership import GroupSettings
+from mqlayer.groups import GroupSettings
 
 ROOT: Final = Path(__file__).parents[2]
 REFERENCE: Final = ROOT / "docs" / "reference"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mqlayer.failpoints import ENVIRONMENT_VARIABLE, FailpointHit, arm, disarm_all, failpoint
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.failpoint_names import failpoint_names, failpoint_uses
 
 REPOSITORY = Path(__file__).resolve().parents[2]

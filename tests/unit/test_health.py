@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from mqlayer.errors import Conflict, InvalidInput
-from mqlayer.health import Health, HealthEndpoint, Turns, health_endpoint, stuck_after_s
+from mqlayer.health import Health, HealthEndpoint, Liveness, health_endpoint, stuck_after_s
 from mqlayer.settings import Settings
-from tests.fixtures.asking import Answer, ask, free_ports
+from tests.fixtures.health_probes import Answer, ask, free_ports
 
 
 class Process:
@@ -47,9 +47,9 @@ def test_what_waits_is_live_and_not_ready(process: Process) -> None:
 
 
 def test_what_is_stuck_is_neither(process: Process) -> None:
-    process.health = Health(stuck=("the heart has not turned for 60 s",), waits=("no lease",))
+    process.health = Health(stuck=("the heartbeat has not turned for 60 s",), waits=("no lease",))
     assert ask(process.port, "/live").status == 503
-    assert ask(process.port, "/ready").facts["reasons"] == ["the heart has not turned for 60 s", "no lease"]
+    assert ask(process.port, "/ready").facts["reasons"] == ["the heartbeat has not turned for 60 s", "no lease"]
 
 
 def test_another_path_is_not_found(process: Process) -> None:
@@ -112,8 +112,8 @@ def test_a_forked_child_does_not_keep_the_port() -> None:
 
 
 def test_a_loop_is_stuck_when_it_has_not_turned_for_longer_than_its_stores_may_keep_it() -> None:
-    turns = Turns()
-    assert turns.stuck("the heart", 60) == ()
-    assert turns.stuck("the heart", -1) == ("the heart has not turned for 0 s",)
+    turns = Liveness()
+    assert turns.stuck("the heartbeat", 60) == ()
+    assert turns.stuck("the heartbeat", -1) == ("the heartbeat has not turned for 0 s",)
     assert stuck_after_s(Settings(lease_s=2, socket_timeout_s=10)) == 40
     assert stuck_after_s(Settings(lease_s=20, socket_timeout_s=10)) == 110

@@ -15,9 +15,9 @@ import pytest
 
 from mqlayer.health import Health, HealthEndpoint, Reply, health_endpoint, server
 from mqlayer.settings import Settings
-from tests.fixtures.asking import ask, free_ports
+from tests.fixtures.health_probes import ask, free_ports
 from tests.fixtures.process_files import links_of
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 SLOW_CLIENTS = 200
 PROBE_LIMIT_S = 4.0

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.proof.history import (
-    Assignment,
     Deliver,
     Drain,
     Effect,
@@ -20,6 +19,7 @@ from tests.proof.history import (
     Health,
     History,
     Lineage,
+    OwnershipEvent,
     Publish,
     Seal,
     SharedSequence,
@@ -63,7 +63,7 @@ def test_every_outcome_is_written(tmp_path: Path, outcome: str) -> None:
         Drain(topic="orders", group="g", partition=4, epoch=5),
         Lineage(topic="orders", partition=4, parents=(1, 2)),
         Seal(topic="orders", partition=4, offset=9, run="r"),
-        Assignment(topic="orders", group="g", partition=4, member="m", epoch=7, change="kept", until_ns=8),
+        OwnershipEvent(topic="orders", group="g", partition=4, member="m", epoch=7, change="kept", until_ns=8),
         Health(healthy=False),
     ],
 )

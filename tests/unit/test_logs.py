@@ -19,12 +19,12 @@ def test_a_value_with_blanks_is_quoted_on_one_line() -> None:
 
 
 def test_json_lines_have_the_event_and_its_fields() -> None:
-    line = json.loads(JsonFormatter().format(record("partition_taken", partition=3, reason="a b")))
+    line = json.loads(JsonFormatter().format(record("partition_acquired", partition=3, reason="a b")))
     assert line.pop("at").endswith("+00:00")
     assert line == {
         "level": "INFO",
         "logger": "mqlayer.relay",
-        "event": "partition_taken",
+        "event": "partition_acquired",
         "partition": 3,
         "reason": "a b",
     }

@@ -1,7 +1,7 @@
 """No option is ignored beside another: each pair of a command's options has a verdict; those that clash are refused.
 
 `OPTIONS` lists the options of every command. Two of them count beside each other unless a rule of the command (see
-mqlayer.cli.combinations) or `BY_VALUE` says otherwise. A new option fails the first test until it was gone through.
+mqlayer.cli.option_rules) or `BY_VALUE` says otherwise. A new option fails the first test until it was gone through.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pytest
 
-from mqlayer.cli.combinations import Excludes, Needs, Rule, rules_of, shown
+from mqlayer.cli.option_rules import Excludes, Needs, Rule, option_name, rules_of
 from tests.fixtures.command_tree import commands, typed
 from tests.fixtures.commands import Commands
 
@@ -26,7 +26,7 @@ OPTIONS: Final[dict[str, str]] = {
     "grants": "",
     "relay": "--once",
     "trim": "TOPIC",
-    "analytics": "JOB --snapshot --topic --out --html --partitions --split-report --way --conf --json",
+    "analytics": "JOB --snapshot --topic --out --html --partitions --split-report --method --conf --json",
     "doctor": "--json",
     "verify": "TOPIC --deep --json",
     "node register": "NAME URL",
@@ -42,16 +42,17 @@ OPTIONS: Final[dict[str, str]] = {
     "topic list": "--json",
     "route split": "TOPIC PARTITION --at --from-report --to --measure --if-version --plan --apply --watch --timeout",
     "route merge": "TOPIC PARTITIONS --to --if-version --plan --apply --watch --timeout",
-    "route move": "TOPIC PARTITION --to --away --accept-loss --if-version --plan --apply --watch --timeout",
+    "route move": "TOPIC PARTITION --to --unreachable --accept-loss --if-version --plan --apply --watch --timeout",
     "route show": "TOPIC --version --json",
     "route history": "TOPIC --json",
     "route watch": "TOPIC --timeout",
-    "route repair": "TOPIC --away --accept-loss",
+    "route repair": "TOPIC --unreachable --accept-loss",
     "route reopen": "TOPIC --yes",
     "route drop": "TOPIC",
     "group set":
-        "TOPIC GROUP --backoff --jitter --attempts --policy --final --retried --time-limit --time-cap "
-        "--parked-keys --parked-messages --parked-bytes --key-messages --key-bytes --balance --tag-filter --keep-away "
+        "TOPIC GROUP --backoff --jitter --attempts --policy --non-retryable --retryable --time-limit --max-time-limit "
+        "--parked-keys --parked-messages --parked-bytes --key-messages --key-bytes --balance --tag-filter "
+        "--instance-expiry "
         "--rate --burst --if-version",
     "group pause": "TOPIC GROUP --partition --wait",
     "group resume": "TOPIC GROUP --partition",
@@ -92,9 +93,9 @@ OPTIONS: Final[dict[str, str]] = {
     "outbox recover": "--unproven --anew",
     "outbox adopt": "--yes",
     "outbox renew": "--yes",
-    "outbox aside list": "--json",
-    "outbox aside retry": "TOPIC LP",
-    "outbox aside discard": "NUMBER --yes",
+    "outbox quarantine list": "--json",
+    "outbox quarantine retry": "TOPIC LP",
+    "outbox quarantine discard": "NUMBER --yes",
     "outbox delayed list": "TOPIC --limit --json",
     "outbox delayed cancel": "DELAYED_ID",
     "inbox stats": "--json",
@@ -130,7 +131,7 @@ RULES: Final = [(name, rule) for name, command in COMMANDS.items() for rule in r
 
 
 def options_of(name: str) -> list[str]:
-    return [shown(parameter) for parameter in COMMANDS[name].params]
+    return [option_name(parameter) for parameter in COMMANDS[name].params]
 
 
 def test_every_option_of_every_command_was_gone_through() -> None:
@@ -165,8 +166,10 @@ def words_of(name: str, wanted: set[str]) -> list[str]:
     """Return these options as they are typed, with all that the command asks for, and the arguments before them."""
     parameters: list[Any] = COMMANDS[name].params
     arguments = [one for one in parameters if one.param_type_name == "argument"]
-    last = max((number for number, one in enumerate(arguments) if one.required or shown(one) in wanted), default=-1)
-    chosen = [one for one in parameters if one in arguments[: last + 1] or one.required or shown(one) in wanted]
+    last = max(
+        (number for number, one in enumerate(arguments) if one.required or option_name(one) in wanted), default=-1
+    )
+    chosen = [one for one in parameters if one in arguments[: last + 1] or one.required or option_name(one) in wanted]
     return [word for one in chosen for word in typed(one)]
 
 
@@ -190,8 +193,8 @@ def test_no_pair_is_refused_by_a_rule_that_its_table_does_not_have() -> None:
     [
         (("grant", "consume", "r", "--topic", "orders"), "can't be limited to topics"),
         (("grant", "publish", "r", "--group", "orders/g"), "can't be limited to groups"),
-        (("revoke", "look", "r", "--topic", "orders"), "can't be limited to topics"),
-        (("revoke", "look", "r", "--group", "orders/g"), "can't be limited to groups"),
+        (("revoke", "view", "r", "--topic", "orders"), "can't be limited to topics"),
+        (("revoke", "view", "r", "--group", "orders/g"), "can't be limited to groups"),
         (("dead", "show", "7", "--topic", "orders"), "leave --topic and --group out"),
         (("dead", "show", "7", "--group", "g"), "leave --topic and --group out"),
         (("dead", "discard", "7", "--topic", "orders", "--reason", "x"), "leave --topic and --group out"),

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from mqlayer.consuming.clock import Lease, clock
-from mqlayer.consuming.dispatch import Dispatcher
-from mqlayer.consuming.holdings import Held
-from mqlayer.consuming.parked import Parking, Parkings
+from mqlayer.consuming.engine.clock import Lease, clock
+from mqlayer.consuming.ordered.dispatcher import Dispatcher
+from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
+from mqlayer.consuming.ordered.parked_keys import OwnedParkedKey, OwnedParkedKeys
 from mqlayer.domain.message import ParkedRecord, Record
 from mqlayer.domain.routing import NodeId, PartitionId
-from mqlayer.membership.members import Assigned
+from mqlayer.groups.members import Assignment
 from mqlayer.parking import KeyRef
-from mqlayer.redis.partitions import Holder, Taken
+from mqlayer.redis.partition_scripts import LockHolder, LockTaken
 
 LIMITS = (100, 100_000, 8)
 
 
-def opened(*due: Parking) -> tuple[Dispatcher, Held]:
-    """Return a holding with parked keys, and its dispatcher."""
+def opened(*due: OwnedParkedKey) -> tuple[Dispatcher, OwnedPartition]:
+    """Return an owned partition with parked keys, and its dispatcher."""
     lease = Lease()
     lease.until = float("inf")
     dispatcher = Dispatcher(lease)
-    held = held_under(dispatcher, 1)
-    for parking in due:
-        held.parked.add(parking)
-    return dispatcher, held
+    owned = owned_under(dispatcher, 1)
+    for parked_key in due:
+        owned.parked.add(parked_key)
+    return dispatcher, owned
 
 
-def held_under(dispatcher: Dispatcher, epoch: int) -> Held:
-    """Return an open holding of partition 1."""
-    held = Held(Assigned(PartitionId(1), NodeId(1), 0, 1024, epoch, 1, release=False), Holder("p", 1, 1, "m", epoch))
-    dispatcher.open(held, Taken(1, 1, 1, b"", {}))
-    return held
+def owned_under(dispatcher: Dispatcher, epoch: int) -> OwnedPartition:
+    """Return an open owned partition of partition 1."""
+    owned = OwnedPartition(
+        Assignment(PartitionId(1), NodeId(1), 0, 1024, epoch, 1, release=False), LockHolder("p", 1, 1, "m", epoch)
+    )
+    dispatcher.open(owned, LockTaken(1, 1, 1, b"", {}))
+    return owned
 
 
 def read(seq: int) -> Record:
@@ -40,131 +42,134 @@ def read(seq: int) -> Record:
 
 def test_a_key_that_waits_to_be_started_and_is_released_again_is_started_once() -> None:
     """Twice, two workers would have it at a time."""
-    parkings, parking = Parkings(), Parking(KeyRef(1, b"k"), due=1.0)
-    parkings.add(parking)
-    assert parkings.ripe(2.0) == [parking]
-    parkings.schedule(parking, 1.5)
-    assert parkings.ripe(2.0) == [parking]
-    parkings.take_ripe([parking])
-    assert parkings.ripe(2.0) == []
+    parked_keys, parked_key = OwnedParkedKeys(), OwnedParkedKey(KeyRef(1, b"k"), due=1.0)
+    parked_keys.add(parked_key)
+    assert parked_keys.due_now(2.0) == [parked_key]
+    parked_keys.schedule(parked_key, 1.5)
+    assert parked_keys.due_now(2.0) == [parked_key]
+    parked_keys.take_due([parked_key])
+    assert parked_keys.due_now(2.0) == []
 
 
 def test_nothing_is_drained_while_a_key_is_being_started() -> None:
     """Case 24: the server knows the start already, the workers don't; the successor's owner would start it too."""
-    parking = Parking(KeyRef(1, b"k"), due=clock())
-    dispatcher, held = opened(parking)
-    work = dispatcher.parking_work(held, LIMITS)
-    assert work.due == [parking]
-    assert not dispatcher.finish_holding(held)
-    assert not dispatcher.drained(held)
-    dispatcher.resume(held, parking, [ParkedRecord(1, b"1:1:1:0", b"k", b"body")])
-    assert not dispatcher.finish_holding(held)
-    dispatcher.rest(held, parking, 0, float("inf"))
-    assert dispatcher.finish_holding(held)
+    parked_key = OwnedParkedKey(KeyRef(1, b"k"), due=clock())
+    dispatcher, owned = opened(parked_key)
+    work = dispatcher.take_parking_tasks(owned, LIMITS)
+    assert work.due == [parked_key]
+    assert not dispatcher.stop_starting(owned)
+    assert not dispatcher.is_idle(owned)
+    dispatcher.resume(owned, parked_key, [ParkedRecord(1, b"1:1:1:0", b"k", b"body")])
+    assert not dispatcher.stop_starting(owned)
+    dispatcher.reschedule(owned, parked_key, 0, float("inf"))
+    assert dispatcher.stop_starting(owned)
 
 
 def test_a_start_that_could_not_be_written_is_not_under_way() -> None:
-    parking = Parking(KeyRef(1, b"k"), due=clock())
-    dispatcher, held = opened(parking)
-    dispatcher.not_kept(held, dispatcher.parking_work(held, LIMITS))
-    assert dispatcher.drained(held)
-    assert dispatcher.parking_work(held, LIMITS).due == [parking]
+    parked_key = OwnedParkedKey(KeyRef(1, b"k"), due=clock())
+    dispatcher, owned = opened(parked_key)
+    dispatcher.not_written(owned, dispatcher.take_parking_tasks(owned, LIMITS))
+    assert dispatcher.is_idle(owned)
+    assert dispatcher.take_parking_tasks(owned, LIMITS).due == [parked_key]
 
 
 def test_a_key_of_which_nothing_is_left_is_not_under_way() -> None:
-    parking = Parking(KeyRef(1, b"k"), due=clock())
-    dispatcher, held = opened(parking)
-    dispatcher.parking_work(held, LIMITS)
-    dispatcher.resume(held, parking, [])
-    assert dispatcher.drained(held)
-    assert not held.parked
+    parked_key = OwnedParkedKey(KeyRef(1, b"k"), due=clock())
+    dispatcher, owned = opened(parked_key)
+    dispatcher.take_parking_tasks(owned, LIMITS)
+    dispatcher.resume(owned, parked_key, [])
+    assert dispatcher.is_idle(owned)
+    assert not owned.parked
 
 
 def test_after_a_death_only_so_many_messages_as_were_in_hand_go_one_by_one() -> None:
     """Else one kill by chance would have all of a long line take a transaction each."""
-    parking = Parking(KeyRef(1, b"k"), due=clock())
-    parking.careful = 2
-    dispatcher, held = opened(parking)
-    dispatcher.parking_work(held, LIMITS)
+    parked_key = OwnedParkedKey(KeyRef(1, b"k"), due=clock())
+    parked_key.guarded_count = 2
+    dispatcher, owned = opened(parked_key)
+    dispatcher.take_parking_tasks(owned, LIMITS)
     seen = []
     for offset in range(1, 4):
-        seen.append(parking.alone)
-        dispatcher.resume(held, parking, [ParkedRecord(offset, b"1:1:%d:0" % offset, b"k", b"body")])
-        assert parking.lane is not None
-        parking.lane.line.append(parking.lane.records[0])
-    dispatcher.resume(held, parking, [])
+        seen.append(parked_key.alone)
+        dispatcher.resume(owned, parked_key, [ParkedRecord(offset, b"1:1:%d:0" % offset, b"k", b"body")])
+        assert parked_key.queue is not None
+        parked_key.queue.handled.append(parked_key.queue.records[0])
+    dispatcher.resume(owned, parked_key, [])
     assert seen == [True, True, True]
-    assert not parking.alone
+    assert not parked_key.alone
 
 
 def test_a_key_that_waits_for_an_earlier_handler_and_is_parked_by_an_operator_is_not_lost() -> None:
     """Its messages of the stream go behind those that were given back; both wait until that handler has ended."""
     dispatcher, former = opened()
-    hand = dispatcher.new_hand()
+    local_queue = dispatcher.new_local_queue()
     dispatcher.put(former, [Record(1, b"1:1:1:0", b"k", b"running")])
-    assert dispatcher.take_now(hand)
-    running = hand.popleft()
+    assert dispatcher.fill_now(local_queue)
+    running = local_queue.popleft()
     dispatcher.drop(former)
-    held = Held(Assigned(PartitionId(1), NodeId(1), 0, 1024, 2, 1, release=False), Holder("p", 1, 1, "m", 2))
-    dispatcher.open(held, Taken(1, 3, 1, b"", {}))
-    dispatcher.put(held, [Record(1, b"1:1:1:0", b"k", b"again"), Record(2, b"1:1:2:0", b"k", b"next")])
-    assert not dispatcher.take_now(hand)
-    dispatcher.reload_parked(held, [Parking(KeyRef(1, b"k"), due=clock())])
-    work = dispatcher.parking_work(held, LIMITS)
-    [lane], [parking] = work.lanes, work.due
-    assert [record.body for record in lane.batch] == [b"again", b"next"]
-    dispatcher.kept(held, lane, parked=True)
-    dispatcher.resume(held, parking, [ParkedRecord(1, b"1:1:1:0", b"k", b"given back")])
-    assert not dispatcher.take_now(hand)
+    owned = OwnedPartition(
+        Assignment(PartitionId(1), NodeId(1), 0, 1024, 2, 1, release=False), LockHolder("p", 1, 1, "m", 2)
+    )
+    dispatcher.open(owned, LockTaken(1, 3, 1, b"", {}))
+    dispatcher.put(owned, [Record(1, b"1:1:1:0", b"k", b"again"), Record(2, b"1:1:2:0", b"k", b"next")])
+    assert not dispatcher.fill_now(local_queue)
+    dispatcher.sync_parked(owned, [OwnedParkedKey(KeyRef(1, b"k"), due=clock())])
+    work = dispatcher.take_parking_tasks(owned, LIMITS)
+    [key_queue], [parked_key] = work.queues, work.due
+    assert [record.body for record in key_queue.batch] == [b"again", b"next"]
+    dispatcher.batch_parked(owned, key_queue, parked=True)
+    dispatcher.resume(owned, parked_key, [ParkedRecord(1, b"1:1:1:0", b"k", b"given back")])
+    assert not dispatcher.fill_now(local_queue)
     dispatcher.done(running)
-    assert dispatcher.take_now(hand)
-    assert [record.body for record in hand.popleft().batch] == [b"given back"]
+    assert dispatcher.fill_now(local_queue)
+    assert [record.body for record in local_queue.popleft().batch] == [b"given back"]
 
 
 def test_nobody_looks_for_what_is_due_while_nothing_may_be_started() -> None:
-    """Else the keeper would never rest: while Postgres is away, a hand-over lasts, or successors are waited for."""
-    dispatcher, held = opened(Parking(KeyRef(1, b"k"), due=clock()))
-    assert dispatcher.next_parking_s([held]) == 0
+    """Else the parking worker would never rest: while Postgres is away, a hand-over lasts, or successors are waited
+    for."""
+    dispatcher, owned = opened(OwnedParkedKey(KeyRef(1, b"k"), due=clock()))
+    assert dispatcher.next_parked_due_s([owned]) == 0
     dispatcher.lease.until = 0.0
-    assert dispatcher.next_parking_s([held]) == float("inf")
+    assert dispatcher.next_parked_due_s([owned]) == float("inf")
     dispatcher.lease.until = float("inf")
-    dispatcher.finish_holding(held)
-    assert dispatcher.next_parking_s([held]) == float("inf")
-    held.finished = False
-    dispatcher.drain(held, clock() + 30)
-    assert dispatcher.next_parking_s([held]) == float("inf")
+    dispatcher.stop_starting(owned)
+    assert dispatcher.next_parked_due_s([owned]) == float("inf")
+    owned.finished = False
+    dispatcher.drain(owned, clock() + 30)
+    assert dispatcher.next_parked_due_s([owned]) == float("inf")
 
 
-def test_a_key_that_is_given_back_to_while_it_still_runs_under_a_former_holding_goes_on_from_postgres_alone() -> None:
+def test_a_key_that_is_given_back_to_while_it_still_runs_under_a_former_epoch_goes_on_from_postgres_alone() -> None:
     """What of it waits for that handler is parked; let go beside it, two workers would have the key."""
     dispatcher, former = opened()
-    hand = dispatcher.new_hand()
+    local_queue = dispatcher.new_local_queue()
     dispatcher.put(former, [read(5)])
-    assert dispatcher.take(hand, 0.0)
-    running = hand.popleft()
+    assert dispatcher.fill(local_queue, 0.0)
+    running = local_queue.popleft()
     dispatcher.drop(former)
-    held = held_under(dispatcher, 2)
-    dispatcher.put(held, [read(5)])
-    dispatcher.reload_parked(held, [Parking(KeyRef(1, b"k"), due=clock())])
+    owned = owned_under(dispatcher, 2)
+    dispatcher.put(owned, [read(5)])
+    dispatcher.sync_parked(owned, [OwnedParkedKey(KeyRef(1, b"k"), due=clock())])
     dispatcher.finish(running, [])
-    assert not dispatcher.take(hand, 0.0)
-    assert [lane.batch for lane in dispatcher.parking_work(held, LIMITS).lanes] == [[read(5)]]
+    assert not dispatcher.fill(local_queue, 0.0)
+    assert [key_queue.batch for key_queue in dispatcher.take_parking_tasks(owned, LIMITS).queues] == [[read(5)]]
 
 
-def test_what_was_to_be_parked_of_a_key_that_an_operator_ended_holds_up_no_later_holding() -> None:
-    """The holding went while that was written: the next one would wait for ever for what nobody runs."""
-    parking = Parking(KeyRef(1, b"k"), due=clock())
-    dispatcher, held = opened(parking)
-    hand = dispatcher.new_hand()
-    dispatcher.parking_work(held, LIMITS)
-    dispatcher.resume(held, parking, [ParkedRecord(1, b"1:1:1:0", b"k", b"body")])
-    assert dispatcher.take(hand, 0.0)
-    dispatcher.put(held, [read(2)])
-    (lane,) = dispatcher.parking_work(held, LIMITS).lanes
-    dispatcher.drop(held)
-    dispatcher.kept(held, lane, parked=False)
+def test_what_was_to_be_parked_of_a_key_that_an_operator_ended_holds_up_no_later_epoch() -> None:
+    """The owned partition went while that was written: the next one would wait for ever for what nobody runs."""
+    parked_key = OwnedParkedKey(KeyRef(1, b"k"), due=clock())
+    dispatcher, owned = opened(parked_key)
+    local_queue = dispatcher.new_local_queue()
+    dispatcher.take_parking_tasks(owned, LIMITS)
+    dispatcher.resume(owned, parked_key, [ParkedRecord(1, b"1:1:1:0", b"k", b"body")])
+    assert dispatcher.fill(local_queue, 0.0)
+    dispatcher.put(owned, [read(2)])
+    (key_queue,) = dispatcher.take_parking_tasks(owned, LIMITS).queues
+    dispatcher.drop(owned)
+    dispatcher.batch_parked(owned, key_queue, parked=False)
     assert dispatcher.runs_on(PartitionId(1))
-    dispatcher.finish(hand.popleft(), [])
+    dispatcher.finish(local_queue.popleft(), [])
     assert not dispatcher.runs_on(PartitionId(1))
 
 
@@ -173,16 +178,16 @@ def test_what_may_be_parked_already_is_written_before_its_key_goes_on() -> None:
 
     Found by the model, `docs/model`: turn-alone.
     """
-    parking, other = Parking(KeyRef(1, b"k")), Parking(KeyRef(1, b"other"))
-    dispatcher, held = opened(parking, other)
-    dispatcher.put(held, [read(1)])
-    lost = dispatcher.parking_work(held, (2, 100_000, 8))
-    assert [list(lane.batch) for lane in lost.lanes] == [[read(1)]]
+    parked_key, other = OwnedParkedKey(KeyRef(1, b"k")), OwnedParkedKey(KeyRef(1, b"other"))
+    dispatcher, owned = opened(parked_key, other)
+    dispatcher.put(owned, [read(1)])
+    lost = dispatcher.take_parking_tasks(owned, (2, 100_000, 8))
+    assert [list(key_queue.batch) for key_queue in lost.queues] == [[read(1)]]
     more = [Record(seq, b"1:1:%d:0" % seq, b"other", b"body") for seq in (2, 3, 4)]
-    dispatcher.put(held, [*more, read(5)])
-    dispatcher.not_kept(held, lost)
-    assert held.unsure
-    held.parked.schedule(parking, clock())
-    work = dispatcher.parking_work(held, (2, 100_000, 8))
-    assert work.due == [parking]
-    assert [list(lane.batch) for lane in work.lanes] == [[read(1)], more[:1]]
+    dispatcher.put(owned, [*more, read(5)])
+    dispatcher.not_written(owned, lost)
+    assert owned.uncertain
+    owned.parked.schedule(parked_key, clock())
+    work = dispatcher.take_parking_tasks(owned, (2, 100_000, 8))
+    assert work.due == [parked_key]
+    assert [list(key_queue.batch) for key_queue in work.queues] == [[read(1)], more[:1]]

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.proxy import Direction, TcpProxy
 
 LIMIT_S = 10.0

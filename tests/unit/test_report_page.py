@@ -8,14 +8,14 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from mqlayer.spark.report import (
+from mqlayer.spark.html_report import (
     Bar,
-    Bars,
-    Lines,
+    BarChart,
+    LineChart,
+    LpChart,
     Note,
     Part,
     Section,
-    Strip,
     Table,
     Tile,
     Tiles,
@@ -41,12 +41,12 @@ PARTS: list[Part] = [
     Tiles([Tile(EVIL, EVIL, "bad")]),
     Table(EVIL, [{EVIL: EVIL, "n": 1_234, "part": 0.5, "none": None, "at": AT}]),
     Table(EVIL, [], EVIL),
-    Bars(EVIL, [Bar(EVIL, 3, EVIL), Bar("b", 0, "0")], 1.5),
-    Bars(EVIL, [], nothing=EVIL),
-    Lines(EVIL, {EVIL: minutes(1, 2, 3), "other": minutes(0)}, EVIL),
-    Lines(EVIL, {"none": []}, "ms"),
-    Strip(EVIL, {3: 10, 1023: 1}, 1024, [512], [4]),
-    Strip(EVIL, {}, 1024, [], []),
+    BarChart(EVIL, [Bar(EVIL, 3, EVIL), Bar("b", 0, "0")], 1.5),
+    BarChart(EVIL, [], nothing=EVIL),
+    LineChart(EVIL, {EVIL: minutes(1, 2, 3), "other": minutes(0)}, EVIL),
+    LineChart(EVIL, {"none": []}, "ms"),
+    LpChart(EVIL, {3: 10, 1023: 1}, 1024, [512], [4]),
+    LpChart(EVIL, {}, 1024, [], []),
     Note(EVIL, "good"),
 ]
 
@@ -71,19 +71,19 @@ def test_drawings_are_well_formed(part: Part) -> None:
 
 def test_lines_are_broken_where_minutes_are_missing() -> None:
     points = [*minutes(1, 2), (AT + timedelta(minutes=30), 3.0)]
-    (line,) = [path.attrib["d"] for path in drawing(Lines("x", {"p50": points}, "ms")).iter("path")]
+    (line,) = [path.attrib["d"] for path in drawing(LineChart("x", {"p50": points}, "ms")).iter("path")]
     assert (line.count("M"), line.count("L")) == (2, 1)
 
 
 def test_values_that_span_much_are_on_a_logarithmic_scale() -> None:
-    assert "logarithmic" in Lines("x", {"p50": minutes(1, 1_000)}, "ms").html()
-    assert "logarithmic" not in Lines("x", {"p50": minutes(10, 1_000)}, "ms").html()
+    assert "logarithmic" in LineChart("x", {"p50": minutes(1, 1_000)}, "ms").html()
+    assert "logarithmic" not in LineChart("x", {"p50": minutes(10, 1_000)}, "ms").html()
 
 
 def test_a_long_line_keeps_its_highest_points() -> None:
     values = [1.0] * 5_000
     values[1_234] = 77.0
-    chart = Lines("x", {"p50": minutes(*values)}, "ms")
+    chart = LineChart("x", {"p50": minutes(*values)}, "ms")
     dots = list(drawing(chart).iter("circle"))
     assert len(dots) <= 480
     assert sum("77" in (dot[0].text or "") for dot in dots) == 1
@@ -91,7 +91,7 @@ def test_a_long_line_keeps_its_highest_points() -> None:
 
 
 def test_a_strip_marks_bounds_and_splits() -> None:
-    found = drawing(Strip("x", {0: 5, 100: 10}, 1024, [512], [100, 700]))
+    found = drawing(LpChart("x", {0: 5, 100: 10}, 1024, [512], [100, 700]))
     kinds = [element.attrib.get("class") for element in found]
     assert (kinds.count("heat"), kinds.count("bound"), kinds.count("cut")) == (2, 1, 2)
 

@@ -8,9 +8,9 @@ import sqlite3
 import pytest
 
 from mqlayer import PauseKey, Reject, RetryLater, Skip
-from mqlayer.domain.retrying import DEFAULT_BACKOFF_S, LONGEST_TABLE, RetryRules, error_name, exponential
+from mqlayer.domain.retry_rules import DEFAULT_BACKOFF_S, LONGEST_TABLE, RetryRules, error_name, exponential
 from mqlayer.errors import HandlerControl, HandlerFault, InvalidInput, MessageTimeout, MqlayerError
-from mqlayer.membership.groups import Rules, settings_of
+from mqlayer.groups.group import RetrySettings, settings_of
 
 
 def test_waits_follow_the_table_and_its_last_entry_serves_for_all_beyond_it() -> None:
@@ -29,7 +29,7 @@ def test_a_group_of_which_nothing_is_said_has_the_sources_table_and_17_attempts(
     assert rules == RetryRules()
     assert (rules.backoff_s, rules.attempt_limit, rules.policy) == (DEFAULT_BACKOFF_S, 17, "park")
     assert (DEFAULT_BACKOFF_S[0], DEFAULT_BACKOFF_S[-1]) == (1, 7200)
-    assert (rules.time_limit_s, rules.time_cap_s, rules.jitter) == (None, None, 0.0)
+    assert (rules.time_limit_s, rules.max_time_limit_s, rules.jitter) == (None, None, 0.0)
 
 
 def test_an_exponential_backoff_grows_by_its_factor_up_to_its_limit() -> None:
@@ -75,15 +75,16 @@ class Busy(OSError):
 def test_an_error_is_final_by_its_class_or_its_nearest_base_that_is_named(
     final: tuple[str, ...], retried: tuple[str, ...], error: BaseException, *, is_final: bool
 ) -> None:
-    assert RetryRules(final_errors=final, retried_errors=retried).is_final(error) is is_final
+    assert RetryRules(non_retryable_errors=final, retryable_errors=retried).is_final(error) is is_final
 
 
 def test_errors_may_be_said_as_classes_and_in_any_order() -> None:
     settings = settings_of(
-        final_errors=["shop.errors.Gone", KeyError, "KeyError"], retried_errors=[sqlite3.OperationalError, Busy]
+        non_retryable_errors=["shop.errors.Gone", KeyError, "KeyError"],
+        retryable_errors=[sqlite3.OperationalError, Busy],
     )
-    assert settings.final_errors == ("KeyError", "shop.errors.Gone")
-    assert settings.retried_errors == ("sqlite3.OperationalError", f"{Busy.__module__}.Busy")
+    assert settings.non_retryable_errors == ("KeyError", "shop.errors.Gone")
+    assert settings.retryable_errors == ("sqlite3.OperationalError", f"{Busy.__module__}.Busy")
 
 
 @pytest.mark.parametrize(
@@ -94,17 +95,17 @@ def test_errors_may_be_said_as_classes_and_in_any_order() -> None:
         ({"attempt_limit": 0}, "whole number from 1"),
         ({"attempt_limit": 2.5}, "whole number from 1"),
         ({"policy": "hope"}, "one of park, block, dead_letter, skip"),
-        ({"final_errors": ("NoError",)}, "no exception 'NoError' of its own"),
-        ({"final_errors": ("print",)}, "no exception 'print' of its own"),
-        ({"final_errors": ("a b",)}, "names no exception"),
-        ({"retried_errors": "OSError"}, "not the text 'OSError'"),
+        ({"non_retryable_errors": ("NoError",)}, "no exception 'NoError' of its own"),
+        ({"non_retryable_errors": ("print",)}, "no exception 'print' of its own"),
+        ({"non_retryable_errors": ("a b",)}, "names no exception"),
+        ({"retryable_errors": "OSError"}, "not the text 'OSError'"),
         ({"time_limit_s": 0.0}, "over 0 seconds"),
-        ({"time_cap_s": float("nan")}, "over 0 seconds"),
-        ({"time_limit_s": 5.0, "time_cap_s": 4.0}, "of 5 s is over the cap of 4 s"),
+        ({"max_time_limit_s": float("nan")}, "over 0 seconds"),
+        ({"time_limit_s": 5.0, "max_time_limit_s": 4.0}, "of 5 s is over the cap of 4 s"),
         ({"backoff_s": (1.0, -1.0)}, "0 seconds or more"),
     ],
 )
-def test_rules_that_no_group_can_have_are_refused(bad: Rules, told: str) -> None:
+def test_rules_that_no_group_can_have_are_refused(bad: RetrySettings, told: str) -> None:
     with pytest.raises(InvalidInput, match=told):
         settings_of(**bad)
 

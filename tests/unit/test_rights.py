@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from mqlayer.redis.commands import COMMANDS, KEYLESS
-from mqlayer.redis.rights import ANY, Need, acl_rules, needs_of, needs_of_script, password_rule
+from mqlayer.redis.acl import ANY, CommandAccess, acl_rules, needs_of, needs_of_script, password_rule
+from mqlayer.redis.command_specs import COMMANDS, KEYLESS
 from mqlayer.redis.roles import GRANTED, PLAIN_COMMANDS, SCRIPTS, RedisRole
 from mqlayer.resources import lua_names, lua_source
 from tests.proof.reach import PLACES, reached_by
@@ -19,7 +19,7 @@ WRITING_OF_CONSUMERS = {
     "outcomes",
     "rate",
     "pops",
-    "lines",
+    "queues",
     "due",
     "batches",
     "wake",
@@ -59,7 +59,7 @@ def test_a_publisher_changes_nothing_of_groups_and_a_consumer_nothing_that_publi
     written = {role: {need.key for need in needs_of(role) if need.writes} - {ANY} for role in RedisRole}
     assert written[RedisRole.PUBLISHER] == {"log", "meta", "marks", "ids", "ages"}
     assert written[RedisRole.CONSUMER] == WRITING_OF_CONSUMERS
-    assert Need("xadd", "log") not in needs_of(RedisRole.CONSUMER)
+    assert CommandAccess("xadd", "log") not in needs_of(RedisRole.CONSUMER)
     assert written[RedisRole.VIEWER] == set()
 
 
@@ -81,10 +81,10 @@ def test_rules_allow_no_whole_category_no_other_prefix_and_no_management(
 
 def test_a_call_with_several_keys_is_allowed_by_one_list() -> None:
     """A server asks each list of a user by itself whether it allows the whole call."""
-    assert {Need("unlink", kind) for kind in ("acks", "lines", "batches")} <= needs_of_script("pop_receive")
+    assert {CommandAccess("unlink", kind) for kind in ("acks", "queues", "batches")} <= needs_of_script("pop_receive")
     (rule,) = [rule for rule in acl_rules([RedisRole.CONSUMER], prefix="mq") if "+unlink" in rule]
     assert rule.startswith("(+unlink ~")
-    assert all(f"~mq:{{*}}:g*:{kind}" in rule for kind in ("acks", "attempts", "pops", "lines", "due", "batches"))
+    assert all(f"~mq:{{*}}:g*:{kind}" in rule for kind in ("acks", "attempts", "pops", "queues", "due", "batches"))
 
 
 def test_a_password_is_shown_as_its_hash_only() -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from mqlayer.domain.routing import (
     LP_COUNT,
+    LpRange,
     NodeId,
     PartitionId,
-    Range,
     Route,
     RouteVersion,
     check_tiling,
@@ -47,8 +47,8 @@ def test_every_key_has_an_lp(key: str) -> None:
 
 
 def test_messages_without_a_key_go_everywhere() -> None:
-    chance = random.Random(1)
-    assert len({random_lp(chance) for _ in range(20_000)}) == LP_COUNT
+    rng = random.Random(1)
+    assert len({random_lp(rng) for _ in range(20_000)}) == LP_COUNT
 
 
 @given(st.integers(1, LP_COUNT))
@@ -78,7 +78,7 @@ def test_a_gap_an_overlap_and_an_empty_range_are_refused(ranges: list[tuple[int,
 
 @given(st.integers(1, 40), st.integers(0, LP_COUNT - 1))
 def test_a_route_finds_the_range_that_holds_the_lp(count: int, lp: int) -> None:
-    ranges = tuple(Range(a, b, PartitionId(i + 1), NodeId(1)) for i, (a, b) in enumerate(even_ranges(count)))
+    ranges = tuple(LpRange(a, b, PartitionId(i + 1), NodeId(1)) for i, (a, b) in enumerate(even_ranges(count)))
     found = Route(1, "orders", RouteVersion(1), ranges, 1000, 0).range_of(lp)
     assert found.lp_from <= lp < found.lp_to
 

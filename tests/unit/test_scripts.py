@@ -10,12 +10,12 @@ from mqlayer.redis.scripts import script_digests, script_text
 from mqlayer.resources import lua_names, lua_source
 
 SETTLING = {
-    "lock_take", "lock_release", "lock_raise", "offsets_settle", "attempt_count", "attempt_start", "log_trim",
-    "partition_retire", "partition_seal", "partition_open", "mark_pass", "ids_load", "group_forget",
-    "pop_receive", "pop_settle", "rate_take", "shared_take", "shared_settle", "shared_again", "shared_back",
-    "shared_begin", "shared_keep", "shared_reclaim", "source_end", "source_term", "log_count", "marks_drop",
+    "lock_acquire", "lock_release", "lock_fence", "offsets_settle", "attempt_count", "attempt_start", "log_trim",
+    "partition_retire", "partition_seal", "partition_open", "mark_skip", "dedup_load", "group_forget",
+    "pop_receive", "pop_settle", "rate_acquire", "shared_acquire", "shared_settle", "shared_due", "shared_nack",
+    "shared_attempt", "shared_extend", "shared_reclaim", "source_end", "source_term", "log_recount", "marks_drop",
 }  # fmt: skip
-READING = {"group_look", "key_find", "log_chain", "log_select", "log_ends", "marks_look", "partition_look"}
+READING = {"group_position", "key_find", "log_chain", "log_select", "log_ends", "marks_read", "partition_read"}
 KEY_SECOND = {"TIME", "XGROUP", "XINFO"}
 FLAGS = dict.fromkeys(SETTLING, " flags=allow-oom") | dict.fromkeys(READING, " flags=no-writes")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mqlayer.checking.clocks import clock_finding
-from mqlayer.checking.findings import LIMITS, Finding, Verdict, shown_s
-from mqlayer.checking.versions import Product, Version, postgres_finding, redis_finding
+from mqlayer.doctor.clocks import clock_finding
+from mqlayer.doctor.findings import LIMITS, CheckStatus, Finding, format_seconds
+from mqlayer.doctor.versions import Product, ServerVersion, postgres_finding, redis_finding
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,9 @@ from mqlayer.checking.versions import Product, Version, postgres_finding, redis_
         ("valkey", (9, 0, 0), "ok", ""),
     ],
 )
-def test_a_node_of_a_bad_version_is_told_why(product: Product, version: Version, verdict: str, named: str) -> None:
+def test_a_node_of_a_bad_version_is_told_why(
+    product: Product, version: ServerVersion, verdict: str, named: str
+) -> None:
     """TRAPS 2c."""
     finding = redis_finding("node n1", product, version)
     assert finding.verdict == verdict
@@ -58,10 +60,10 @@ def test_a_clock_is_odd_at_the_most(ahead_s: float, round_trip_s: float, verdict
 
 def test_no_field_of_a_finding_holds_a_password() -> None:
     secret = "redis://user:s3cret@127.0.0.1/0 password=s3cret"
-    assert "s3cret" not in str(Finding("reachable", secret, Verdict.BROKEN, secret, secret))
+    assert "s3cret" not in str(Finding("reachable", secret, CheckStatus.BROKEN, secret, secret))
 
 
 def test_durations_are_shown_as_people_read_them() -> None:
-    assert [shown_s(s) for s in (0.25, 42.0, 90.0, 150.0, 7_300.0, 200_000.0)] == [
+    assert [format_seconds(s) for s in (0.25, 42.0, 90.0, 150.0, 7_300.0, 200_000.0)] == [
         "0.2 s", "42 s", "90 s", "2 min", "2 h", "2 d",
     ]  # fmt: skip

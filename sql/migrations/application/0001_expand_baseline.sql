@@ -33,7 +33,7 @@ CREATE TABLE mqlayer_app.granted (
     -- A topic, or TOPIC/GROUP. Empty: all.
     scope     text NOT NULL DEFAULT '',
     CONSTRAINT granted_key PRIMARY KEY (role, privilege, scope),
-    CONSTRAINT granted_privilege CHECK (privilege IN ('publish', 'consume', 'relay', 'work', 'look', 'analyze', 'operate'))
+    CONSTRAINT granted_privilege CHECK (privilege IN ('publish', 'consume', 'relay', 'work', 'view', 'analyze', 'operate'))
 );
 
 -- The role that calls: the one that was set, else the one that logged in. Within functions that run as their owner
@@ -294,14 +294,14 @@ CREATE TABLE mqlayer_app.relayed (
 ) WITH (fillfactor = 50);
 
 -- Rows that can never be sent. Each holds its LP, visibly, until an operator retries it.
-CREATE TABLE mqlayer_app.set_aside (
+CREATE TABLE mqlayer_app.quarantined (
     topic_id     int NOT NULL,
     lp           smallint NOT NULL,
     seq          bigint NOT NULL,
     reason       text NOT NULL,
-    set_aside_at timestamptz NOT NULL DEFAULT now(),
-    CONSTRAINT set_aside_key PRIMARY KEY (topic_id, lp),
-    CONSTRAINT set_aside_reason_length CHECK (octet_length(reason) <= 65536)
+    quarantined_at timestamptz NOT NULL DEFAULT now(),
+    CONSTRAINT quarantined_key PRIMARY KEY (topic_id, lp),
+    CONSTRAINT quarantined_reason_length CHECK (octet_length(reason) <= 65536)
 );
 
 -- Rows of best_effort topics that can never be sent. A void record has taken the place of each in its partition, so
@@ -576,8 +576,8 @@ BEGIN
         v_at := clock_timestamp();
         INSERT INTO mqlayer_app.outbox (id, topic_id, lp, slot, seq, created_at, key, headers, body)
             SELECT nextval('mqlayer_app.outbox_number'), v_topic_id, v_group.lp,
-                   floor(date_part('epoch', v_at) / 900)::bigint & 3, v_seq + m.place, v_at, v_keys[m.n], v_headers[m.n], v_bodies[m.n]
-            FROM (SELECT n, place FROM unnest(v_group.numbers) WITH ORDINALITY AS u(n, place) ORDER BY place) AS m;
+                   floor(date_part('epoch', v_at) / 900)::bigint & 3, v_seq + m.position, v_at, v_keys[m.n], v_headers[m.n], v_bodies[m.n]
+            FROM (SELECT n, position FROM unnest(v_group.numbers) WITH ORDINALITY AS u(n, position) ORDER BY position) AS m;
     END LOOP;
     RETURN cardinality(p_topics);
 END $$;
@@ -962,7 +962,7 @@ BEGIN
     IF EXISTS (SELECT FROM mqlayer_app.lp_set WHERE lease_until >= now()) THEN
         RAISE EXCEPTION 'a relay works on this outbox' USING ERRCODE = 'MQ005', HINT = 'stop its relays first';
     END IF;
-    LOCK TABLE mqlayer_app.counter, mqlayer_app.outbox, mqlayer_app.relayed, mqlayer_app.set_aside
+    LOCK TABLE mqlayer_app.counter, mqlayer_app.outbox, mqlayer_app.relayed, mqlayer_app.quarantined
         IN ACCESS EXCLUSIVE MODE;
     IF p_keep THEN
         DELETE FROM mqlayer_app.outbox o USING mqlayer_app.relayed r
@@ -977,7 +977,7 @@ BEGIN
         TRUNCATE mqlayer_app.outbox;
         UPDATE mqlayer_app.counter SET seq = 0 WHERE seq <> 0;
     END IF;
-    TRUNCATE mqlayer_app.relayed, mqlayer_app.set_aside;
+    TRUNCATE mqlayer_app.relayed, mqlayer_app.quarantined;
     UPDATE mqlayer_app.identity i SET outbox_uuid = gen_random_uuid(), timeline = DEFAULT,
         replaces = CASE WHEN p_keep THEN array_append(i.replaces, i.outbox_uuid) END;
     SELECT count(*) INTO v_count FROM mqlayer_app.outbox;
@@ -997,7 +997,7 @@ DECLARE
     v_now int := mqlayer_app.timeline_v1();
     v_count bigint;
 BEGIN
-    LOCK TABLE mqlayer_app.counter, mqlayer_app.outbox, mqlayer_app.relayed, mqlayer_app.set_aside
+    LOCK TABLE mqlayer_app.counter, mqlayer_app.outbox, mqlayer_app.relayed, mqlayer_app.quarantined
         IN ACCESS EXCLUSIVE MODE;
     PERFORM FROM mqlayer_app.identity i
         WHERE i.outbox_uuid = p_outbox AND i.timeline IS DISTINCT FROM v_now FOR UPDATE;
@@ -1019,7 +1019,7 @@ BEGIN
     UPDATE mqlayer_app.outbox SET seq = -seq WHERE seq < 0;
     UPDATE mqlayer_app.counter c SET seq = greatest(0, c.seq - r.seq) FROM mqlayer_app.relayed r
         WHERE r.topic_id = c.topic_id AND r.lp = c.lp;
-    TRUNCATE mqlayer_app.relayed, mqlayer_app.set_aside;
+    TRUNCATE mqlayer_app.relayed, mqlayer_app.quarantined;
     UPDATE mqlayer_app.identity i SET outbox_uuid = gen_random_uuid(), timeline = v_now,
         replaces = array_append(i.replaces, p_outbox);
     SELECT count(*) INTO v_count FROM mqlayer_app.outbox;

@@ -31,7 +31,7 @@ CREATE TABLE mqlayer.granted (
     -- A topic, or TOPIC/GROUP. Empty: all.
     scope     text NOT NULL DEFAULT '',
     CONSTRAINT granted_key PRIMARY KEY (role, privilege, scope),
-    CONSTRAINT granted_privilege CHECK (privilege IN ('publish', 'consume', 'relay', 'work', 'look', 'analyze', 'operate'))
+    CONSTRAINT granted_privilege CHECK (privilege IN ('publish', 'consume', 'relay', 'work', 'view', 'analyze', 'operate'))
 );
 
 -- The role that calls: the one that was set, else the one that logged in. Within functions that run as their owner, and
@@ -182,7 +182,7 @@ CREATE TABLE mqlayer.route_change (
     opened_at  timestamptz,
     ended_at   timestamptz,
     CONSTRAINT route_change_kind CHECK (kind IN ('split', 'merge', 'move')),
-    CONSTRAINT route_change_mode CHECK (mode IN ('live', 'away', 'lost')),
+    CONSTRAINT route_change_mode CHECK (mode IN ('live', 'unreachable', 'lost')),
     CONSTRAINT route_change_state CHECK (state IN ('planned', 'sealing', 'sealed', 'done', 'dropped')),
     CONSTRAINT route_change_actor CHECK (octet_length(actor) <= 4096)
 );
@@ -199,8 +199,8 @@ CREATE TABLE mqlayer.partition (
     lp_to        smallint NOT NULL,
     state        text NOT NULL DEFAULT 'importing',
     -- The parents of a partition are those that the change of its birth ended, and whose LPs it took over.
-    born_in      int REFERENCES mqlayer.route_change,
-    ended_in     int REFERENCES mqlayer.route_change,
+    created_by_change      int REFERENCES mqlayer.route_change,
+    ended_by_change     int REFERENCES mqlayer.route_change,
     created_at   timestamptz NOT NULL DEFAULT now(),
     -- Deleted partitions only: Redis has only its tombstone.
     retired_at   timestamptz,
@@ -210,8 +210,8 @@ CREATE TABLE mqlayer.partition (
     CONSTRAINT partition_range_known UNIQUE (partition_id, lp_from, lp_to)
 );
 CREATE INDEX partition_by_node ON mqlayer.partition (node_id);
-CREATE INDEX partition_by_birth ON mqlayer.partition (born_in) WHERE born_in IS NOT NULL;
-CREATE INDEX partition_by_end ON mqlayer.partition (ended_in) WHERE ended_in IS NOT NULL;
+CREATE INDEX partition_by_created_by_change ON mqlayer.partition (created_by_change) WHERE created_by_change IS NOT NULL;
+CREATE INDEX partition_by_ended_by_change ON mqlayer.partition (ended_by_change) WHERE ended_by_change IS NOT NULL;
 -- Rebalances and heartbeats look through these only: tombstones are many in the long run.
 CREATE INDEX partition_in_use ON mqlayer.partition (topic_id) WHERE state IN ('open', 'sealed');
 
@@ -253,7 +253,7 @@ CREATE TABLE mqlayer.seal (
     -- "<source>:<lp>" -> highest seq.
     marks        jsonb NOT NULL,
     -- Sealed in Postgres only, while its node is away: no group can drain it before the node is back.
-    away         boolean NOT NULL DEFAULT false,
+    unreachable         boolean NOT NULL DEFAULT false,
     -- The partition holds more than its recorded marks. Its successors hold that too, so no group handles it here.
     cut          boolean NOT NULL DEFAULT false,
     sealed_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -334,9 +334,9 @@ CREATE TABLE mqlayer.consumer_group (
     broadcast_of     int REFERENCES mqlayer.consumer_group,
     instance         text,
     -- Of a broadcast group: for how long it keeps the position of an instance that is away.
-    keep_away_s      double precision,
+    instance_expiry_s      double precision,
     -- Of an instance: since when it has no consumer. Null while it has one.
-    away_since       timestamptz,
+    absent_since       timestamptz,
 
     -- Settings. The version grows with every change of one.
     settings_version int NOT NULL DEFAULT 1,
@@ -351,13 +351,13 @@ CREATE TABLE mqlayer.consumer_group (
     -- Up to which part of a wait is left out by chance.
     backoff_jitter   double precision NOT NULL DEFAULT 0,
     -- Names of exceptions: final at their first attempt, and tried again. Without the latter: all that are not final.
-    final_errors     text[] NOT NULL DEFAULT '{}',
-    retried_errors   text[] NOT NULL DEFAULT '{}',
+    non_retryable_errors     text[] NOT NULL DEFAULT '{}',
+    retryable_errors   text[] NOT NULL DEFAULT '{}',
     -- Seconds that a handler has for a message, and up to which it may extend that. Null: no limit.
     time_limit_s     double precision,
-    time_cap_s       double precision,
+    max_time_limit_s       double precision,
     -- Shared only: a message is taken from a member that was silent for so many seconds.
-    invisible_s      double precision,
+    visibility_timeout_s      double precision,
     -- Messages that the whole group begins by the second, null for no limit. And how many at once after a rest, null
     -- for as many as the limit gives in a second.
     rate_limit       double precision,
@@ -402,7 +402,7 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_instance_mode CHECK (instance IS NULL OR mode = 'exclusive'),
     CONSTRAINT consumer_group_instance_length CHECK (octet_length(instance) <= 63),
     CONSTRAINT consumer_group_keep_away CHECK (
-        (mode = 'broadcast') = (keep_away_s IS NOT NULL) AND keep_away_s > 0 AND keep_away_s < 'Infinity'),
+        (mode = 'broadcast') = (instance_expiry_s IS NOT NULL) AND instance_expiry_s > 0 AND instance_expiry_s < 'Infinity'),
     CONSTRAINT consumer_group_tag_filter
         CHECK (tag_filter ~ '^(none|(any|all):[a-z0-9][a-z0-9_.-]*(,[a-z0-9][a-z0-9_.-]*)*)$'),
     CONSTRAINT consumer_group_balance CHECK (balance IN ('count', 'rate')),
@@ -411,9 +411,9 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_backoff CHECK (cardinality(backoff_s) >= 1),
     CONSTRAINT consumer_group_backoff_jitter CHECK (backoff_jitter BETWEEN 0 AND 1),
     CONSTRAINT consumer_group_time_limit CHECK (time_limit_s > 0 AND time_limit_s < 'Infinity'),
-    CONSTRAINT consumer_group_time_cap CHECK (time_cap_s > 0 AND time_cap_s < 'Infinity'),
-    CONSTRAINT consumer_group_invisible CHECK (invisible_s > 0 AND invisible_s < 'Infinity'),
-    CONSTRAINT consumer_group_invisible_of_shared CHECK (mode <> 'shared' OR invisible_s IS NOT NULL),
+    CONSTRAINT consumer_group_max_time_limit CHECK (max_time_limit_s > 0 AND max_time_limit_s < 'Infinity'),
+    CONSTRAINT consumer_group_visibility_timeout CHECK (visibility_timeout_s > 0 AND visibility_timeout_s < 'Infinity'),
+    CONSTRAINT consumer_group_visibility_timeout_of_shared CHECK (mode <> 'shared' OR visibility_timeout_s IS NOT NULL),
     CONSTRAINT consumer_group_shared CHECK (mode <> 'shared' OR NOT ordered AND policy IN ('dead_letter', 'skip')),
     CONSTRAINT consumer_group_rate_limit CHECK (rate_limit > 0 AND rate_limit < 'Infinity'),
     CONSTRAINT consumer_group_rate_burst CHECK (rate_burst >= 1 AND rate_burst < 'Infinity'),
@@ -425,8 +425,8 @@ CREATE TABLE mqlayer.consumer_group (
         allocation BETWEEN 0 AND 4611686018427387904 AND parking BETWEEN 0 AND 4611686018427387904),
     CONSTRAINT consumer_group_texts_length CHECK (
         octet_length(coalesce(paused_by, '')) <= 1024 AND octet_length(coalesce(tag_filter, '')) <= 65536
-        AND cardinality(backoff_s) <= 1000 AND pg_column_size(final_errors) <= 1000000
-        AND pg_column_size(retried_errors) <= 1000000)
+        AND cardinality(backoff_s) <= 1000 AND pg_column_size(non_retryable_errors) <= 1000000
+        AND pg_column_size(retryable_errors) <= 1000000)
 );
 CREATE UNIQUE INDEX consumer_group_instances ON mqlayer.consumer_group (broadcast_of, instance)
     WHERE broadcast_of IS NOT NULL;
@@ -500,7 +500,7 @@ WHERE g.paused_at IS NULL AND t.paused_at IS NULL AND g.state <> 'retired' AND g
   AND NOT EXISTS (SELECT FROM mqlayer.drained d WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id)
   AND NOT EXISTS (
       SELECT FROM mqlayer.partition parent
-      WHERE parent.ended_in = p.born_in AND parent.lp_from < p.lp_to AND p.lp_from < parent.lp_to
+      WHERE parent.ended_by_change = p.created_by_change AND parent.lp_from < p.lp_to AND p.lp_from < parent.lp_to
         AND parent.state <> 'deleted' AND g.mode <> 'shared'
         AND NOT EXISTS (SELECT FROM mqlayer.drained d
                         WHERE d.group_id = g.group_id AND d.partition_id = parent.partition_id));
@@ -617,7 +617,7 @@ CREATE INDEX parked_key_due ON mqlayer.parked_key (due_at) WHERE due_at IS NOT N
 
 -- Grows in the order in which messages are parked. Places have room between them, and before the first one, for
 -- messages that come again or are replayed in front of parked ones.
-CREATE SEQUENCE mqlayer.parked_place INCREMENT BY 16777216 START WITH 16777216;
+CREATE SEQUENCE mqlayer.parked_position INCREMENT BY 16777216 START WITH 16777216;
 
 CREATE TABLE mqlayer.parked_message (
     group_id     int NOT NULL,
@@ -626,7 +626,7 @@ CREATE TABLE mqlayer.parked_message (
     source       int NOT NULL,
     seq          bigint NOT NULL,
     -- A key's messages are handled by (place, seq). One that comes again goes in front of its source's next one.
-    place        bigint NOT NULL,
+    position        bigint NOT NULL,
     partition_id int NOT NULL REFERENCES mqlayer.partition,
     log_offset   bigint NOT NULL,
     -- As in a record: key, identity with time and headers, body.
@@ -647,8 +647,8 @@ CREATE TABLE mqlayer.parked_message (
         octet_length(name) <= 65536 AND octet_length(key) <= 65536 AND octet_length(m) <= 1000000
         AND octet_length(body) <= 16777216)
 );
-CREATE INDEX parked_message_line ON mqlayer.parked_message (group_id, lp, name, place, seq);
-CREATE INDEX parked_message_place ON mqlayer.parked_message (group_id, partition_id, log_offset);
+CREATE INDEX parked_message_queue ON mqlayer.parked_message (group_id, lp, name, position, seq);
+CREATE INDEX parked_message_log ON mqlayer.parked_message (group_id, partition_id, log_offset);
 -- The next message of its source, in front of which one that comes again goes.
 CREATE INDEX parked_message_numbers ON mqlayer.parked_message (group_id, lp, name, source, seq);
 -- By key, the message's position in its log: one that comes again of a parked key goes in front of all that lies behind
@@ -662,7 +662,7 @@ ALTER TABLE mqlayer.parked_message ALTER COLUMN group_id SET STATISTICS 0;
 
 -- What people may see of messages: all but bodies and headers.
 CREATE VIEW mqlayer.parked_fact AS
-SELECT group_id, lp, name, source, seq, place, partition_id, log_offset, key, redriven, replay, attempts, tried,
+SELECT group_id, lp, name, source, seq, position, partition_id, log_offset, key, redriven, replay, attempts, tried,
        convert_to(concat_ws(':', source, lp, seq, split_part(encode(m, 'escape'), ':', 4)), 'UTF8') AS m,
        octet_length(m) AS m_size, octet_length(body) AS body_size
 FROM mqlayer.parked_message;
@@ -748,7 +748,7 @@ CREATE TABLE mqlayer.dead_message (
     redriven_seek int,
     -- Its node lost its record, or it is given to a successor without it. Such messages come again at other offsets
     -- than they had, if at all.
-    adrift        boolean NOT NULL DEFAULT false,
+    log_lost        boolean NOT NULL DEFAULT false,
     CONSTRAINT dead_message_once UNIQUE (group_id, lp, source, seq),
     CONSTRAINT dead_message_cause CHECK (cause IN ('exhausted', 'rejected', 'skipped', 'discarded')),
     CONSTRAINT dead_message_sizes CHECK (
@@ -758,16 +758,16 @@ CREATE TABLE mqlayer.dead_message (
 CREATE INDEX dead_message_listed ON mqlayer.dead_message (group_id, died_at) WHERE redriven_at IS NULL;
 CREATE INDEX dead_message_stream ON mqlayer.dead_message (group_id, partition_id, log_offset);
 -- Key by key, as its messages were published: the order of a redrive.
-CREATE INDEX dead_message_line ON mqlayer.dead_message (group_id, lp, key, partition_id, log_offset, dead_id)
+CREATE INDEX dead_message_queue ON mqlayer.dead_message (group_id, lp, key, partition_id, log_offset, dead_id)
     WHERE redriven_at IS NULL;
-CREATE INDEX dead_message_adrift ON mqlayer.dead_message (group_id, lp) WHERE adrift;
+CREATE INDEX dead_message_log_lost ON mqlayer.dead_message (group_id, lp) WHERE log_lost;
 -- As of parked_message.
 ALTER TABLE mqlayer.dead_message ALTER COLUMN group_id SET STATISTICS 0;
 
 -- What people may see of messages: all but bodies and headers.
 CREATE VIEW mqlayer.dead_fact AS
 SELECT dead_id, group_id, lp, source, seq, partition_id, log_offset, key, octet_length(body) AS body_size, cause, reason,
-       attempts, actor, died_at, redriven_at, redriven_seek, adrift
+       attempts, actor, died_at, redriven_at, redriven_seek, log_lost
 FROM mqlayer.dead_message;
 
 -- Failed attempts, for people: kept while the message waits or is dead, else for a week.
@@ -813,7 +813,7 @@ CREATE TABLE mqlayer.redrive (
     redrive_id   bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     group_id     int NOT NULL REFERENCES mqlayer.consumer_group,
     kind         text NOT NULL DEFAULT 'dead',
-    -- The messages that it is for: see mqlayer/failures/filters.py.
+    -- The messages that it is for: see mqlayer/redelivery/filters.py.
     filter       jsonb NOT NULL,
     -- Later ones are not of it.
     upto_id      bigint NOT NULL,
@@ -835,7 +835,7 @@ CREATE TABLE mqlayer.redrive (
     -- Per partition the first offset that the group comes to by itself. Of other partitions it has come past all.
     bounds       jsonb NOT NULL DEFAULT '{}',
     -- Its messages have places before this one. Messages that are parked meanwhile have places behind it.
-    place        bigint,
+    position        bigint,
     -- Whether newer messages wait until it is over, or may come between.
     newer        text,
     -- The only key that it is for. Null: any.
@@ -855,7 +855,7 @@ CREATE TABLE mqlayer.redrive (
     -- Nothing is sent before.
     next_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
     -- Why it waits, where that is not for its rate.
-    waits        text,
+    blocked_by        text,
     started_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
     ended_at     timestamptz,
     CONSTRAINT redrive_kind CHECK (kind IN ('dead', 'replay', 'backfill')),
@@ -864,7 +864,7 @@ CREATE TABLE mqlayer.redrive (
     CONSTRAINT redrive_ended CHECK ((state = 'running') = (ended_at IS NULL)),
     CONSTRAINT redrive_newer CHECK (newer IN ('wait', 'between')),
     CONSTRAINT redrive_of_archive CHECK (
-        (kind = 'dead') = (upto_batch IS NULL) AND (kind = 'dead') = (place IS NULL) AND (kind = 'dead') = (newer IS NULL)),
+        (kind = 'dead') = (upto_batch IS NULL) AND (kind = 'dead') = (position IS NULL) AND (kind = 'dead') = (newer IS NULL)),
     -- One filter that can't be read would end the list of all groups' redrives.
     CONSTRAINT redrive_filter_names CHECK (
         jsonb_typeof(filter) = 'object'
@@ -894,7 +894,7 @@ CREATE TABLE mqlayer.redrive (
              ELSE false END
     ),
     CONSTRAINT redrive_texts CHECK (
-        octet_length(actor) <= 4096 AND octet_length(worker) <= 1024 AND octet_length(waits) <= 65536
+        octet_length(actor) <= 4096 AND octet_length(worker) <= 1024 AND octet_length(blocked_by) <= 65536
         AND octet_length(name) <= 65536 AND octet_length(at_key) <= 65536),
     CONSTRAINT redrive_documents CHECK (
         octet_length(bounds::text) <= 1000000 AND octet_length(results::text) <= 1000000)
@@ -1120,7 +1120,7 @@ BEGIN
         RETURNING m.group_id, m.partition_id, m.log_offset, m.tried, given.handled
     )
     INSERT INTO mqlayer_archive.outcome_queue
-        (topic_id, group_id, partition_id, log_offset, word, attempts, delivered_at, actor)
+        (topic_id, group_id, partition_id, log_offset, outcome, attempts, delivered_at, actor)
     SELECT g.topic_id, e.group_id, e.partition_id, e.log_offset, 'handled', e.tried + 1,
            statement_timestamp() - make_interval(secs => p_given_s), p_actor
     FROM gone e JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
@@ -1192,9 +1192,9 @@ CREATE TABLE mqlayer_archive.topic (
     batch         bigint NOT NULL DEFAULT 0,
     -- Grows whenever archiving is switched on: messages that were published while it was off are a gap that needs no
     -- acceptance.
-    stretch       int NOT NULL DEFAULT 1,
+    segment       int NOT NULL DEFAULT 1,
     -- When an archiver last came to the end of every partition that it could read.
-    passed_at     timestamptz,
+    last_pass_at     timestamptz,
     -- The last batch of a day that was dropped. Earlier ones may be kept, where a snapshot needs them.
     dropped_batch bigint NOT NULL DEFAULT 0,
     CONSTRAINT topic_key PRIMARY KEY (topic_id)
@@ -1221,7 +1221,7 @@ CREATE TABLE mqlayer_archive.mark (
     first_seq bigint NOT NULL,
     last_seq  bigint NOT NULL,
     -- The topic's stretch in which a record of the source and LP was last archived.
-    stretch   int NOT NULL DEFAULT 1,
+    segment   int NOT NULL DEFAULT 1,
     CONSTRAINT mark_key PRIMARY KEY (topic_id, source, lp)
 ) WITH (fillfactor = 50);
 
@@ -1283,7 +1283,7 @@ CREATE TABLE mqlayer_archive.outcome (
     -- handled. unmatched: not wanted by the group's tag filter. parked: waits in Postgres since. redriven: given back
     -- to the group. replayed: given to it by a replay or backfill of the archive. Or how it died: exhausted, rejected,
     -- skipped, discarded.
-    word         text NOT NULL,
+    outcome         text NOT NULL,
     -- Begun attempts, the last one included.
     attempts     int NOT NULL,
     -- When the member that settled it was first given it. Null: never handled.
@@ -1300,9 +1300,9 @@ CREATE TABLE mqlayer_archive.outcome (
     -- are two.
     epoch        bigint NOT NULL,
     -- Within an epoch. Acts come after settlements.
-    place        bigint NOT NULL,
+    position        bigint NOT NULL,
     CONSTRAINT outcome_range CHECK (first_offset <= last_offset),
-    CONSTRAINT outcome_word CHECK (word IN
+    CONSTRAINT outcome_known CHECK (outcome IN
         ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven', 'replayed'))
 ) PARTITION BY RANGE (archived_at);
 CREATE INDEX outcome_by_offset ON mqlayer_archive.outcome (group_id, partition_id, first_offset);
@@ -1313,12 +1313,12 @@ CREATE INDEX outcome_by_batch ON mqlayer_archive.outcome (topic_id, batch);
 -- until an archiver fetches them.
 CREATE TABLE mqlayer_archive.outcome_queue (
     -- Rises with the acts on one message: each act holds a lock that the one before held to its commit.
-    place        bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    position        bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     topic_id     int NOT NULL,
     group_id     int NOT NULL,
     partition_id int NOT NULL,
     log_offset   bigint NOT NULL,
-    word         text NOT NULL,
+    outcome         text NOT NULL,
     attempts     int NOT NULL,
     delivered_at timestamptz,
     settled_at   timestamptz NOT NULL DEFAULT statement_timestamp(),
@@ -1326,14 +1326,14 @@ CREATE TABLE mqlayer_archive.outcome_queue (
     reason       text,
     epoch        bigint NOT NULL DEFAULT coalesce(pg_sequence_last_value('mqlayer.epoch'), 0),
     -- One row that the archive refuses would keep all outcomes behind it out, and the topic from being trimmed.
-    CONSTRAINT outcome_queue_word CHECK (word IN
+    CONSTRAINT outcome_queue_known CHECK (outcome IN
         ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven', 'replayed')),
     CONSTRAINT outcome_queue_offset CHECK (log_offset BETWEEN 0 AND 9007199254740991),
     CONSTRAINT outcome_queue_texts CHECK (octet_length(actor) <= 4096 AND octet_length(reason) <= 65536),
     CONSTRAINT outcome_queue_delivered_at
         CHECK (delivered_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00')
 );
-CREATE INDEX outcome_queue_by_topic ON mqlayer_archive.outcome_queue (topic_id, place);
+CREATE INDEX outcome_queue_by_topic ON mqlayer_archive.outcome_queue (topic_id, position);
 
 -- Up to where the entries of a partition and group on its node are in the archive. An entry's place is never given
 -- again, so one that is not above it was fetched before, also on a node that fell back.
@@ -1341,7 +1341,7 @@ CREATE TABLE mqlayer_archive.outcome_progress (
     group_id     int NOT NULL REFERENCES mqlayer.consumer_group,
     partition_id int NOT NULL REFERENCES mqlayer.partition,
     epoch        bigint NOT NULL,
-    place        bigint NOT NULL,
+    position        bigint NOT NULL,
     -- Offsets that the node dropped for lack of an archiver: their outcomes are in no row. And when the last one was
     -- noticed.
     dropped      bigint NOT NULL DEFAULT 0,
@@ -1494,18 +1494,18 @@ END $$;
 
 -- The final outcome of each offset, per group: of a topic, in the batches up to one, or in all.
 CREATE FUNCTION mqlayer_archive.final_outcomes_v1(topic text, upto_batch bigint DEFAULT NULL)
-RETURNS TABLE (group_name text, partition_id int, log_offset bigint, word text, attempts int, delivered_at timestamptz,
+RETURNS TABLE (group_name text, partition_id int, log_offset bigint, outcome text, attempts int, delivered_at timestamptz,
                settled_at timestamptz, actor text, reason text)
 LANGUAGE sql STABLE
 BEGIN ATOMIC
     SELECT DISTINCT ON (g.name, o.partition_id, at.log_offset)
-           g.name, o.partition_id, at.log_offset, o.word, o.attempts, o.delivered_at, o.settled_at, o.actor, o.reason
+           g.name, o.partition_id, at.log_offset, o.outcome, o.attempts, o.delivered_at, o.settled_at, o.actor, o.reason
     FROM mqlayer.topic t
     JOIN mqlayer_archive.outcome o ON o.topic_id = t.topic_id
     JOIN mqlayer.consumer_group g ON g.group_id = o.group_id
     CROSS JOIN LATERAL generate_series(o.first_offset, o.last_offset) AS at (log_offset)
     WHERE t.name = final_outcomes_v1.topic AND (upto_batch IS NULL OR o.batch <= upto_batch)
-    ORDER BY g.name, o.partition_id, at.log_offset, o.epoch DESC, o.place DESC;
+    ORDER BY g.name, o.partition_id, at.log_offset, o.epoch DESC, o.position DESC;
 END;
 
 
@@ -1515,7 +1515,7 @@ END;
 DO $do$
 DECLARE
     v_table text;
-    v_reads CONSTANT text := $$(SELECT mqlayer.has_v1('relay', 'work', 'operate', 'consume', 'look', 'analyze'))$$;
+    v_reads CONSTANT text := $$(SELECT mqlayer.has_v1('relay', 'work', 'operate', 'consume', 'view', 'analyze'))$$;
     v_writes CONSTANT text := $$(SELECT mqlayer.has_v1('relay', 'work', 'operate', 'consume'))$$;
     v_operates CONSTANT text := $$(SELECT mqlayer.has_v1('operate'))$$;
     v_own CONSTANT text := 'group_id = ANY((SELECT mqlayer.groups_v1())::int[])';

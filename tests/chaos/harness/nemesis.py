@@ -14,14 +14,14 @@ import psycopg
 
 from tests.chaos.harness.play import Play
 from tests.chaos.harness.sites import DatabaseSite, NodeSite, PairSite, PowerSite, Site
-from tests.fixtures.forking import is_stopped
+from tests.fixtures.forked_programs import is_stopped
 from tests.proof.failpoint_names import failpoint_names
 
 PLACES: Final = {
     "driver": ("change.", "drop.", "retire."),
-    "pair": ("drained.", "take.", "rearm.", "mend.", "ack.", "release.", "member.", "read.", "park"),
-    "relay": ("relay.", "rearm.", "mend."),
-    "worker": ("archive.", "rearm.", "mend.", "retire.", "change."),
+    "pair": ("drained.", "acquire.", "rearm.", "repair.", "ack.", "release.", "member.", "read.", "park"),
+    "relay": ("relay.", "rearm.", "repair."),
+    "worker": ("archive.", "rearm.", "repair.", "retire.", "change."),
 }
 """Where processes of a role are broken between two writes."""
 MORTAL: Final = ("publisher", "relay", "pair", "pair", "driver", "driver", "worker", "beat")
@@ -49,7 +49,7 @@ class Struck:
 
 
 REVIVE_EVERY_S: Final = 0.25
-"""How often it is looked who died, or stands still, at a place."""
+"""How often it is looked who died, or is stuck, at a place."""
 
 
 class Nemesis:
@@ -166,7 +166,7 @@ class Nemesis:
 
     def _network(self) -> str:
         site = self._rng.choice([*self._nodes, *self._nodes, self._database])
-        name = self._rng.choice(["slow", "silent", "deaf", "reset", "cut", "cut", "cut", "away", "half_open"])
+        name = self._rng.choice(["slow", "silent", "deaf", "reset", "cut", "cut", "cut", "unreachable", "half_open"])
         getattr(self, f"_line_{name}")(site)
         site.proxy.heal()
         return f"{name} {site.name}"
@@ -191,7 +191,7 @@ class Nemesis:
         site.proxy.cut_after(server_bytes=self._rng.choice([0, 0, 1, 7, 200, 5_000]), times=self._rng.randint(1, 4))
         self.let_pass(self._rng.uniform(0.1, 0.5))
 
-    def _line_away(self, site: Site) -> None:
+    def _line_unreachable(self, site: Site) -> None:
         site.proxy.refuse_new()
         site.proxy.reset_all()
         self.let_pass(self._rng.uniform(0.3, 1.0))

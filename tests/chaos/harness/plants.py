@@ -11,11 +11,11 @@ from types import ModuleType
 from typing import Final
 
 from mqlayer import resources
-from mqlayer.consuming.holdings import Held
+from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.postgres import migrations, queries
 from mqlayer.redis import scripts
-from mqlayer.relay.lanes import Lane
-from mqlayer.relay.sending import Sender
+from mqlayer.relay.lp_cursors import LpCursor
+from mqlayer.relay.sender import Sender
 from mqlayer.workers import tasks
 
 CONTROL: Final = "sql/migrations/control/0001_expand_baseline.sql"
@@ -35,15 +35,15 @@ class Plant:
 
 
 def _early_gate() -> None:
-    Held.is_settled = property(lambda held: held.command is not None)  # type: ignore[assignment,method-assign]
+    OwnedPartition.is_settled = property(lambda held: held.command is not None)  # type: ignore[assignment,method-assign]
 
 
 def _no_rewind() -> None:
-    def pass_on(_sender: Sender, lane: Lane, mark: int) -> None:
+    def pass_on(_sender: Sender, cursor: LpCursor, mark: int) -> None:
         del mark
-        lane.advance(lane.sent)
+        cursor.advance(cursor.sent)
 
-    Sender._back_to = pass_on  # type: ignore[assignment,method-assign]
+    Sender._rewind_to = pass_on  # type: ignore[assignment,method-assign]
 
 
 def _no_claims() -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Final
 
 from mqlayer.settings import Settings
-from tests.fixtures.forking import Process, start_python
+from tests.fixtures.forked_programs import Process, start_python
 
 ROOT: Final = Path(__file__).parents[3]
 LEASE_S: Final = 1.5
-LOOK_EVERY_S: Final = 0.05
+POLL_INTERVAL_S: Final = 0.05
 """How often it is looked whether a process ended that was told to."""
 
 
@@ -72,7 +72,7 @@ class Play:
                 process.wait()
                 return False
             meanwhile()
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
         return True
 
     def pause(self, name: str, seconds: float) -> None:

@@ -16,41 +16,41 @@ import psycopg
 from pydantic import SecretStr
 
 from mqlayer import Context, failpoints
-from mqlayer.changes import bring_back_nodes, finish_changes, split
 from mqlayer.domain.message import Identity
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import RetryLater, TransactionConflict
 from mqlayer.failpoints import FailpointHit
-from mqlayer.failures import release_all
-from mqlayer.membership import drained
+from mqlayer.groups import drained
+from mqlayer.maintenance import trim_pass
 from mqlayer.outbox import publish, transaction
 from mqlayer.postgres.database import Connection, Database
-from mqlayer.redis.nodes import NodeConnection
-from mqlayer.redis.partitions import (
+from mqlayer.redelivery import release_all
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.partition_scripts import (
     Fenced,
-    Holder,
-    Kept,
-    Taken,
+    LockHolder,
+    LockKept,
+    LockTaken,
+    acquire_command,
+    acquire_reply,
     settle_command,
     settle_reply,
-    take_command,
-    take_reply,
 )
+from mqlayer.routes import finish_changes, rearm_lost_nodes, split
 from mqlayer.settings import Settings
-from mqlayer.stack.deadlines import comes_true
+from mqlayer.stack.wait import comes_true
 from mqlayer.topics import create_topic, rearm_node, register_node
-from mqlayer.trimming import trim_pass
-from tests.chaos.harness.places import TOPIC, Place
+from tests.chaos.harness.race_servers import TOPIC, Place
 from tests.chaos.test_power_cut import DIRECT, DirectPublisher, stored_on
-from tests.fixtures.consuming import Stage
+from tests.fixtures.consumers import Stage
 from tests.fixtures.power import PoweredRedis, build_sync_noter
 from tests.integration.test_outbox_race import OurOutbox
 from tests.proof.checker import check
 from tests.proof.fall_back import FallBack
-from tests.proof.hand import Hand
-from tests.proof.history import Ack, Assignment, Deliver, Effect, History, Publish, read_histories
+from tests.proof.history import Ack, Deliver, Effect, History, OwnershipEvent, Publish, read_histories
+from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_race import Race, run_race
-from tests.proof.planted import Outbox
+from tests.proof.planted_bugs import Outbox
 
 GROUP: Final = "g"
 WRITERS: Final = 4
@@ -151,7 +151,7 @@ def power_cut(there: Place, planted: bool) -> str:
                 publisher.wait_for_more()
                 node.cut_power()
                 node.start()
-                bring_back_nodes(database, prefix="race", application=database)
+                rearm_lost_nodes(database, prefix="race", application=database)
                 publisher.wait_for_more()
         missing = publisher.stored - stored_on(node, "race", [part.partition for part in route.ranges])
     finally:
@@ -256,7 +256,7 @@ def _own_in_turns(there: Place, *, fenced: bool) -> str:
     """Have two consumers take turns by an advisory lock; end the connection of the one that has it, again and again."""
     directory, dsn, done = there.begin(), there.database(), threading.Event()
     with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("CREATE TABLE sink (place bigserial, seq bigint, epoch bigint)")
+        connection.execute("CREATE TABLE sink (position bigserial, seq bigint, epoch bigint)")
         connection.execute("CREATE SEQUENCE epochs")
         with ThreadPoolExecutor(max_workers=2) as pool:
             consumers = [pool.submit(_own_by_lock, dsn, done, fenced) for _ in range(2)]
@@ -267,7 +267,7 @@ def _own_in_turns(there: Place, *, fenced: bool) -> str:
             done.set()
             for consumer in consumers:
                 consumer.result()
-        rows = connection.execute("SELECT place, seq, epoch FROM sink ORDER BY place").fetchall()
+        rows = connection.execute("SELECT position, seq, epoch FROM sink ORDER BY position").fetchall()
     _note_effects(directory, rows)
     return _broken(check(read_histories(directory), drained=False).counts)
 
@@ -337,38 +337,40 @@ def woken_owners(there: Place, planted: bool) -> str:
 
 def _own_and_sleep(stage: Stage, history: History, epochs: Iterator[int], member: str, until: float) -> None:
     rng, partition = random.Random(member), int(stage.partitions[0])
-    with stage.line() as line:
+    with stage.connection() as connection:
         while time.monotonic() < until:
-            holder = Holder(stage.prefix, partition, 1, member, next(epochs))
-            owned = _take(line, history, holder)
+            holder = LockHolder(stage.prefix, partition, 1, member, next(epochs))
+            owned = _take(connection, history, holder)
             while owned and time.monotonic() < until:
                 # It sleeps, as a stopped process does, for up to some seconds of the node's clock.
                 time.sleep(rng.choice([0.01, 0.01, 0.1, 1.5]))
-                owned = _settle_next(line, history, holder)
+                owned = _settle_next(connection, history, holder)
 
 
-def _take(line: NodeConnection, history: History, holder: Holder) -> bool:
-    event = Assignment(
+def _take(connection: NodeConnection, history: History, holder: LockHolder) -> bool:
+    event = OwnershipEvent(
         topic=TOPIC, group=GROUP, partition=holder.partition, member=holder.member, epoch=holder.epoch, change="taken"
     )
     operation = history.begin(event)
-    answer = take_reply(line.call([take_command(line, holder, start=1)])[0], line.node.address)
+    answer = acquire_reply(connection.call([acquire_command(connection, holder, start=1)])[0], connection.node.address)
     taken = not isinstance(answer, Fenced)
     (operation.ok if taken else operation.fail)()
     return taken
 
 
-def _settle_next(line: NodeConnection, history: History, holder: Holder) -> bool:
+def _settle_next(connection: NodeConnection, history: History, holder: LockHolder) -> bool:
     """Refresh the lock as a member does with each read, and settle the next offset; say whether both were taken."""
-    answer = take_reply(line.call([take_command(line, holder, start=1)])[0], line.node.address)
+    answer = acquire_reply(connection.call([acquire_command(connection, holder, start=1)])[0], connection.node.address)
     # Whatever the answer is: between it and the settling anything may happen.
-    offset = answer.committed if isinstance(answer, Kept | Taken) else 1
+    offset = answer.committed if isinstance(answer, LockKept | LockTaken) else 1
     facts = _facts(Identity(1, 1, offset), "key", b"")
     history.note(Effect(group=GROUP, partition=holder.partition, epoch=holder.epoch, fenced=False, **facts))
     operation = history.begin(Ack(group=GROUP, partition=holder.partition, epoch=holder.epoch, **facts))
-    settled = settle_reply(line.call([settle_command(line, holder, [(offset, offset)])])[0], line.node.address)
-    (operation.ok if isinstance(settled, Kept) else operation.fail)()
-    return isinstance(settled, Kept)
+    settled = settle_reply(
+        connection.call([settle_command(connection, holder, [(offset, offset)])])[0], connection.node.address
+    )
+    (operation.ok if isinstance(settled, LockKept) else operation.fail)()
+    return isinstance(settled, LockKept)
 
 
 def late_ack(there: Place, planted: bool) -> str:
@@ -395,11 +397,13 @@ def late_ack(there: Place, planted: bool) -> str:
         rearm_node(stage.database, "node-1", prefix=stage.prefix, application=stage.database)
         stage.forget_last(key, 10)
         stage.send([(key, b"new")] * 10)
-        holder = Holder(stage.prefix, partition, stage.group_id(), member or "", epoch)
-        with stage.line() as line:
-            answer = settle_reply(line.call([settle_command(line, holder, [(11, 20)])])[0], line.node.address)
+        holder = LockHolder(stage.prefix, partition, stage.group_id(), member or "", epoch)
+        with stage.connection() as connection:
+            answer = settle_reply(
+                connection.call([settle_command(connection, holder, [(11, 20)])])[0], connection.node.address
+            )
         going.set()
-    return "an ack of before settles 10 new messages" if isinstance(answer, Kept) else ""
+    return "an ack of before settles 10 new messages" if isinstance(answer, LockKept) else ""
 
 
 def lost_seal(there: Place, planted: bool) -> str:
@@ -411,21 +415,21 @@ def lost_seal(there: Place, planted: bool) -> str:
     directory = there.begin()
     with there.stage() as stage:
         partition = int(stage.partitions[0])
-        hand = Hand(stage.database, stage.prefix, TOPIC, group=GROUP)
+        member = ManualMember(stage.database, stage.prefix, TOPIC, group=GROUP)
         stage.send_numbers(keys=20, each=10)
-        hand.consume_all()
+        member.consume_all()
         kept = FallBack(there.node, directory / "kept")
         _seal_unrecorded(stage, partition)
-        lost = hand.look(partition)[1]
+        lost = member.position(partition)[1]
         kept.happen()
         rearm_node(stage.database, "node-1", prefix=stage.prefix, application=stage.database)
         stage.send_numbers(keys=20, each=10, first=11)
         finish_changes(stage.database, prefix=stage.prefix, application=stage.database)
-        left, command = hand.look(partition)
+        left, command = member.position(partition)
         assert lost is not None, "the first seal was not read"
         assert command is not None, "there is no second seal"
-        passed = drained(stage.database, hand.session, hand.assigned()[partition], lost.seal_id)
-        return f"{len(left)} messages are passed by" if passed and hand.version == 2 else ""
+        passed = drained(stage.database, member.session, member.assigned()[partition], lost.seal_id)
+        return f"{len(left)} messages are passed by" if passed and member.version == 2 else ""
 
 
 def _seal_unrecorded(stage: Stage, partition: int) -> None:

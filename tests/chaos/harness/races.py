@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import psycopg
 
-from mqlayer.parking import Ledger
+from mqlayer.parking import ParkingStore
 from mqlayer.postgres.queries import query
 from tests.chaos.harness import race_rounds as rounds
-from tests.chaos.harness.places import Place, place
 from tests.chaos.harness.plants import APPLICATION, CONTROL, Plant, plant_this
-from tests.proof.planted import OutboxById, OutboxByTransaction
+from tests.chaos.harness.race_servers import Place, place
+from tests.proof.planted_bugs import OutboxById, OutboxByTransaction
 
 LIMIT_S: Final = 120.0
 """How long a bug may go unnoticed."""
@@ -64,7 +64,7 @@ def _retry_statements() -> None:
 
 def _unpark_unseen() -> None:
     """End a key's being parked once what was handed out of it is handled: nobody looks at what came meanwhile."""
-    plain = Ledger._next
+    plain = ParkingStore._next
 
     def _next(ledger: Any, connection: Any, turn: Any, key: Any, written: Any) -> Any:
         if turn.handled:
@@ -72,7 +72,7 @@ def _unpark_unseen() -> None:
             return []
         return plain(ledger, connection, turn, key, written)
 
-    setattr(Ledger, "_next", _next)  # noqa: B010
+    setattr(ParkingStore, "_next", _next)  # noqa: B010
 
 
 NUMBERED_FIRST: Final = """v_seq := nextval('mqlayer_app.outbox_number');
@@ -163,13 +163,13 @@ RACES: Final[dict[str, RacePlant]] = {
     "lower_epoch_taken": RacePlant(
         "a pull lock goes to whoever asks for it, also under a lower epoch",
         rounds.woken_owners,
-        Plant("", {"lua/lock_take": (("elseif held >= epoch then", "elseif false then"),)}),
+        Plant("", {"lua/lock_acquire": (("elseif held >= epoch then", "elseif false then"),)}),
     ),
     "clock_takeover": RacePlant(
         "a pull lock that was not refreshed for a second is anybody's, by the node's clock",
         rounds.woken_owners,
         Plant("", {
-            "lua/lock_take": (
+            "lua/lock_acquire": (
                 ("elseif held >= epoch then", "elseif held >= epoch and now - tonumber(lock[3] or '0') < 1 then"),
             )
         }),

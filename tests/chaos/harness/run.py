@@ -19,28 +19,28 @@ import psycopg
 import pytest
 from pydantic import SecretStr
 
-from mqlayer.changes import bring_back_nodes, finish_changes
-from mqlayer.checking.verifying import verify
+from mqlayer.doctor.verify import verify
 from mqlayer.errors import MqlayerError
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
+from mqlayer.routes import finish_changes, rearm_lost_nodes
 from mqlayer.settings import Settings
 from mqlayer.stack import RedisServer
 from tests.chaos.actors import SINK, TOPIC
-from tests.chaos.harness.looking import Progress, judge_so_far
 from tests.chaos.harness.nemesis import KINDS, Nemesis
 from tests.chaos.harness.plants import PLANTS, plant
 from tests.chaos.harness.play import Play
+from tests.chaos.harness.progress import Progress, judge_so_far
 from tests.chaos.harness.recovery import recoveries, summary
 from tests.chaos.harness.scene import Scene
 from tests.chaos.harness.sites import DatabaseSite, NodeSite, PairSite, PowerSite
 from tests.fixtures.power import build_sync_noter
 from tests.fixtures.servers import best_place
-from tests.fixtures.waiting import wait_until
-from tests.proof.archiving import archive_all
+from tests.fixtures.wait import wait_until
+from tests.proof.archive_update import archive_all
 from tests.proof.checker import Verdict, check
 from tests.proof.history import FallBack, History, read_histories
-from tests.proof.observing import observe_retiring
+from tests.proof.observer import observe_retiring
 
 CAST: Final = {"publisher": 3, "relay": 2, "pair": 4, "driver": 2, "worker": 2, "beat": 2}
 BATCHES: Final = {"pair-0": "distinct", "pair-1": "key", "pair-2": "distinct", "pair-3": "key"}
@@ -62,7 +62,7 @@ class Length:
     """How long all that was committed may take to be handled once the faults are over; else the run is stuck."""
     stall_s: float = math.inf
     """How long nothing may change meanwhile; else the run is stuck."""
-    look_every_s: float = math.inf
+    poll_interval_s: float = math.inf
     """How often what there is so far is judged; the run ends when that finds something."""
 
 
@@ -178,7 +178,7 @@ class _Run:
             # Nothing breaks for so long: the pace of faults is part of the experiment.
             self._nemesis.let_pass(self._rng.uniform(0.2, 1.8) * length.every_s)
             self._nemesis.strike()
-            if time.monotonic() - looked > length.look_every_s:
+            if time.monotonic() - looked > length.poll_interval_s:
                 verdict = judge_so_far(self._scene)
                 if not verdict.clean:
                     return verdict
@@ -216,7 +216,7 @@ class _Run:
 
     def _is_settled(self) -> bool:
         try:
-            bring_back_nodes(self._database, prefix=self._settings.key_prefix, application=self._database)
+            rearm_lost_nodes(self._database, prefix=self._settings.key_prefix, application=self._database)
             finish_changes(self._database, prefix=self._settings.key_prefix, topic=TOPIC, application=self._database)
             return self._scene.is_settled()
         except MqlayerError as error:

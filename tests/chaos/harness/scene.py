@@ -10,11 +10,11 @@ from typing import Any, Final, Protocol
 import psycopg
 import redis
 
-from mqlayer.changes import drain_progress, finish_changes, retire_partitions, route_history
-from mqlayer.membership.groups import find_group
+from mqlayer.groups.group import find_group
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
-from mqlayer.routes.cache import load_route
+from mqlayer.routes import drain_progress, finish_changes, retire_partitions, route_history
+from mqlayer.runtime.route_cache import load_route
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
 from tests.chaos.actors import GROUP, MIRROR, TOPIC
@@ -88,7 +88,8 @@ class Scene:
             partition: tuple(parents)
             for partition, parents in self.rows(
                 "SELECT p.partition_id, array_agg(q.partition_id) FROM mqlayer.partition p JOIN mqlayer.partition q"
-                " ON q.ended_in = p.born_in AND q.lp_from < p.lp_to AND p.lp_from < q.lp_to GROUP BY p.partition_id"
+                " ON q.ended_by_change = p.created_by_change AND q.lp_from < p.lp_to AND p.lp_from < q.lp_to GROUP "
+                "BY p.partition_id"
             )
         }
 
@@ -126,7 +127,7 @@ class Scene:
 
     def is_settled(self) -> bool:
         """Say whether both groups have settled all that was committed, along the whole lineage."""
-        ends = self.rows("SELECT coalesce(max(place), 0)::bigint FROM sink")[0][0]
+        ends = self.rows("SELECT coalesce(max(position), 0)::bigint FROM sink")[0][0]
         assert ends >= self.committed(), f"at least {self.committed() - ends} messages have no effect"
         # What the periodic job does: where a drain and the end of its change meet, neither raises the group's version.
         finish_changes(self.database, prefix=self.prefix, topic=TOPIC, application=self.database)

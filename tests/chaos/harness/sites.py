@@ -65,9 +65,9 @@ class PowerSite(NodeSite):
         self._powered.library = noter
         super().__init__(directory, name, cleanup, self._powered)
 
-    def cut_power(self, chance: random.Random) -> None:
+    def cut_power(self, rng: random.Random) -> None:
         """Crash it with what was not synced lost, or with a part of that, and start it again."""
-        self._powered.cut_power(chance if chance.random() < 0.5 else None)
+        self._powered.cut_power(rng if rng.random() < 0.5 else None)
         self.server.start()
         self.proxy.aim("127.0.0.1", self.server.port)
 

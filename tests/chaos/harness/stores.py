@@ -40,7 +40,7 @@ def note_sink(history: History, dsn: str) -> None:
 def effects_in(connection: Connection) -> list[Effect]:
     """Return the effects, in the order in which the sink got them."""
     rows = connection.execute(
-        "SELECT place, key, source, lp, seq, epoch, partition, value FROM sink ORDER BY place"
+        "SELECT position, key, source, lp, seq, epoch, partition, value FROM sink ORDER BY position"
     ).fetchall()
     return [
         Effect(

@@ -10,22 +10,22 @@ import pytest
 import redis
 
 from mqlayer import Producer, failpoints
-from mqlayer.changes import bring_back_nodes, finish_changes, give_up_node, losing, move, split, steps
 from mqlayer.domain.assignment import assign
 from mqlayer.errors import Conflict, NodeNotArmed
 from mqlayer.failpoints import FailpointHit
-from mqlayer.membership import members
-from mqlayer.membership.members import beat, join
+from mqlayer.groups import members
+from mqlayer.groups.members import join, send_heartbeat
 from mqlayer.postgres.database import Database
-from mqlayer.redis.nodes import NodeConnection
-from mqlayer.redis.partitions import Refused, Run, append_command, append_reply
-from mqlayer.routes.cache import load_nodes, load_route
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.partition_scripts import MessageRun, Refused, append_command, append_reply
+from mqlayer.routes import change_driver, finish_changes, give_up_node, move, node_loss, rearm_lost_nodes, split
+from mqlayer.runtime.route_cache import load_nodes, load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, rearm_node
 from tests.fixtures.dead_nodes import all_handled, bring, consuming, published
-from tests.fixtures.waiting import wait_until
-from tests.proof.driving import drive
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.step_driver import drive
 
 IN_ORDER = "everything is handled in order"
 
@@ -35,7 +35,7 @@ def states(world: OutboxWorld) -> dict[int, tuple[int, str]]:
     return {partition: (node, state) for partition, node, state in rows}
 
 
-def give_up(world: OutboxWorld, database: Database) -> losing.Loss:
+def give_up(world: OutboxWorld, database: Database) -> node_loss.NodeLossReport:
     return give_up_node(database, "node-2", prefix=world.key_prefix, application=database)
 
 
@@ -53,7 +53,7 @@ def test_a_living_parent_of_a_merge_keeps_what_groups_have_not_drained(
     node.kill()
     loss = give_up(world, database)
     assert loss.moved == (2,)
-    assert loss.again > 0
+    assert loss.resent > 0
     assert states(world)[1] == (1, "sealed")
     with world.relay(), consuming(world) as seen:
         world.publish(100, tag="after")
@@ -90,7 +90,7 @@ def test_a_node_that_is_back_before_its_partition_is_moved_seals_it_itself(
         rearm(world, database)
         return {}
 
-    monkeypatch.setattr(losing, "finish_changes", back_again)
+    monkeypatch.setattr(node_loss, "finish_changes", back_again)
     loss = give_up(world, database)
     assert loss.moved == ()
     assert states(world)[2] == (2, "sealed")
@@ -109,7 +109,7 @@ def test_a_successor_on_the_lost_node_is_made_elsewhere(
     failpoints.disarm_all()
     node.kill()
     loss = give_up(world, database)
-    assert len(loss.remade) == 1
+    assert len(loss.recreated) == 1
     assert all(node_id == 1 for node_id, state in states(world).values() if state != "deleted")
     with world.relay(), consuming(world) as seen:
         world.publish(50, tag="after")
@@ -155,14 +155,14 @@ def test_the_copy_that_a_lost_node_brings_back_takes_nothing(
         pass
     bring(world, 50, "before")
     node.kill()
-    move(database, "orders", 2, prefix=world.key_prefix, to="node-1", away=True, application=database)
-    assert give_up(world, database).remade == (2,)
+    move(database, "orders", 2, prefix=world.key_prefix, to="node-1", unreachable=True, application=database)
+    assert give_up(world, database).recreated == (2,)
     node.start()
     rearm(world, database)
     back = next(n for n in load_nodes(database) if n.name == "node-2")
-    with NodeConnection(back) as line:
-        command = append_command(line, world.key_prefix, 2, 999, [Run(700, 1, 1, [b"x", b"k", b"b"])])
-        assert append_reply(line.call([command])[0], "node-2") == Refused("deleted", "")
+    with NodeConnection(back) as connection:
+        command = append_command(connection, world.key_prefix, 2, 999, [MessageRun(700, 1, 1, [b"x", b"k", b"b"])])
+        assert append_reply(connection.call([command])[0], "node-2") == Refused("deleted", "")
     with world.relay(), consuming(world) as seen:
         wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
 
@@ -179,7 +179,7 @@ def test_what_was_given_another_node_is_made_there_also_after_a_kill_in_between(
     node.kill()
     assert drive("give_up", "node-2", environment=world.environment("lost.after_one=kill")) == -9
     assert states(world)[2] == (1, "sealed")
-    assert give_up(world, database).remade == (2,)
+    assert give_up(world, database).recreated == (2,)
     with world.relay(), consuming(world) as seen:
         world.publish(50, tag="after")
         wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
@@ -201,8 +201,8 @@ def test_a_rebalance_beside_the_loss_leaves_nobody_with_a_partition_that_is_gone
         return assign(*arguments)
 
     # The package offers the function of this module's name.
-    monkeypatch.setattr(sys.modules["mqlayer.membership.rebalance"], "assign", slow)
-    sessions: list[members.Session] = []
+    monkeypatch.setattr(sys.modules["mqlayer.groups.rebalance"], "assign", slow)
+    sessions: list[members.MemberSession] = []
     joining = threading.Thread(
         target=lambda: sessions.append(join(database, group_id=1, member_id="m-one", lease_s=30))
     )
@@ -214,7 +214,9 @@ def test_a_rebalance_beside_the_loss_leaves_nobody_with_a_partition_that_is_gone
     go_on.set()
     joining.join(20)
     giving_up.join(20)
-    assert [a.partition for a in beat(database, sessions[0], lease_s=30).assignments if a.partition == 2] == []
+    assert [
+        a.partition for a in send_heartbeat(database, sessions[0], lease_s=30).assignments if a.partition == 2
+    ] == []
     join(database, group_id=1, member_id="m-two", lease_s=30)
     assert not world.rows("SELECT 1 FROM mqlayer.assignment WHERE partition_id = 2 AND member_id IS NOT NULL")
 
@@ -229,7 +231,7 @@ def test_a_partition_that_its_node_does_not_have_leaves_the_others_there_alone(
         bring(world, 50, "before")
         wait_until(lambda: all_handled(world, seen), what=IN_ORDER)
         client = redis.Redis.from_url(node.url)
-        # Nobody mends this one: Postgres does not say what it has to be any more.
+        # Nobody repairs this one: Postgres does not say what it has to be any more.
         world.rows("UPDATE mqlayer.partition SET state = 'importing' WHERE lp_from = 700")
         client.delete(f"{world.key_prefix}:{{4}}:meta")
         keys = [key for key, bodies in published(world).items() if bodies]
@@ -262,7 +264,7 @@ def test_the_next_command_finishes_a_move_away(world: OutboxWorld, database: Dat
     node.kill()
     failpoints.arm("change.before_sealed_commit", "raise")
     with pytest.raises(FailpointHit):
-        move(database, "orders", 2, prefix=world.key_prefix, to="node-1", away=True, application=database)
+        move(database, "orders", 2, prefix=world.key_prefix, to="node-1", unreachable=True, application=database)
     failpoints.disarm_all()
     route = split(database, "orders", 1, at=[100], prefix=world.key_prefix, application=database)
     assert route.version == 3
@@ -275,14 +277,14 @@ def test_away_is_refused_where_direct_producers_may_have_published(
         producer.send("orders", key="k", body=b"1")
     node.kill()
     with pytest.raises(Conflict, match="--accept-loss"):
-        move(database, "orders", 2, prefix=world.key_prefix, to="node-1", away=True, application=database)
+        move(database, "orders", 2, prefix=world.key_prefix, to="node-1", unreachable=True, application=database)
     route = move(
         database,
         "orders",
         2,
         prefix=world.key_prefix,
         to="node-1",
-        away=True,
+        unreachable=True,
         accept_loss=True,
         application=database,
     )
@@ -296,10 +298,10 @@ def test_away_waits_for_a_node_that_answers_and_is_not_armed(
     node.kill()
     node.start()
     with pytest.raises(NodeNotArmed):
-        move(database, "orders", 2, prefix=world.key_prefix, to="node-1", away=True, application=database)
+        move(database, "orders", 2, prefix=world.key_prefix, to="node-1", unreachable=True, application=database)
     rearm(world, database)
     assert finish_changes(database, prefix=world.key_prefix, application=database) == {1: "done"}
-    assert not world.rows("SELECT 1 FROM mqlayer.seal WHERE away")
+    assert not world.rows("SELECT 1 FROM mqlayer.seal WHERE unreachable")
 
 
 def move_a_parent_that_holds_more(world: OutboxWorld, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,11 +309,13 @@ def move_a_parent_that_holds_more(world: OutboxWorld, database: Database, monkey
     with consuming(world):
         pass
     bring(world, 100, "before")
-    monkeypatch.setattr(steps.Driver, "_is_away", lambda self, work, place: work.mode == "away")
+    monkeypatch.setattr(
+        change_driver.ChangeDriver, "_is_unreachable", lambda self, work, place: work.mode == "unreachable"
+    )
     world.rows("UPDATE mqlayer_app.relayed SET seq = seq - 1 WHERE lp >= 512 AND seq > 1")
-    move(database, "orders", 2, prefix=world.key_prefix, to="node-1", away=True, application=database)
-    assert bring_back_nodes(database, prefix=world.key_prefix, application=database) == {"node-2": "armed"}
-    assert world.rows("SELECT away, cut FROM mqlayer.seal") == [(False, True)]
+    move(database, "orders", 2, prefix=world.key_prefix, to="node-1", unreachable=True, application=database)
+    assert rearm_lost_nodes(database, prefix=world.key_prefix, application=database) == {"node-2": "armed"}
+    assert world.rows("SELECT unreachable, cut FROM mqlayer.seal") == [(False, True)]
 
 
 def test_what_a_parent_holds_beyond_its_proven_marks_is_handled_once(

@@ -19,19 +19,19 @@ import psycopg
 import pytest
 import redis
 
-from mqlayer.changes import finish_changes, move
 from mqlayer.failpoints import FailpointHit, arm, disarm_all
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.redis.keys import terms_key
 from mqlayer.relay import relay_once
+from mqlayer.routes import finish_changes, move
 from mqlayer.stack import PostgresServer
 from mqlayer.topics import create_topic, register_node
-from tests.fixtures.forking import is_stopped
+from tests.fixtures.forked_programs import is_stopped
 from tests.fixtures.functions import GOOD, call, signatures
 from tests.fixtures.servers import StartPostgres, StartRedis
-from tests.fixtures.waiting import wait_until
-from tests.proof.hand import Hand
+from tests.fixtures.wait import wait_until
+from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
 # Nothing but a commit that waits writes the log to the disk: what does not wait is lost in a crash for sure.
@@ -277,13 +277,13 @@ def identity_after_first(world: OutboxWorld) -> object:
 def test_rows_that_a_relay_read_before_the_crash_and_sends_after_it_take_no_other_messages_place(
     world: OutboxWorld, postgres: PostgresServer
 ) -> None:
-    """It stands still between its last look at Postgres and the write to the node, and no other has told the node."""
+    """It is stuck between its last look at Postgres and the write to the node, and no other has told the node."""
     world.publish(5, keys=5, tag="kept")
     relay_once(world.settings(), limits=QUICK)
     disk = Disk(postgres)
     with world.relay_process(failpoints="relay.before_append=stop") as stopped:
         world.publish(10, keys=5, tag="lost")
-        wait_until(lambda: is_stopped(stopped), timeout_s=30, what="the relay to stand still")
+        wait_until(lambda: is_stopped(stopped), timeout_s=30, what="the relay to get stuck")
         disk.come_back()
         world.publish(20, keys=5, tag="new")
         stopped.send_signal(signal.SIGCONT)
@@ -305,7 +305,7 @@ def test_a_node_takes_nothing_that_was_read_before_the_crash_once_another_relay_
         assert arrived_once_in_order(world, 10, "lost")
     with world.relay_process(failpoints="relay.before_append=stop") as stopped:
         world.publish(10, keys=5, tag="late")
-        wait_until(lambda: is_stopped(stopped), timeout_s=30, what="the relay to stand still")
+        wait_until(lambda: is_stopped(stopped), timeout_s=30, what="the relay to get stuck")
         disk.come_back()
         with world.relay():
             world.publish(5, keys=5, tag="before")
@@ -331,11 +331,11 @@ def live_relays(world: OutboxWorld) -> list[str]:
 def test_a_relay_that_tells_a_node_of_a_term_that_is_over_sends_nothing_by_it(
     world: OutboxWorld, postgres: PostgresServer, failpoint: str
 ) -> None:
-    """It stands still before or behind the telling, over a crash; the other one's are refused once, and come again."""
+    """It is stuck before or behind the telling, over a crash; the other one's are refused once, and come again."""
     world.publish(5, keys=5, tag="kept")
     relay_once(world.settings(), limits=QUICK)
     with world.relay_process(failpoints=f"{failpoint}=stop") as stopped:
-        wait_until(lambda: is_stopped(stopped), timeout_s=30, what="the relay to stand still")
+        wait_until(lambda: is_stopped(stopped), timeout_s=30, what="the relay to get stuck")
         crash(postgres)
         forget_relays(world)
         with world.relay():
@@ -381,7 +381,7 @@ def test_a_partition_that_comes_to_a_node_waits_for_the_node_that_knows_what_its
         register_node(control, name="node-1", url=first.url)
         create_topic(control, "orders", prefix=key_prefix, application=application, partitions=1)
         register_node(control, name="node-2", url=second.url)
-        hand = Hand(control, key_prefix, "orders")
+        member = ManualMember(control, key_prefix, "orders")
         world.publish(5, keys=5, tag="kept")
         relay_once(world.settings(), limits=QUICK)
         disk = Disk(postgres)
@@ -409,9 +409,9 @@ def test_a_partition_that_comes_to_a_node_waits_for_the_node_that_knows_what_its
             first.start()
             wait_until(lambda: recoveries(control) == 1, timeout_s=30, what="the lost commits to be noticed")
             wait_until(lambda: unrelayed(world) == 0, timeout_s=30, what="all to be relayed")
-        hand.consume_all()
+        member.consume_all()
     new = {f"key-{k}": [f"new-{n}" for n in range(k, 20, 5)] for k in range(5)}
-    assert {key: [body for body in bodies if body.startswith("new")] for key, bodies in hand.bodies().items()} == new
+    assert {key: [body for body in bodies if body.startswith("new")] for key, bodies in member.bodies().items()} == new
 
 
 def lease_end(world: OutboxWorld) -> datetime:

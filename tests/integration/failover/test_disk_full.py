@@ -17,9 +17,9 @@ from mqlayer import App, MemberOptions, Producer
 from mqlayer.errors import PublishError
 from mqlayer.health import Health
 from mqlayer.stack import RedisServer
-from tests.fixtures.consuming import Recorder
+from tests.fixtures.consumers import Recorder
 from tests.fixtures.full_disks import SmallDisk, small_disk
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 
 DIRECT = "direct"

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from mqlayer.changes import give_up_node, split
 from mqlayer.errors import ConfigurationRefused
 from mqlayer.outbox import adopt, renew
 from mqlayer.postgres.database import Database
 from mqlayer.relay import recover_now, relay_once
+from mqlayer.routes import give_up_node, split
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
 from tests.proof.fall_back import lose_all
@@ -88,15 +88,15 @@ def test_a_node_is_given_up_after_an_outbox_was_adopted(
     node.kill()
     loss = give_up_node(database, "node-2", prefix=world.key_prefix, application=database)
     assert loss.moved == (2,)
-    assert 0 < loss.again < 20
-    assert relay(world) == loss.again
+    assert 0 < loss.resent < 20
+    assert relay(world) == loss.resent
 
 
 @pytest.mark.parametrize("stale", [False, True], ids=["", "a former one opened late"])
 def test_a_node_that_lost_what_a_former_source_sent_is_armed_again(
     world: OutboxWorld, database: Database, node: RedisServer, stale: bool
 ) -> None:
-    """Its sealed partition is short of marks that nobody can bring back: that is counted, and waited for by nobody."""
+    """Its sealed partition is short of marks that nobody can restore: that is counted, and waited for by nobody."""
     split(database, "orders", 2, at=[768], prefix=world.key_prefix)
     of_the_sealed = sum(record.lp >= 512 for record in world.records())
     adopt(database)

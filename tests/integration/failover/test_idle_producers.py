@@ -11,25 +11,25 @@ import redis
 
 import mqlayer
 from mqlayer import events
-from mqlayer.changes import split
 from mqlayer.domain.routing import PartitionId, lp_of
 from mqlayer.errors import AcknowledgedLoss
 from mqlayer.postgres.database import Database
 from mqlayer.producing import Message, Producer, Receipt
+from mqlayer.routes import split
 from mqlayer.stack import RedisServer
 from mqlayer.topics import set_node_address
 from tests.fixtures.backups import Backup
 from tests.fixtures.replicas import Pair, pair_of
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.producer_world import ProducerWorld
 from tests.proof.proxy import TcpProxy
 
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOOK_S", "IDLE_LOOK_S", "IDLE_ROUTE_AGE_S", "ROUTE_LOOK_AFTER_S"):
-        monkeypatch.setattr(f"mqlayer.producing.upkeep.{name}", 0.05)
+    for name in ("NODE_POLL_S", "IDLE_POLL_S", "IDLE_ROUTE_AGE_S", "ROUTE_CHECK_AFTER_S"):
+        monkeypatch.setattr(f"mqlayer.producing.metadata_refresher.{name}", 0.05)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def heard() -> Iterator[list[mqlayer.Event]]:
     told: list[mqlayer.Event] = []
     mqlayer.on_event(told.append)
     yield told
-    events.forget_hook(told.append)
+    events.remove_hook(told.append)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def look_after_restart(world: ProducerWorld, server: RedisServer, producer: Prod
     server.kill()
     server.start()
     world.rearm()
-    looks = producer._upkeep._looks
+    looks = producer._metadata._loss_detector
     armed_at = world.rows("SELECT armed_at FROM mqlayer.node")[0][0]
     wait_until(lambda: armed_at in looks._armed_at.values() and not looks._due, what="a look")
 
@@ -126,8 +126,8 @@ def test_a_producer_that_publishes_nothing_is_told_what_its_node_lost(
         assert pickle.loads(pickle.dumps(raised.value)).losses == raised.value.losses
         told = {event.lp: (event.kind, event.topic, event.seq, event.count, event.group) for event in heard}
         assert told == {
-            lp_of(b"k"): ("acknowledged_lost", "orders", 4, 2, ""),
-            lp_of(b"other"): ("acknowledged_lost", "orders", 1, 1, ""),
+            lp_of(b"k"): ("acknowledged_loss", "orders", 4, 2, ""),
+            lp_of(b"other"): ("acknowledged_loss", "orders", 1, 1, ""),
         }
         assert all("node-1" in event.cause and before[:8] in event.cause for event in heard)
 
@@ -178,7 +178,7 @@ def test_what_was_acknowledged_before_a_loss_is_missed_too_when_the_node_loses_t
     world: ProducerWorld, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Case 83. Nobody continues the former source, so no chain tells; each message is told once, and nothing fails."""
-    monkeypatch.setattr("mqlayer.producing.looks.MARKS_PER_CALL", 1)
+    monkeypatch.setattr("mqlayer.producing.loss_detector.MARKS_PER_CALL", 1)
     with world.producer() as producer:
         first = producer.send_many("orders", [Message("k", b"x") for _ in range(8)])[0].identity
         fall_back_to_here = Backup(server, world.rearm, tmp_path / "backup")
@@ -291,7 +291,7 @@ def lose_the_end_of_a_replica(pair: Pair, world: ProducerWorld) -> None:
     with world.producer() as producer:
         producer.send_many("orders", [Message("k", b"%d" % number) for number in range(3)])
         pair.wait_in_step()
-        pair.cut_line()
+        pair.cut_connection()
         producer.send_many("orders", [Message("k", b"lost"), Message("other", b"lost")])
         pair.promote()
         with Database(world.dsn) as database:

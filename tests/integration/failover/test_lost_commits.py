@@ -15,21 +15,21 @@ import pytest
 
 from mqlayer import App, Context
 from mqlayer.errors import StoreUnavailable
-from mqlayer.membership import apply_seek, planned_seek
+from mqlayer.groups import apply_seek, planned_seek
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.producing import Message, Producer
 from mqlayer.relay import recover_now, relay_once
-from mqlayer.routes.cache import RouteCache
+from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
-from tests.fixtures.consuming import member_of
-from tests.fixtures.forking import is_stopped
+from tests.fixtures.consumers import member_of
+from tests.fixtures.forked_programs import is_stopped
 from tests.fixtures.replicas import Switch
 from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.standbys import Couple, couple_of
-from tests.fixtures.waiting import wait_until
-from tests.proof.hand import Hand
+from tests.fixtures.wait import wait_until
+from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld, relayed_world
 
 
@@ -86,7 +86,7 @@ def test_what_a_promoted_standby_numbers_again_is_not_taken_for_what_it_lost(
             standby = cleanup.enter_context(Database(couple.standby.dsn("app"), timeout_s=0.5))
             with pytest.raises(StoreUnavailable, match="standby"), standby.connection():
                 pass
-            couple.cut_line()
+            couple.cut_connection()
             world.publish(20, keys=10, tag="lost")
             world.wait_until_whole()
             with closing(Producer(world.settings(), name="p")) as producer:
@@ -127,7 +127,7 @@ def test_members_and_their_fenced_effects_go_on_with_a_promoted_standby(
         way = f"postgresql://postgres@{switch.host}:{switch.port}/app"
         world = OutboxWorld(dsn, key_prefix, [node.url], app_dsn=way, control_dsn=way)
         world.add_topic("orders", partitions=2)
-        world.rows("CREATE TABLE sink (place bigserial PRIMARY KEY, key text, value text)")
+        world.rows("CREATE TABLE sink (position bigserial PRIMARY KEY, key text, value text)")
         app = App(world.settings(lease_s=2.0))
 
         @app.consumer("orders", group="g", start="earliest", backoff_s=(0.1,))
@@ -138,7 +138,7 @@ def test_members_and_their_fenced_effects_go_on_with_a_promoted_standby(
 
         def booked(*parts: tuple[str, int]) -> bool:
             found: dict[str | None, list[str]] = {}
-            for key, value in world.rows("SELECT key, value FROM sink ORDER BY place"):
+            for key, value in world.rows("SELECT key, value FROM sink ORDER BY position"):
                 found.setdefault(key, []).append(value)
             return found == expected(10, *parts)
 
@@ -148,7 +148,7 @@ def test_members_and_their_fenced_effects_go_on_with_a_promoted_standby(
                 world.publish(40, keys=10)
                 wait_until(lambda: booked(("m", 40)), timeout_s=30, what="all booked")
                 couple.wait_in_step()
-                couple.cut_line()
+                couple.cut_connection()
                 world.publish(20, keys=10, tag="lost")
                 wait_until(lambda: booked(("m", 40), ("lost", 20)), timeout_s=30, what="what is to be lost booked")
                 app_settled(app)
@@ -253,11 +253,11 @@ def test_a_seek_after_one_that_was_lost_is_no_repetition_of_it(
     """Redis knows the number of the lost one: under the same, what was committed since would count."""
     world = relayed_world(database_dsn, key_prefix, node.url, count=10, keys=2)
     with Database(database_dsn) as database:
-        hand = Hand(database, key_prefix, "orders")
-        hand.consume_all()
-        seek(hand)
-        hand.consume_all()
-        assert len(hand.handled) == 20
+        member = ManualMember(database, key_prefix, "orders")
+        member.consume_all()
+        seek(member)
+        member.consume_all()
+        assert len(member.handled) == 20
         # As a standby has it that lacks this commit, with another timeline; or a copy of the disk, without.
         world.rows("UPDATE mqlayer.consumer_group SET seek = 0")
         if told:
@@ -266,9 +266,9 @@ def test_a_seek_after_one_that_was_lost_is_no_repetition_of_it(
         else:
             world.rows("SELECT mqlayer.server_replaced_v1('{}')")
         rearm_node(database, "node-1", prefix=key_prefix)
-        seek(hand)
-        hand.consume_all()
-        assert len(hand.handled) == 30
+        seek(member)
+        member.consume_all()
+        assert len(member.handled) == 30
 
 
 def test_a_node_that_is_away_holds_the_recovery_up_until_an_operator_goes_on_without_it(
@@ -290,11 +290,11 @@ def test_a_node_that_is_away_holds_the_recovery_up_until_an_operator_goes_on_wit
     assert values(world) == expected(5, ("m", 5), ("m", 5))
 
 
-def seek(hand: Hand) -> None:
+def seek(member: ManualMember) -> None:
     """Send its group back to the beginning."""
-    with closing(RouteCache(hand.database)) as routes:
-        plan = planned_seek(hand.database, routes, topic="orders", name="ledger", to="earliest", prefix=hand.prefix)
-    apply_seek(hand.database, plan, prefix=hand.prefix, actor="test")
+    with closing(RouteCache(member.database)) as routes:
+        plan = planned_seek(member.database, routes, topic="orders", name="ledger", to="earliest", prefix=member.prefix)
+    apply_seek(member.database, plan, prefix=member.prefix, actor="test")
 
 
 def recovered(world: OutboxWorld) -> bool:

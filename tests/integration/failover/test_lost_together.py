@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import redis
 
-from mqlayer.changes import finish_changes, move, split
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import StoreUnavailable
 from mqlayer.failpoints import FailpointHit, arm, disarm_all
@@ -17,18 +16,19 @@ from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.migrations import migrate
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.nodes import NodeConnection
-from mqlayer.redis.partitions import AGAIN, Refused, Run, append_command, append_reply
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.partition_scripts import AS_BEFORE_UNLESS_CLOSED, MessageRun, Refused, append_command, append_reply
 from mqlayer.relay import recover_now, relay_once
-from mqlayer.routes.cache import load_nodes
+from mqlayer.routes import finish_changes, move, split
+from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, rearm_node, register_node
-from tests.fixtures.forking import is_stopped
+from tests.fixtures.forked_programs import is_stopped
 from tests.fixtures.servers import StartPostgres, StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.integration.failover.test_lost_commits import EarlierState, expected, recovered, values
 from tests.proof.fall_back import FallBack, lose_all
-from tests.proof.hand import Hand
+from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld
 
 LOST_COMMITS = "UPDATE mqlayer_app.identity SET timeline = 77"
@@ -116,9 +116,9 @@ def test_what_neither_node_nor_outbox_holds_any_more_keeps_its_lps_waiting(
         found = recover_now(database, database, world.settings())
     assert found is not None
     assert waiting
-    assert found.gone_count == 2 + len(waiting)
+    assert found.missing_count == 2 + len(waiting)
     with world.relay():
-        held = "SELECT topic_id, lp FROM mqlayer_app.set_aside"
+        held = "SELECT topic_id, lp FROM mqlayer_app.quarantined"
         wait_until(lambda: world.rows(held) == [(topic_id, lp)], timeout_s=20, what="the LP to be held")
     assert {record.value for record in world.records()} == others
     with Database(world.dsn) as database:
@@ -138,11 +138,11 @@ def test_while_a_route_changes_nothing_is_lost_either(world: OutboxWorld, node: 
         lose_all(node)
         world.rows(LOST_COMMITS)
         assert recover_now(database, database, world.settings()) is not None
-        hand = Hand(database, world.key_prefix, "orders")
+        member = ManualMember(database, world.key_prefix, "orders")
         finish_changes(database, prefix=world.key_prefix, application=database)
         bring(world, 20, "new")
-        hand.consume_all()
-    assert hand.bodies() == expected(10, ("a", 30), ("new", 20))
+        member.consume_all()
+    assert member.bodies() == expected(10, ("a", 30), ("new", 20))
 
 
 def test_what_has_other_numbers_now_does_not_take_the_place_of_what_a_sealed_partition_lost(
@@ -168,9 +168,9 @@ def test_what_has_other_numbers_now_does_not_take_the_place_of_what_a_sealed_par
         rearm_node(control, "node-1", prefix=key_prefix, application=application, accept_loss=True)
         assert recover_now(application, control, world.settings()) is not None
         assert relay_once(world.settings(), limits=QUICK) == 20
-        hand = Hand(control, key_prefix, "orders")
-        hand.consume_all()
-    assert hand.bodies() == expected(10, ("a", 20), ("new", 20))
+        member = ManualMember(control, key_prefix, "orders")
+        member.consume_all()
+    assert member.bodies() == expected(10, ("a", 20), ("new", 20))
 
 
 def test_what_a_node_lost_comes_again_although_its_parents_node_is_away_for_good(
@@ -180,7 +180,7 @@ def test_what_a_node_lost_comes_again_although_its_parents_node_is_away_for_good
     second = start_redis()
     with Database(world.dsn) as database:
         register_node(database, name="node-2", url=second.url)
-        hand = Hand(database, world.key_prefix, "orders")
+        member = ManualMember(database, world.key_prefix, "orders")
         bring(world, 30, "a")
         move(database, "orders", 1, prefix=world.key_prefix, to="node-2", application=database)
         then = FallBack(second, tmp_path / "then")
@@ -196,8 +196,8 @@ def test_what_a_node_lost_comes_again_although_its_parents_node_is_away_for_good
         assert [(found.unasked,)] == relayed
         node.start()
         bring(world, 20, "new")
-        hand.consume_all()
-    assert hand.bodies() == expected(10, ("a", 30), ("b", 30), ("new", 20))
+        member.consume_all()
+    assert member.bodies() == expected(10, ("a", 30), ("b", 30), ("new", 20))
 
 
 def test_a_node_without_memory_for_what_it_lost_is_waited_for(world: OutboxWorld, node: RedisServer) -> None:
@@ -222,9 +222,16 @@ def test_who_stood_still_before_it_sent_something_again_does_not_send_it_behind_
     bring(world, 10, "a")
     world.rows(LOST_COMMITS)
     bring(world, 10, "new")
-    with Database(world.dsn) as database, NodeConnection(load_nodes(database)[0]) as line:
-        late = append_command(line, world.key_prefix, 1, 1, [Run(0, 1, 1, [b"1", b"k", b"late"])], backlog=AGAIN)
-        assert append_reply(line.call([late])[0], node.url) == Refused("ended", "1")
+    with Database(world.dsn) as database, NodeConnection(load_nodes(database)[0]) as connection:
+        late = append_command(
+            connection,
+            world.key_prefix,
+            1,
+            1,
+            [MessageRun(0, 1, 1, [b"1", b"k", b"late"])],
+            backlog=AS_BEFORE_UNLESS_CLOSED,
+        )
+        assert append_reply(connection.call([late])[0], node.url) == Refused("ended", "1")
 
 
 def test_what_a_node_loses_while_the_rest_is_filled_up_is_not_forgotten(
@@ -260,7 +267,7 @@ def test_what_an_emptied_node_lost_of_a_sealed_partition_is_there_before_the_num
     second = start_redis()
     with Database(world.dsn) as database:
         register_node(database, name="node-2", url=second.url)
-        hand = Hand(database, world.key_prefix, "orders")
+        member = ManualMember(database, world.key_prefix, "orders")
         bring(world, 30, "a")
         move(database, "orders", 1, prefix=world.key_prefix, to="node-2", application=database)
         with redis.Redis.from_url(node.url) as client:
@@ -268,8 +275,8 @@ def test_what_an_emptied_node_lost_of_a_sealed_partition_is_there_before_the_num
         world.rows(LOST_COMMITS)
         assert recover_now(database, database, world.settings()) is not None
         bring(world, 20, "new")
-        hand.consume_all()
-    assert hand.bodies() == expected(10, ("a", 30), ("new", 20))
+        member.consume_all()
+    assert member.bodies() == expected(10, ("a", 30), ("new", 20))
 
 
 def test_an_operator_can_go_on_without_a_partition_that_takes_nothing(world: OutboxWorld, node: RedisServer) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from mqlayer.changes import bring_back_nodes
-from mqlayer.membership.members import next_session
+from mqlayer.groups.members import next_session
 from mqlayer.postgres.database import Database, connect
-from mqlayer.postgres.server import meet_server
+from mqlayer.postgres.server_identity import meet_server
 from mqlayer.redis.keys import partition_keys
+from mqlayer.routes import rearm_lost_nodes
 from mqlayer.topics import find_node
-from tests.fixtures.consuming import Recorder, Stage, StartStage, member_of
+from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 LEAP = 1_000_000_000
 
@@ -32,12 +32,12 @@ def test_members_go_on_under_epochs_above_all_that_may_have_been_lost(stage: Sta
     with stage.database.connection() as connection:
         connection.execute("UPDATE mqlayer.consumer_group SET allocation = allocation - 1")
     promote(stage.database)
-    assert bring_back_nodes(stage.database, prefix=stage.prefix) == {"node-1": "armed"}
+    assert rearm_lost_nodes(stage.database, prefix=stage.prefix) == {"node-1": "armed"}
     stage.send_numbers(keys=5, each=4, first=5)
     wait_until(lambda: recorder.count() == 40, timeout_s=20, what="what came since handled")
     recorder.assert_in_order()
     assert len(recorder.ended) == 40
-    held = member_of(app).holdings
+    held = member_of(app).owned
     wait_until(lambda: {epoch > LEAP for epoch, _ in held().values()} == {True}, what="epochs above the leap")
 
 
@@ -56,10 +56,10 @@ def test_an_emptied_node_is_made_again_by_the_worker(start_stage: StartStage, st
     """FLUSHALL keeps the run: with nobody there but direct producers, only the worker's look shows it."""
     server = start_redis()
     stage = start_stage(server.url)
-    assert bring_back_nodes(stage.database, prefix=stage.prefix) == {}
+    assert rearm_lost_nodes(stage.database, prefix=stage.prefix) == {}
     armed = find_node(stage.database, "node-1").armed_run_id
     stage.redis.flushall()
-    assert bring_back_nodes(stage.database, prefix=stage.prefix) == {"node-1": "armed"}
+    assert rearm_lost_nodes(stage.database, prefix=stage.prefix) == {"node-1": "armed"}
     assert find_node(stage.database, "node-1").armed_run_id == armed
     for partition in stage.partitions:
         assert stage.redis.hget(partition_keys(stage.prefix, partition).meta.decode(), "state") == b"open"

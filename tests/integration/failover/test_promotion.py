@@ -13,20 +13,20 @@ import pytest
 import redis
 
 from mqlayer import failpoints
-from mqlayer.changes import bring_back_nodes, split
 from mqlayer.errors import AcknowledgedLoss, Conflict, NodeNotArmed, StaleToken
-from mqlayer.popping import Receiver
 from mqlayer.postgres.database import Database
 from mqlayer.producing import Message, Producer
+from mqlayer.receiving import Receiver
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.nodes import NodeConnection
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.routes import rearm_lost_nodes, split
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, find_node, rearm_node, register_node, set_node_address
-from tests.fixtures.consuming import Recorder, StartStage, member_of
+from tests.fixtures.consumers import Recorder, StartStage, member_of
 from tests.fixtures.replicas import Pair, Switch, client_of, pair_of
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.sharing import share, shared_member
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.shared_members import share, shared_member
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 from tests.proof.producer_world import ProducerWorld
 
@@ -72,7 +72,7 @@ def test_what_a_promoted_replica_lacks_is_sent_again_without_traffic(
         world.publish(40)
         world.wait_until_whole()
         pair.wait_in_step()
-        pair.cut_line()
+        pair.cut_connection()
         world.publish(40, tag="not-replicated")
         world.wait_until_whole()
         pair.promote()
@@ -90,17 +90,17 @@ def test_what_a_promoted_replica_lacks_is_sent_again_without_traffic(
     assert audit == [(pair.primary.url, pair.replica.url)]
 
 
-def test_a_producer_with_a_line_to_the_old_primary_is_told_what_is_missing(
+def test_a_producer_with_a_connection_to_the_old_primary_is_told_what_is_missing(
     pair: Pair, database_dsn: str, key_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Case 83. Without an outbox, what was acknowledged and not replicated is lost: said with LP and seqs, counted."""
-    monkeypatch.setattr("mqlayer.producing.upkeep.LOOK_S", 0.05)
+    monkeypatch.setattr("mqlayer.producing.metadata_refresher.NODE_POLL_S", 0.05)
     world = ProducerWorld(database_dsn, key_prefix, [pair.primary.url])
     world.add_topic()
     with world.producer() as producer:
         kept = producer.send_many("orders", [Message("k", b"%d" % number) for number in range(3)])[0]
         pair.wait_in_step()
-        pair.cut_line()
+        pair.cut_connection()
         for number in range(3, 5):
             producer.send("orders", key="k", body=b"%d" % number)
         pair.promote()
@@ -127,11 +127,11 @@ def test_members_and_receivers_leave_the_old_primary_behind_the_same_address(
     receiver.receive(1, wait_s=0)
     stage.wait_settled()
     pair.wait_in_step()
-    before = member_of(app).holdings()
-    pair.cut_line()
+    before = member_of(app).owned()
+    pair.cut_connection()
     pair.promote()
     switch.lead_to(pair.replica)
-    assert bring_back_nodes(stage.database, prefix=stage.prefix) == {"node-1": "armed"}
+    assert rearm_lost_nodes(stage.database, prefix=stage.prefix) == {"node-1": "armed"}
     with client_of(pair.replica) as new:
         locks = [stage.group_keys(partition).lock.decode() for partition in stage.partitions]
         wait_until(lambda: all(new.hget(lock, "owner") for lock in locks), timeout_s=20, what="its locks there")
@@ -146,7 +146,7 @@ def test_members_and_receivers_leave_the_old_primary_behind_the_same_address(
         # The first ones may still be the old one's.
         with contextlib.suppress(StaleToken, NodeNotArmed):
             receiver.ack(batch)
-    assert all(epoch > before[partition][0] for partition, (epoch, _) in member_of(app).holdings().items())
+    assert all(epoch > before[partition][0] for partition, (epoch, _) in member_of(app).owned().items())
 
 
 def test_members_of_a_shared_group_leave_the_old_primary_behind_the_same_address(
@@ -159,15 +159,15 @@ def test_members_of_a_shared_group_leave_the_old_primary_behind_the_same_address
     app = share(stage, recorder)
     stage.wait_settled()
     pair.wait_in_step()
-    before = shared_member(app).holdings()
-    pair.cut_line()
+    before = shared_member(app).owned()
+    pair.cut_connection()
     pair.promote()
     switch.lead_to(pair.replica)
-    assert bring_back_nodes(stage.database, prefix=stage.prefix) == {"node-1": "armed"}
+    assert rearm_lost_nodes(stage.database, prefix=stage.prefix) == {"node-1": "armed"}
     stage.send_numbers(keys=5, each=4, first=5)
     wait_until(lambda: len(set(recorder.ended)) == 40, timeout_s=20, what="what came to the new one handled")
     wait_until(
-        lambda: all(epoch > before[partition][0] for partition, (epoch, _) in shared_member(app).holdings().items()),
+        lambda: all(epoch > before[partition][0] for partition, (epoch, _) in shared_member(app).owned().items()),
         what="higher epochs",
     )
 
@@ -187,10 +187,10 @@ def test_successors_are_opened_on_the_run_that_is_armed(
             driving = pool.submit(split, stage.database, stage.topic, parent, prefix=stage.prefix, to=to)
             wait_until(reached.exists, what="the parent to be sealed")
             pair.wait_in_step()
-            pair.cut_line()
+            pair.cut_connection()
             pair.promote()
             switch.lead_to(pair.replica)
-            assert bring_back_nodes(stage.database, prefix=stage.prefix) == {"n2": "armed"}
+            assert rearm_lost_nodes(stage.database, prefix=stage.prefix) == {"n2": "armed"}
             go_on.touch()
             driving.result(20)
     finally:
@@ -249,43 +249,43 @@ def test_an_address_of_another_redis_is_refused_unless_the_node_is_to_begin_anew
         world.wait_until_whole(timeout_s=30)
 
 
-def test_a_line_whose_server_is_no_primary_any_more_is_given_up(pair: Pair, database_dsn: str) -> None:
+def test_a_connection_whose_server_is_no_primary_any_more_is_given_up(pair: Pair, database_dsn: str) -> None:
     """READONLY is no failure of the write, but of the line: only a new one may lead to the successor."""
     with Database(database_dsn) as database:
         node = register_node(database, name="node-1", url=pair.primary.url)
-    with NodeConnection(node) as line, client_of(pair.primary) as old:
-        assert line.call([("SET", "a", "1")]) == [b"OK"]
+    with NodeConnection(node) as connection, client_of(pair.primary) as old:
+        assert connection.call([("SET", "a", "1")]) == [b"OK"]
         pair.promote()
         old.replicaof("127.0.0.1", str(pair.replica.port))
-        (reply,) = line.call([("SET", "a", "2")])
+        (reply,) = connection.call([("SET", "a", "2")])
         assert isinstance(reply, redis.exceptions.ReadOnlyError)
         with pytest.raises(Exception, match="not the primary any more"):
-            line.call([("PING",)])
+            connection.call([("PING",)])
         with pytest.raises(Exception, match="slave"):
-            line.call([("PING",)])
+            connection.call([("PING",)])
 
 
-def test_a_line_that_another_thread_closes_is_not_opened_again_without_being_checked(
+def test_a_connection_that_another_thread_closes_is_not_opened_again_without_being_checked(
     pair: Pair, switch: Switch, database_dsn: str
 ) -> None:
     """The driver connects by itself where it finds its socket closed, perhaps to another server."""
     with Database(database_dsn) as database:
         node = register_node(database, name="node-1", url=f"redis://{switch.host}:{switch.port}/0")
-    line = NodeConnection(node)
-    line.connect()
-    facts = line.facts
+    connection = NodeConnection(node)
+    connection.connect()
+    facts = connection.facts
     switch.lead_to(pair.replica)
     pair.promote()
-    closing = threading.Thread(target=line.close)
+    closing = threading.Thread(target=connection.close)
     closing.start()
     closing.join()
     # As if it was closed between our look at the facts and the write.
-    line.facts = facts
+    connection.facts = facts
     with pytest.raises(NodeNotArmed):
-        line.call([("SET", "a", "1")])
+        connection.call([("SET", "a", "1")])
     with client_of(pair.replica) as client:
         assert client.get("a") is None
-    line.close()
+    connection.close()
 
 
 def test_a_replaced_postgres_does_not_make_an_old_primary_eligible_again(

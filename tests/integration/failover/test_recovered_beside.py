@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 import redis
 
-from mqlayer.changes import split
 from mqlayer.errors import ConfigurationRefused
 from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.queries import query
-from mqlayer.redis.keys import ended_key, partition_keys
-from mqlayer.redis.nodes import NodeConnection
-from mqlayer.redis.partitions import Refused, Run, append_command, append_reply
+from mqlayer.redis.keys import ended_sources_key, partition_keys
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.partition_scripts import MessageRun, Refused, append_command, append_reply
 from mqlayer.relay import RelayLimits, recover_now, relay_once
-from mqlayer.relay.lanes import Lane, Target
-from mqlayer.relay.pauses import FIRST_S
-from mqlayer.relay.reading import OutboxReader
-from mqlayer.relay.source import term_of
-from mqlayer.routes.cache import load_nodes
+from mqlayer.relay.backoff import FIRST_S
+from mqlayer.relay.lp_cursors import LpCursor, Target
+from mqlayer.relay.outbox_reader import OutboxReader
+from mqlayer.relay.outbox_source import term_of
+from mqlayer.routes import split
+from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node, register_node
-from tests.fixtures.forking import is_stopped
+from tests.fixtures.forked_programs import is_stopped
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.integration.failover.test_lost_commits import expected, recovered, values
-from tests.proof.hand import Hand
+from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld, relayed_world
 
 ENDED = "SELECT count(*)::int FROM mqlayer.source WHERE closed_at IS NOT NULL"
@@ -68,7 +68,7 @@ def test_a_relay_at_work_notices_that_another_one_numbered_the_outbox_anew(
 def test_what_a_relay_has_read_of_the_old_numbers_is_not_there_twice(
     database_dsn: str, node: RedisServer, key_prefix: str, beside: str
 ) -> None:
-    """It stands still between its look at the outbox and its append, while another one numbers that anew.
+    """It is stuck between its look at the outbox and its append, while another one numbers that anew.
 
     By its chain the node would take the messages once more, under their old numbers and behind newer ones; where it is
     emptied meanwhile, those that begin a chain.
@@ -142,7 +142,7 @@ def test_progress_that_waits_for_the_renumbering_is_none_by_then(
         with other.transaction():
             facts = {"outbox_uuid": outbox_uuid, "topic_ids": [], "lps": [], "seqs": [], "fallen": []}
             assert other.execute(query("outbox_recover"), facts).fetchone() == (0,)
-            put = pool.submit(reader.put_relayed, [Lane(topic_id * 1024 + lp, Target(1, 1, 0), seq=7)])
+            put = pool.submit(reader.put_relayed, [LpCursor(topic_id * 1024 + lp, Target(1, 1, 0), seq=7)])
             waiting = "SELECT count(*) FROM pg_locks WHERE relation = 'mqlayer_app.relayed'::regclass AND NOT granted"
             wait_until(lambda: world.rows(waiting) == [(1,)], what="the progress to wait")
         put.result(timeout=10)
@@ -155,19 +155,19 @@ def test_what_a_relay_writes_counts_for_the_outbox_whose_numbers_it_knows(
 ) -> None:
     world = relayed_world(database_dsn, key_prefix, node.url, count=5, keys=1)
     ((topic_id, lp),) = world.rows("SELECT topic_id, lp FROM mqlayer_app.relayed")
-    lane = Lane(topic_id * 1024 + lp, Target(1, 1, 0), seq=7)
+    cursor = LpCursor(topic_id * 1024 + lp, Target(1, 1, 0), seq=7)
     with connect(database_dsn) as connection:
         reader = OutboxReader(connection, RelayLimits())
         ((outbox_uuid,),) = world.rows("SELECT outbox_uuid FROM mqlayer_app.identity")
         reader.outbox_uuid = outbox_uuid if whose == "its own" else uuid.uuid4()
         reader.term = term_of(connection)
         before = noted(world)
-        reader.put_relayed([lane])
+        reader.put_relayed([cursor])
         after_progress = noted(world)
-        lane.acked = 3
-        reader.lower_relayed([lane])
-        reader.put_aside(lane, 4, "a test")
-        reader.put_voided(lane, 5, "a test")
+        cursor.acked = 3
+        reader.lower_relayed([cursor])
+        reader.quarantine(cursor, 4, "a test")
+        reader.put_voided(cursor, 5, "a test")
         connection.execute(query("outbox_suspect"), {"outbox_uuid": reader.outbox_uuid})
     if whose == "its own":
         assert after_progress == (7, 0, 0, before[3])
@@ -187,14 +187,14 @@ def test_progress_counts_in_the_term_only_in_which_its_rows_were_read(
         reader = OutboxReader(connection, RelayLimits())
         ((reader.outbox_uuid,),) = world.rows("SELECT outbox_uuid FROM mqlayer_app.identity")
         reader.term = "another"
-        reader.put_relayed([Lane(topic_id * 1024 + lp, Target(1, 1, 0), seq=7)])
+        reader.put_relayed([LpCursor(topic_id * 1024 + lp, Target(1, 1, 0), seq=7)])
     assert noted(world) == before
 
 
 def noted(world: OutboxWorld) -> tuple[Any, ...]:
-    """Return what relays noted: progress, rows set aside and passed over, the timeline."""
+    """Return what relays noted: progress, rows quarantined and passed over, the timeline."""
     (row,) = world.rows(
-        "SELECT (SELECT seq FROM mqlayer_app.relayed), (SELECT count(*) FROM mqlayer_app.set_aside), "
+        "SELECT (SELECT seq FROM mqlayer_app.relayed), (SELECT count(*) FROM mqlayer_app.quarantined), "
         "(SELECT count(*) FROM mqlayer_app.voided), (SELECT timeline FROM mqlayer_app.identity)"
     )
     return row
@@ -220,13 +220,13 @@ def test_what_a_sealed_partition_lost_comes_again_under_a_source_that_is_about_t
     """Who began to recover the outbox died, and the node lost some: nobody could arm it if it refused that source."""
     world = relayed_world(database_dsn, key_prefix, node.url, count=40, keys=10)
     with Database(database_dsn) as database:
-        hand = Hand(database, key_prefix, "orders")
+        member = ManualMember(database, key_prefix, "orders")
         split(database, "orders", 1, prefix=key_prefix, application=database)
         world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
         with world.relay_process(failpoints="recover.after_end=kill") as process:
             assert process.wait(timeout=30) == -signal.SIGKILL
         with redis.Redis.from_url(node.url) as client:
-            assert client.smembers(ended_key(key_prefix).decode())
+            assert client.smembers(ended_sources_key(key_prefix).decode())
             client.delete(*partition_keys(key_prefix, 1))
         node.kill()
         node.start()
@@ -234,8 +234,8 @@ def test_what_a_sealed_partition_lost_comes_again_under_a_source_that_is_about_t
             wait_until(lambda: recovered(world), timeout_s=30, what="the outbox to be recovered")
             world.publish(20, keys=10, tag="new")
             wait_until(lambda: counted(world, "new") == 20, timeout_s=30, what="what is new to arrive")
-        hand.consume_all()
-    assert hand.bodies() == expected(10, ("m", 40), ("new", 20))
+        member.consume_all()
+    assert member.bodies() == expected(10, ("m", 40), ("new", 20))
     assert "messages_lost" not in caplog.text
 
 
@@ -262,7 +262,7 @@ def world(database_dsn: str, node: RedisServer, key_prefix: str) -> OutboxWorld:
 def ended(world: OutboxWorld, url: str) -> set[bytes]:
     """Return the sources that a node takes nothing of any more."""
     with redis.Redis.from_url(url) as client:
-        found: Any = client.smembers(ended_key(world.key_prefix).decode())
+        found: Any = client.smembers(ended_sources_key(world.key_prefix).decode())
         return {word for word in found if b":" not in word}
 
 
@@ -274,7 +274,7 @@ def test_a_node_without_memory_is_told_and_armed_all_the_same(world: OutboxWorld
         assert recover_now(database, database, world.settings()) is not None
         assert ended(world, node.url) == {b"1"}
         assert relay_once(world.settings(), limits=QUICK) == 0
-        client.delete(ended_key(world.key_prefix).decode())
+        client.delete(ended_sources_key(world.key_prefix).decode())
         world.rows("UPDATE mqlayer.node SET armed_run_id = NULL")
         rearm_node(database, "node-1", prefix=world.key_prefix, application=database)
         assert ended(world, node.url) == {b"1"}
@@ -306,9 +306,9 @@ def test_a_node_that_is_emptied_in_the_middle_of_a_recovery_is_told_again_by_the
         world.publish(10, keys=4, tag="new")
         wait_until(lambda: counted(world, "new") == 10, timeout_s=30, what="what is new, under the next source")
         (found,) = load_nodes(database)
-        with NodeConnection(found) as line:
-            late = append_command(line, world.key_prefix, 1, 1, [Run(0, 1, 1, [b"1", b"k", b"late"])])
-            assert append_reply(line.call([late])[0], node.url) == Refused("ended", "1")
+        with NodeConnection(found) as connection:
+            late = append_command(connection, world.key_prefix, 1, 1, [MessageRun(0, 1, 1, [b"1", b"k", b"late"])])
+            assert append_reply(connection.call([late])[0], node.url) == Refused("ended", "1")
     assert counted(world, "late") == 0
 
 
@@ -317,7 +317,7 @@ def test_a_promotion_that_was_given_up_is_got_over_by_an_operators_word(
 ) -> None:
     """Nodes were told that the source ends, and the server that it was to go on with is gone: the old one stays."""
     with redis.Redis.from_url(node.url) as client, Database(world.dsn) as database:
-        client.sadd(ended_key(world.key_prefix).decode(), 1)
+        client.sadd(ended_sources_key(world.key_prefix).decode(), 1)
         world.publish(10, keys=4, tag="kept")
         with world.relay() as relay:
             wait_until(lambda: "outbox recover --anew" in str(relay.health()), timeout_s=20, what="the way out told")

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from mqlayer.changes import bring_back_nodes
 from mqlayer.errors import AcknowledgedLoss, StoreUnavailable
 from mqlayer.postgres.database import Database
 from mqlayer.producing import Message, Producer
+from mqlayer.routes import rearm_lost_nodes
 from mqlayer.topics import find_node, register_node, set_node_address
-from tests.fixtures.consuming import Recorder, StartStage
+from tests.fixtures.consumers import Recorder, StartStage
 from tests.fixtures.replicas import pair_of, sentinel_of
 from tests.fixtures.servers import StartRedis
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 
 
@@ -57,7 +57,7 @@ def test_members_and_producers_follow_a_replica_that_lagged(
             producer.send_many("orders", [Message("k", b"%d" % number) for number in range(1, 11)])
             wait_until(lambda: recorder.count() == 10, timeout_s=20, what="the first ones handled")
             pair.wait_in_step()
-            pair.cut_line()
+            pair.cut_connection()
             producer.send_many("orders", [Message("k", b"%d" % number) for number in range(11, 16)])
             wait_until(lambda: recorder.count() == 15, timeout_s=20, what="those that will be lost handled")
             pair.primary.kill()
@@ -69,7 +69,7 @@ def test_members_and_producers_follow_a_replica_that_lagged(
             wait_until(lambda: recorder.bodies()[-1] == b"17", timeout_s=30, what="what comes after it handled")
         assert sent.identity.seq in (1, 2)
         assert find_node(stage.database, "node-1").armed_run_id not in (None, node.armed_run_id)
-        assert bring_back_nodes(stage.database, prefix=stage.prefix, application=stage.database) == {}
+        assert rearm_lost_nodes(stage.database, prefix=stage.prefix, application=stage.database) == {}
         recorder.assert_in_order()
 
 

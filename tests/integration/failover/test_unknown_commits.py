@@ -15,10 +15,10 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pydantic import SecretStr
 
 from mqlayer import Context
-from mqlayer.changes import apply_change, plan_split
 from mqlayer.domain.routing import PartitionId
-from tests.fixtures.consuming import Recorder, Stage, StartStage
-from tests.fixtures.waiting import wait_until
+from mqlayer.routes import apply_change, plan_split
+from tests.fixtures.consumers import Recorder, Stage, StartStage
+from tests.fixtures.wait import wait_until
 from tests.integration.test_parking import LATER_S, Shop, release, rows
 from tests.proof.proxy import TcpProxy
 
@@ -32,7 +32,7 @@ def stage(start_stage: StartStage, redis_url: str) -> Stage:
     """A stage with a sink beside its schemas."""
     stage = start_stage(redis_url, partitions=1)
     with psycopg.connect(stage.dsn, autocommit=True) as connection:
-        connection.execute("CREATE TABLE sink (place bigserial PRIMARY KEY, key text, body int)")
+        connection.execute("CREATE TABLE sink (position bigserial PRIMARY KEY, key text, body int)")
     return stage
 
 
@@ -52,7 +52,7 @@ def through(stage: Stage, line: TcpProxy) -> str:
 def effects(stage: Stage) -> dict[str, list[int]]:
     """Return what each key's effects were, in their order."""
     with psycopg.connect(stage.dsn) as connection:
-        rows = connection.execute("SELECT key, body FROM sink ORDER BY place").fetchall()
+        rows = connection.execute("SELECT key, body FROM sink ORDER BY position").fetchall()
     return {key: [body for name, body in rows if name == key] for key, _ in rows}
 
 
@@ -78,9 +78,9 @@ def test_an_effect_whose_commit_was_not_answered_is_there_once(stage: Stage, lin
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_lines_that_end_anywhere_in_an_answer_cost_nothing(stage: Stage, line: TcpProxy, seed: int) -> None:
+def test_connections_that_end_anywhere_in_an_answer_cost_nothing(stage: Stage, line: TcpProxy, seed: int) -> None:
     """Two keys fail at first and are parked, the partition is split, each line ends behind up to 400 bytes."""
-    chance, shop = random.Random(seed), Shop("key-1", "key-2")
+    rng, shop = random.Random(seed), Shop("key-1", "key-2")
 
     def act(body: bytes, ctx: Context) -> None:
         shop.act(body, ctx)
@@ -90,7 +90,7 @@ def test_lines_that_end_anywhere_in_an_answer_cost_nothing(stage: Stage, line: T
 
     def cut() -> None:
         cuts = line.cut_count
-        line.cut_after(server_bytes=chance.randint(0, 400))
+        line.cut_after(server_bytes=rng.randint(0, 400))
         line.wait_for_cut(cuts + 1, timeout_s=20)
 
     settings = stage.settings(dsn=SecretStr(through(stage, line)))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mqlayer.archiving import create_snapshot
+from mqlayer.archive import create_snapshot
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
 from tests.fixtures.command_scenes import SCENES, System, typed, typed_for_nothing
 from tests.fixtures.command_tree import leaf_commands
 from tests.fixtures.commands import Commands
-from tests.fixtures.consuming import Stage
+from tests.fixtures.consumers import Stage
 from tests.fixtures.roles import Roles
 from tests.fixtures.servers import StartRedis
 
@@ -21,7 +21,7 @@ SHOWS = {
     "archive gaps": "", "archive status": "", "dead list": "", "dead redrives": "", "dead results": "{redrive}",
     "grants": "", "group lag": "orders", "group list": "", "group members": "orders g", "group show": "orders g",
     "inbox show": "orders g 1:1:1", "inbox stats": "", "key explain": "orders a --group g", "node acl": "viewer",
-    "node list": "", "outbox aside list": "", "outbox delayed list": "", "parked list": "", "parked stats": "",
+    "node list": "", "outbox quarantine list": "", "outbox delayed list": "", "parked list": "", "parked stats": "",
     "replay list": "", "replay results": "{replay}", "replay show": "{replay}", "route history": "orders",
     "route show": "orders",
     "route watch": "orders", "snapshot list": "", "snapshot show": "cut", "topic list": "", "verify": "",
@@ -38,7 +38,7 @@ PLANS = {
 """What commands that change something only show, too, where nothing says that they are to do it."""
 NOTHING_LEFT = {"route reopen": ["orders", "--yes"]}
 """Commands that change something and are tried with nothing to do only: a control database that lost a change needs a
-Postgres that fell back (see failover/test_forgotten_changes.py)."""
+Postgres that fell back (see failover/test_lost_changes.py)."""
 BY_FUNCTION = {"outbox delayed cancel"}
 """Publishers of a topic may cancel its messages, so only the function that does it can judge who may."""
 OTHERS = {
@@ -103,20 +103,20 @@ def test_every_command_is_known_here() -> None:
 
 
 @pytest.mark.parametrize("command", sorted(SCENES))
-def test_who_may_operate_does_what_who_may_look_is_refused(system: System, act_as: Act, command: str) -> None:
+def test_who_may_operate_does_what_who_may_view_is_refused(system: System, act_as: Act, command: str) -> None:
     scene = SCENES[command]
     words = [*command.split(), *typed(scene, system)]
-    role = act_as(Right.LOOK)
+    role = act_as(Right.VIEW)
     named = "mqlayer grant RIGHT ROLE" if command in BY_FUNCTION else f"mqlayer grant operate {role}"
     assert named in Commands().failure(*words)
     act_as(Right.OPERATE)
     assert scene.said.format(**system.facts) in Commands().text(*words)
 
 
-def test_who_may_look_is_refused_each_change_where_there_is_nothing_to_do(database_dsn: str, act_as: Act) -> None:
+def test_who_may_view_is_refused_each_change_where_there_is_nothing_to_do(database_dsn: str, act_as: Act) -> None:
     """Postgres refuses statements; a command that finds nothing to do runs none that changes something."""
     nothing = {command: typed_for_nothing(scene) for command, scene in SCENES.items()} | NOTHING_LEFT
-    for right in (Right.LOOK, Right.ANALYZE):
+    for right in (Right.VIEW, Right.ANALYZE):
         role = act_as(right)
         for command, words in nothing.items():
             said = Commands().failure(*command.split(), *words)
@@ -144,24 +144,24 @@ def test_a_consumer_changes_its_own_group_and_no_other(
     assert SCENES[command].said.format(**system.facts) in Commands().text(*words)
 
 
-def test_who_may_look_sees_plans_of_changes(system: System, act_as: Act) -> None:
+def test_who_may_view_sees_plans_of_changes(system: System, act_as: Act) -> None:
     system.archive()
     system.another_node()
     first, second = system.stage.partitions
-    act_as(Right.LOOK)
+    act_as(Right.VIEW)
     for command, words in PLANS.items():
         result = Commands()(*command.split(), *words.format(first=first, second=second).split())
         assert (result.exit_code, "nothing was" in result.stdout) == (0, True), (command, result.output)
 
 
-def test_who_may_look_runs_all_that_shows(system: System, act_as: Act) -> None:
+def test_who_may_view_runs_all_that_shows(system: System, act_as: Act) -> None:
     system.replay()
     system.facts["replay"] = system.facts["job"]
     system.redrive()
     system.facts["redrive"] = system.facts["job"]
     system.held_versions()
     create_snapshot(system.database, "cut", actor="a test")
-    for right in (Right.LOOK, Right.OPERATE):
+    for right in (Right.VIEW, Right.OPERATE):
         act_as(right)
         for command, words in SHOWS.items():
             result = Commands()(*command.split(), *words.format(**system.facts).split())
@@ -171,7 +171,7 @@ def test_who_may_look_runs_all_that_shows(system: System, act_as: Act) -> None:
 def test_bodies_are_for_those_who_operate(system: System, act_as: Act) -> None:
     for command, words in SHOWS_BODIES.items():
         typed_words = [*command.split(), *words.format(**system.facts).split()]
-        act_as(Right.LOOK)
+        act_as(Right.VIEW)
         assert "permission denied" in Commands().failure(*typed_words)
         act_as(Right.OPERATE)
         Commands().text(*typed_words)
@@ -179,7 +179,7 @@ def test_bodies_are_for_those_who_operate(system: System, act_as: Act) -> None:
 
 def test_the_doctor_says_the_same_to_both(system: System, act_as: Act) -> None:
     found = []
-    for right in (Right.LOOK, Right.OPERATE):
+    for right in (Right.VIEW, Right.OPERATE):
         act_as(right)
         result = Commands()("doctor")
         assert isinstance(result.exception, SystemExit | None)
@@ -187,16 +187,16 @@ def test_the_doctor_says_the_same_to_both(system: System, act_as: Act) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("command", ["grant look {role}", "revoke look {role}"])
-def test_rights_and_schemas_are_neither_for_those_who_look_nor_who_operate(
+@pytest.mark.parametrize("command", ["grant view {role}", "revoke view {role}"])
+def test_rights_and_schemas_are_neither_for_those_who_view_nor_who_operate(
     system: System, act_as: Act, command: str
 ) -> None:
-    for right in (Right.LOOK, Right.OPERATE):
+    for right in (Right.VIEW, Right.OPERATE):
         role = act_as(right)
         assert f"mqlayer grant migrate {role}" in Commands().failure(*command.format(role=role).split())
 
 
 def test_migrating_is_for_the_schemas_owner_also_where_nothing_is_left_to_migrate(system: System, act_as: Act) -> None:
-    for right in (Right.LOOK, Right.OPERATE):
+    for right in (Right.VIEW, Right.OPERATE):
         role = act_as(right)
         assert f"GRANT mqlayer_owner TO {role}" in Commands().failure("migrate")

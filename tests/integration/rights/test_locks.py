@@ -20,7 +20,7 @@ STRONG: Final = (
 )  # fmt: skip
 UNTRUSTED: Final = [
     ([Right.PUBLISH], ""), ([Right.PUBLISH], "orders"), ([Right.CONSUME], ""), ([Right.CONSUME], "orders/ledger"),
-    ([Right.LOOK], ""), ([Right.ANALYZE], ""), ([Right.PUBLISH, Right.CONSUME, Right.LOOK, Right.ANALYZE], ""),
+    ([Right.VIEW], ""), ([Right.ANALYZE], ""), ([Right.PUBLISH, Right.CONSUME, Right.VIEW, Right.ANALYZE], ""),
 ]  # fmt: skip
 TRUSTED: Final = (Right.RELAY, Right.WORK, Right.OPERATE)
 

@@ -11,15 +11,15 @@ import pytest
 from psycopg import errors as pg_errors
 
 from mqlayer.errors import Conflict, PermissionDenied
-from mqlayer.membership.groups import GroupSettings, ensure_group
+from mqlayer.groups.group import GroupSettings, ensure_group
 from mqlayer.outbox import publish
 from mqlayer.postgres.database import Database, translate
 from mqlayer.postgres.queries import query
-from mqlayer.postgres.rights import Right, grants, take
-from mqlayer.routes.cache import RouteCache
+from mqlayer.postgres.rights import Right, grants, revoke
+from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.topics import create_topic, register_node
 from tests.fixtures.roles import Roles
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.wait import wait_until
 
 HUGE = 2**40
 
@@ -52,7 +52,8 @@ FILL = """
         ON CONFLICT DO NOTHING;
     INSERT INTO mqlayer.drained SELECT $group, partition_id FROM mqlayer.partition ORDER BY 2 LIMIT 1;
     INSERT INTO mqlayer.parked_key (group_id, lp, name, cause) VALUES ($group, 1, 'k', 'retry');
-    INSERT INTO mqlayer.parked_message (group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body)
+    INSERT INTO mqlayer.parked_message (group_id, lp, name, source, seq, position, partition_id, log_offset, key, m,
+    body)
         SELECT $group, 1, 'k', 1, 1, 1, partition_id, 1, 'k', '1:1:1:1', 'secret' FROM mqlayer.partition LIMIT 1;
     INSERT INTO mqlayer.dead_message
         (group_id, lp, source, seq, partition_id, log_offset, key, m, body, cause, reason, attempts, actor)
@@ -113,7 +114,7 @@ def test_a_consumer_of_one_group_changes_no_row_of_another(
         """INSERT INTO mqlayer.failed_attempt (group_id, lp, source, seq, attempt, member_id, error)
            VALUES ($mail, 1, 1, 9, 1, 'x', 'x')""",
         """INSERT INTO mqlayer_archive.outcome_queue
-           (topic_id, group_id, partition_id, log_offset, word, attempts, actor)
+           (topic_id, group_id, partition_id, log_offset, outcome, attempts, actor)
            VALUES (1, $mail, 1, 1, 'handled', 1, 'x')""",
         "INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) VALUES (1, 'stolen', 'latest', '{1}')",
         "UPDATE mqlayer.node SET created_at = now()",
@@ -155,16 +156,16 @@ def test_a_consumer_of_one_group_does_nothing_in_the_name_of_another(
            VALUES ($ledger, 1, repeat('x', 64), 1)""",
         "UPDATE mqlayer.failure_count SET count = 9223372036854775807",
         """INSERT INTO mqlayer_archive.outcome_queue
-           (topic_id, group_id, partition_id, log_offset, word, attempts, actor, delivered_at)
+           (topic_id, group_id, partition_id, log_offset, outcome, attempts, actor, delivered_at)
            VALUES (1, $ledger, 1, 1, 'skipped', 1, 'x', 'infinity')""",
         "UPDATE mqlayer.parked_key SET due_at = '294000-01-01'",
         "UPDATE mqlayer.member SET lease_until = 'infinity'",
         "UPDATE mqlayer.member SET lease_until = '294000-01-01'",
         """INSERT INTO mqlayer_archive.outcome_queue
-           (topic_id, group_id, partition_id, log_offset, word, attempts, actor)
+           (topic_id, group_id, partition_id, log_offset, outcome, attempts, actor)
            VALUES (1, $ledger, 1, 1, 'nonsense', 1, 'x')""",
         """INSERT INTO mqlayer_archive.outcome_queue
-           (topic_id, group_id, partition_id, log_offset, word, attempts, actor)
+           (topic_id, group_id, partition_id, log_offset, outcome, attempts, actor)
            VALUES (1, $ledger, 1, -9223372036854775808, 'skipped', 1, 'x')""",
     ],
 )
@@ -180,7 +181,7 @@ def test_a_consumer_leaves_no_row_that_work_for_all_groups_fails_at(
 
 def test_a_consumer_says_nothing_of_another_topic(groups: dict[str, int], ledger: psycopg.Connection) -> None:
     put = """INSERT INTO mqlayer_archive.outcome_queue
-             (topic_id, group_id, partition_id, log_offset, word, attempts, actor)
+             (topic_id, group_id, partition_id, log_offset, outcome, attempts, actor)
              SELECT topic_id, %s, 1, 1, 'skipped', 1, 'x' FROM mqlayer.topic WHERE name = %s"""
     ledger.execute(put, [groups["ledger"], "orders"])
     with pytest.raises(pg_errors.InsufficientPrivilege):
@@ -370,8 +371,8 @@ def test_a_right_to_everything_is_not_taken_in_parts(
     with closing(psycopg.connect(roles.login(right))) as connection:
         role = connection.info.user
     with pytest.raises(Conflict, match="without limits"):
-        take(database_dsn, "application", role, right, (scope,))
-    take(database_dsn, "application", role, right)
+        revoke(database_dsn, "application", role, right, (scope,))
+    revoke(database_dsn, "application", role, right)
     assert role not in {grant.role for grant in grants(database_dsn, "application")}
 
 

@@ -15,7 +15,7 @@ from mqlayer import App, Producer, Receiver, Settings
 from mqlayer.errors import PermissionDenied
 from mqlayer.postgres.rights import Right
 from mqlayer.relay import Relay, relay_once
-from tests.fixtures.consuming import Stage
+from tests.fixtures.consumers import Stage
 from tests.fixtures.roles import Roles
 
 START_S = 60
@@ -63,7 +63,7 @@ def test_a_process_without_its_right_ends_with_the_command_that_gives_it(
     stage: Stage, roles: Roles, process: str
 ) -> None:
     start, right, limit = STARTS[process]
-    without = [other for other in (Right.PUBLISH, Right.CONSUME, Right.LOOK, Right.ANALYZE) if other is not right]
+    without = [other for other in (Right.PUBLISH, Right.CONSUME, Right.VIEW, Right.ANALYZE) if other is not right]
     for rights in ([], without):
         dsn = roles.login(*rights)
         with pytest.raises(PermissionDenied) as refused:
@@ -103,7 +103,7 @@ def run_program(stage: Stage, dsn: str, *words: str) -> subprocess.CompletedProc
 
 
 def test_the_relay_command_without_its_right_says_so_in_one_line(stage: Stage, roles: Roles) -> None:
-    dsn = roles.login(Right.LOOK)
+    dsn = roles.login(Right.VIEW)
     for words in (["relay"], ["relay", "--once"]):
         ended = run_program(stage, dsn, "mqlayer", *words)
         assert ended.returncode == 1
@@ -112,7 +112,7 @@ def test_the_relay_command_without_its_right_says_so_in_one_line(stage: Stage, r
 
 
 def test_the_worker_without_its_right_ends_with_the_command_that_gives_it(stage: Stage, roles: Roles) -> None:
-    dsn = roles.login(Right.LOOK)
+    dsn = roles.login(Right.VIEW)
     ended = run_program(
         stage, dsn, "celery", "-A", "mqlayer.workers.app", "worker", "--pool", "solo", "--without-mingle"
     )

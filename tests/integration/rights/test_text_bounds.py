@@ -8,7 +8,7 @@ from typing import Any, Final
 import psycopg
 import pytest
 
-from mqlayer.consuming.faults import described
+from mqlayer.consuming.engine.error_text import described
 from mqlayer.postgres.rights import Right
 from tests.fixtures.roles import Roles
 

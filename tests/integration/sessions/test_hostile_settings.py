@@ -15,7 +15,7 @@ from psycopg import sql
 from pydantic import SecretStr
 
 from mqlayer import Settings
-from mqlayer.postgres import own_sessions
+from mqlayer.postgres import session_setup
 from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.migrations import migrate
 from tests.fixtures.whole_system import WholeSystem
@@ -123,7 +123,7 @@ def worst_dsn(database_dsn: str) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_session_has_its_settings_and_limits(worst_dsn: str, kind: str) -> None:
-    wanted = {**own_sessions.SETTINGS, **dict(zip(LIMITS, KINDS[kind], strict=True)), "DateStyle": "ISO, DMY"}
+    wanted = {**session_setup.SETTINGS, **dict(zip(LIMITS, KINDS[kind], strict=True)), "DateStyle": "ISO, DMY"}
     with Database(worst_dsn, application=kind) as database, database.connection() as lent:
         assert in_force(lent, wanted) == wanted
     with connect(worst_dsn, application=kind) as connection:
@@ -149,6 +149,6 @@ def test_a_session_that_waits_for_standbys_goes_on_waiting_for_them(database_dsn
 def test_the_list_of_settings_in_the_documents_is_the_one_in_force() -> None:
     page = (Path(__file__).parents[3] / "docs" / "reference" / "settings.md").read_text("utf-8")
     for kind, words in (("members, receivers, producers", "mqlayer consumer"), ("relay", "mqlayer relay")):
-        limits = own_sessions.LIMITS[words]
+        limits = session_setup.LIMITS[words]
         cells = [f"{seconds:g} s" for seconds in (limits.statement_s, limits.lock_s, limits.idle_in_transaction_s)]
         assert f"| {kind} | {' | '.join(cells)} |" in page

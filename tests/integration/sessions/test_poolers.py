@@ -13,11 +13,11 @@ from psycopg import sql
 from pydantic import SecretStr
 
 from mqlayer import App, Receiver, Settings
-from mqlayer.checking import Verdict, examine
+from mqlayer.doctor import CheckStatus, diagnose
 from mqlayer.errors import ConfigurationRefused
+from mqlayer.postgres.arrow_reader import read_address
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
-from mqlayer.postgres.reading import read_address
 from mqlayer.relay import relay_once
 from mqlayer.topics import create_topic, register_node
 from tests.fixtures.commands import Commands
@@ -158,7 +158,7 @@ def test_nothing_is_set_in_sessions_that_others_are_lent_too(
             register_node(database, name="node-1", url=redis_url)
             create_topic(database, "orders", prefix=settings.key_prefix, partitions=1, application=database)
         relay_once(settings, at_most_s=5.0)
-        examine(settings)
+        diagnose(settings)
         assert shown(other) == before
         assert len(before) == 1
 
@@ -280,8 +280,8 @@ def test_commands_work_through_a_pooler(
 
 
 def test_the_doctor_names_a_pooler_and_the_way_past_it(pooled: Settings, database_dsn: str) -> None:
-    (found,) = [one for one in examine(pooled) if one.check == "pooler"]
-    assert (found.verdict, "MQLAYER_DIRECT_DSN" in found.fix) == (Verdict.WARNING, True)
+    (found,) = [one for one in diagnose(pooled) if one.check == "pooler"]
+    assert (found.verdict, "MQLAYER_DIRECT_DSN" in found.fix) == (CheckStatus.WARNING, True)
     direct = pooled.model_copy(update={"direct_dsn": SecretStr(database_dsn)})
-    (found,) = [one for one in examine(direct) if one.check == "pooler"]
-    assert found.verdict is Verdict.OK
+    (found,) = [one for one in diagnose(direct) if one.check == "pooler"]
+    assert found.verdict is CheckStatus.OK

@@ -1,0 +1,42 @@
+"""The archive: what was published, kept in Postgres for as long as an operator wants, and snapshots of it.
+
+See docs/how-to/archive.md.
+"""
+
+from mqlayer.archive.archiver import ArchiveReport, archive_pass
+from mqlayer.archive.gaps import ArchiveGap, accept_gaps, list_gaps
+from mqlayer.archive.outcome_archiver import OutcomeReport, archive_outcomes
+from mqlayer.archive.retention import DayDropped, retain, retain_by_topics, set_retention
+from mqlayer.archive.snapshots import (
+    Snapshot,
+    SnapshotTopic,
+    create_snapshot,
+    drop_snapshot,
+    find_snapshot,
+    list_snapshots,
+    verify_snapshot,
+)
+from mqlayer.archive.status import ArchiveStatus, archive_status
+
+__all__ = [
+    "ArchiveGap",
+    "ArchiveReport",
+    "ArchiveStatus",
+    "DayDropped",
+    "OutcomeReport",
+    "Snapshot",
+    "SnapshotTopic",
+    "accept_gaps",
+    "archive_outcomes",
+    "archive_pass",
+    "archive_status",
+    "create_snapshot",
+    "drop_snapshot",
+    "find_snapshot",
+    "list_gaps",
+    "list_snapshots",
+    "retain",
+    "retain_by_topics",
+    "set_retention",
+    "verify_snapshot",
+]

@@ -1,0 +1,244 @@
+"""The archiver: moves what stands in the streams of archived topics into the archive, batch after batch.
+
+A batch is a stretch of one partition. Postgres has it whole or not at all, with the marks and the offset behind it, so
+whoever comes after a crash goes on there. Identity makes records unique: what the marks have already is left out, what
+is not the successor of a mark stops the partition before it.
+
+A key's records come in the order of (batch, log_offset): successors wait until their parents are complete, and what a
+node gives out again after it fell back is in later batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from mqlayer.archive.batch_writer import BatchResult, BatchWriter
+from mqlayer.archive.batches import ArchiveBatch, end_stopped, in_batch, make_days
+from mqlayer.archive.copy_rows import PartitionChains
+from mqlayer.archive.outcome_archiver import OutcomeReport, move_outcomes
+from mqlayer.archive.stream_reader import ArchiveInput, StreamPages, page_size
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import Conflict, MqlayerError, StoreUnavailable, TransactionConflict
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.runtime.route_cache import load_nodes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ArchiveReport:
+    """What a pass did: records archived per topic, partitions that are complete since, partitions that stand before a
+    gap nobody accepted, nodes that were passed by, with the reason, topics that somebody else holds, and
+    partitions with a record that can't be archived; and likewise of what became of messages. `ended`: nothing that can
+    be read is left."""
+
+    archived: dict[str, int] = field(default_factory=dict)
+    completed: list[int] = field(default_factory=list)
+    stopped: list[int] = field(default_factory=list)
+    skipped_nodes: dict[str, str] = field(default_factory=dict)
+    locked_topics: list[str] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+    outcomes: OutcomeReport = field(default_factory=OutcomeReport)
+    ended: bool = True
+
+    @property
+    def total(self) -> int:
+        """Records archived in all."""
+        return sum(self.archived.values())
+
+
+def archive_pass(
+    database: Database, *, prefix: str, topic: str | None = None, at_most_s: float | None = None, unsafe: bool = False
+) -> ArchiveReport:
+    """Archive what stands in the streams of archived topics; of one, or of all.
+
+    Each partition is read to its end, batches of all of them in turn; after `at_most_s` no further batch is begun. A
+    node that is away or not armed is passed by and reported, and keeps nothing else waiting. Safe to run twice at
+    once, and to be killed at any line: every record is in the archive once.
+    """
+    report = ArchiveReport()
+    until = float("inf") if at_most_s is None else time.monotonic() + at_most_s
+    with database.connection() as connection:
+        topics = connection.execute(query("archive_topics"), {"topic": topic}).fetchall()
+    if not topics:
+        return report
+    make_days(database)
+    failpoint("archive.after_days")
+    nodes = {node.node_id: node for node in load_nodes(database)}
+    with _NodeConnections(nodes, report, prefix=prefix, unsafe=unsafe) as connections:
+        for topic_id, name, body_limit in topics:
+            _TopicPass(database, connections, report, topic_id, name, page_size(body_limit), until).run()
+            # In batches of their own.
+            move_outcomes(database, topic_id, name, report.outcomes, prefix=prefix, until=until, unsafe=unsafe)
+    report.ended &= report.outcomes.ended
+    if report.total:
+        log.info("archived", extra={"records": report.total, "topics": len(report.archived)})
+    return report
+
+
+class _NodeConnections:
+    """Connections to nodes, and which are away in this pass."""
+
+    def __init__(self, nodes: Mapping[NodeId, Node], report: ArchiveReport, *, prefix: str, unsafe: bool) -> None:
+        # As of the pass's beginning: a node that is armed anew meanwhile is left for the next pass.
+        self._nodes, self._report, self._prefix, self._unsafe = nodes, report, prefix, unsafe
+        self._connections: dict[NodeId, NodeConnection] = {}
+        self._unreachable: set[NodeId] = set()
+
+    def __enter__(self) -> _NodeConnections:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in self._connections.values():
+            connection.close()
+
+    def read(self, source: ArchiveInput, since: int) -> StreamPages | None:
+        """Begin to read a partition; None where its node is away."""
+        if source.node in self._unreachable or source.node not in self._nodes:
+            return None
+        try:
+            return self.pages(source, since)
+        except MqlayerError as error:
+            self.skip_node(source.node, error)
+            return None
+
+    def pages(self, source: ArchiveInput, since: int) -> StreamPages:
+        """Begin to read a partition. Raises StoreUnavailable, NodeNotArmed."""
+        if source.node not in self._connections:
+            self._connections[source.node] = NodeConnection(self._nodes[source.node], unsafe=self._unsafe)
+        return StreamPages(self._connections[source.node], self._prefix, source, since)
+
+    def skip_node(self, node_id: NodeId, error: MqlayerError) -> None:
+        """Ask a node for nothing more in this pass."""
+        self._unreachable.add(node_id)
+        name = self._nodes[node_id].name
+        self._report.skipped_nodes[name] = str(error)
+        log.warning("archive_node_skipped", extra={"node": name, "reason": str(error)})
+
+
+class _TopicPass:
+    """One topic's turn in a pass."""
+
+    def __init__(
+        self,
+        database: Database,
+        connections: _NodeConnections,
+        report: ArchiveReport,
+        topic_id: int,
+        topic: str,
+        page_size: int,
+        until: float,
+    ) -> None:
+        self._database, self._connections, self._report = database, connections, report
+        self._topic_id, self._topic, self._page_size, self._until = topic_id, topic, page_size, until
+        self._done: set[int] = set()
+        self._succeeded = True
+        self._chains: dict[int, PartitionChains] = {}
+        # The batch and stretch behind which the chains stand.
+        self._position = (-1, -1)
+
+    def run(self) -> None:
+        """Archive every partition to its end, also those that become ready when their parents are complete."""
+        try:
+            while self._round():
+                pass
+        except TransactionConflict as error:
+            self._report.locked_topics.append(self._topic)
+            log.warning("archive_topic_locked", extra={"topic": self._topic, "reason": str(error)})
+            end_stopped(self._database)
+            return
+        if self._report.ended and self._succeeded:
+            with self._database.connection() as connection:
+                connection.execute(query("archive_passed"), {"topic_id": self._topic_id})
+
+    def _round(self) -> bool:
+        """Archive what is ready, a batch of each partition in turn; say whether something else is ready since."""
+        connection = deque((source, since) for source, since in self._work() if source.partition not in self._done)
+        completed = False
+        while connection:
+            if time.monotonic() >= self._until:
+                self._report.ended = False
+                return False
+            source, since = connection.popleft()
+            written = self._batch(source, since)
+            completed |= written.complete
+            if written.more and not written.stopped:
+                connection.append((source, written.upto))
+            else:
+                self._done.add(source.partition)
+        return completed
+
+    def _work(self) -> Iterator[tuple[ArchiveInput, int]]:
+        with self._database.connection() as connection:
+            rows = connection.execute(query("archive_work"), {"topic_id": self._topic_id}).fetchall()
+        for partition, node, version, lp_from, lp_to, upto, *sealed in rows:
+            yield (
+                ArchiveInput(
+                    self._topic_id, partition, NodeId(node), version, lp_from, lp_to, self._page_size, *sealed
+                ),
+                upto,
+            )
+
+    def _batch(self, source: ArchiveInput, since: int) -> BatchResult:
+        """Archive a stretch of a partition, where there is one."""
+        pages = self._connections.read(source, since)
+        failpoint("archive.after_read")
+        if pages is None or not pages.first:
+            return BatchResult(since)
+        stock = [pages]
+
+        def work(connection: Connection, batch: ArchiveBatch) -> BatchResult:
+            # Once more after a conflict: what was read before was given out already.
+            given = stock.pop() if stock else self._connections.pages(source, since)
+            return BatchWriter(connection, batch, self._chains_of(source, batch), since).write(given)
+
+        try:
+            written = in_batch(self._database, self._topic_id, work)
+        except (StoreUnavailable, Conflict) as error:
+            return self._failed(source, since, error)
+        failpoint("archive.after_commit")
+        return self._note_progress(source, written or BatchResult(since))
+
+    def _failed(self, source: ArchiveInput, since: int, error: StoreUnavailable | Conflict) -> BatchResult:
+        """Leave a node, or a partition with a record that can't be archived, for the next pass."""
+        if isinstance(error, StoreUnavailable) and error.address != self._database.address:
+            self._connections.skip_node(source.node, error)
+        else:
+            # Nobody came to its end: else nobody would hear of it but readers of logs.
+            self._succeeded = False
+            self._report.failed[source.partition] = str(error)
+            log.error("archive_failed", extra={"partition": source.partition, "reason": str(error)})
+        return BatchResult(since)
+
+    def _chains_of(self, source: ArchiveInput, batch: ArchiveBatch) -> PartitionChains:
+        """Return a partition's chains; afresh where somebody else wrote a batch, or this is another try."""
+        position = (batch.number, batch.segment)
+        if position != self._position:
+            self._chains.clear()
+        # Until the batch is there, the chains are ahead of the archive.
+        self._position = (-1, -1)
+        return self._chains.setdefault(source.partition, PartitionChains(source))
+
+    def _note_progress(self, source: ArchiveInput, written: BatchResult) -> BatchResult:
+        if written.moved:
+            # Somebody else archives it, or its node fell back: the next pass looks anew.
+            return written
+        if written.batch is not None:
+            self._chains[source.partition].settle(written.batch.segment)
+            self._position = (written.batch.number + bool(written.records), written.batch.segment)
+        if written.records:
+            self._report.archived[self._topic] = self._report.archived.get(self._topic, 0) + written.records
+        if written.complete:
+            self._report.completed.append(source.partition)
+        if written.stopped:
+            self._report.stopped.append(source.partition)
+            facts = {"topic": self._topic, "partition": source.partition, "gaps": len(written.gaps)}
+            log.error("archive_stopped_at_gap", extra=facts)
+        return written

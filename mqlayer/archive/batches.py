@@ -1,0 +1,84 @@
+"""Batches: each of the archive's transactions is one, numbered per topic, and holds the topic's archive to its commit.
+
+Who locks more than one topic's archive takes them in the order of their ids, before anything else of the archive.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, datetime
+from typing import Final, TypeVar
+
+from mqlayer.errors import StoreUnavailable
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+TIMEOUTS: Final = {"lock_wait": "10s", "idle": "30s"}
+"""A process that is stopped in a batch must not keep all others from archiving the topic."""
+CONFLICT_S: Final = 10.0
+"""For how long a batch is tried again while others hold what it needs."""
+STOPPED_S: Final = 60.0
+"""A COPY that waits for its client for so long waits for a process that is stopped: a batch takes some seconds."""
+TRIES: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveBatch:
+    """A topic's archive, held by this transaction. `number`: of the batch to write; `at`: when it is archived."""
+
+    topic_id: int
+    number: int
+    segment: int
+    at: datetime
+    day: date
+
+    def put(self, connection: Connection, *, records: int = 0, outcomes: int = 0) -> None:
+        """Say what was written under this number: the last act of the transaction, once."""
+        facts = {"topic_id": self.topic_id, "batch": self.number, "day": self.day}
+        connection.execute(query("archive_day_put"), facts | {"records": records, "outcomes": outcomes})
+        connection.execute(query("archive_batch_put"), facts)
+
+
+def in_batch(database: Database, topic_id: int, work: Callable[[Connection, ArchiveBatch], Result]) -> Result | None:
+    """Run `work` in a transaction that holds a topic's archive; None where the topic is not archived.
+
+    The table partitions of the batch's day are there. Whatever `work` writes goes under `batch.number`, by `batch.put`.
+    Repeated as a whole after a conflict.
+    """
+
+    def attempt(connection: Connection) -> tuple[bool, Result | None]:
+        connection.execute(query("transaction_patience"), TIMEOUTS)
+        row = connection.execute(query("archive_topic_hold"), {"topic_id": topic_id}).fetchone()
+        if row is None:
+            return True, None
+        number, segment, at, day, made = row
+        if not made:
+            return False, None
+        return True, work(connection, ArchiveBatch(topic_id, number + 1, segment, at, day))
+
+    for _ in range(TRIES):
+        done, result = database.transaction(attempt, timeout_s=CONFLICT_S)
+        if done:
+            return result
+        make_days(database)
+    raise StoreUnavailable(database.address, "the archive's table partitions of today are dropped as soon as made")
+
+
+def make_days(database: Database) -> None:
+    """Make the table partitions of today and tomorrow, by the database's clock, where they are not there."""
+    database.transaction(lambda connection: connection.execute(query("archive_days_make")).fetchall())
+
+
+def end_stopped(database: Database) -> int:
+    """End the sessions of archivers that are stopped in a COPY, which no timeout of Postgres does; return how many."""
+    with database.connection() as connection:
+        rows = connection.execute(query("archive_end_stopped"), {"stopped_s": STOPPED_S}).fetchall()
+    if rows:
+        log.warning("archiver_ended", extra={"sessions": len(rows)})
+    return len(rows)

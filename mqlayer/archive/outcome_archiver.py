@@ -1,0 +1,237 @@
+"""Outcomes: what became of messages, per group, from where it was noted into the archive, each once.
+
+What members and receivers settle is noted in a stream on the node, by the script that settles (see `redis.outcomes`);
+what owners and operators do in Postgres is noted in a queue there, by the same transaction. States of an entry of a
+stream: *noted* -> *archived* (in Postgres, with the place up to which that is so, in one transaction) -> gone from the
+node. A crash between leaves entries that are not above that place: nobody reads them again, the next look drops them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from mqlayer.archive.batches import ArchiveBatch, in_batch
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import MqlayerError, TransactionConflict
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
+from mqlayer.redis.outcomes import OutcomeEntry, OutcomeId, entries_of, fetch_command, forget_command
+from mqlayer.runtime.route_cache import load_nodes
+
+log = logging.getLogger(__name__)
+
+CURSORS_PER_CALL: Final = 20
+ENTRIES_PER_CURSOR: Final = 200
+"""Bounds of what one batch takes from a node: 4,000 entries, of 500 ranges each at the most."""
+ACTS_PER_BATCH: Final = 5_000
+
+
+@dataclass(slots=True)
+class OutcomeReport:
+    """What was archived per topic, in rows; offsets that nodes dropped for lack of an archiver; nodes that were passed
+    by, with the reason; topics that somebody else holds. `ended`: nothing that can be read is left."""
+
+    archived: dict[str, int] = field(default_factory=dict)
+    dropped: int = 0
+    skipped_nodes: dict[str, str] = field(default_factory=dict)
+    locked_topics: list[str] = field(default_factory=list)
+    ended: bool = True
+
+    @property
+    def total(self) -> int:
+        """Rows archived in all."""
+        return sum(self.archived.values())
+
+
+class OutcomeCursor(NamedTuple):
+    """A group at a partition, and up to where its entries are in the archive."""
+
+    partition: int
+    group_id: int
+    after: OutcomeId
+
+
+Fetched = Sequence[tuple[OutcomeCursor, Sequence[OutcomeEntry]]]
+
+
+class OutcomeBatchResult(NamedTuple):
+    """What a batch wrote, in rows; where the cursors are now; how many offsets their nodes had dropped."""
+
+    rows: int
+    cursors: list[OutcomeCursor]
+    dropped: dict[OutcomeCursor, int]
+
+
+def archive_outcomes(
+    database: Database, *, prefix: str, topic: str | None = None, at_most_s: float | None = None, unsafe: bool = False
+) -> OutcomeReport:
+    """Archive what became of the messages of archived topics; of one, or of all.
+
+    A node that is away or not armed is passed by and reported, and keeps nothing else waiting; after `at_most_s` no
+    further batch is begun. Safe to run twice at once, and to be killed at any line: each outcome is in the archive
+    once. Raises StoreUnavailable where Postgres is away.
+    """
+    report = OutcomeReport()
+    until = float("inf") if at_most_s is None else time.monotonic() + at_most_s
+    with database.connection() as connection:
+        topics = connection.execute(query("archive_topics"), {"topic": topic}).fetchall()
+    for topic_id, name, _ in topics:
+        move_outcomes(database, topic_id, name, report, prefix=prefix, until=until, unsafe=unsafe)
+    return report
+
+
+def move_outcomes(
+    database: Database, topic_id: int, topic: str, report: OutcomeReport, *, prefix: str, until: float, unsafe: bool
+) -> None:
+    """Archive what became of one topic's messages; `until`: begin nothing after this time, by the monotonic clock."""
+    nodes = {node.node_id: node for node in load_nodes(database)}
+    moving = _OutcomePass(database, topic_id, report, until)
+    try:
+        for node_id, cursors in _cursors(database, topic_id).items():
+            moving.from_node(nodes[node_id], cursors, prefix=prefix, unsafe=unsafe)
+        moving.from_queue()
+    except TransactionConflict as error:
+        report.locked_topics.append(topic)
+        log.warning("outcomes_topic_locked", extra={"topic": topic, "reason": str(error)})
+    if moving.rows:
+        report.archived[topic] = moving.rows
+        log.info("outcomes_archived", extra={"topic": topic, "rows": moving.rows})
+
+
+def _cursors(database: Database, topic_id: int) -> Mapping[NodeId, list[OutcomeCursor]]:
+    found: dict[NodeId, list[OutcomeCursor]] = {}
+    with database.connection() as connection:
+        rows = connection.execute(query("outcome_work"), {"topic_id": topic_id}).fetchall()
+    for partition, node_id, group_id, epoch, number in rows:
+        found.setdefault(NodeId(node_id), []).append(OutcomeCursor(partition, group_id, OutcomeId(epoch, number)))
+    return found
+
+
+class _OutcomePass:
+    """One topic's turn."""
+
+    def __init__(self, database: Database, topic_id: int, report: OutcomeReport, until: float) -> None:
+        self._database, self._topic_id, self._report, self._until = database, topic_id, report, until
+        self.rows = 0
+
+    def _is_over(self) -> bool:
+        if time.monotonic() >= self._until:
+            self._report.ended = False
+        return not self._report.ended
+
+    def from_node(self, node: Node, cursors: Sequence[OutcomeCursor], *, prefix: str, unsafe: bool) -> None:
+        """Archive what a node's streams hold; where it is away, report that."""
+        with NodeConnection(node, unsafe=unsafe) as connection:
+            for at in range(0, len(cursors), CURSORS_PER_CALL):
+                left: Sequence[OutcomeCursor] = cursors[at : at + CURSORS_PER_CALL]
+                while left and not self._is_over():
+                    try:
+                        fetched = _fetch(connection, prefix, left)
+                    except MqlayerError as error:
+                        self._report.skipped_nodes[node.name] = str(error)
+                        log.warning("outcomes_node_skipped", extra={"node": node.name, "reason": str(error)})
+                        return
+                    # Those that had something are looked at again, which drops it from the node.
+                    left = self._written(fetched)
+
+    def _written(self, fetched: Fetched) -> list[OutcomeCursor]:
+        """Archive what was fetched; return where those cursors are now."""
+        if not fetched:
+            return []
+        failpoint("outcomes.after_fetch")
+        written = in_batch(self._database, self._topic_id, lambda connection, batch: _write(connection, batch, fetched))
+        failpoint("outcomes.after_commit")
+        if written is None:
+            # Archiving was switched off.
+            return []
+        self.rows += written.rows
+        for cursor, dropped in written.dropped.items():
+            self._report.dropped += dropped
+            facts = {"partition": cursor.partition, "group_id": cursor.group_id, "offsets": dropped}
+            log.error("outcomes_dropped", extra=facts)
+        return written.cursors
+
+    def from_queue(self) -> None:
+        """Archive what was done in Postgres."""
+        facts = {"topic_id": self._topic_id, "limit": ACTS_PER_BATCH}
+        with self._database.connection() as connection:
+            ((left,),) = connection.execute(query("outcome_queue_count"), facts).fetchall()
+
+        def work(connection: Connection, batch: ArchiveBatch) -> tuple[int, int]:
+            written = {"batch": batch.number, "at": batch.at}
+            ((taken, rows),) = connection.execute(query("outcome_queue_move"), facts | written).fetchall()
+            batch.put(connection, outcomes=rows)
+            failpoint("outcomes.before_acts_commit")
+            return taken, rows
+
+        while left > 0 and not self._is_over():
+            moved = in_batch(self._database, self._topic_id, work)
+            if moved is None or not moved[0]:
+                return
+            left -= moved[0]
+            self.rows += moved[1]
+
+
+def _fetch(connection: NodeConnection, prefix: str, cursors: Sequence[OutcomeCursor]) -> Fetched:
+    """Drop from a node what is in the archive; return what comes next, of the cursors that have something."""
+    places = [(prefix, cursor.partition, cursor.group_id, cursor.after) for cursor in cursors]
+    commands = [
+        command
+        for place in places
+        for command in (forget_command(*place), fetch_command(*place, count=ENTRIES_PER_CURSOR))
+    ]
+    replies = [raise_for_reply(reply, connection.node.address) for reply in connection.call(commands)]
+    found = [(cursor, entries_of(reply)) for cursor, reply in zip(cursors, replies[1::2], strict=True)]
+    return [(cursor, entries) for cursor, entries in found if entries]
+
+
+def _write(connection: Connection, batch: ArchiveBatch, fetched: Fetched) -> OutcomeBatchResult:
+    """Write what was fetched, and up to where that is, but for what somebody else has written since."""
+    facts: dict[str, Any] = {
+        "groups": [s.group_id for s, _ in fetched],
+        "partitions": [s.partition for s, _ in fetched],
+    }
+    rows = connection.execute(query("outcome_progress"), facts).fetchall()
+    places = {(group_id, partition): OutcomeId(epoch, number) for group_id, partition, epoch, number in rows}
+    now_at = {cursor: places.get((cursor.group_id, cursor.partition), cursor.after) for cursor, _ in fetched}
+    new = [(cursor, entries) for cursor, entries in fetched if now_at[cursor] == cursor.after]
+    dropped = {cursor: sum(entry.dropped for entry in entries) for cursor, entries in new}
+    count = _put(connection, batch, new)
+    if new:
+        now_at |= {cursor: entries[-1].entry_id for cursor, entries in new}
+        progress = {
+            "groups": [cursor.group_id for cursor, _ in new],
+            "partitions": [cursor.partition for cursor, _ in new],
+            "epochs": [now_at[cursor].epoch for cursor, _ in new],
+            "numbers": [now_at[cursor].number for cursor, _ in new],
+            "dropped": list(dropped.values()),
+        }
+        connection.execute(query("outcome_progress_put"), progress)
+        batch.put(connection, outcomes=count)
+    failpoint("outcomes.before_commit")
+    # What somebody else has written may end elsewhere than what was fetched here.
+    cursors = [cursor._replace(after=place) for cursor, place in now_at.items()]
+    return OutcomeBatchResult(count, cursors, {cursor: offsets for cursor, offsets in dropped.items() if offsets})
+
+
+def _put(connection: Connection, batch: ArchiveBatch, fetched: Fetched) -> int:
+    """Write the rows of entries; return how many that are."""
+    rows = [
+        (cursor.group_id, cursor.partition, one.first, one.last, one.outcome, one.attempts,
+         None if one.delivered_ms_ago is None else entry.at_ms - one.delivered_ms_ago, entry.at_ms, entry.member,
+         *entry.entry_id)
+        for cursor, entries in fetched for entry in entries for one in entry.ranges
+    ]  # fmt: skip
+    if rows:
+        names = ("groups", "partitions", "firsts", "lasts", "words", "attempts", "givens", "ats", "actors", "epochs",
+                 "numbers")  # fmt: skip
+        columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+        written = {"topic_id": batch.topic_id, "batch": batch.number, "at": batch.at}
+        connection.execute(query("outcomes_put"), written | columns)
+    return len(rows)

@@ -1,0 +1,109 @@
+"""Pieces of a partition's stream, each of bounded size, from the armed run of its node.
+
+The next piece is asked for before the last one is worked on, so that the node reads while this process works. Offsets
+are dense, so pieces are ranges of them; where some are missing a piece is short, or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
+
+PAGE_BYTES: Final = 64_000_000
+PAGE_RECORDS: Final = 500
+"""Bounds of one reply: by its records, and by its bytes even where every body is as large as the topic takes."""
+
+Entry = list[Any]
+"""As the server sends it: [id, [m, .., k, .., b, ..]]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveInput:
+    """A partition to archive. `version`: of the route that brought it into force; `piece`: records in one reply.
+
+    `marks`: those that it was sealed with; `cut`: its successors hold what is beyond them; `armed_at`: when its node
+    was armed, before anything is read of it.
+    """
+
+    topic_id: int
+    partition: int
+    node: NodeId
+    version: int
+    lp_from: int
+    lp_to: int
+    page_size: int
+    seal_id: str | None
+    marks: Mapping[str, int] | None
+    cut: bool
+    armed_at: datetime | None
+
+
+def page_size(body_limit: int) -> int:
+    """Return how many records one reply may hold."""
+    return max(1, min(PAGE_RECORDS, PAGE_BYTES // body_limit))
+
+
+class StreamPages:
+    """What stands in a stream from an offset on, piece by piece. The command record is an entry like others."""
+
+    def __init__(self, connection: NodeConnection, prefix: str, source: ArchiveInput, since: int) -> None:
+        self._connection, self._log, self._count = (
+            connection,
+            partition_keys(prefix, source.partition).log,
+            source.page_size,
+        )
+        self._requested = 0
+        self.run_id = connection.connect().run_id
+        # The command record's id is the last offset's with 1 behind the dash.
+        (reply,) = connection.call([(b"XRANGE", self._log, b"%d-1" % (since - 1), b"+", b"COUNT", self._count)])
+        self.first: list[Entry] = raise_for_reply(reply, connection.node.address)
+        self.more = len(self.first) == self._count
+        """Whether something may be behind the first piece."""
+
+    def __iter__(self) -> Iterator[list[Entry]]:
+        """Yield pieces up to the first that is not full; what is behind that begins another stretch."""
+        page, follows = self.first, self.more
+        following = offset_of(page[-1]) + 1 if follows else 0
+        while page:
+            if follows:
+                self._ask(following)
+                following += self._count
+            yield page
+            if not follows:
+                return
+            page = self._receive()
+            follows = len(page) >= self._count
+
+    def close(self) -> None:
+        """Read what was asked for and nobody wants any more: the line is free for other commands again."""
+        while self._requested:
+            self._receive()
+
+    def _ask(self, first: int) -> None:
+        bounds = (b"%d-1" % (first - 1), b"%d-0" % (first + self._count - 1))
+        self._connection.send([(b"XRANGE", self._log, *bounds)])
+        self._requested += 1
+
+    def _receive(self) -> list[Entry]:
+        asked, self._requested = self._requested, 0
+        (reply,) = self._connection.receive(1)
+        # A line that failed owes nothing.
+        self._requested = asked - 1
+        page: list[Entry] = raise_for_reply(reply, self._connection.node.address)
+        return page
+
+
+def offset_of(entry: Entry) -> int:
+    """Return an entry's offset; the command record has that of the last record before it."""
+    return int(entry[0][:-2])
+
+
+def is_command(entry: Entry) -> bool:
+    """Say whether an entry is the command record: its id is the only one that does not end in -0."""
+    return bool(entry[0][-1:] != b"0")

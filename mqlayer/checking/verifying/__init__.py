@@ -1,5 +1,0 @@
-"""`verify`: whether Postgres, the nodes and the archive say the same of a topic. Reads only."""
-
-from mqlayer.checking.verifying.run import verify
-
-__all__ = ["verify"]

@@ -1,0 +1,87 @@
+"""Watching groups drain: live on a terminal, elsewhere a line for whatever changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+import typer
+from rich.live import Live
+from rich.table import Table
+
+from mqlayer.cli.output import console, echo
+from mqlayer.escaping import escape
+from mqlayer.postgres.database import Database
+from mqlayer.routes import DrainProgress, drain_progress
+from mqlayer.settings import Settings
+
+POLL_INTERVAL_S: Final = 0.5
+
+
+class Display(Protocol):
+    """Shows how far groups are."""
+
+    def __call__(self, left: Sequence[DrainProgress]) -> None:
+        """Show what is left to drain now."""
+
+
+def watch_draining(database: Database, settings: Settings, topic: str, timeout_s: float | None) -> None:
+    """Show what each group has left to drain until nothing is; end with exit code 1 if the time is over first."""
+    until = None if timeout_s is None else time.monotonic() + timeout_s
+    with _display() as show:
+        while True:
+            left = drain_progress(database, topic, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
+            show(left)
+            if not left or (until is not None and time.monotonic() >= until):
+                break
+            time.sleep(POLL_INTERVAL_S)
+    if left:
+        waiting = ", ".join(sorted({progress.group for progress in left}))
+        echo(f"mqlayer: not drained within {timeout_s:g} s by: {waiting}", err=True)
+        raise typer.Exit(1)
+    echo(f"every group of topic {topic} has drained what is sealed")
+
+
+@contextmanager
+def _display() -> Iterator[Display]:
+    shown = console()
+    if not shown.is_terminal:
+        yield PlainProgress()
+        return
+    with Live(console=shown, auto_refresh=False, transient=True) as live:
+        yield lambda left: live.update(_table(left), refresh=True)
+
+
+class PlainProgress:
+    """Prints a line for each group and partition of which something changed."""
+
+    def __init__(self) -> None:
+        self._printed: dict[str, str] = {}
+
+    def __call__(self, left: Sequence[DrainProgress]) -> None:
+        """Print what changed since the last call."""
+        now = {
+            f"group {one.group}, partition {one.partition}": f"{_remaining(one)}, route version {one.group_version}"
+            for one in left
+        }
+        for what in self._printed.keys() - now.keys():
+            echo(f"{what}: drained")
+        for what, how_much in now.items():
+            if self._printed.get(what) != how_much:
+                echo(f"{what}: {how_much}")
+        self._printed = now
+
+
+def _table(left: Sequence[DrainProgress]) -> Table:
+    table = Table("group", "route version", "partition", "left to drain", box=None, pad_edge=False)
+    for one in left:
+        table.add_row(escape(one.group), str(one.group_version), str(one.partition), _remaining(one))
+    return table
+
+
+def _remaining(one: DrainProgress) -> str:
+    if one.remaining is None:
+        return "its node is away"
+    return f"{one.remaining} left" if one.remaining else "its last messages are settled"

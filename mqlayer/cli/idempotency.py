@@ -1,0 +1,147 @@
+"""`inbox` and `versions`: which effects are noted, and which versions of entities are missing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from mqlayer.cli.actor import actor
+from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.message_output import LimitOption
+from mqlayer.cli.option_rules import RuledCommand, excludes
+from mqlayer.cli.options import TopicArgument
+from mqlayer.cli.output import JsonOption, echo, format_age, format_key, pluralize, show_rows
+from mqlayer.cli.permissions import check_group_change
+from mqlayer.domain.names import parse_identity
+from mqlayer.errors import InvalidInput
+from mqlayer.groups import find_group
+from mqlayer.idempotency import (
+    InboxStats,
+    WaitingEntity,
+    find_effect,
+    held_versions,
+    inbox_stats,
+    set_version,
+    version_gaps,
+)
+from mqlayer.inspect import group_facts
+from mqlayer.postgres.database import Database
+
+NameArgument = Annotated[str, typer.Argument(help="The name that the program gave its Versions.")]
+EntityArgument = Annotated[str, typer.Argument(help="The entity, as the program names it.")]
+WhyOption = Annotated[str, typer.Option("--reason", help="Why: it is kept in the audit row.")]
+
+inbox = typer.Typer(no_args_is_help=True, help="The inbox of MQLAYER_APP_DSN: messages that have their effects.")
+versions = typer.Typer(no_args_is_help=True, help="Versions of entities: what came early, and what is missing.")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Put the commands into the application."""
+    app.add_typer(inbox, name="inbox")
+    app.add_typer(versions, name="versions")
+
+
+@inbox.command()
+def stats(as_json: JsonOption = False) -> None:
+    """Count what is noted of each group, up to a million, and since when."""
+    settings = settings_here()
+    with Database(settings.control_dsn()) as control, Database(settings.application_dsn()) as application:
+        names = {group.group_id: (group.topic, group.name) for group in group_facts(control)}
+        found = inbox_stats(application)
+    rows = (_stats(row, names.get(row.group_id, ("", ""))) for row in found)
+    show_rows(rows, as_json=as_json, nothing="nothing is noted")
+
+
+def _stats(row: InboxStats, names: tuple[str, str]) -> dict[str, Any]:
+    return {"topic": names[0], "group": names[1], **asdict(row)}
+
+
+@inbox.command(cls=RuledCommand)
+@excludes("MESSAGE", "--name", why="an effect is noted under one of them")
+def show(
+    topic: TopicArgument,
+    group: Annotated[str, typer.Argument(help="The group's name.")],
+    message: Annotated[str | None, typer.Argument(metavar="SOURCE:LP:SEQ", help="The message's identity.")] = None,
+    name: Annotated[str | None, typer.Option(help="In place of it: a name that the handler gave.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether a message, or a name, has its effect in a group."""
+    if (message is None) == (name is None):
+        raise InvalidInput("say either a message's identity, or --name")
+    id_ = f"={name}" if message is None else str(parse_identity(message))
+    settings = settings_here()
+    with Database(settings.control_dsn()) as control, Database(settings.application_dsn()) as application:
+        found = find_effect(application, find_group(control, topic, group).group_id, id_)
+    rows = [] if found is None else [asdict(found)]
+    show_rows(rows, as_json=as_json, nothing="it has no effect by the inbox, or it was longer ago than the horizon")
+
+
+@versions.command()
+def gaps(
+    name: Annotated[str | None, typer.Argument(help="Only of these Versions.")] = None,
+    limit: LimitOption = 50,
+    as_json: JsonOption = False,
+) -> None:
+    """List entities of which a version is missing while later ones are held, the one that waits longest first."""
+    with Database(settings_here().application_dsn()) as application:
+        found = version_gaps(application, name, limit=limit)
+    show_rows(map(asdict if as_json else _gap, found), as_json=as_json, nothing="no version is missing")
+
+
+def _gap(gap: WaitingEntity) -> dict[str, Any]:
+    return {
+        "name": gap.name,
+        "entity": format_key(gap.entity),
+        "missing": gap.missing,
+        "for": format_age(gap.missing_s),
+        "held": gap.held,
+        "from": gap.first_held,
+        "bytes": gap.held_bytes,
+        "state": "released" if gap.released else "overdue" if gap.overdue else "waiting",
+    }
+
+
+@versions.command()
+def held(name: NameArgument, entity: EntityArgument, as_json: JsonOption = False) -> None:
+    """List what is held of an entity, without bodies."""
+    with Database(settings_here().application_dsn()) as application:
+        found = held_versions(application, name, entity)
+    show_rows(map(asdict, found), as_json=as_json, nothing="nothing is held of it")
+
+
+@versions.command("set")
+def set_(
+    name: NameArgument,
+    entity: EntityArgument,
+    version: Annotated[int, typer.Argument(min=0, help="The last version that counts as applied.")],
+    reason: WhyOption,
+    drop_held: Annotated[bool, typer.Option("--drop-held", help="Drop all that is held of it, too.")] = False,
+) -> None:
+    """Let an entity go on behind a version, whether or not that came; what is held up to there is dropped."""
+    dropped = _set(name, entity, version, reason, drop_held=drop_held)
+    echo(f"{format_key(entity)} goes on with {version + 1}; {pluralize(dropped, 'held event')} dropped")
+
+
+@versions.command()
+def forget(name: NameArgument, entity: EntityArgument, reason: WhyOption) -> None:
+    """Forget an entity and what is held of it: it begins anew, as one that was never seen."""
+    dropped = _set(name, entity, None, reason)
+    echo(f"{format_key(entity)} is forgotten; {pluralize(dropped, 'held event')} dropped")
+
+
+def _set(name: str, entity: str, version: int | None, reason: str, *, drop_held: bool = False) -> int:
+    settings = settings_here()
+    with Database(settings.control_dsn()) as control, Database(settings.application_dsn()) as application:
+        check_group_change(control)
+        return set_version(
+            control,
+            application,
+            name=name,
+            entity=entity,
+            version=version,
+            drop_held=drop_held,
+            actor=actor(),
+            reason=reason,
+        )

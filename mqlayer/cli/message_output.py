@@ -1,0 +1,124 @@
+"""One message for people: identity, headers, attempts, and its body as what it seems to be."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Annotated, Any, Final
+
+import typer
+
+from mqlayer.cli.output import echo, format_key, show_rows
+from mqlayer.domain.names import parse_identity
+from mqlayer.redelivery import MessageDetails
+
+SHOWN_LIMIT: Final = 4_000
+"""How many characters of a body are shown."""
+
+ReasonOption = Annotated[str, typer.Option(help="Why: it is kept with the message and in the audit row.")]
+MessageOption = Annotated[
+    str | None, typer.Option("--message", metavar="SOURCE:LP:SEQ", help="The identity of a message.")
+]
+RawOption = Annotated[bool, typer.Option("--raw", help="Write the body as it is to standard output, and nothing else.")]
+LimitOption = Annotated[int, typer.Option(min=1, max=1_000, help="How many, at most.")]
+
+
+def show_message(found: MessageDetails, *, as_json: bool, raw: bool) -> None:
+    """Print a message as a whole."""
+    if raw:
+        sys.stdout.buffer.write(found.body or b"")
+        sys.stdout.buffer.flush()
+        return
+    kind, text = decoded(found.body)
+    if as_json:
+        show_rows([_describe(found, kind, text)], as_json=True, nothing="")
+        return
+    for name, value in _facts(found):
+        echo(f"{name}: {value}")
+    attempts = (
+        {
+            "attempt": one.attempt,
+            "failed_at": one.failed_at.isoformat(timespec="milliseconds"),
+            "member": one.member,
+            "error": one.error,
+        }
+        for one in found.attempts
+    )
+    show_rows(attempts, as_json=False, nothing="no failed attempt of it is known")
+    echo(f"body: {'none is kept' if found.body is None else f'{len(found.body)} bytes, shown as {kind}'}")
+    if text is not None:
+        echo(text[:SHOWN_LIMIT], lines=True)
+        if len(text) > SHOWN_LIMIT:
+            echo(f"… {len(text) - SHOWN_LIMIT} more characters; --raw writes all of it")
+
+
+def decoded(body: bytes | None) -> tuple[str | None, str | None]:
+    """Return what a body seems to be (json, text, hex) and how it is shown; both None where it is gone."""
+    if body is None:
+        return None, None
+    try:
+        text = body.decode()
+    except UnicodeDecodeError:
+        return "hex", body.hex(" ")
+    try:
+        return "json", json.dumps(json.loads(text), indent=2, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return "text", text
+
+
+def _facts(found: MessageDetails) -> Iterable[tuple[str, Any]]:
+    yield "message", found.identity
+    if found.dead_id is not None:
+        yield "dead id", found.dead_id
+    yield "of", f"group {found.group} of topic {found.topic}"
+    yield "key", format_key(found.key)
+    yield "read at", f"partition {found.partition}, offset {found.offset}"
+    yield "published at", found.published_at.isoformat(timespec="milliseconds")
+    if found.tags:
+        yield "tags", ", ".join(found.tags)
+    for name, value in found.headers.items():
+        yield f"header {name}", value
+    since = found.since.isoformat(timespec="seconds")
+    if found.dead_id is None:
+        due = "when an operator releases it" if found.due_at is None else found.due_at.isoformat(timespec="seconds")
+        yield "parked", f"since {since}, cause {found.cause}; next attempt {due}"
+        return
+    yield "dead", f"since {since}, cause {found.cause}, by {found.actor}"
+    yield "reason", found.reason or ""
+    if found.redriven:
+        yield "redriven", "it was given back, and lives in its group"
+
+
+def _describe(found: MessageDetails, kind: str | None, text: str | None) -> dict[str, Any]:
+    return {
+        "dead_id": found.dead_id,
+        "topic": found.topic,
+        "group": found.group,
+        "message": str(found.identity),
+        "partition": found.partition,
+        "offset": found.offset,
+        "key": found.key,
+        "headers": dict(found.headers),
+        "tags": list(found.tags),
+        "published_at": found.published_at.isoformat(),
+        "cause": found.cause,
+        "since": found.since.isoformat(),
+        "due_at": found.due_at and found.due_at.isoformat(),
+        "reason": found.reason,
+        "actor": found.actor,
+        "redriven": found.redriven,
+        "attempts": [
+            {"attempt": a.attempt, "failed_at": a.failed_at.isoformat(), "member": a.member, "error": a.error}
+            for a in found.attempts
+        ],
+        "bytes": None if found.body is None else len(found.body),
+        "body_is": kind,
+        "body": text and text[:SHOWN_LIMIT],
+        "body_cut": text is not None and len(text) > SHOWN_LIMIT,
+    }
+
+
+def parse_identity_option(text: str | None) -> Any:
+    """Return the identity that an option names, None where it is not given."""
+    return None if text is None else parse_identity(text)

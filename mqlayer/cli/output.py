@@ -1,0 +1,79 @@
+"""Showing rows: as a table for people, or as one JSON object per line for programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mqlayer.escaping import escape, is_printable, json_line
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line and nothing else.")]
+
+NOT_A_TERMINAL_WIDTH: Final = 1000
+
+
+def show_rows(rows: Iterable[Mapping[str, Any]], *, as_json: bool, nothing: str) -> None:
+    """Print rows that have the same fields; say what it means that there are none."""
+    found = list(rows)
+    if as_json:
+        for row in found:
+            typer.echo(json_line(row))
+    elif not found:
+        echo(nothing)
+    else:
+        _table(found)
+
+
+def format_key(key: str | None) -> str:
+    """Return a message key for a line on a terminal: quoted and escaped where it has what would not be seen there."""
+    if key is None:
+        return "(none)"
+    return key if is_printable(key) else json_line(key)
+
+
+def pluralize(count: int, what: str) -> str:
+    """Return a number of things: 1 message, 2 messages."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def format_age(seconds: float | None) -> str:
+    """Return a time span for people: 0.4 s, 12 s, 3 min, 2.5 h, 4.0 d."""
+    if seconds is None:
+        return ""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7_200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3_600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} d"
+
+
+def _table(rows: list[Mapping[str, Any]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), overflow="fold")
+    for row in rows:
+        table.add_row(*("" if value is None else escape(str(value)) for value in row.values()))
+    show_table(table)
+
+
+def show_table(table: Table) -> None:
+    """Print a table whose texts are visible ones, or rich's own Text."""
+    # A terminal folds what is too wide for it; a file or a pipe gets whole lines.
+    console(width=None if sys.stdout.isatty() else NOT_A_TERMINAL_WIDTH).print(table)
+
+
+def console(*, width: int | None = None, stderr: bool = False) -> Console:
+    """Return a console that takes texts as they are: no markup, no names of emojis."""
+    return Console(highlight=False, markup=False, emoji=False, width=width, stderr=stderr)
+
+
+def echo(text: object = "", *, err: bool = False, lines: bool = False) -> None:
+    """Print a line for people; what a terminal would obey in it is escaped, a newline too unless it has `lines`."""
+    typer.echo(escape(str(text), lines=lines), err=err)

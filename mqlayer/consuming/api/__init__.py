@@ -1,0 +1,1 @@
+"""What programs use: the application object, handlers, contexts, batches, bodies."""

@@ -1,0 +1,82 @@
+"""Handlers of batches: what they take, and how they are called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+from mqlayer.consuming.api.batches import Batch, BatchMessage, BatchOf
+from mqlayer.consuming.api.bodies import decoder_for, type_name
+from mqlayer.consuming.engine.timeouts import current_deadline
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue
+from mqlayer.errors import InvalidInput
+from mqlayer.groups.group import Group
+
+LISTS: Final = (list, Sequence, Iterable)
+
+
+class BatchShape(NamedTuple):
+    """What a handler takes: the type of one body, and whether its arguments are the bodies, the batch, or both."""
+
+    body_type: Any
+    bodies: bool
+    batch: bool
+
+
+class BatchHandler:
+    """A batch handler with what its batches need to know."""
+
+    def __init__(
+        self, topic: str, group: Group, batch_of: BatchOf, handler: Callable[..., Any], shape: BatchShape
+    ) -> None:
+        self.batch_of = batch_of
+        self._topic, self._group, self._handler, self._shape = topic, group, handler, shape
+        self._decode = decoder_for(shape.body_type)
+
+    def batch(self, key_queues: list[KeyQueue]) -> Batch[Any]:
+        """Return the batch of what a worker has of some key queues."""
+        name, group_id = self._group.name, self._group.group_id
+        pairs = [(key_queue, record) for key_queue in key_queues for record in key_queue.batch]
+        messages: list[BatchMessage[Any]] = [
+            BatchMessage(self._topic, name, group_id, key_queue, record, index)
+            for index, (key_queue, record) in enumerate(pairs)
+        ]
+        return Batch(self.batch_of.kind, self._topic, name, messages)
+
+    def __call__(self, batch: Batch[Any]) -> Any:
+        """Call the handler, unless no body fits; return what it returns, a coroutine perhaps."""
+        batch.begin(current_deadline.get(), self._decode)
+        if not batch:
+            return None
+        if not self._shape.bodies:
+            return self._handler(batch)
+        return self._handler(batch.values, batch) if self._shape.batch else self._handler(batch.values)
+
+
+def batch_shape(handler: Callable[..., Any], body: Any) -> BatchShape:
+    """Return what a batch handler takes: `list[Order]`, perhaps a Batch as second parameter, or `Batch[Order]` alone.
+
+    `body`: the type of a body where the annotation does not say it. Raises InvalidInput for anything else.
+    """
+    name = type_name(handler)
+    parameters = [
+        p
+        for p in inspect.signature(handler).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if not 1 <= len(parameters) <= 2:
+        raise InvalidInput(f"batch handler {name!r} must take the bodies, the bodies and the batch, or the batch")
+    function = handler if inspect.isroutine(handler) else type(handler).__call__
+    said = get_type_hints(function).get(parameters[0].name, list)
+    origin, arguments = get_origin(said) or said, get_args(said)
+    if origin is not Batch and origin not in LISTS:
+        raise InvalidInput(
+            f"batch handler {name!r} takes {type_name(said)}: let it take list[{type_name(said)}], with a Batch as its "
+            "second parameter if it wants one, or a Batch alone"
+        )
+    if origin is Batch and len(parameters) == 2:
+        raise InvalidInput(f"batch handler {name!r} takes a Batch: let it be the only parameter, it has the bodies")
+    if body is None:
+        body = arguments[0] if arguments and not isinstance(arguments[0], TypeVar) else bytes
+    return BatchShape(body, bodies=origin is not Batch, batch=len(parameters) == 2)

@@ -1,0 +1,1 @@
+"""Ordered consumption: partitions owned under an epoch, queues per key, parked keys."""

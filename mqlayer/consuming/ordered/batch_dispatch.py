@@ -1,0 +1,176 @@
+"""Hand out batches: the first messages of several keys, or several messages of one key, under the same key queues.
+
+What a worker has of a key queue is one batch at most, and the key queue waits queued again for its next one, so one
+key's messages stay in order. Alone in its batch is a message that failed before, that may have killed former owners, or
+that was in a batch which failed as a whole: none beside it is to pay for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mqlayer.consuming.api.batches import BatchOf
+from mqlayer.consuming.engine.clock import Lease, clock
+from mqlayer.consuming.ordered.dispatcher import Dispatcher
+from mqlayer.consuming.ordered.executors import TIME_SLICE_S
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState, size_of
+from mqlayer.domain.message import NO_KEY, ParkedRecord, Record
+
+SHORTEST_WAIT_S = 0.001
+
+
+class BatchDispatcher(Dispatcher):
+    """A dispatcher whose workers take batches. One per member."""
+
+    def __init__(self, lease: Lease, batch_of: BatchOf) -> None:
+        super().__init__(lease)
+        self._of = batch_of
+
+    def take_batch(self, timeout_s: float) -> list[KeyQueue]:
+        """Return key queues with what is to be handled of each at once, waiting up to the time; empty where nothing
+        is."""
+        with self.changed:
+            key_queues = self._gather()
+            if not key_queues and not self.stopping:
+                self._idle += 1
+                try:
+                    self.changed.wait(self._wait_s(timeout_s))
+                finally:
+                    self._idle -= 1
+                key_queues = self._gather()
+            return key_queues
+
+    def take_batch_now(self) -> list[KeyQueue]:
+        """Return the same without waiting."""
+        with self.lock:
+            return self._gather()
+
+    def note_full(self, owned: OwnedPartition, *, full: bool) -> None:
+        """Note whether more of an owned partition comes in; what waits for that goes without it."""
+        if owned.full != full:
+            with self.lock:
+                owned.full = full
+                if full:
+                    self._wake()
+
+    def batch_due_s(self, timeout_s: float) -> float:
+        """Return how long until what waits for others is handed out without them, `timeout_s` at most."""
+        with self.lock:
+            return self._wait_s(timeout_s)
+
+    def _wait_s(self, timeout_s: float) -> float:
+        if not self._ready or not self._of.linger_s or not self.lease.holds():
+            return timeout_s
+        due_s = self._ready[0].since + self._of.linger_s - clock()
+        return max(SHORTEST_WAIT_S, min(timeout_s, due_s))
+
+    def _enqueue(self, key_queues: list[KeyQueue]) -> None:
+        now = clock()
+        for key_queue in key_queues:
+            key_queue.since = now
+        super()._enqueue(key_queues)
+
+    def _finish(self, key_queue: KeyQueue, delay_s: float) -> None:
+        key_queue.since = clock()
+        owned = key_queue.owned
+        goes_on = key_queue.resumed and key_queue.records and key_queue.action is None and self._in_turn(key_queue)
+        if goes_on and owned.state is OwnershipState.OPEN and not owned.finished:
+            # More of it came from Postgres at once than a batch takes: the parking worker is told later.
+            key_queue.batch = ()
+            self._ready.append(key_queue)
+        else:
+            super()._finish(key_queue, delay_s)
+
+    def _in_turn(self, key_queue: KeyQueue) -> bool:
+        """Say whether a parked key goes on with what was fetched of it, before the parking worker looks whether it may.
+
+        One whose batch failed as a whole does, or its messages would be put into a batch again.
+        """
+        return (
+            key_queue.parked_key is None
+            or key_queue.singly > 0
+            or clock() < key_queue.parked_key.resumed_at + TIME_SLICE_S
+        )
+
+    def _gather(self) -> list[KeyQueue]:
+        self._collect_finished()
+        if self.stopping or not self.lease.holds():
+            return []
+        key_queues = list(self._of_one_key() if self._of.kind == "key" else self._of_distinct_keys())
+        for key_queue in key_queues:
+            count = self._count(key_queue) if self._of.kind == "key" else 1
+            key_queue.batch, key_queue.records = key_queue.records[:count], key_queue.records[count:]
+            # One from Postgres counts as under way until what came of it is written there.
+            key_queue.owned.running += not key_queue.resumed
+        return key_queues
+
+    def _of_distinct_keys(self) -> list[KeyQueue]:
+        """Take the key queues of a batch off the ready queue, the first message of each; none where it may get
+        fuller."""
+        ready, key_queues, size, full = self._ready, list[KeyQueue](), 0, False
+        while ready and not full:
+            key_queue = ready.popleft()
+            if key_queue.owned.state is not OwnershipState.OPEN:
+                continue
+            record = key_queue.records[0]
+            alone, size = is_alone(key_queue, record), size + size_of(record)
+            if key_queues and (alone or size > self._of.limit_bytes):
+                ready.appendleft(key_queue)
+                break
+            key_queues.append(key_queue)
+            full = alone or len(key_queues) == self._of.limit
+        else:
+            if (
+                key_queues
+                and not full
+                and self._may_linger(key_queues[0])
+                and not any(key_queue.owned.full for key_queue in key_queues)
+            ):
+                ready.extendleft(reversed(key_queues))
+                return []
+        return key_queues
+
+    def _of_one_key(self) -> Iterator[KeyQueue]:
+        """Take the first key queue off the ready queue that is full, or waited long enough."""
+        for key_queue in self._ready:
+            if key_queue.owned.state is OwnershipState.OPEN and (
+                self._is_full(key_queue) or not self._may_linger(key_queue)
+            ):
+                self._ready.remove(key_queue)
+                yield key_queue
+                return
+
+    def _may_linger(self, key_queue: KeyQueue) -> bool:
+        # Where nothing can be read any more, no batch gets fuller by waiting.
+        return self._of.linger_s > 0 and not key_queue.owned.full and clock() < key_queue.since + self._of.linger_s
+
+    def _is_full(self, key_queue: KeyQueue) -> bool:
+        """Say whether a batch of a key gets no fuller by waiting."""
+        if len(key_queue.records) >= self._of.limit or key_queue.spilled is not None or key_queue.resumed:
+            return True
+        # What has no key has a key queue of its own, to which nothing comes.
+        return (
+            key_queue.key.startswith(NO_KEY)
+            or self._count(key_queue) < len(key_queue.records)
+            or is_alone(key_queue, key_queue.records[0])
+        )
+
+    def _count(self, key_queue: KeyQueue) -> int:
+        """Return how many of a key queue's first messages make a batch."""
+        if is_alone(key_queue, key_queue.records[0]):
+            return 1
+        size = 0
+        for count, record in enumerate(key_queue.records[: self._of.limit]):
+            size += size_of(record)
+            if count and (size > self._of.limit_bytes or is_alone(key_queue, record)):
+                return count
+        return min(len(key_queue.records), self._of.limit)
+
+
+def is_alone(key_queue: KeyQueue, record: Record) -> bool:
+    """Say whether a message is handled in a batch by itself."""
+    if record.offset < key_queue.guarded_below or record.offset < key_queue.singly:
+        return True
+    if isinstance(record, ParkedRecord):
+        return record.attempts > 0 or (key_queue.parked_key is not None and key_queue.parked_key.guarded_count > 0)
+    return bool(key_queue.owned.attempts.get(record.offset))

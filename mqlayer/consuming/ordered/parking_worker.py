@@ -1,0 +1,402 @@
+"""Keep what fails in Postgres: park keys and what follows them, dead-letter messages, hand out what is due again.
+
+One thread per member. What it writes of a partition is one transaction, under the epoch; what could not be written is
+kept and tried again, and comes to nothing where its owned partition is gone. See `mqlayer.parking.store` for the states
+and who repairs what.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from mqlayer.consuming.engine.clock import clock
+from mqlayer.consuming.engine.error_text import where
+from mqlayer.consuming.engine.failure_actions import DeadLetter, ParkKey, RetryInPlace
+from mqlayer.consuming.engine.rate_limiter import RateLimiter
+from mqlayer.consuming.ordered.dispatcher import Dispatcher, ParkingTasks
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
+from mqlayer.consuming.ordered.parked_keys import NEVER, OwnedParkedKey, parked_key_of
+from mqlayer.errors import MqlayerError
+from mqlayer.failpoints import failpoint
+from mqlayer.health import Health, Liveness
+from mqlayer.parking import (
+    DeadLetterEntry,
+    FailedAttempt,
+    KeyEntry,
+    KeyRef,
+    KeyUpdate,
+    NotOwner,
+    ParkingBatch,
+    ParkingLimit,
+    ParkingResult,
+    ParkingStore,
+    Span,
+    tried,
+)
+from mqlayer.redis.partition_scripts import LockTaken
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S: Final = 0.25
+RETRY_S: Final = 0.5
+FULL_RETRY_S: Final = 2.0
+"""How soon what finds no room among the parked messages is read and tried again."""
+FULL_EACH_S: Final = 0.01
+"""So much later for each key of its partition that waits beside it: looks for room take no time from other keys."""
+EARLY_S: Final = 1.0
+"""How soon a key is looked at again of which nothing may be handled before its group comes to another partition."""
+RATE_RETRY_S: Final = 0.05
+"""How soon at the earliest a key goes on for which the group's rate had no message."""
+ATTEMPTS_EVERY_S: Final = 0.2
+MAX_ATTEMPTS_BUFFERED: Final = 1_000
+"""Failed attempts that wait to be written: they are for people, and must not fill the memory while Postgres is away."""
+PAGE_COUNT: Final = 500
+PAGE_BYTES: Final = 1_000_000
+UNKNOWN: Final = -1
+
+
+class ParkingOwner(Protocol):
+    """What a parking worker asks of its member."""
+
+    dispatcher: Dispatcher
+    rate_limiter: RateLimiter
+
+    def all_partitions(self) -> list[OwnedPartition]:
+        """Return the owned partitions that are not gone."""
+
+    def parked(self, owned: OwnedPartition, *, keys: list[KeyEntry], messages: int) -> None:
+        """Note that keys and messages are parked, and have the settlers send that."""
+
+    def parking_is_full(self, owned: OwnedPartition, lp: int, limit: ParkingLimit, entry: KeyEntry | None) -> float:
+        """Note that a key finds no room; return how long one waits in place that is not parked for that."""
+
+    def unparked(self, owned: OwnedPartition, ref: KeyRef) -> None:
+        """Note that a key is queued again."""
+
+    def dead_lettered(self, owned: OwnedPartition, dead_letters: list[DeadLetterEntry]) -> None:
+        """Note that messages left the group."""
+
+    def fenced(self, owned: OwnedPartition, reason: str) -> None:
+        """Drop an owned partition that a later owner has."""
+
+
+class ParkingWorker:
+    """The thread that keeps a member's parked keys."""
+
+    def __init__(self, owner: ParkingOwner, store: ParkingStore, *, started_limit: int, name: str) -> None:
+        self._owner, self._store, self._started_limit = owner, store, started_limit
+        self.wake = threading.Event()
+        self._stopping = threading.Event()
+        self._liveness, self._last_error = Liveness(), ""
+        self._attempts: deque[FailedAttempt] = deque(maxlen=MAX_ATTEMPTS_BUFFERED)
+        self._write_attempts_at = 0.0
+        # How often others have acted on parked keys, as heard last; each owned partition has how much of it is followed
+        # there.
+        self._parking_version = 0
+        self._thread = threading.Thread(target=self._run, name=f"{name}-parking-worker", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Write what there is, and end."""
+        self._stopping.set()
+        self.wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def health(self, limit_s: float) -> Health:
+        """Say whether it turns, and what keeps it from writing."""
+        if not self._thread.is_alive():
+            return Health(stuck=("the parking worker ended",))
+        waits = (f"parking: {self._last_error}",) if self._last_error else ()
+        return Health(self._liveness.stuck("the parking worker", limit_s), waits)
+
+    def add_attempt(self, attempt: FailedAttempt) -> None:
+        """Have a failed attempt written, for people."""
+        self._attempts.append(attempt)
+
+    def follow_parking_version(self, parking_version: int) -> None:
+        """Note how often others have acted on parked keys of the group: if more often than known, look at them."""
+        if parking_version != self._parking_version:
+            self._parking_version = parking_version
+            self.wake.set()
+
+    def load(self, pairs: Sequence[tuple[OwnedPartition, LockTaken]]) -> None:
+        """Learn what is parked and dead of partitions whose pull locks are ours now. Raises StoreUnavailable."""
+        found = self._store.load([_span_of(owned, taken.committed) for owned, taken in pairs])
+        now = clock()
+        for owned, taken in pairs:
+            loaded = found[owned.partition]
+            owned.parking_version = loaded.parking_version
+            self._owner.dispatcher.load_parked(
+                owned, loaded, [parked_key_of(state, now) for state in loaded.keys], taken
+            )
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self.wake.wait(max(0.0, min(IDLE_WAIT_S, self._next_due_s())))
+            self.wake.clear()
+            if not self._try_pass():
+                self._stopping.wait(RETRY_S)
+        self._try_pass()
+
+    def _next_due_s(self) -> float:
+        partitions = self._owner.all_partitions()
+        due_s = self._owner.dispatcher.next_parked_due_s(partitions)
+        if self._owner.rate_limiter.limit is not None and any(owned.parked.has_due for owned in partitions):
+            return min(due_s, RATE_RETRY_S)
+        return due_s
+
+    def _try_pass(self) -> bool:
+        """Make a pass; say whether it went well. Whatever went wrong is said, and tried again."""
+        self._liveness.note_turn()
+        try:
+            self._pass()
+        except MqlayerError as error:
+            self._last_error = str(error)
+            log.warning("parking_blocked", extra={"reason": str(error)})
+        except Exception as error:  # noqa: BLE001 - a thread that died would leave a member that parks no more
+            self._last_error = where(error)
+            log.error("parking_failed", extra={"error": where(error)})
+        else:
+            self._last_error = ""
+            return True
+        return False
+
+    def _pass(self) -> None:
+        parking_version = self._parking_version
+        partitions = self._owner.all_partitions()
+        started = sum(p.queue is not None for owned in partitions for p in list(owned.parked.by_name.values()))
+        failed: MqlayerError | None = None
+        for owned in partitions:
+            starts = self._owner.rate_limiter.available(self._started_limit - started)
+            tasks = self._owner.dispatcher.take_parking_tasks(owned, (PAGE_COUNT, PAGE_BYTES, starts))
+            started += len(tasks.due)
+            if not starts and owned.parked.has_due and started < self._started_limit:
+                self._owner.rate_limiter.reserve_for_parked()
+            try:
+                self._serve(owned, tasks, parking_version)
+            except MqlayerError as error:
+                # Somebody may hold what one owned partition needs; the others go on.
+                failed = error
+        if failed is not None:
+            raise failed
+        if self._attempts and (clock() >= self._write_attempts_at or self._stopping.is_set()):
+            self._write_attempts()
+
+    def _serve(self, owned: OwnedPartition, tasks: ParkingTasks, parking_version: int) -> None:
+        if tasks:
+            self._write(owned, tasks)
+        # Looked at before what is parked is read: a replay that is over then has parked all that it was to give.
+        over = owned.waits_for_replay and not owned.assignment.waits_for_replay
+        if over:
+            owned.parking_version = UNKNOWN
+        if owned.parking_version < parking_version and owned.state is OwnershipState.OPEN:
+            self._sync(owned, parking_version)
+            if over:
+                owned.waits_for_replay = False
+
+    def _write(self, owned: OwnedPartition, tasks: ParkingTasks) -> None:
+        """Write what there is of one owned partition, and go on from what the server says."""
+        batch, updates = _batch_of(owned, tasks)
+        taken = self._limit_rate(batch.updates)
+        try:
+            result = self._store.write(owned.partition, owned.epoch, batch)
+            if result.unparked:
+                self._load_dead(owned)
+        except BaseException as error:
+            self._owner.rate_limiter.return_unused(taken, 0)
+            self._owner.dispatcher.not_written(owned, tasks)
+            if not isinstance(error, NotOwner):
+                raise
+            self._owner.fenced(owned, "parking")
+            return
+        owned.uncertain = False
+        self._owner.rate_limiter.return_unused(taken, sum(map(len, result.next.values())))
+        self._apply(owned, tasks, updates, result)
+        if result.changed:
+            owned.parking_version = UNKNOWN
+            self.wake.set()
+        dead_letters = [
+            *batch.dead_letters,
+            *(update.dead_letter for update in batch.updates if update.dead_letter is not None),
+        ]
+        if dead_letters:
+            self._owner.dead_lettered(owned, dead_letters)
+        if batch.messages:
+            keys = [entry for entry in batch.entries if entry.ref not in result.refused_keys]
+            self._owner.parked(owned, keys=keys, messages=len(batch.messages) - len(result.refused_messages))
+
+    def _limit_rate(self, updates: Sequence[KeyUpdate]) -> int:
+        """Let keys go on as far as the group's rate gives messages; return how many were taken for them."""
+        rate_limiter, taken = self._owner.rate_limiter, 0
+        going = [update for update in updates if update.go_on]
+        if rate_limiter.limit is None:
+            return 0
+        for number, update in enumerate(going):
+            if rate_limiter.available(1) == 0:
+                rate_limiter.reserve_for_parked()
+                update.go_on, update.retry_s = False, max(RATE_RETRY_S, rate_limiter.fetch_wait_s())
+                continue
+            update.count = rate_limiter.acquire_share(1 if update.alone else update.count, len(going) - number)
+            taken += update.count
+        return taken
+
+    def _apply(
+        self,
+        owned: OwnedPartition,
+        tasks: ParkingTasks,
+        updates: list[tuple[OwnedParkedKey, KeyUpdate]],
+        result: ParkingResult,
+    ) -> None:
+        dispatcher = self._owner.dispatcher
+        for key_queue in tasks.queues:
+            parked_key = key_queue.parked_key
+            if parked_key is not None and parked_key.ref in result.full:
+                self._apply_full(owned, key_queue, parked_key, result)
+                continue
+            if parked_key is not None:
+                parked_key.has_capacity(more_waits=bool(key_queue.records or key_queue.spilled))
+            dispatcher.batch_parked(
+                owned, key_queue, parked=parked_key is not None and parked_key.ref not in result.unparked
+            )
+        for key_queue, _ in tasks.dead_letters:
+            dispatcher.dead_lettered(key_queue)
+        for parked_key, update in updates:
+            self._apply_update(owned, parked_key, update, result)
+        if tasks.dead_letters or tasks.queues:
+            # Settled now, as far as the group goes.
+            self._owner.parked(owned, keys=[], messages=0)
+
+    def _apply_update(
+        self, owned: OwnedPartition, parked_key: OwnedParkedKey, update: KeyUpdate, result: ParkingResult
+    ) -> None:
+        """Go on with a parked key as the server says."""
+        dispatcher = self._owner.dispatcher
+        # Attempts are those of its head.
+        attempts = 0 if update.handled or update.dead_letter else parked_key.attempts
+        if update.ref in result.too_early:
+            dispatcher.reschedule(owned, parked_key, 0, clock() + EARLY_S)
+        elif update.ref in result.paused:
+            # Its owner hears when it is resumed.
+            dispatcher.reschedule(owned, parked_key, attempts, NEVER)
+        elif update.go_on:
+            records = result.next[update.ref]
+            failpoint("parking.before_resume")
+            dispatcher.resume(owned, parked_key, records)
+            if not records:
+                self._owner.unparked(owned, update.ref)
+        elif update.entry is None and update.retry_s is not None:
+            dispatcher.reschedule(owned, parked_key, attempts, clock() + update.retry_s)
+        else:
+            wait_s = update.entry.wait_s if update.entry is not None else None
+            attempts = update.entry.attempts if update.entry is not None else 0
+            dispatcher.reschedule(owned, parked_key, attempts, NEVER if wait_s is None else clock() + wait_s)
+
+    def _apply_full(
+        self, owned: OwnedPartition, key_queue: KeyQueue, parked_key: OwnedParkedKey, result: ParkingResult
+    ) -> None:
+        """Have the rest of a key that finds no room wait in the stream; say so once, while that lasts."""
+        limit = result.full[parked_key.ref]
+        refused = parked_key.ref in result.refused_keys
+        wait_s = 0.0
+        if refused or parked_key.full != limit:
+            wait_s = self._owner.parking_is_full(owned, parked_key.ref.lp, limit, parked_key.entry if refused else None)
+        parked_key.full, parked_key.probing = limit, True
+        retry_s = wait_s if refused else max(FULL_RETRY_S, FULL_EACH_S * owned.backing_off)
+        self._owner.dispatcher.batch_refused(
+            owned, key_queue, result.refused_messages, parked=not refused, retry_s=retry_s
+        )
+
+    def _sync(self, owned: OwnedPartition, parking_version: int) -> None:
+        """Follow what others did to parked keys of an owned partition."""
+        assignment = owned.assignment
+        changed = (
+            None if owned.parking_version == UNKNOWN else self._store.changes(owned.parking_version, parking_version)
+        )
+        named = None if changed is None else [r for r in changed if assignment.lp_from <= r.lp < assignment.lp_to]
+        if named is None or named:
+            self._sync_keys(owned, named)
+        owned.parking_version = parking_version
+
+    def _sync_keys(self, owned: OwnedPartition, named: list[KeyRef] | None) -> None:
+        now = clock()
+        states = self._store.keys(_span_of(owned, owned.committed), named)
+        parked_keys = [parked_key_of(state, now, own_epoch=owned.epoch) for state in states]
+        if owned.parked.by_offset or owned.uncertain:
+            # What a former owner parked and may not have settled comes once more; what we may have parked is in hand.
+            self._load_dead(owned)
+        self._owner.dispatcher.sync_parked(owned, parked_keys, None if named is None else {ref.name for ref in named})
+        self._owner.parked(owned, keys=[], messages=0)
+
+    def _load_dead(self, owned: OwnedPartition) -> None:
+        """Learn what died since it was parked and is not settled: its key is queued again, and it is not of it."""
+        self._owner.dispatcher.add_dead(owned, self._store.dead(_span_of(owned, owned.committed)))
+
+    def _write_attempts(self) -> None:
+        attempts = [self._attempts.popleft() for _ in range(len(self._attempts))]
+        self._write_attempts_at = clock() + ATTEMPTS_EVERY_S
+        try:
+            self._store.add_attempts(attempts)
+        except BaseException:
+            self._attempts.extendleft(reversed(attempts))
+            raise
+
+
+def _span_of(owned: OwnedPartition, committed: int) -> Span:
+    return Span(owned.partition, owned.assignment.lp_from, owned.assignment.lp_to, committed)
+
+
+def _batch_of(
+    owned: OwnedPartition, tasks: ParkingTasks
+) -> tuple[ParkingBatch, list[tuple[OwnedParkedKey, KeyUpdate]]]:
+    """Return what is to be written for some work, and the parkings whose turn it is."""
+    batch = ParkingBatch()
+    for key_queue in tasks.queues:
+        parked_key = key_queue.parked_key
+        if parked_key is None:
+            continue
+        if parked_key.entry is not None:
+            batch.entries.append(parked_key.entry)
+        batch.messages += [(parked_key.ref, record) for record in key_queue.batch]
+        if parked_key.entry is None and owned.attempts:
+            counted = owned.attempts
+            batch.attempts |= {r.identity: counted[r.offset] for r in key_queue.batch if r.offset in counted}
+    batch.dead_letters = [dead_letter for _, dead_letter in tasks.dead_letters]
+    updates = [
+        (key_queue.parked_key, _update_of(owned, key_queue, key_queue.parked_key))
+        for key_queue in tasks.returned
+        if key_queue.parked_key is not None
+    ]
+    updates += [(p, KeyUpdate(p.ref, go_on=True, alone=p.alone, guarded=p.guarded_count > 0)) for p in tasks.due]
+    batch.updates = [update for _, update in updates]
+    return batch, updates
+
+
+def _update_of(owned: OwnedPartition, key_queue: KeyQueue, parked_key: OwnedParkedKey) -> KeyUpdate:
+    """Return what is to be said of a parked key whose messages workers gave back."""
+    go_on = owned.state is OwnershipState.OPEN and not owned.finished
+    guarded = parked_key.guarded_count > 0
+    update = KeyUpdate(parked_key.ref, handled=list(key_queue.handled), alone=guarded, guarded=guarded)
+    update.delivered_s = max(0.0, clock() - parked_key.resumed_at)
+    match key_queue.action:
+        case DeadLetter(attempts, cause, reason, keep):
+            update.dead_letter, update.go_on = (
+                DeadLetterEntry(key_queue.records[0], cause, reason, attempts, keep),
+                go_on,
+            )
+        case ParkKey(attempts, cause, seconds):
+            update.entry = KeyEntry(parked_key.ref, cause, seconds, attempts)
+            update.failed, update.tried = key_queue.records[0].identity, tried(key_queue.records[0], attempts)
+        case RetryInPlace(attempts, seconds):
+            update.entry = KeyEntry(parked_key.ref, "retry", seconds, attempts)
+            update.failed, update.tried = key_queue.records[0].identity, tried(key_queue.records[0], attempts)
+        case None:
+            update.go_on, update.alone = go_on, guarded or (not update.handled and parked_key.attempts > 0)
+    return update

@@ -1,0 +1,424 @@
+"""Read records from one node: take pull locks, read ahead within bounds, check the locks with every read.
+
+One thread and one connection per node. Waiting is a blocking XREAD on all readable partitions of the node, so an append
+wakes the reader at once; the lock checks travel in the same write and are answered after the read, so what was read
+counts only if the lock was ours then.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from array import array
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from mqlayer.consuming.engine.clock import clock
+from mqlayer.consuming.engine.node_thread import NodeThread
+from mqlayer.consuming.engine.rate_limiter import RateLimiter, RatePoller
+from mqlayer.consuming.ordered.dispatcher import Dispatcher
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
+from mqlayer.domain.message import CommandRecord, Record, pop_command, records_of
+from mqlayer.domain.offsets import OffsetRange, as_ranges, joined
+from mqlayer.domain.routing import NodeId
+from mqlayer.domain.tags import TagFilter
+from mqlayer.failpoints import failpoint
+from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.node_connection import Command, NodeConnection, is_missing_script, raise_for_reply
+from mqlayer.redis.partition_scripts import LockKept, LockTaken, Refused, acquire_command, acquire_reply
+from mqlayer.redis.rate_script import rate_command, rate_reply
+from mqlayer.redis.read_scripts import SelectedRecords, select_command, select_reply
+
+log = logging.getLogger(__name__)
+
+READ_COUNT: Final = 500
+BLOCK_MS: Final = 100
+"""Longest wait in one read: a new or released partition waits at most this long to be seen."""
+LIMITED_BLOCK_MS: Final = 50
+"""The same where the group's rate is limited: what it gives is fetched with the reads."""
+SHORT_BLOCK_MS: Final = 10
+"""The same while some partition is held back for lack of room, or a spilled key queue goes on."""
+RETRY_S: Final = (0.05, 1.0)
+
+
+class ReaderOwner(Protocol):
+    """What a reader asks of its member."""
+
+    dispatcher: Dispatcher
+    tag_filter: TagFilter | None
+    archived: bool
+    may_be_void: bool
+    """Whether there may be void records in its topic."""
+    rate_limiter: RateLimiter
+
+    def partitions_on(self, node_id: NodeId) -> list[OwnedPartition]:
+        """Return the owned partitions on a node that are not gone."""
+
+    def may_read(self) -> bool:
+        """Say whether the lease still holds."""
+
+    def shares(self, owned: OwnedPartition) -> tuple[int, int]:
+        """Return how many records and bytes a partition may have in hand."""
+
+    def locks_acquired(self, pairs: Sequence[tuple[OwnedPartition, LockTaken]]) -> None:
+        """Start owned partitions whose pull locks are ours now."""
+
+    def fenced(self, owned: OwnedPartition, reason: str) -> None:
+        """Drop an owned partition that a later owner has."""
+
+    def lock_lost(self, owned: OwnedPartition) -> None:
+        """Begin an owned partition anew whose pull lock the node does not know any more."""
+
+    def unmatched(self, count: int) -> None:
+        """Count messages that the group's filter leaves out, and void records, and have the settlers send that."""
+
+    def sealed(self) -> None:
+        """Note that a command record was read."""
+
+    def partition_refused(self, owned: OwnedPartition) -> None:
+        """Drop an owned partition that its node does not have, and have the node repaired."""
+
+    def node_lost(self, node_id: NodeId) -> None:
+        """Drop all owned partitions on a node that is not the armed run."""
+
+
+class Reader(NodeThread):
+    """The reading thread of one node."""
+
+    def __init__(self, owner: ReaderOwner, connection: NodeConnection, *, name: str) -> None:
+        super().__init__(connection, owner.node_lost, name=name, work="reading")
+        self._owner = owner
+        # With a filter: whether there was more than one call looks at.
+        self._more = False
+        self._pacer = RatePoller(owner.rate_limiter)
+        # Whose turn it is where the rate does not give a message for each partition.
+        self._round = 0
+
+    def _loop(self) -> None:
+        while not self._stopping.is_set():
+            if not self._try_pass():
+                self._stopping.wait(random.uniform(*RETRY_S))
+
+    def _pass(self) -> None:
+        partitions = self._owner.partitions_on(self._connection.node.node_id)
+        self._acquire([owned for owned in partitions if owned.state is OwnershipState.NEW])
+        opened = [owned for owned in partitions if owned.state is OwnershipState.OPEN]
+        if not self._owner.may_read():
+            self._pause(BLOCK_MS)
+            return
+        if self._pacer.due() and self._owner.rate_limiter.wait_s() > 0:
+            self._ask_rates(opened)
+        for owned in opened:
+            self._reload(owned)
+        growing = [owned for owned in opened if owned.command is None and not owned.waits_for_replay]
+        readable, count = self._choose(growing)
+        if readable:
+            wanted, block_ms = self._owner.tag_filter, self._block_ms(opened, held_back=len(readable) < len(growing))
+            rates = self._rate_commands(opened) if self._pacer.due() else []
+            if wanted is None:
+                self._read(readable, count, block_ms, rates)
+            else:
+                self._select(readable, count, block_ms, wanted, rates)
+        else:
+            # Acks that make room wake this thread.
+            self._pause(self._block_ms(opened, held_back=False))
+
+    def _pause(self, block_ms: int) -> None:
+        self.wake.wait(block_ms / 1000)
+        self.wake.clear()
+
+    def _block_ms(self, partitions: list[OwnedPartition], *, held_back: bool) -> int:
+        """Return how long to wait at most: not past the time when a delayed key queue is due."""
+        short = held_back or any(owned.spilled > owned.backing_off for owned in partitions)
+        due_ms = self._owner.dispatcher.next_due_s() * 1000
+        rate_limiter = self._owner.rate_limiter
+        rate_ms = BLOCK_MS if rate_limiter.limit is None else rate_limiter.wait_s() * 1000 or LIMITED_BLOCK_MS
+        return max(1, int(min(SHORT_BLOCK_MS if short else BLOCK_MS, due_ms + 1, rate_ms + 1)))
+
+    def _choose(self, partitions: list[OwnedPartition]) -> tuple[list[OwnedPartition], int]:
+        """Return who may be read, and how many records of each."""
+        capacities = [(owned, owned.capacity(*self._owner.shares(owned), READ_COUNT)) for owned in partitions]
+        for owned, capacity in capacities:
+            self._owner.dispatcher.note_full(owned, full=capacity == 0)
+        readable = [(owned, capacity) for owned, capacity in capacities if capacity > 0]
+        count = min([READ_COUNT, *(capacity for _, capacity in readable)])
+        return self._within_rate([owned for owned, _ in readable], count)
+
+    def _within_rate(self, readable: list[OwnedPartition], count: int) -> tuple[list[OwnedPartition], int]:
+        """Return whose records may be begun now by the group's rate: a few of each, or of some in turn."""
+        rate_limiter = self._owner.rate_limiter
+        if rate_limiter.limit is None or not readable:
+            return readable, count
+        left = 0 if rate_limiter.wait_s() > 0 else rate_limiter.available_to_read(count * len(readable))
+        self._round += 1
+        at = self._round % len(readable)
+        # What is read beyond it is not begun, see `_read`: nobody knows before which partitions have something.
+        return (readable[at:] + readable[:at] if left else []), max(1, left // len(readable))
+
+    def _ask_rates(self, partitions: list[OwnedPartition]) -> None:
+        """Ask the buckets of owned partitions for what may be begun: in a call of its own, where no read goes along."""
+        commands = self._rate_commands(partitions)
+        if commands:
+            self._add_rates(self._connection.call(commands))
+
+    def _rate_commands(self, partitions: list[OwnedPartition]) -> list[Command]:
+        limit = self._owner.rate_limiter.limit
+        if limit is None:
+            return []
+        self._pacer.polled()
+        wanted = self._owner.rate_limiter.needed()
+        holders = [owned.lock_holder for owned in partitions]
+        return [
+            rate_command(self._connection, h.prefix, h.partition, h.group_id, limit.share, wanted=wanted)
+            for h in holders
+        ]
+
+    def _add_rates(self, replies: Sequence[Any]) -> None:
+        if not self._scripts_missing(replies):
+            address = self._connection.node.address
+            self._owner.rate_limiter.add(sum(rate_reply(reply, address).granted for reply in replies))
+            self._pacer.polled()
+
+    def _acquire(self, partitions: list[OwnedPartition]) -> None:
+        if not partitions:
+            return
+        commands = [self._acquire_command(owned, afresh=True) for owned in partitions]
+        failpoint("acquire.before_send")
+        replies = self._connection.call(commands)
+        failpoint("acquire.after_send")
+        if self._scripts_missing(replies):
+            return
+        pairs: list[tuple[OwnedPartition, LockTaken]] = []
+        for owned, reply in zip(partitions, replies, strict=True):
+            answer = acquire_reply(reply, self._connection.node.address)
+            if isinstance(answer, LockTaken):
+                pairs.append((owned, answer))
+            else:
+                self._lost(owned, answer)
+        self._owner.locks_acquired(pairs)
+
+    def _read(self, readable: list[OwnedPartition], count: int, block_ms: int, rates: Sequence[Command] = ()) -> None:
+        keys = [self._log(owned) for owned in readable]
+        after = [b"%d-0" % (owned.next_read - 1) for owned in readable]
+        read = ("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", *keys, *after)
+        streams, *replies = self._connection.call([read, *map(self._check, readable), *rates])
+        locks, given = replies[: len(readable)], replies[len(readable) :]
+        if self._scripts_missing(locks):
+            return
+        self._add_rates(given)
+        raise_for_reply(streams, self._connection.node.address)
+        by_key: dict[bytes, Any] = dict(streams) if streams else {}
+        failpoint("read.after_reply")
+        if self._owner.tag_filter is not None:
+            # Since this was asked for: the next pass goes by it.
+            return
+        for owned, key, lock in zip(readable, keys, locks, strict=True):
+            entries = by_key.get(key)
+            if self._ours(owned, lock) and entries:
+                self._put(owned, entries[: self._owner.rate_limiter.available_to_read(len(entries))])
+
+    def _select(
+        self,
+        readable: list[OwnedPartition],
+        count: int,
+        block_ms: int,
+        wanted: TagFilter,
+        rates: Sequence[Command] = (),
+    ) -> None:
+        """Read what a filter takes. Waits only where the last look came to the end: one message wakes it there."""
+        keys, after = [self._log(owned) for owned in readable], [owned.next_read - 1 for owned in readable]
+        ids = [b"%d-0" % offset for offset in after]
+        waits: list[Command] = [("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *keys, *ids)]
+        selects = [self._select_command(owned, count, wanted) for owned in readable]
+        reads = [*selects, *map(self._check, readable)]
+        every = self._connection.call([*([] if self._more else waits), *reads, *rates])
+        given, replies = every[len(every) - len(rates) :], every[: len(every) - len(rates)][-len(reads) :]
+        if self._scripts_missing(replies):
+            return
+        self._add_rates(given)
+        failpoint("select.after_reply")
+        self._more = False
+        if self._owner.tag_filter != wanted:
+            # Another one counts since this was asked for: the next pass goes by it.
+            return
+        for owned, reply, lock in zip(readable, replies, replies[len(readable) :], strict=False):
+            selected = select_reply(reply, self._connection.node.address)
+            if self._ours(owned, lock):
+                if selected.entries and not self._owner.rate_limiter.available_to_read(1):
+                    # Others had what the rate gave: it is looked for again.
+                    self._more = True
+                    continue
+                self._put_selected(owned, selected, wanted)
+                self._more = self._more or selected.more
+
+    def _select_command(self, owned: OwnedPartition, count: int, wanted: TagFilter) -> Command:
+        size = self._owner.shares(owned)[1] - owned.bytes_in_flight
+        prefix, after = owned.lock_holder.prefix, owned.next_read - 1
+        return select_command(
+            self._connection,
+            prefix,
+            owned.partition,
+            wanted,
+            after=after,
+            max_scanned=owned.reach,
+            limit=count,
+            size=size,
+        )
+
+    def _put_selected(self, owned: OwnedPartition, selected: SelectedRecords, wanted: TagFilter) -> None:
+        """Hand on what was read, but for messages that have only the hash of a tag in common with the filter."""
+        command = pop_command(selected.entries)
+        found = records_of(selected.entries)
+        records = [record for record in found if wanted.takes(record.tags)]
+        unmatched: list[OffsetRange] = selected.unmatched
+        if len(records) < len(found):
+            taken = {record.offset for record in records}
+            others = as_ranges(record.offset for record in found if record.offset not in taken)
+            unmatched = joined([*unmatched, *others])
+        excluded = sum(last - first + 1 for first, last in unmatched)
+        if selected.last >= owned.next_read:
+            missing = selected.last - owned.next_read + 1 - len(records) - excluded
+            if missing > 0:
+                self._log_missing(owned, owned.next_read, selected.last, missing)
+            self._note_read(owned, selected.last)
+            self._owner.rate_limiter.consume(len(records))
+            self._owner.dispatcher.put(owned, records, last=selected.last, unmatched=unmatched)
+        if excluded:
+            self._owner.unmatched(excluded)
+        self._note_command(owned, command)
+
+    def _put(self, owned: OwnedPartition, entries: list[Any]) -> None:
+        """Hand on what was read; a command record stays here, and nothing follows it."""
+        command = pop_command(entries)
+        if entries:
+            records = records_of(entries)
+            self._check_holes(owned, records)
+            self._note_read(owned, records[-1].offset)
+            self._owner.rate_limiter.consume(len(records))
+            if self._owner.may_be_void:
+                self._put_without_void(owned, records)
+            else:
+                self._owner.dispatcher.put(owned, records)
+        self._note_command(owned, command)
+
+    def _put_without_void(self, owned: OwnedPartition, records: list[Record]) -> None:
+        """Hand on what was read, but for void records: these are left out as by a filter."""
+        void = [record.offset for record in records if record.void]
+        real = [record for record in records if not record.void] if void else records
+        self._owner.dispatcher.put(owned, real, last=records[-1].offset, unmatched=as_ranges(void))
+        if void:
+            self._owner.unmatched(len(void))
+
+    def _note_read(self, owned: OwnedPartition, last: int) -> None:
+        """Of an archived topic, note when these were given to us."""
+        if self._owner.archived:
+            owned.deliveries.note(owned.next_read, last, clock())
+
+    def _note_command(self, owned: OwnedPartition, command: CommandRecord | None) -> None:
+        if command is not None:
+            owned.command = command
+            self._owner.sealed()
+
+    def _reload(self, owned: OwnedPartition) -> None:
+        """Read again what is in front of spilled key queues that are due, in half of the room: other keys want some
+        too."""
+        key_queues = self._owner.dispatcher.queues_to_reload(owned)
+        capacity = owned.capacity(*self._owner.shares(owned), READ_COUNT)
+        budget = max(capacity // 2, 1 if capacity or owned.count_in_flight <= owned.spilled else 0)
+        try:
+            while key_queues and budget > 0 and owned.state is OwnershipState.OPEN and self._may_start(key_queues[0]):
+                budget -= self._reload_queue(owned, key_queues[0], budget)
+                del key_queues[0]
+        finally:
+            if key_queues:
+                self._owner.dispatcher.not_reloaded(owned, key_queues)
+
+    def _may_start(self, key_queue: KeyQueue) -> bool:
+        """Say whether a spilled key queue may go on by the group's rate: another attempt counts as a message."""
+        return not _failed_before(key_queue) or self._owner.rate_limiter.available_to_read(1) > 0
+
+    def _reload_queue(self, owned: OwnedPartition, key_queue: KeyQueue, limit: int) -> int:
+        """Read again up to so many records of a key queue; return how many."""
+        later = key_queue.spilled or array("q")
+        # What failed before may fail again, what found no room find none: what is behind it would be read for nothing.
+        parked_key = key_queue.parked_key
+        alone = later[0] in owned.attempts or (parked_key is not None and parked_key.probing)
+        wanted = list(later[: 1 if alone else limit])
+        reads: list[Command] = [
+            ("XRANGE", self._log(owned), b"%d-0" % first, b"%d-0" % last) for first, last in as_ranges(wanted)
+        ]
+        *found, lock = self._connection.call([*reads, self._check(owned)])
+        if is_missing_script(lock):
+            self._connection.reload_scripts()
+            return self._reload_queue(owned, key_queue, limit)
+        entries = [entry for reply in found for entry in raise_for_reply(reply, self._connection.node.address)]
+        if self._ours(owned, lock):
+            records = records_of(entries)
+            if len(records) < len(wanted):
+                self._log_missing(owned, wanted[0], wanted[-1], len(wanted) - len(records))
+            if _failed_before(key_queue):
+                self._owner.rate_limiter.consume(len(records))
+            self._owner.dispatcher.reload(key_queue, records, len(wanted))
+        return len(wanted)
+
+    def _check_holes(self, owned: OwnedPartition, records: list[Record]) -> None:
+        """Offsets are dense: what is not there was removed by somebody else, and is never settled by itself."""
+        first, last = records[0].offset, records[-1].offset
+        missing = last - owned.next_read + 1 - len(records)
+        if missing > 0:
+            self._log_missing(owned, min(first, owned.next_read), last, missing)
+
+    def _log_missing(self, owned: OwnedPartition, first: int, last: int, missing: int) -> None:
+        facts = {"partition": owned.partition, "first": first, "last": last, "missing": missing}
+        log.error("records_missing", extra=facts)
+
+    def _ours(self, owned: OwnedPartition, lock: Any) -> bool:
+        """Say whether the lock was ours when a read was answered; what follows if not is done."""
+        answer = acquire_reply(lock, self._connection.node.address)
+        if isinstance(answer, LockKept):
+            return True
+        if isinstance(answer, LockTaken):
+            log.error("lock_lost", extra={"partition": owned.partition, "address": self._connection.node.address})
+            self._owner.lock_lost(owned)
+        else:
+            self._lost(owned, answer)
+        return False
+
+    def _lost(self, owned: OwnedPartition, answer: object) -> None:
+        if owned.state not in (OwnershipState.NEW, OwnershipState.OPEN):
+            return
+        if isinstance(answer, Refused):
+            # The node lost it, though it is the armed run, or it is gone for good: re-arming sees to it.
+            facts = {"partition": owned.partition, "word": answer.status, "address": self._connection.node.address}
+            log.error("partition_refused", extra=facts)
+            self._owner.partition_refused(owned)
+        else:
+            self._owner.fenced(owned, "pull")
+
+    def _check(self, owned: OwnedPartition) -> Command:
+        return self._acquire_command(owned, afresh=False)
+
+    def _acquire_command(self, owned: OwnedPartition, *, afresh: bool) -> Command:
+        assignment = owned.assignment
+        return acquire_command(
+            self._connection, owned.lock_holder, start=assignment.start, seek=assignment.seek, afresh=afresh
+        )
+
+    def _log(self, owned: OwnedPartition) -> bytes:
+        return partition_keys(owned.lock_holder.prefix, owned.partition).log
+
+    def _scripts_missing(self, replies: Sequence[Any]) -> bool:
+        """Load the scripts again where the server forgot them; the pass is then done again."""
+        missing = any(map(is_missing_script, replies))
+        if missing:
+            self._connection.reload_scripts()
+        return missing
+
+
+def _failed_before(key_queue: KeyQueue) -> bool:
+    """Say whether the first message of a spilled key queue is to be tried again."""
+    return (
+        key_queue.spilled is not None
+        and len(key_queue.spilled) > 0
+        and key_queue.spilled[0] in key_queue.owned.attempts
+    )

@@ -1,0 +1,480 @@
+"""Read one node's partitions for a member of a shared group: what is new, what is due again; and keep what it has.
+
+One thread and one connection. The checks of the epoch travel in the same write as the read, and are answered after it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from mqlayer.consuming.engine.clock import clock
+from mqlayer.consuming.engine.node_thread import NodeThread
+from mqlayer.consuming.engine.rate_limiter import RateLimiter, RatePoller
+from mqlayer.consuming.shared.partitions import SharedPartition, SharedPartitions
+from mqlayer.consuming.shared.prefetch import FetchedBatch, Prefetch
+from mqlayer.domain.message import Record, pop_command, records_of
+from mqlayer.domain.tags import TagFilter
+from mqlayer.failpoints import failpoint
+from mqlayer.redis.node_connection import NodeConnection, is_missing_script, raise_for_reply
+from mqlayer.redis.outcomes import RangeOutcome
+from mqlayer.redis.partition_scripts import FailureHistory, Fenced, Refused
+from mqlayer.redis.rate_script import rate_command, rate_reply
+from mqlayer.redis.shared_scripts import (
+    AT_ONCE,
+    DueMessages,
+    EpochInForce,
+    SharedDrained,
+    is_missing_group,
+    native_group,
+    shared_acquire_command,
+    shared_acquire_reply,
+    shared_count_reply,
+    shared_due_command,
+    shared_due_reply,
+    shared_extend_command,
+    shared_extend_reply,
+    shared_nack_command,
+    shared_read_command,
+    shared_reclaim_command,
+)
+
+log = logging.getLogger(__name__)
+
+READ_COUNT: Final = 500
+DUE_COUNT: Final = 100
+BLOCK_MS: Final = 100
+"""Longest wait in one read: a new partition waits at most this long to be seen."""
+TIME_SLICE_MS: Final = 10
+"""The same where partitions are read in turns."""
+RETRY_S: Final = (0.05, 1.0)
+AFTER_ERROR_S: Final = 0.2
+RECLAIM_PART: Final = 3.0
+"""A member looks for messages of members that are gone this often in a visibility timeout, and at least once a
+second."""
+
+
+class SharedReaderOwner(Protocol):
+    """What a reader asks of its member."""
+
+    prefetch: Prefetch
+    partitions: SharedPartitions
+    rate_limiter: RateLimiter
+    tag_filter: TagFilter | None
+    may_be_void: bool
+    member_id: str
+    visibility_timeout_s: float
+    extend_limit_s: float
+
+    def handled(self, batch: FetchedBatch, offsets: list[int]) -> None:
+        """Count what was handled, and have it settled."""
+
+    def make_batch(self, partition: SharedPartition, records: Sequence[Record]) -> FetchedBatch:
+        """Return a batch of records that were read now."""
+
+    def unmatched(self, batch: FetchedBatch, offsets: list[int]) -> None:
+        """Settle messages that the group's filter leaves out, and void records."""
+
+    def end(self, batch: FetchedBatch, offsets: list[int], outcome: RangeOutcome) -> None:
+        """Have messages settled."""
+
+    def command_read(self, partition: SharedPartition, entry_id: bytes) -> None:
+        """Settle a command record."""
+
+    def release(self, batch: FetchedBatch, offsets: list[int]) -> None:
+        """Have messages that nobody began given to others at once."""
+
+    def settle_missing(self, partition: SharedPartition, offsets: Sequence[int]) -> None:
+        """Settle what is not in the stream any more."""
+
+    def suspect(self, batch: FetchedBatch) -> None:
+        """Ask Postgres about a message that was taken from a member that was not heard of, then have it handled."""
+
+    def drained(self, partition: SharedPartition, seal_id: str) -> None:
+        """Tell Postgres that everything before a command record is settled."""
+
+
+class SharedReader(NodeThread):
+    """The reading thread of one node."""
+
+    def __init__(self, owner: SharedReaderOwner, connection: NodeConnection, *, group_id: int, name: str) -> None:
+        super().__init__(connection, owner.partitions.node_lost, name=name, work="reading")
+        self._owner, self._group_id = owner, group_id
+        self._extend_at = self._reclaim_at = 0.0
+        self._at = 0
+        self._pacer = RatePoller(owner.rate_limiter)
+
+    def _loop(self) -> None:
+        prefetch, node_id = self._owner.prefetch, self._connection.node.node_id
+        while not self._stopping.is_set():
+            well = self._try_pass()
+            prefetch.note_node(node_id, unreachable=not well)
+            if not well:
+                # What was on its way may be ours, unseen.
+                for partition in self._owner.partitions.on(node_id):
+                    partition.has_unknown = True
+                self._stopping.wait(random.uniform(*RETRY_S))
+
+    def _pass(self) -> None:
+        now, owner = clock(), self._owner
+        for batch, offsets in owner.prefetch.reclaim_slow():
+            owner.handled(batch, offsets)
+        if owner.prefetch.stopping:
+            for batch, offsets in owner.prefetch.take_unstarted(self._is_here):
+                owner.release(batch, offsets)
+        partitions = [
+            partition
+            for partition in owner.partitions.on(self._connection.node.node_id)
+            if now >= partition.paused_until
+        ]
+        if not self._acquire([partition for partition in partitions if not partition.acquired]):
+            return
+        acquired = [partition for partition in partitions if partition.acquired]
+        for partition in acquired:
+            if partition.has_unknown:
+                self._release_unknown(partition)
+        if now >= self._extend_at:
+            self._extend_at = now + self._extend()
+        if now >= self._reclaim_at:
+            self._reclaim_at = now + self._reclaim(acquired)
+        self._read_some(acquired)
+
+    def _read_some(self, acquired: list[SharedPartition]) -> None:
+        """Read what there is room for, and what may be begun; wait where that is nothing."""
+        owner = self._owner
+        capacity = owner.prefetch.capacity()
+        if capacity > 0 and self._pacer.due():
+            self._ask_rates(acquired)
+        capacity = owner.rate_limiter.available(capacity)
+        if acquired and capacity > 0 and not owner.prefetch.stopping:
+            self._read(*self._next_read(acquired, capacity), capacity)
+        else:
+            # What ends makes room, and wakes this thread; what may be begun comes with time.
+            extend_s = max(0.0, self._extend_at - clock())
+            self.wake.wait(min(BLOCK_MS / 1000, extend_s, owner.rate_limiter.wait_s() or BLOCK_MS / 1000))
+            self.wake.clear()
+
+    def _ask_rates(self, partitions: list[SharedPartition]) -> None:
+        """Ask the buckets of partitions for what may be begun."""
+        limit, rate_limiter = self._owner.rate_limiter.limit, self._owner.rate_limiter
+        if limit is None or not partitions:
+            return
+        self._pacer.polled()
+        share, wanted, group_partitions = (
+            limit.share,
+            rate_limiter.needed(),
+            [partition.group_partition for partition in partitions],
+        )
+        replies = self._connection.call(
+            [
+                rate_command(self._connection, p.prefix, p.partition, self._group_id, share, wanted=wanted)
+                for p in group_partitions
+            ]
+        )
+        if not self._scripts_missing(replies):
+            rate_limiter.add(sum(rate_reply(reply, self._connection.node.address).granted for reply in replies))
+            self._pacer.polled()
+
+    def _is_here(self, batch: FetchedBatch) -> bool:
+        return batch.group_partition is not None and batch.assignment.node == self._connection.node.node_id
+
+    def _acquire(self, partitions: list[SharedPartition]) -> bool:
+        if not partitions:
+            return True
+        replies = self._connection.call(
+            [
+                shared_acquire_command(self._connection, partition.group_partition, afresh=True)
+                for partition in partitions
+            ]
+        )
+        if self._scripts_missing(replies):
+            return False
+        for partition, reply in zip(partitions, replies, strict=True):
+            self._follow(partition, reply)
+        return True
+
+    def _next_read(self, partitions: list[SharedPartition], capacity: int) -> tuple[list[SharedPartition], int]:
+        """Return what to read now, and for how many ms: one message of each may come, so no more than there is room."""
+        if capacity >= len(partitions):
+            return partitions, BLOCK_MS
+        at = self._at % len(partitions)
+        self._at = at + capacity
+        return (partitions[at:] + partitions[:at])[:capacity], max(
+            TIME_SLICE_MS, BLOCK_MS * capacity // len(partitions)
+        )
+
+    def _read(self, partitions: list[SharedPartition], longest_ms: int, capacity: int) -> None:
+        owner = self._owner
+        count = max(1, min(READ_COUNT, capacity // len(partitions)))
+        # What is in hand has to be kept meanwhile.
+        extend_ms = int((self._extend_at - clock()) * 1000)
+        block_ms = max(
+            1,
+            min(
+                [
+                    longest_ms,
+                    extend_ms,
+                    *(partition.due_in_ms + 1 for partition in partitions if partition.due_in_ms >= 0),
+                ]
+            ),
+        )
+        group_partitions = [partition.group_partition for partition in partitions]
+        read = shared_read_command(
+            group_partitions, owner.member_id, group_id=self._group_id, count=count, block_ms=block_ms
+        )
+        asked = clock()
+        streams, *checks = self._connection.call(
+            [read, *(shared_acquire_command(self._connection, group_partition) for group_partition in group_partitions)]
+        )
+        if is_missing_group(streams):
+            log.error("shared_group_missing", extra={"address": self._connection.node.address, "group": self._group_id})
+            for partition in partitions:
+                partition.acquired = False
+            return
+        raise_for_reply(streams, self._connection.node.address)
+        if self._scripts_missing(checks):
+            for partition in partitions:
+                partition.has_unknown = True
+            return
+        failpoint("shared.after_read")
+        self._accept(partitions, streams, checks, asked)
+
+    def _accept(self, partitions: list[SharedPartition], streams: Any, checks: Sequence[Any], asked: float) -> None:
+        owner = self._owner
+        by_key: dict[bytes, Any] = dict(streams) if streams else {}
+        wanted = owner.partitions.on(self._connection.node.node_id)
+        for partition, reply in zip(partitions, checks, strict=True):
+            entries = by_key.get(partition.group_partition.log)
+            if partition not in wanted:
+                # Paused, or under another epoch, since it was asked.
+                self._release(partition, entries or [])
+            elif not self._follow(partition, reply):
+                partition.has_unknown = partition.has_unknown or bool(entries)
+            elif entries:
+                self._put(partition, entries, asked)
+        for partition in partitions:
+            if (
+                partition.acquired
+                and partition.due_in_ms == 0
+                and owner.rate_limiter.available(owner.prefetch.capacity()) > 0
+            ):
+                self._read_due(partition)
+
+    def _follow(self, partition: SharedPartition, reply: Any) -> bool:
+        """Take what shared_acquire says; say whether the epoch is in force."""
+        answer = shared_acquire_reply(reply, self._connection.node.address)
+        if isinstance(answer, EpochInForce):
+            if answer.newly_acquired:
+                self._owner.partitions.load_dead(partition, answer.committed)
+            partition.acquired, partition.due_in_ms, partition.refused = True, answer.due_in_ms, 0
+            return True
+        if isinstance(answer, SharedDrained):
+            partition.due_in_ms = -1
+            partition.paused_until = clock() + AFTER_ERROR_S
+            self._owner.drained(partition, answer.seal_id)
+            return True
+        partition.acquired, partition.has_unknown = False, True
+        partition.paused_until = clock() + AFTER_ERROR_S
+        if isinstance(answer, Fenced):
+            self._owner.partitions.fenced(partition)
+        else:
+            facts = {
+                "partition": partition.group_partition.partition,
+                "word": answer.status,
+                "address": self._connection.node.address,
+            }
+            log.error("partition_refused", extra=facts)
+            self._owner.partitions.refused(partition)
+        return False
+
+    def _put(self, partition: SharedPartition, entries: list[Any], asked: float) -> None:
+        command = pop_command(entries)
+        if entries:
+            self._deliver(partition, records_of(entries), asked)
+        if command is not None:
+            self._owner.command_read(partition, command.entry_id)
+
+    def _release(self, partition: SharedPartition, entries: list[Any]) -> None:
+        """Give back at once what was read and is not to be handled; refused under another epoch, which sees to it."""
+        command = pop_command(entries)
+        back = [(record.offset, 0, None) for record in records_of(entries)]
+        if back:
+            self._connection.call(
+                [shared_nack_command(self._connection, partition.group_partition, self._owner.member_id, back)]
+            )
+        if command is not None:
+            self._owner.command_read(partition, command.entry_id)
+
+    def _deliver(
+        self,
+        partition: SharedPartition,
+        records: Sequence[Record],
+        asked: float,
+        failures: Sequence[FailureHistory | None] = (),
+    ) -> None:
+        batch = self._batch(partition, records, asked)
+        batch.attempts = {
+            record.offset: noted.attempts
+            for record, noted in zip(records, failures, strict=False)
+            if noted and noted.attempts
+        }
+        self._pass_over(partition, batch)
+        self._owner.prefetch.put(batch)
+
+    def _batch(self, partition: SharedPartition, records: Sequence[Record], asked: float) -> FetchedBatch:
+        """Return a batch of what the node gave us when it was asked then, or later."""
+        batch = self._owner.make_batch(partition, records)
+        self._owner.rate_limiter.consume(len(records))
+        batch.extended_at = asked
+        self._owner.prefetch.add(batch)
+        return batch
+
+    def _pass_over(self, partition: SharedPartition, batch: FetchedBatch) -> None:
+        """Settle what of a batch is not to be handled."""
+        owner, wanted, records = self._owner, self._owner.tag_filter, batch.records
+        if partition.dead or partition.marks:
+            void = [record.offset for record in records if partition.is_void(record.identity)]
+            if void:
+                batch.lost.update(void)
+                owner.end(batch, void, "-")
+                owner.rate_limiter.consume(-len(void))
+        if wanted is not None or owner.may_be_void:
+            others = [
+                record.offset
+                for record in records
+                if record.offset not in batch.lost
+                and ((owner.may_be_void and record.void) or (wanted is not None and not wanted.takes(record.tags)))
+            ]
+            if others:
+                batch.lost.update(others)
+                owner.unmatched(batch, others)
+                owner.rate_limiter.consume(-len(others))
+
+    def _read_due(self, partition: SharedPartition) -> None:
+        capacity = self._owner.rate_limiter.available(self._owner.prefetch.capacity())
+        limit, asked = max(1, min(DUE_COUNT, capacity)), clock()
+        (reply,) = self._connection.call(
+            [shared_due_command(self._connection, partition.group_partition, self._owner.member_id, limit)]
+        )
+        answer = shared_due_reply(reply, self._connection.node.address)
+        if not isinstance(answer, DueMessages):
+            return
+        failpoint("shared.after_due")
+        if answer.missing:
+            self._owner.settle_missing(partition, answer.missing)
+        pairs = self._unknown(partition, answer)
+        usual = [(record, noted) for record, noted in pairs if noted is None or noted.started != "t"]
+        if usual:
+            self._deliver(partition, [record for record, _ in usual], asked, [noted for _, noted in usual])
+        for record, noted in pairs:
+            if noted is not None and noted.started == "t":
+                batch = self._batch(partition, [record], asked)
+                batch.suspect, batch.attempts = True, {record.offset: noted.attempts} if noted.attempts else {}
+                self._pass_over(partition, batch)
+                if batch.open:
+                    self._owner.suspect(batch)
+
+    def _unknown(self, partition: SharedPartition, answer: DueMessages) -> list[tuple[Record, FailureHistory | None]]:
+        """Leave out what is in hand already: it was taken from us while nobody heard of us, and is ours again."""
+        ours = {
+            offset
+            for batch in self._owner.prefetch.batches()
+            if batch.group_partition == partition.group_partition
+            for offset in set(batch.open)
+        }
+        pairs = zip(answer.records, answer.failures, strict=True)
+        return [(record, noted) for record, noted in pairs if record.offset not in ours]
+
+    def _release_unknown(self, partition: SharedPartition) -> None:
+        """Give back what the node has as ours, and we do not."""
+        owner, connection = self._owner, self._connection
+        known = {
+            o
+            for batch in owner.prefetch.batches()
+            if batch.group_partition == partition.group_partition
+            for o in batch.open
+        }
+        after = b"-"
+        while True:
+            pending = (
+                "XPENDING",
+                partition.group_partition.log,
+                native_group(self._group_id),
+                after,
+                "+",
+                AT_ONCE,
+                owner.member_id,
+            )
+            found = raise_for_reply(connection.call([pending])[0], connection.node.address)
+            unknown = [int(one[0][:-2]) for one in found if one[0].endswith(b"-0") and int(one[0][:-2]) not in known]
+            if unknown:
+                back = shared_nack_command(
+                    connection, partition.group_partition, owner.member_id, [(o, 0, None) for o in unknown]
+                )
+                if isinstance(shared_count_reply(connection.call([back])[0], connection.node.address), Fenced):
+                    return
+            if len(found) < AT_ONCE:
+                break
+            after = b"(" + found[-1][0]
+        partition.has_unknown = False
+
+    def _extend(self) -> float:
+        """Say what we still have; return after how many seconds to do so again."""
+        owner, now = self._owner, clock()
+        every = owner.visibility_timeout_s / 3
+        hung = owner.prefetch.hung(owner.extend_limit_s)
+        for batch in owner.prefetch.batches():
+            group_partition = batch.group_partition
+            if (
+                group_partition is None
+                or batch.assignment.node != self._connection.node.node_id
+                or now - batch.extended_at < every
+            ):
+                continue
+            still = batch.open
+            offsets = [offset for offset in still if (id(batch), offset) not in hung]
+            asked = clock()
+            for at in range(0, len(offsets), AT_ONCE):
+                command = shared_extend_command(
+                    self._connection, group_partition, owner.member_id, offsets[at : at + AT_ONCE]
+                )
+                answer = shared_extend_reply(self._connection.call([command])[0], self._connection.node.address)
+                if isinstance(answer, Fenced):
+                    break
+                batch.lost.update(answer)
+                owner.prefetch.end(batch, answer)
+            else:
+                batch.extended_at, batch.hung = asked, set(still) - set(offsets)
+        return every / 4
+
+    def _reclaim(self, partitions: list[SharedPartition]) -> float:
+        """Look for messages of members that are gone; return after how many seconds to do so again."""
+        visibility_timeout_ms = max(1, round(self._owner.visibility_timeout_s * 1000))
+        replies = self._connection.call(
+            [
+                shared_reclaim_command(self._connection, partition.group_partition, visibility_timeout_ms)
+                for partition in partitions
+            ]
+        )
+        for partition, reply in zip(partitions, replies, strict=True):
+            if is_missing_script(reply):
+                self._connection.reload_scripts()
+                break
+            answer = shared_count_reply(reply, self._connection.node.address)
+            if isinstance(answer, Refused):
+                partition.acquired = False
+            elif isinstance(answer, int) and answer:
+                partition.due_in_ms = 0
+                log.info(
+                    "messages_reclaimed", extra={"partition": partition.group_partition.partition, "count": answer}
+                )
+        return random.uniform(0.5, 1.0) * min(1.0, self._owner.visibility_timeout_s / RECLAIM_PART)
+
+    def _scripts_missing(self, replies: Sequence[Any]) -> bool:
+        """Load the scripts again where the server forgot them; the pass is then done again."""
+        missing = any(map(is_missing_script, replies))
+        if missing:
+            self._connection.reload_scripts()
+        return missing

@@ -1,0 +1,258 @@
+"""Tell one node what became of messages of a shared group: settled, or to be given again after a wait.
+
+One thread and one connection. What can't be told now is told later; under another epoch it is void, and comes again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, Protocol
+
+from mqlayer.consuming.engine.clock import clock
+from mqlayer.consuming.engine.node_thread import NodeThread
+from mqlayer.consuming.shared.partitions import SharedPartitions
+from mqlayer.consuming.shared.prefetch import FetchedBatch, Prefetch
+from mqlayer.domain.offsets import OffsetRange, as_ranges
+from mqlayer.failpoints import failpoint
+from mqlayer.redis.node_connection import Command, NodeConnection, is_missing_script
+from mqlayer.redis.outcomes import RangeOutcome, encode_outcome
+from mqlayer.redis.partition_scripts import Fenced, Refused, recount_command
+from mqlayer.redis.shared_scripts import (
+    AT_ONCE,
+    SETTLE_LIMIT,
+    SharedGroupPartition,
+    SharedSettled,
+    shared_attempt_command,
+    shared_attempt_reply,
+    shared_count_reply,
+    shared_nack_command,
+    shared_settle_command,
+    shared_settle_reply,
+)
+
+IDLE_WAIT_S: Final = 0.25
+LINGER_S: Final = 0.001
+"""What comes in meanwhile goes with the same call."""
+RETRY_S: Final = 0.1
+RANGES: Final = 500
+
+
+class SharedSettlerOwner(Protocol):
+    """What a settler asks of its member."""
+
+    prefetch: Prefetch
+    partitions: SharedPartitions
+    member_id: str
+    archived: bool
+
+    def settled(self, count: int) -> None:
+        """Count what the server has settled, and let more be read."""
+
+
+class Settlement(NamedTuple):
+    """Messages of a batch that are over for the group; the word says what is told of them."""
+
+    batch: FetchedBatch
+    offsets: Sequence[int]
+    outcome: RangeOutcome
+
+
+class Nack(NamedTuple):
+    """A message that is to be given again; `failed`: its attempts by now, None: as noted."""
+
+    batch: FetchedBatch
+    offset: int
+    ms: int
+    failed: int | None
+
+
+@dataclass(slots=True)
+class AttemptStart:
+    """A worker waits for an attempt to be counted; `attempts` is None where the message is not ours."""
+
+    batch: FetchedBatch
+    offset: int
+    attempts: int | None = None
+    counted: threading.Event = field(default_factory=threading.Event)
+
+
+class _ScriptCall(NamedTuple):
+    command: Command
+    group_partition: SharedGroupPartition
+    ends: Sequence[tuple[FetchedBatch, Sequence[int]]]
+    attempt: AttemptStart | None
+    item: Any
+
+
+class SharedSettler(NodeThread):
+    """The settling thread of one node. Stopping it sends what is there."""
+
+    def __init__(self, owner: SharedSettlerOwner, connection: NodeConnection, *, name: str) -> None:
+        super().__init__(connection, owner.partitions.node_lost, name=name, work="settling")
+        self._owner = owner
+        # Appended to by all threads, taken out by this one.
+        self.settlements: deque[Settlement] = deque()
+        self.nacks: deque[Nack] = deque()
+        self.attempt_starts: deque[AttemptStart] = deque()
+        self.commands: deque[tuple[SharedGroupPartition, bytes]] = deque()
+
+    def _loop(self) -> None:
+        while not self._stopping.is_set():
+            self.wake.wait(IDLE_WAIT_S)
+            if not self.attempt_starts:
+                self._stopping.wait(LINGER_S)
+            self.wake.clear()
+            if not self._try_pass():
+                self._stopping.wait(RETRY_S)
+        self._try_pass()
+
+    def _pass(self) -> None:
+        ended, nacks = _all_of(self.settlements), _all_of(self.nacks)
+        begins, commands = _all_of(self.attempt_starts), _all_of(self.commands)
+        if not (ended or nacks or begins or commands):
+            return
+        try:
+            calls = [*self._attempt_calls(begins), *self._settle_calls(ended, commands), *self._nack_calls(nacks)]
+            failpoint("shared.before_settle")
+            replies = self._connection.call([call.command for call in calls])
+            if any(map(is_missing_script, replies)):
+                self._connection.reload_scripts()
+                # Each of them may be said twice.
+                replies = self._connection.call([call.command for call in calls])
+            failpoint("shared.after_settle")
+            for call, reply in zip(calls, replies, strict=True):
+                self._follow(call, reply)
+        except BaseException:
+            self.settlements.extendleft(reversed(ended))
+            self.nacks.extendleft(reversed(nacks))
+            self.commands.extendleft(reversed(commands))
+            for begin in begins:
+                begin.counted.set()
+            raise
+
+    def _follow(self, call: _ScriptCall, reply: Any) -> None:
+        """Take what a call answered. What is refused is void: it comes again under the epoch in force."""
+        address = self._connection.node.address
+        if call.attempt is not None:
+            call.attempt.attempts = shared_attempt_reply(reply, address)
+            call.attempt.counted.set()
+            return
+        settling = call.item == "settle"
+        answer = shared_settle_reply(reply, address) if settling else shared_count_reply(reply, address)
+        if isinstance(answer, Fenced | Refused):
+            if isinstance(answer, Refused) and answer.status == "unknown":
+                # An append ended in its middle: what was read of it is counted, and comes again.
+                self._connection.call(
+                    [recount_command(self._connection, call.group_partition.prefix, call.group_partition.partition)]
+                )
+            self._owner.partitions.void(call.group_partition)
+            return
+        for batch, offsets in call.ends:
+            self._owner.prefetch.end(batch, offsets)
+        self._owner.settled(answer.newly_settled if isinstance(answer, SharedSettled) else 0)
+
+    def _attempt_calls(self, begins: Iterable[AttemptStart]) -> list[_ScriptCall]:
+        connection, member = self._connection, self._owner.member_id
+        return [
+            _ScriptCall(
+                shared_attempt_command(connection, group_partition, member, begin.offset),
+                group_partition,
+                (),
+                begin,
+                "begin",
+            )
+            for begin in begins
+            for group_partition in [begin.batch.group_partition]
+            if group_partition is not None
+        ]
+
+    def _settle_calls(
+        self, ended: Sequence[Settlement], commands: Iterable[tuple[SharedGroupPartition, bytes]]
+    ) -> list[_ScriptCall]:
+        connection, owner = self._connection, self._owner
+        calls = [
+            _ScriptCall(
+                shared_settle_command(connection, group_partition, owner.member_id, (), command=entry),
+                group_partition,
+                (),
+                None,
+                "settle",
+            )
+            for group_partition, entry in commands
+        ]
+        if owner.archived:
+            for one in ended:
+                calls += self._outcome_calls(one)
+            return calls
+        by_place: dict[SharedGroupPartition, list[Settlement]] = {}
+        for one in ended:
+            if one.batch.group_partition is not None:
+                by_place.setdefault(one.batch.group_partition, []).append(one)
+        for group_partition, of_place in by_place.items():
+            ends = [(one.batch, one.offsets) for one in of_place]
+            ranges = as_ranges(offset for _, offsets in ends for offset in offsets)
+            chunks = chunks_of(ranges)
+            for number, chunk in enumerate(chunks):
+                command = shared_settle_command(connection, group_partition, owner.member_id, chunk)
+                # The last one of a place that is answered answers for all: a refusal refuses each.
+                calls.append(
+                    _ScriptCall(command, group_partition, ends if number == len(chunks) - 1 else (), None, "settle")
+                )
+        return calls
+
+    def _outcome_calls(self, one: Settlement) -> list[_ScriptCall]:
+        """Of an archived topic each batch by itself: its messages were given at one time."""
+        group_partition = one.batch.group_partition
+        if group_partition is None:
+            return []
+        age_ms = max(0, round((clock() - one.batch.read_at) * 1000))
+        calls: list[_ScriptCall] = []
+        chunks = chunks_of(as_ranges(one.offsets))
+        for number, chunk in enumerate(chunks):
+            outcomes = encode_outcome(one.outcome * len(chunk), [(chunk[-1][1], age_ms)])
+            command = shared_settle_command(
+                self._connection, group_partition, self._owner.member_id, chunk, encoded_outcome=outcomes
+            )
+            ends = ((one.batch, one.offsets),) if number == len(chunks) - 1 else ()
+            calls.append(_ScriptCall(command, group_partition, ends, None, "settle"))
+        return calls
+
+    def _nack_calls(self, nacks: Iterable[Nack]) -> list[_ScriptCall]:
+        by_place: dict[SharedGroupPartition, list[Nack]] = {}
+        for one in nacks:
+            if one.batch.group_partition is not None:
+                by_place.setdefault(one.batch.group_partition, []).append(one)
+        calls = []
+        for group_partition, of_place in by_place.items():
+            for at in range(0, len(of_place), AT_ONCE):
+                chunk = of_place[at : at + AT_ONCE]
+                facts = [(one.offset, one.ms, one.failed) for one in chunk]
+                command = shared_nack_command(self._connection, group_partition, self._owner.member_id, facts)
+                calls.append(
+                    _ScriptCall(command, group_partition, [(one.batch, (one.offset,)) for one in chunk], None, "back")
+                )
+        return calls
+
+
+def chunks_of(ranges: Iterable[OffsetRange]) -> list[list[OffsetRange]]:
+    """Return ranges in pieces that one call each takes."""
+    chunks: list[list[OffsetRange]] = []
+    room = 0
+    for begin, last in ranges:
+        first = begin
+        while first <= last:
+            if room <= 0 or len(chunks[-1]) >= RANGES:
+                chunks.append([])
+                room = SETTLE_LIMIT
+            upto = min(last, first + room - 1)
+            chunks[-1].append((first, upto))
+            room -= upto - first + 1
+            first = upto + 1
+    return chunks
+
+
+def _all_of(waiting: deque[Any]) -> list[Any]:
+    return [waiting.popleft() for _ in range(len(waiting))]

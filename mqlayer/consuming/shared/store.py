@@ -1,0 +1,173 @@
+"""What a shared group has in Postgres: messages that died there, and those of them that were given back to it.
+
+A message that is given back is a row by itself (`parked_key`, `parked_message`), due at a time. A member *claims* it:
+it is due again after the visibility timeout, under a number that names the claim. Whoever has the claim ends it; if
+nobody does, the next one claims it with care: alone among those, and its attempt counted before. Nothing is ended under
+a claim that somebody took over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mqlayer.domain.message import Identity, ParkedRecord
+from mqlayer.domain.routing import LP_COUNT
+from mqlayer.failpoints import failpoint
+from mqlayer.parking import DeadLetterEntry, FailedAttempt
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.event_counts import add_counts
+from mqlayer.postgres.queries import columns, query
+
+
+class ClaimRef(NamedTuple):
+    """A claim: LP and name of the message, and the number of this very claim."""
+
+    lp: int
+    name: bytes
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedMessage:
+    """A message that was given back, and is this member's for a while. `guarded`: a former claim was not ended."""
+
+    ref: ClaimRef
+    partition: int
+    record: ParkedRecord
+    guarded: bool
+
+
+class SharedStore:
+    """What a member of a shared group reads and writes there. Each call is one transaction."""
+
+    def __init__(self, database: Database, group_id: int, member_id: str) -> None:
+        self._database = database
+        self._who = {"group_id": group_id, "member_id": member_id}
+
+    def claim(self, limit: int, visibility_timeout_s: float, *, guarded: bool) -> list[ClaimedMessage]:
+        """Claim messages that were given back and are due; `guarded`: one of those, too, that may end a process."""
+        facts = self._who | {"limit": limit, "visibility_timeout_s": visibility_timeout_s, "careful": guarded}
+        with self._database.connection() as connection:
+            rows = connection.execute(query("redriven_claim"), facts).fetchall()
+        return [
+            ClaimedMessage(
+                ClaimRef(lp, bytes(name), token),
+                partition,
+                ParkedRecord.of((offset, m, key, body), attempts=before, redriven=True),
+                care,
+            )
+            for lp, name, token, before, care, partition, offset, m, key, body in rows
+        ]
+
+    def extend(self, refs: Sequence[ClaimRef], visibility_timeout_s: float) -> set[int]:
+        """Say that claims go on; return the numbers of those that do."""
+        facts = self._who | _refs(refs) | {"visibility_timeout_s": visibility_timeout_s}
+        with self._database.connection() as connection:
+            return {token for (token,) in connection.execute(query("redriven_extend"), facts).fetchall()}
+
+    def nack(self, refs: Sequence[tuple[ClaimRef, int, float]]) -> None:
+        """Have claimed messages tried again: with so many failed attempts, after so many seconds."""
+        rows = [(*ref, failed, wait_s) for ref, failed, wait_s in refs]
+        arrays = columns(("lps", "names", "tokens", "failed", "waits_s"), rows)
+        with self._database.connection() as connection:
+            connection.execute(query("redriven_nack"), self._who | arrays)
+
+    def end(self, claims: Sequence[ClaimedMessage], delivered_s: float) -> None:
+        """Note that claimed messages are handled; they were given so long ago at most."""
+
+        def work(connection: Connection) -> None:
+            self._end(connection, self._mine(connection, claims), handled=True, delivered_s=delivered_s)
+
+        self._database.transaction(work)
+
+    def dead(self, identities: Iterable[Identity]) -> set[Identity]:
+        """Return which of these are dead, or were given back: their records in the stream stand for nothing."""
+        rows = [(one.lp, one.source, one.seq) for one in identities]
+        facts = self._who | columns(("lps", "sources", "seqs"), rows)
+        with self._database.connection() as connection:
+            return {Identity(*row) for row in connection.execute(query("dead_named"), facts).fetchall()}
+
+    def dead_from(self, partition: int, committed: int) -> set[Identity]:
+        """Return what of a partition is dead, or was given back, from an offset on; and what may come elsewhere."""
+        spans = columns(("partitions", "committed", "lps_from", "lps_to"), [(partition, committed, 0, LP_COUNT)])
+        with self._database.connection() as connection:
+            rows = connection.execute(query("dead_unsettled"), self._who | spans).fetchall()
+        return {Identity(*row[1:]) for row in rows}
+
+    def dead_letter(self, partition: int, epoch: int, dead_letters: Sequence[DeadLetterEntry]) -> bool:
+        """Write messages of a partition off; False where the epoch is not in force any more. Idempotent."""
+        facts = self._who | {"partition_id": partition, "epoch": epoch}
+
+        def work(connection: Connection) -> bool:
+            if connection.execute(query("shared_hold"), facts).fetchone() is None:
+                return False
+            self._put_dead(connection, partition, dead_letters)
+            failpoint("shared.before_dead_commit")
+            return True
+
+        dead_lettered = self._database.transaction(work)
+        failpoint("shared.after_dead")
+        return dead_lettered
+
+    def dead_letter_claimed(self, claim: ClaimedMessage, dead_letter: DeadLetterEntry) -> bool:
+        """Write a message off that was given back before; False where another member has it."""
+
+        def work(connection: Connection) -> bool:
+            mine = self._mine(connection, [claim])
+            if mine:
+                self._put_dead(connection, claim.partition, [dead_letter])
+                self._end(connection, mine, handled=False, delivered_s=0.0)
+            return bool(mine)
+
+        return self._database.transaction(work)
+
+    def add_attempts(self, attempts: Sequence[FailedAttempt]) -> None:
+        """Keep failed attempts, for people."""
+        rows = [(one.identity.lp, one.identity.source, one.identity.seq, one.attempt, one.error) for one in attempts]
+        facts = self._who | columns(("lps", "sources", "seqs", "attempts", "errors"), rows)
+        counts: dict[int, Counter[str]] = {}
+        for one in attempts:
+            counts.setdefault(one.partition, Counter())["timed_out" if one.timed_out else "failed"] += 1
+
+        def work(connection: Connection) -> None:
+            connection.execute(query("failed_attempts_put"), facts)
+            add_counts(connection, self._who, counts)
+
+        self._database.transaction(work)
+
+    def _put_dead(self, connection: Connection, partition: int, dead_letters: Sequence[DeadLetterEntry]) -> None:
+        rows = [
+            (lp, source, seq, one.record.offset, one.record.key, one.record.m,
+            one.record.body if one.keep_body else None,
+             one.cause, one.reason, one.attempts, one.tried)
+            for one in dead_letters
+            for source, lp, seq in [one.record.identity]
+        ]  # fmt: skip
+        names = ("lps", "sources", "seqs", "offsets", "keys", "ms", "bodies", "causes", "reasons", "attempts", "tried")
+        facts = self._who | {"partition_id": partition} | columns(names, rows)
+        put = connection.execute(query("dead_put"), facts).fetchall()
+        add_counts(connection, self._who, {partition: Counter("dead" if kept else "skipped" for (kept,) in put)})
+
+    def _mine(self, connection: Connection, claims: Sequence[ClaimedMessage]) -> list[ClaimedMessage]:
+        """Lock the claims that go on, and return them."""
+        facts = self._who | _refs([claim.ref for claim in claims])
+        owned = {(lp, bytes(name)) for lp, name in connection.execute(query("redriven_hold"), facts).fetchall()}
+        return [claim for claim in claims if (claim.ref.lp, claim.ref.name) in owned]
+
+    def _end(
+        self, connection: Connection, claims: Sequence[ClaimedMessage], *, handled: bool, delivered_s: float
+    ) -> None:
+        if not claims:
+            return
+        rows = [(lp, source, seq, handled) for one in claims for source, lp, seq in [one.record.identity]]
+        facts = self._who | columns(("lps", "sources", "seqs", "handled"), rows) | {"given_s": delivered_s}
+        connection.execute(query("parked_messages_end"), facts)
+        names = columns(("lps", "names"), [one.ref[:2] for one in claims])
+        connection.execute(query("redriven_forget"), self._who | names)
+
+
+def _refs(refs: Sequence[ClaimRef]) -> dict[str, Any]:
+    return columns(("lps", "names", "tokens"), refs)

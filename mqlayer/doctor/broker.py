@@ -1,0 +1,41 @@
+"""Celery's broker: it only triggers, but a full or lost one must not be a node's Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mqlayer.doctor.findings import CheckStatus, Finding
+from mqlayer.doctor.nodes import CheckedNode
+from mqlayer.errors import MqlayerError
+from mqlayer.redis.access import NodeAccess
+from mqlayer.redis.addresses import display_broker_url
+from mqlayer.redis.server_info import ServerInfo, read_server_info
+
+
+def ask_broker(url: str, *, timeout_s: float, access: NodeAccess | None = None) -> tuple[ServerInfo | None, Finding]:
+    """Ask the broker whether it is there; only a Redis can be asked."""
+    subject = broker_subject(url)
+    if not url.startswith(("redis://", "rediss://", "unix://")):
+        fix = "see it with its own tools; only a Redis is asked here"
+        return None, Finding("reachable", subject, CheckStatus.UNKNOWN, "not a Redis", fix)
+    try:
+        answers = read_server_info(url, timeout_s=timeout_s, access=access or NodeAccess())
+    except MqlayerError as error:
+        fix = "start it, or set MQLAYER_BROKER_* as the workers have it: periodic work is stuck, messages don't"
+        return None, Finding("reachable", subject, CheckStatus.BROKEN, str(error), fix)
+    return answers, Finding("reachable", subject, CheckStatus.OK, f"answers in {answers.round_trip_s * 1000:.1f} ms")
+
+
+def check_apart(url: str, broker: ServerInfo, nodes: Sequence[CheckedNode]) -> Finding:
+    """The broker should be a Redis of its own."""
+    shared = [checked.node.name for checked in nodes if checked.answers.run_id == broker.run_id]
+    subject = broker_subject(url)
+    if not shared:
+        return Finding("broker apart", subject, CheckStatus.OK, "no node is on its Redis")
+    fix = "give Celery a Redis of its own (MQLAYER_BROKER_URL): a full broker would stop the node's partitions"
+    return Finding("broker apart", subject, CheckStatus.WARNING, f"the same Redis as node {', '.join(shared)}", fix)
+
+
+def broker_subject(url: str) -> str:
+    """Return how a finding names the broker."""
+    return f"broker ({display_broker_url(url)})"

@@ -1,0 +1,181 @@
+"""Checks of what the control schema says: periodic jobs, route changes, groups."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Final
+
+from mqlayer.doctor.findings import Check, CheckLimits, CheckStatus, Finding, format_seconds
+from mqlayer.doctor.postgres import CheckedDatabase
+from mqlayer.domain.routing import NodeId
+from mqlayer.groups.late_jobs import LATE_FACTS
+from mqlayer.redis.node_connection import Node
+
+START_BEAT: Final = "run one: celery -A mqlayer.workers.app worker --beat (a second one does no harm)"
+
+
+def registered_nodes(checked: CheckedDatabase) -> list[tuple[Node, datetime | None]]:
+    """Return all nodes, and since when each is given up."""
+    return [
+        (Node(NodeId(node_id), name, url, run_id), lost_at)
+        for node_id, name, url, run_id, lost_at in checked.rows("check_nodes")
+    ]
+
+
+def check_replaced(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """A promoted standby, or a recovered backup, may lack the last commits."""
+    rows = checked.rows("check_replaced")
+    known, now, another, noted_s = rows[0] if rows else (0, 0, False, None)
+    if another or (known and now not in (0, known)):
+        seen = f"it is on timeline {now}{' of another system' if another else ''}, the schema knows {known}"
+        fix = "nothing, while a worker, relay or member runs: the next connection repairs it"
+        fix += "; see docs/how-to/fail-over-postgres.md"
+        seen += ": it was replaced, and no process has connected since"
+        return [Finding("replaced", checked.subject, CheckStatus.BROKEN, seen, fix)]
+    if noted_s is not None and noted_s < limits.replaced_s:
+        seen = f"it was replaced {format_seconds(noted_s)} ago, and may lack the last commits of before"
+        fix = "mqlayer verify names what differs; where effects must not be missing: mqlayer group seek"
+        return [Finding("replaced", checked.subject, CheckStatus.WARNING, seen, fix)]
+    return [
+        Finding("replaced", checked.subject, CheckStatus.OK, f"timeline {now or 'not told'}, as the schema knows it")
+    ]
+
+
+def check_unarmed(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """Nobody is served by a node of which no run is armed."""
+    found = []
+    for name, age_s in checked.rows("check_unarmed"):
+        verdict = CheckStatus.BROKEN if age_s is None or age_s > limits.waiting_s else CheckStatus.WARNING
+        seen = (
+            f"no run of node {name} is armed{'' if age_s is None else f' since {format_seconds(age_s)}'}: it "
+            f"serves nothing"
+        )
+        fix = f"mqlayer node rearm {name}: it says what it waits for; a running worker tries it every 5 s"
+        found.append(Finding("unarmed", checked.subject, verdict, seen, fix))
+    return found or [Finding("unarmed", checked.subject, CheckStatus.OK, "a run of each node is armed")]
+
+
+def check_beat(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
+    """Periodic jobs make up for what died, trim, rotate and retire; members join and leave without them."""
+    ((last_s,),) = checked.rows("check_last_job")
+    if last_s is None:
+        return [Finding("beat", checked.subject, CheckStatus.WARNING, "no periodic job ever ran", START_BEAT)]
+    found = []
+    for name, every_s, last_at, late_s in checked.rows("jobs_late", **LATE_FACTS):
+        seen = f"{name} never ran" if last_at is None else f"{name} is late by {format_seconds(late_s)}"
+        fix = f"see worker and beat, or {START_BEAT}"
+        found.append(
+            Finding("beat", checked.subject, CheckStatus.BROKEN, f"{seen}; it is due every {every_s:g} s", fix)
+        )
+    seen = f"no periodic job is late, the last ran {format_seconds(last_s)} ago"
+    return found or [Finding("beat", checked.subject, CheckStatus.OK, seen)]
+
+
+def check_changes(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """Between the seal and the new version, publishers of a change's LPs wait."""
+    found = []
+    for topic, change_id, kind, state, age_s in checked.rows("check_changes", age_s=limits.waiting_s):
+        waits = state != "planned"
+        seen = f"{kind} {change_id} of topic {topic} is {state} since {format_seconds(age_s)}"
+        seen += ": publishers of its LPs may wait" if waits else ""
+        fix = f"mqlayer route repair {topic}; it names what it waits for, as a rule a node that is away"
+        found.append(
+            Finding("routes", checked.subject, CheckStatus.BROKEN if waits else CheckStatus.WARNING, seen, fix)
+        )
+    return found or [Finding("routes", checked.subject, CheckStatus.OK, "no route change waits")]
+
+
+def check_groups(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
+    """What a group has not settled is never trimmed, whether anybody consumes it or not."""
+    rows = checked.rows("check_groups")
+    found = []
+    for topic, group, living, absent_s, keep_s in rows:
+        if living:
+            continue
+        seen = f"group {group} of topic {topic} has no living member, and holds trimming up"
+        fix = f"start its consumers: mqlayer consume MODULE:APP, or: mqlayer group retire {topic} {group} --yes"
+        if keep_s is not None:
+            since = "" if absent_s is None else f" for {format_seconds(absent_s)}"
+            seen = f"instance {group} of topic {topic} has been away{since}, and holds trimming up"
+            fix = (
+                f"start it, or let the worker drop its position after {format_seconds(keep_s)}, or retire it as "
+                f"any group"
+            )
+        found.append(Finding("groups", checked.subject, CheckStatus.WARNING, seen, fix))
+    seen = f"each of {len(rows)} groups has living members" if rows else "no group with members as yet"
+    return found or [Finding("groups", checked.subject, CheckStatus.OK, seen)]
+
+
+def check_parked(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """Keys that wait for an operator wait for ever; those that are due are tried within seconds."""
+    found, keys = [], 0
+    for topic, group, parked, messages, waiting, full, waits_s, due_s in checked.rows("check_parked"):
+        keys += parked
+        of = f"group {group} of topic {topic}"
+        if due_s is not None and due_s > limits.waiting_s:
+            seen = f"a parked key of {of} has been due for {format_seconds(due_s)}, and nobody tries it"
+            fix = f"see whether its consumers are well: mqlayer group lag {topic} {group}"
+            found.append(Finding("parked", checked.subject, CheckStatus.BROKEN, seen, fix))
+        if full:
+            seen = f"{of} or one of its keys has as much parked as may be: what fails besides waits in the stream"
+            fix = (
+                f"mqlayer parked stats {topic} {group}, then release, discard, or raise a limit with mqlayer group set"
+            )
+            found.append(Finding("parked", checked.subject, CheckStatus.WARNING, seen, fix))
+        if waiting:
+            seen = (
+                f"{waiting} of {parked} parked keys of {of} wait for an operator, the oldest for "
+                f"{format_seconds(waits_s)}"
+            )
+            fix = f"mqlayer parked list {topic} {group} --waiting, then release or discard; {messages} messages wait"
+            found.append(Finding("parked", checked.subject, CheckStatus.WARNING, seen, fix))
+    seen = f"none of {keys} parked keys waits for an operator" if keys else "no key is parked"
+    return found or [Finding("parked", checked.subject, CheckStatus.OK, seen)]
+
+
+def check_pauses(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
+    """What an operator paused waits until one says otherwise, and is not trimmed meanwhile."""
+    found = [
+        Finding(
+            "pauses",
+            checked.subject,
+            CheckStatus.WARNING,
+            f"{by or 'somebody'} paused {what} {format_seconds(age_s)} ago",
+            fix,
+        )
+        for what, fix, by, age_s in checked.rows("check_pauses")
+    ]
+    return found or [Finding("pauses", checked.subject, CheckStatus.OK, "nothing is paused")]
+
+
+def check_archive(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """What is not archived is not trimmed: an archiver that is stuck fills the nodes."""
+    rows, found = checked.rows("check_archive"), []
+    for topic, gaps, passed_s, dropped in rows:
+        if dropped:
+            seen = f"nodes dropped what became of {dropped} messages of topic {topic}, for lack of an archiver"
+            fix = "run archivers without a pause: mqlayer archive status counts it, the doctor forgets it after a day"
+            found.append(Finding("archive", checked.subject, CheckStatus.WARNING, seen, fix))
+        if gaps:
+            seen = f"the archive of topic {topic} waits at {gaps} gaps, and holds trimming up"
+            fix = f"mqlayer archive gaps {topic}, then mqlayer archive accept-gap {topic} --reason TEXT"
+            found.append(Finding("archive", checked.subject, CheckStatus.BROKEN, seen, fix))
+        elif passed_s is None or passed_s > limits.waiting_s:
+            since = "never" if passed_s is None else f"for the last time {format_seconds(passed_s)} ago"
+            seen = f"an archiver came to the end of topic {topic} {since}, and that holds trimming up"
+            fix = "see worker and beat, or mqlayer archive run; mqlayer archive status says how far it is behind"
+            found.append(Finding("archive", checked.subject, CheckStatus.WARNING, seen, fix))
+    seen = f"{len(rows)} topics are archived, and none is behind" if rows else "no topic is archived"
+    return found or [Finding("archive", checked.subject, CheckStatus.OK, seen)]
+
+
+CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
+    "replaced": check_replaced,
+    "unarmed": check_unarmed,
+    "beat": check_beat,
+    "routes": check_changes,
+    "groups": check_groups,
+    "parked": check_parked,
+    "pauses": check_pauses,
+    "archive": check_archive,
+}

@@ -1,0 +1,206 @@
+"""All checks of an installation, each server's side by side with the others', within a bounded time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
+from typing import Final
+
+from mqlayer.doctor import control, nodes, outbox, postgres, sessions
+from mqlayer.doctor.broker import ask_broker, broker_subject, check_apart
+from mqlayer.doctor.findings import LIMITS, CheckLimits, CheckStatus, Finding, run_checks
+from mqlayer.doctor.nodes import CheckedNode, node_subject
+from mqlayer.doctor.postgres import CheckedDatabase
+from mqlayer.doctor.rights import check_default_user, check_own_rights
+from mqlayer.errors import MqlayerError, SchemaMismatch
+from mqlayer.postgres.database import address_of, connect, driver_errors
+from mqlayer.postgres.migrations import SchemaName, check_schema
+from mqlayer.postgres.queries import query
+from mqlayer.postgres.session_setup import is_own
+from mqlayer.redis.access import NodeAccess, broker_access
+from mqlayer.redis.node_connection import Node
+from mqlayer.redis.server_info import ServerInfo, read_server_info
+from mqlayer.settings import Settings
+
+SCHEMA_CHECKS: Final = {"control": control.CHECKS, "application": outbox.CHECKS}
+
+
+@dataclass(slots=True)
+class ServerReport:
+    """What was found of one server, and what the checks of others need of it."""
+
+    findings: list[Finding] = field(default_factory=list)
+    registered: list[tuple[Node, datetime | None]] | None = None
+    node: CheckedNode | None = None
+    broker: ServerInfo | None = None
+
+
+CheckJobs = Mapping[str, Callable[[], ServerReport]]
+"""Per server, as findings name it: what asks it."""
+
+
+def diagnose(settings: Settings, *, limits: CheckLimits = LIMITS) -> list[Finding]:
+    """Run all checks. Raises nothing that a server did: what can't be asked is a finding that says so."""
+    stores = in_parallel(_store_work(settings, limits), limits)
+    registered = next((report.registered for report in stores if report.registered is not None), None)
+    found = in_parallel(_node_work(registered or [], settings.key_prefix, limits), limits)
+    broker = next((report.broker for report in stores if report.broker is not None), None)
+    return [
+        *(finding for report in (*stores, *found) for finding in report.findings),
+        *_check_whole(settings, registered, broker, [report.node for report in found if report.node is not None]),
+    ]
+
+
+def diagnose_database(dsn: str, subject: str, schemas: tuple[SchemaName, ...], limits: CheckLimits) -> ServerReport:
+    """Check a Postgres and what its schemas say."""
+    report = ServerReport()
+    try:
+        with connect(dsn, application="mqlayer doctor") as connection, driver_errors(address_of(dsn)):
+            # A pooler would lend the session with it to others: there the time for all questions has to do.
+            if is_own(connection):
+                connection.execute(query("check_patience"), {"wait": f"{limits.connect_s * 1000:.0f}ms"})
+            report.findings.append(Finding("reachable", subject, CheckStatus.OK, "answers"))
+            _diagnose(CheckedDatabase(connection, subject, address_of(dsn), dsn), schemas, report, limits)
+    except MqlayerError as error:
+        fix = "start it, or repair MQLAYER_DSN or MQLAYER_APP_DSN"
+        report.findings.append(Finding("reachable", subject, CheckStatus.BROKEN, str(error), fix))
+    return report
+
+
+def diagnose_node(node: Node, lost_at: datetime | None, prefix: str, limits: CheckLimits) -> ServerReport:
+    """Check a node."""
+    name = node_subject(node)
+    try:
+        answers = read_server_info(node.url, timeout_s=limits.connect_s, node=node.name)
+    except MqlayerError as error:
+        if lost_at is not None:
+            return ServerReport(
+                [Finding("reachable", name, CheckStatus.OK, "it was given up as lost, and does not answer")]
+            )
+        fix = (
+            f"start it; if it never comes back: mqlayer route move --unreachable, or mqlayer node lost "
+            f"{node.name} --yes"
+        )
+        return ServerReport([Finding("reachable", name, CheckStatus.BROKEN, str(error), fix)])
+    checked = CheckedNode(node, lost_at, answers)
+    seen = f"answers in {answers.round_trip_s * 1000:.1f} ms"
+    first = Finding("reachable", name, CheckStatus.OK, seen)
+    rights = check_own_rights(node, name, prefix, limits)
+    guarded = check_default_user(node, name, prefix, limits)
+    return ServerReport([first, rights, *guarded, *run_checks(nodes.CHECKS, checked, name, limits)], node=checked)
+
+
+def diagnose_broker(url: str, access: NodeAccess, limits: CheckLimits) -> ServerReport:
+    """Ask Celery's broker whether it is there."""
+    answers, finding = ask_broker(url, timeout_s=limits.connect_s, access=access)
+    return ServerReport([finding], broker=answers)
+
+
+def in_parallel(work: CheckJobs, limits: CheckLimits) -> list[ServerReport]:
+    """Ask all servers at once, each in a thread of its own; one that takes too long is left to itself."""
+    done: dict[str, ServerReport] = {}
+    faults: list[BaseException] = []
+
+    def one(name: str, ask: Callable[[], ServerReport]) -> None:
+        try:
+            done[name] = ask()
+        except BaseException as fault:  # noqa: BLE001 - a bug: raised again, where it can be seen
+            faults.append(fault)
+
+    # Daemons: a server that never answers must not keep the process from ending.
+    threads = [threading.Thread(target=one, args=item, name=f"asks-{item[0]}", daemon=True) for item in work.items()]
+    until = time.monotonic() + limits.server_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    if faults:
+        raise faults[0]
+    return [done.get(name) or _silent(name, limits) for name in work]
+
+
+def _silent(name: str, limits: CheckLimits) -> ServerReport:
+    seen = f"it did not answer all questions within {limits.server_s:g} s"
+    fix = "see whether it is stopped, overloaded or cut off"
+    return ServerReport([Finding("reachable", name, CheckStatus.UNKNOWN, seen, fix)])
+
+
+def _store_work(settings: Settings, limits: CheckLimits) -> CheckJobs:
+    """Return how to ask the databases, once where both schemas are in the same, and the broker."""
+    control_dsn, application_dsn = settings.control_dsn(), settings.application_dsn()
+    places: list[tuple[str, str, tuple[SchemaName, ...]]] = [
+        ("control database", control_dsn, ("control",)),
+        ("application database", application_dsn, ("application",)),
+    ]
+    if control_dsn == application_dsn:
+        places = [("database", control_dsn, ("control", "application"))]
+    work: dict[str, Callable[[], ServerReport]] = {}
+    for title, dsn, schemas in places:
+        if dsn:
+            name = f"{title} ({address_of(dsn)})"
+            work[name] = partial(diagnose_database, dsn, name, schemas, limits)
+    if "broker_url" in settings.model_fields_set:
+        url = settings.broker_url.get_secret_value()
+        work[broker_subject(url)] = partial(diagnose_broker, url, broker_access(settings), limits)
+    return work
+
+
+def _node_work(registered: list[tuple[Node, datetime | None]], prefix: str, limits: CheckLimits) -> CheckJobs:
+    return {node_subject(node): partial(diagnose_node, node, lost_at, prefix, limits) for node, lost_at in registered}
+
+
+def _check_whole(
+    settings: Settings,
+    registered: list[tuple[Node, datetime | None]] | None,
+    broker: ServerInfo | None,
+    checked: list[CheckedNode],
+) -> list[Finding]:
+    """Check what is there at all, and how servers go together."""
+    found = []
+    if not settings.control_dsn():
+        fix = "set MQLAYER_DSN, or start a stack: mqlayer up"
+        found.append(Finding("reachable", "database", CheckStatus.BROKEN, "no database is given", fix))
+    if registered is None:
+        seen, fix = "the control database, which knows them, can't be asked", "repair that one first"
+        found.append(Finding("reachable", "nodes", CheckStatus.UNKNOWN, seen, fix))
+    elif not registered:
+        fix = "mqlayer node register NAME URL"
+        found.append(Finding("reachable", "nodes", CheckStatus.WARNING, "no node is registered", fix))
+    if broker is not None:
+        found.append(check_apart(settings.broker_url.get_secret_value(), broker, checked))
+    elif "broker_url" not in settings.model_fields_set:
+        seen, fix = "MQLAYER_BROKER_URL is not set here", "set it as the workers have it, and ask again"
+        found.append(Finding("reachable", "broker", CheckStatus.UNKNOWN, seen, fix))
+    return found
+
+
+def _diagnose(
+    checked: CheckedDatabase, schemas: tuple[SchemaName, ...], report: ServerReport, limits: CheckLimits
+) -> None:
+    report.findings += run_checks({**postgres.CHECKS, **sessions.CHECKS}, checked, checked.subject, limits)
+    for schema in schemas:
+        finding = _check_migrations(checked, schema)
+        report.findings.append(finding)
+        if finding.verdict is not CheckStatus.OK:
+            # What an older or newer schema would answer is not what the questions mean.
+            continue
+        report.findings += run_checks(SCHEMA_CHECKS[schema], checked, checked.subject, limits)
+        if schema == "control":
+            report.registered = control.registered_nodes(checked)
+
+
+def _check_migrations(checked: CheckedDatabase, schema: SchemaName) -> Finding:
+    check = f"{schema} schema"
+    try:
+        with driver_errors(checked.address):
+            check_schema(checked.connection, schema, checked.address)
+    except SchemaMismatch as error:
+        seen = f"it is {error.found}, this code needs {error.wanted}"
+        return Finding(check, checked.subject, CheckStatus.BROKEN, seen, error.hint)
+    except MqlayerError as error:
+        return Finding(check, checked.subject, CheckStatus.UNKNOWN, str(error), "let the role of the DSN read it")
+    return Finding(check, checked.subject, CheckStatus.OK, "as new as this code")

@@ -1,0 +1,164 @@
+"""Checks of one node, by what its Redis says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from mqlayer.doctor.clocks import clock_finding
+from mqlayer.doctor.findings import Check, CheckLimits, CheckStatus, Finding
+from mqlayer.doctor.versions import redis_finding
+from mqlayer.redis.node_connection import REQUIRED_SETTINGS, Node
+from mqlayer.redis.server_info import ServerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedNode:
+    """A registered node with what its server answered."""
+
+    node: Node
+    lost_at: datetime | None
+    answers: ServerInfo
+
+    @property
+    def subject(self) -> str:
+        """How a finding names it."""
+        return node_subject(self.node)
+
+
+def node_subject(node: Node) -> str:
+    """Return how a finding names a node."""
+    return f"node {node.name} ({node.address})"
+
+
+def check_version(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
+    """The version, against those that are too old or known to be bad."""
+    answers = checked.answers
+    return [redis_finding(checked.subject, "valkey" if answers.product == "valkey" else "redis", answers.version)]
+
+
+def check_armed(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
+    """Only the armed run serves (invariant 17)."""
+    node, run_id = checked.node, checked.answers.run_id
+    if checked.lost_at is not None:
+        fix = f"mqlayer node rearm {node.name}, if it is back for good; else let its address go"
+        return [Finding("armed", checked.subject, CheckStatus.WARNING, "it was given up as lost, and answers", fix)]
+    if run_id == node.armed_run_id:
+        return [Finding("armed", checked.subject, CheckStatus.OK, f"run {run_id[:8]} is the armed one")]
+    seen = f"run {run_id[:8]}, armed is {(node.armed_run_id or 'none')[:8]}: it serves nothing"
+    fix = f"a running worker, relay or member arms it within seconds; by hand: mqlayer node rearm {node.name}"
+    return [Finding("armed", checked.subject, CheckStatus.BROKEN, seen, fix)]
+
+
+def check_role(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
+    """The address has to be a primary's, and not a cluster's."""
+    info = checked.answers.info
+    role = info.get("role", "")
+    if role not in ("master", "primary"):
+        fix = "let the address of the node be the primary's"
+        return [Finding("role", checked.subject, CheckStatus.BROKEN, f"it is a {role}", fix)]
+    if info.get("cluster_enabled") == "1":
+        fix = "cluster-enabled no: register each primary as a node of its own, one read spans several hash slots"
+        return [Finding("role", checked.subject, CheckStatus.BROKEN, "it runs in cluster mode", fix)]
+    return [Finding("role", checked.subject, CheckStatus.OK, "primary")]
+
+
+def check_persistence(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
+    """What was acknowledged has to be on disk."""
+    info, settings, subject = checked.answers.info, checked.answers.settings, checked.subject
+    if info.get("aof_enabled") != "1":
+        return [
+            _persistence(
+                subject, CheckStatus.BROKEN, "appendonly no", f"CONFIG SET {REQUIRED_SETTINGS['appendonly'][1]}"
+            )
+        ]
+    if info.get("aof_last_write_status", "ok") != "ok":
+        fix = "see the server's log and its disk; it refuses writes, or loses them with its next end"
+        return [_persistence(subject, CheckStatus.BROKEN, "the last write of its append-only file failed", fix)]
+    found = [*_rewrites(subject, info)]
+    if len(settings) == 0:
+        fix = "look into redis.conf: appendfsync always, no-appendfsync-on-rewrite no"
+        return [*found, _persistence(subject, CheckStatus.UNKNOWN, "it forbids CONFIG GET", fix)]
+    if settings.get("no-appendfsync-on-rewrite") == "yes":
+        fix = f"CONFIG SET {REQUIRED_SETTINGS['no-appendfsync-on-rewrite'][1]}"
+        found.append(_persistence(subject, CheckStatus.BROKEN, "no-appendfsync-on-rewrite yes", fix))
+    found += _fsyncs(subject, settings.get("appendfsync", "always"))
+    if not found:
+        cut = settings.get("aof-load-truncated", "no")
+        seen = f"appendonly yes, appendfsync always; aof-load-truncated {cut}: a cut file shows by run id and marks"
+        found.append(_persistence(subject, CheckStatus.OK, seen, ""))
+    return found
+
+
+def check_eviction(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
+    """Whatever evicts keys evicts whole partitions."""
+    policy = checked.answers.info.get("maxmemory_policy", "")
+    if policy == "noeviction":
+        return [Finding("eviction", checked.subject, CheckStatus.OK, "maxmemory-policy noeviction")]
+    fix = f"CONFIG SET {REQUIRED_SETTINGS['maxmemory-policy'][1]}"
+    return [Finding("eviction", checked.subject, CheckStatus.BROKEN, f"maxmemory-policy {policy}", fix)]
+
+
+def check_memory(checked: CheckedNode, limits: CheckLimits) -> list[Finding]:
+    """A full node refuses to publish, while settling and trimming go on."""
+    answers = checked.answers
+    used, most = answers.number("used_memory"), answers.number("maxmemory")
+    what, bound = ("maxmemory", most) if most else ("the machine's memory", answers.number("total_system_memory"))
+    part = used / bound if bound else 0.0
+    seen = f"{used / 2**20:.0f} MiB used, {part:.0%} of {what}"
+    if part < limits.part:
+        return [Finding("memory", checked.subject, CheckStatus.OK, seen)]
+    fix = "let consumers catch up and trimming run, move partitions to another node, or CONFIG SET maxmemory higher"
+    verdict = CheckStatus.BROKEN if most and used >= most else CheckStatus.WARNING
+    return [Finding("memory", checked.subject, verdict, seen, fix)]
+
+
+def check_replicas(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
+    """How many copies there are; a fact, unless more are demanded than there are."""
+    wanted = checked.answers.settings.get("min-replicas-to-write", "0")
+    there = checked.answers.number("connected_slaves")
+    good = checked.answers.number("min_slaves_good_slaves") if wanted != "0" else there
+    seen = f"{there} replicas, min-replicas-to-write {wanted}"
+    if wanted.isdecimal() and good < int(wanted):
+        fix = f"bring replicas back, or CONFIG SET min-replicas-to-write {good}: until then it refuses writes"
+        return [Finding("replicas", checked.subject, CheckStatus.BROKEN, f"{seen}, {good} in reach", fix)]
+    return [Finding("replicas", checked.subject, CheckStatus.OK, seen)]
+
+
+def check_clock(checked: CheckedNode, limits: CheckLimits) -> list[Finding]:
+    """Its clock against ours."""
+    return [clock_finding(checked.subject, checked.answers.ahead_s, checked.answers.round_trip_s, limits)]
+
+
+CHECKS: Final[dict[str, Check[CheckedNode]]] = {
+    "version": check_version,
+    "armed": check_armed,
+    "role": check_role,
+    "persistence": check_persistence,
+    "eviction": check_eviction,
+    "memory": check_memory,
+    "replicas": check_replicas,
+    "clock": check_clock,
+}
+
+
+def _persistence(subject: str, verdict: CheckStatus, seen: str, fix: str) -> Finding:
+    return Finding("persistence", subject, verdict, seen, fix)
+
+
+def _rewrites(subject: str, info: dict[str, str]) -> list[Finding]:
+    if info.get("aof_last_bgrewrite_status", "ok") == "ok":
+        return []
+    fix = "see the server's log and its disk: until a rewrite works, its append-only file grows for ever"
+    return [_persistence(subject, CheckStatus.WARNING, "the last rewrite of its append-only file failed", fix)]
+
+
+def _fsyncs(subject: str, policy: str) -> list[Finding]:
+    fix = "CONFIG SET appendfsync always"
+    if policy == "everysec":
+        seen = "appendfsync everysec: a power cut takes the last seconds of direct publishing, and repeats the outbox's"
+        return [_persistence(subject, CheckStatus.WARNING, seen, fix)]
+    if policy == "no":
+        return [_persistence(subject, CheckStatus.BROKEN, "appendfsync no: the system decides when it is on disk", fix)]
+    return []

@@ -1,0 +1,158 @@
+"""Checks of a Postgres server and of what is open on it, whatever schema it holds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from mqlayer.doctor.clocks import clock_finding
+from mqlayer.doctor.findings import Check, CheckLimits, CheckStatus, Finding, format_seconds
+from mqlayer.doctor.versions import postgres_finding
+from mqlayer.errors import StoreUnavailable
+from mqlayer.postgres.database import Connection, driver_errors
+from mqlayer.postgres.queries import query
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedDatabase:
+    """A connection to a database, and how a finding names it."""
+
+    connection: Connection
+    subject: str
+    address: str
+    dsn: str = field(default="", repr=False)
+
+    def rows(self, name: str, **facts: Any) -> list[tuple[Any, ...]]:
+        """Run a named query and return its rows. Raises StoreUnavailable, SchemaMismatch."""
+        with driver_errors(self.address):
+            return self.connection.execute(query(name), facts).fetchall()
+
+    def row(self, name: str, **facts: Any) -> tuple[Any, ...]:
+        """Run a named query that answers one row."""
+        found = self.rows(name, **facts)
+        if not found:
+            raise StoreUnavailable(self.address, f"{name} has no answer")
+        return found[0]
+
+
+def check_version(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
+    """The version."""
+    return [postgres_finding(checked.subject, checked.row("check_server")[0])]
+
+
+def check_durability(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
+    """What was committed has to stay: relays publish it at once."""
+    _number, standby, fsync, pages, commit, names, replicas, *_rest = checked.row("check_server")
+    subject = checked.subject
+    if standby:
+        fix = "let the DSN name the primary: several hosts with target_session_attrs=read-write"
+        return [Finding("durability", subject, CheckStatus.BROKEN, "it is a standby and takes no writes", fix)]
+    found = [
+        Finding(
+            "durability", subject, CheckStatus.BROKEN, f"{name} off", f"{name} = on in postgresql.conf, then reload"
+        )
+        for name, value in (("fsync", fsync), ("full_page_writes", pages))
+        if value == "off"
+    ]
+    if commit == "off":
+        fix = "ALTER SYSTEM SET synchronous_commit = on: a crash loses commits whose messages are out already"
+        found.append(Finding("durability", subject, CheckStatus.BROKEN, "synchronous_commit off", fix))
+    elif replicas and not names:
+        seen = (
+            f"{replicas} standbys, none of them synchronous: a fail-over loses commits whose messages are out already"
+        )
+        found.append(Finding("durability", subject, CheckStatus.WARNING, seen, "set synchronous_standby_names"))
+    seen = f"fsync on, synchronous_commit {commit}, {replicas} standbys"
+    return found or [Finding("durability", subject, CheckStatus.OK, seen)]
+
+
+def check_connections(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """Every process of ours holds some connections, and needs one more to join."""
+    *_rest, most, used = checked.row("check_server")
+    seen = f"{used} of {most} connections in use"
+    if used < most * limits.part:
+        return [Finding("connections", checked.subject, CheckStatus.OK, seen)]
+    fix = "raise max_connections (a restart), put a pooler in front of applications, or run fewer processes"
+    return [Finding("connections", checked.subject, CheckStatus.WARNING, seen, fix)]
+
+
+def check_transactions(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """An open transaction that published holds its LPs, and the slots of the outbox that it wrote to."""
+    found = [
+        _transaction(checked.subject, limits, *row)
+        for row in checked.rows("check_open_transactions", age_s=limits.transaction_s)
+    ]
+    if not checked.row("check_statistics_allowed")[0]:
+        fix = "GRANT pg_read_all_stats to the role of the DSN"
+        seen = "this role does not see the transactions of others"
+        found.append(Finding("transactions", checked.subject, CheckStatus.UNKNOWN, seen, fix))
+    seen = f"none is open for more than {format_seconds(limits.transaction_s)}"
+    return found or [Finding("transactions", checked.subject, CheckStatus.OK, seen)]
+
+
+def check_prepared(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """A prepared transaction outlives its client, with its locks."""
+    found = []
+    for gid, age_s, ours in checked.rows("check_prepared_transactions", age_s=limits.transaction_s):
+        seen = f"{gid!r} is prepared since {format_seconds(age_s)}" + (", and holds tables of ours" if ours else "")
+        fix = f"COMMIT PREPARED or ROLLBACK PREPARED '{gid}', as its transaction manager knows"
+        found.append(
+            Finding("prepared", checked.subject, CheckStatus.BROKEN if ours else CheckStatus.WARNING, seen, fix)
+        )
+    return found or [Finding("prepared", checked.subject, CheckStatus.OK, "no old prepared transaction")]
+
+
+def check_functions(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
+    """Functions run with the rights of the schemas' owner: no caller may mislead them, and the owner has few."""
+    open_count, one, of_superusers = checked.row("check_functions")
+    fix = "mqlayer migrate"
+    found = []
+    if open_count:
+        seen = f"{open_count} functions, such as {one}, may run a caller's code with their owner's rights"
+        found.append(Finding("functions", checked.subject, CheckStatus.BROKEN, seen, fix))
+    if of_superusers:
+        seen = f"a superuser owns {of_superusers}, and their functions run with its rights"
+        found.append(Finding("functions", checked.subject, CheckStatus.WARNING, seen, fix))
+    return found or [
+        Finding("functions", checked.subject, CheckStatus.OK, "no caller can mislead them; no superuser's")
+    ]
+
+
+def check_clock(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """Its clock against ours."""
+    sent, sent_at = time.monotonic(), time.time()
+    (seconds,) = checked.row("check_clock")
+    round_trip_s = time.monotonic() - sent
+    return [clock_finding(checked.subject, seconds - sent_at - round_trip_s / 2, round_trip_s, limits)]
+
+
+CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
+    "version": check_version,
+    "durability": check_durability,
+    "connections": check_connections,
+    "transactions": check_transactions,
+    "prepared": check_prepared,
+    "functions": check_functions,
+    "clock": check_clock,
+}
+
+
+def _transaction(
+    subject: str,
+    limits: CheckLimits,
+    pid: int,
+    application: str,
+    state: str | None,
+    age_s: float,
+    ours: bool,  # noqa: FBT001 - a column
+) -> Finding:
+    """Never with the text of its statement, which may hold anything."""
+    seen = f"pid {pid} ({application or 'without a name'}) is {state or 'busy'} in one since {format_seconds(age_s)}"
+    seen += ": its LPs get stuck, its outbox slots are kept" if ours else ": it holds vacuum up"
+    fix = (
+        f"end it: SELECT pg_terminate_backend({pid}); "
+        "and set idle_in_transaction_session_timeout for the application's role"
+    )
+    verdict = CheckStatus.BROKEN if ours and age_s >= limits.transaction_broken_s else CheckStatus.WARNING
+    return Finding("transactions", subject, verdict, seen, fix)

@@ -1,0 +1,36 @@
+"""Whether the user of this command may ask a node for all that is to be looked at."""
+
+from __future__ import annotations
+
+from mqlayer.doctor.findings import ASK_AGAIN, CheckLimits, CheckStatus, Finding
+from mqlayer.errors import MqlayerError
+from mqlayer.redis.acl_check import DEFAULT_USER_ADVICE, RequiredAccess
+from mqlayer.redis.node_connection import Node
+from mqlayer.redis.roles import RedisRole
+from mqlayer.redis.server_info import describe_access, read_access
+
+
+def check_default_user(node: Node, subject: str, prefix: str, limits: CheckLimits) -> list[Finding]:
+    """User default reads the append-only file, also where it is off."""
+    try:
+        rights = read_access(node, RequiredAccess(RedisRole.WORKER, prefix), user="default", timeout_s=limits.connect_s)
+    except MqlayerError as error:
+        return [Finding("default user", subject, CheckStatus.UNKNOWN, str(error), ASK_AGAIN)]
+    if not rights.missing:
+        return []
+    seen = "user default lacks rights: the next start leaves out what scripts wrote"
+    return [Finding("default user", subject, CheckStatus.BROKEN, seen, f"ACL SETUSER default: {DEFAULT_USER_ADVICE}")]
+
+
+def check_own_rights(node: Node, subject: str, prefix: str, limits: CheckLimits) -> Finding:
+    """Whether this command's user may look at all that there is; other users: mqlayer node acl ROLE --check."""
+    required = RequiredAccess(RedisRole.VIEWER, prefix)
+    try:
+        rights = read_access(node, required, timeout_s=limits.connect_s)
+    except MqlayerError as error:
+        return Finding("rights", subject, CheckStatus.UNKNOWN, str(error), ASK_AGAIN)
+    if rights.missing:
+        return Finding("rights", subject, CheckStatus.WARNING, rights.describe(required), "give the user what it lacks")
+    verdict = CheckStatus.OK if rights.missing is not None else CheckStatus.UNKNOWN
+    fix = "" if rights.missing is not None else "Redis 7 or later says what a user may do"
+    return Finding("rights", subject, verdict, describe_access(rights, required), fix)

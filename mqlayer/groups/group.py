@@ -1,0 +1,600 @@
+"""Groups: created once, with the place where they start.
+
+States of a creation: *creating* (the row exists) and *live* (where it starts is stored, all of it by one process: what
+two of them saw at different times must not be mixed). A crash between leaves it *creating*; whoever asks for the group
+next goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+from typing import Any, Final, Literal, TypedDict, Unpack
+
+from psycopg.types.json import Jsonb
+
+from mqlayer.domain.names import check_group, check_name
+from mqlayer.domain.rates import RateLimit, check_rate
+from mqlayer.domain.retry_rules import (
+    PARKING_LIMITS,
+    POLICIES,
+    RULES_COUNT,
+    Policy,
+    RetryRules,
+    check_error_name,
+    error_name,
+)
+from mqlayer.domain.tags import NO_FILTER, TagFilter
+from mqlayer.errors import Conflict, GroupRetired, InvalidInput, NotFound
+from mqlayer.failpoints import failpoint
+from mqlayer.groups.start_positions import (
+    Start,
+    StartFinder,
+    StartPosition,
+    behind_archive,
+    still_hold,
+    undeleted_partitions,
+)
+from mqlayer.postgres.audit import write_audit
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+from mqlayer.runtime.route_cache import RouteCache
+
+log = logging.getLogger(__name__)
+
+Balance = Literal["count", "rate"]
+Mode = Literal["exclusive", "pop", "shared", "broadcast"]
+"""How a group is consumed: partitions assigned to members, batches for whoever asks (ordered pop), all partitions by
+all members, without order (shared), or by instances, each of which gets every message (broadcast)."""
+Scope = Literal["partition", "key"]
+"""Ordered pop: what is withheld from all while a message is out: its whole partition, or its key."""
+CALLED: Final[Mapping[str, str]] = {
+    "exclusive": "mqlayer.App, or `mqlayer consume`",
+    "pop": "mqlayer.Receiver",
+    "shared": "mode='shared' of @app.consumer",
+    "broadcast": "mqlayer.App and mode='broadcast'",
+}
+FIXED_SETTINGS: Final = ("ordered", "scope", "visibility_timeout_s")
+VISIBILITY_TIMEOUT_S: Final = 30.0
+"""Shared: after how many seconds a message is taken from a member that was not heard of, unless the group says."""
+INSTANCE_EXPIRY_S: Final = 3600.0
+"""For how long a broadcast group keeps the position of an instance that is away, unless it is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """What a group is created with; what is None is not said, and has a default then.
+
+    Settings live with the group on the server: a member may say what is in force, or nothing. `start`: where the group
+    begins at its creation, `earliest` (default), `latest` or a time; a seek moves it later. `ordered`: one message of a
+    key at a time (default), or each message by itself; said once. `from_archive`: it begins with what the archive of
+    its topic holds from its start on, then goes on with the streams, without gap or repeat; `start` is earliest or a
+    time then. `balance`: whether partitions are spread over members by their count (default) or by the rate of what is
+    published to them. `tag_filter`: which messages it wants by their tags, as `any_of` and `all_of` say; "none"
+    (default) for all. `mode`: by members with partitions of their own (default), by receivers (ordered pop) with its
+    `scope`, by key unless said otherwise, by all members without order (shared), or by instances that each get every
+    message (broadcast); mode and scope are said once. The others
+    are those of RetryRules; a time without end, `math.inf`, says that there is no limit. The policy of ordered pop is
+    "block", and it has no filter. A shared group is not ordered; its policy is "dead_letter" (default) or "skip", and
+    `visibility_timeout_s`, said once, tells after how many seconds (default 30) a message is taken from a member that
+    was not heard of. `instance_expiry_s`: of broadcast, for how long the position of an instance that is away is kept,
+    in seconds (an hour).
+    `rate_limit`: messages by the second that the whole group begins at most, `rate_burst`: how many of them at once
+    after a rest; without it what the rate gives in a second.
+    """
+
+    start: Start | None = None
+    backoff_s: tuple[float, ...] | None = None
+    ordered: bool | None = None
+    balance: Balance | None = None
+    tag_filter: str | None = None
+    jitter: float | None = None
+    attempt_limit: int | None = None
+    policy: Policy | None = None
+    non_retryable_errors: tuple[str, ...] | None = None
+    retryable_errors: tuple[str, ...] | None = None
+    time_limit_s: float | None = None
+    max_time_limit_s: float | None = None
+    parked_keys_limit: int | None = None
+    parked_messages_limit: int | None = None
+    parked_bytes_limit: int | None = None
+    key_messages_limit: int | None = None
+    key_bytes_limit: int | None = None
+    mode: Mode | None = None
+    scope: Scope | None = None
+    visibility_timeout_s: float | None = None
+    from_archive: bool = False
+    instance_expiry_s: float | None = None
+    rate_limit: float | None = None
+    rate_burst: float | None = None
+
+    def rules(self) -> RetryRules:
+        """Return the rules of a group that is created with these."""
+        said: dict[str, Any] = {}
+        for name in RULES:
+            value = getattr(self, name)
+            if value is not None:
+                said[name] = None if value == math.inf else value
+        if self.mode == "pop":
+            said["policy"] = "block"
+        if self.mode == "shared":
+            said.setdefault("policy", "dead_letter")
+        return RetryRules(**said)
+
+
+class RetrySettings(TypedDict, total=False):
+    """The settings that are rules for messages that fail, as a program says them; what is None is not said.
+
+    See RetryRules. Errors are classes, or their names; a time without end, `math.inf`, says that there is no limit.
+    """
+
+    backoff_s: Sequence[float] | None
+    jitter: float | None
+    attempt_limit: int | None
+    policy: Policy | None
+    non_retryable_errors: Sequence[str | type[BaseException]] | None
+    retryable_errors: Sequence[str | type[BaseException]] | None
+    time_limit_s: float | None
+    max_time_limit_s: float | None
+    parked_keys_limit: int | None
+    parked_messages_limit: int | None
+    parked_bytes_limit: int | None
+    key_messages_limit: int | None
+    key_bytes_limit: int | None
+
+
+RULES: Final = tuple(field.name for field in fields(RetryRules))
+"""The settings that are rules for messages that fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group of a topic."""
+
+    group_id: int
+    topic_id: int
+    topic: str
+    name: str
+    state: str
+    start: Start
+    strategy: str
+    version: int
+    seek: int
+    ordered: bool
+    balance: Balance
+    settings_version: int
+    paused_at: datetime | None
+    rules: RetryRules
+    mode: Mode = "exclusive"
+    scope: Scope | None = None
+    tag_filter: str = NO_FILTER
+    from_archive: bool = False
+    visibility_timeout_s: float | None = None
+    instance: str | None = None
+    instance_expiry_s: float | None = None
+    rate_limit: float | None = None
+    rate_burst: float | None = None
+
+    @property
+    def rate(self) -> RateLimit | None:
+        """How fast it may begin messages."""
+        return RateLimit.of(self.rate_limit, self.rate_burst)
+
+
+def find_group(database: Database, topic: str, name: str) -> Group:
+    """Return a group, or an instance of one by its name `group@instance`. Raises InvalidName, NotFound."""
+    check_group(name)
+    with database.connection() as connection:
+        return _found(connection, topic, name)
+
+
+def _found(connection: Connection, topic: str, name: str) -> Group:
+    row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
+    if row is None:
+        raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
+    group_id, topic_id, state, start, start_at, *rest = row[: -9 - RULES_COUNT]
+    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), *row[-9 - RULES_COUNT : -RULES_COUNT]]
+    return Group(group_id, topic_id, topic, name, state, start_at or start, *values)
+
+
+def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: str, prefix: str,
+                 settings: GroupSettings, unsafe: bool = False) -> Group:  # fmt: skip
+    """Return the group; create it with these settings where it does not exist. Safe to run at once in many processes.
+
+    A start other than earliest asks every node that has partitions of the topic. An existing group keeps its start and
+    its settings. Raises InvalidInput for a time without a zone, NotFound for an unknown topic, GroupRetired, Conflict
+    for settings that are said here and are others on the server, and for a start from the archive of a topic
+    that has none, StoreUnavailable where a node can't be asked.
+    """
+    check_name("topic", topic)
+    check_name("group", name)
+    check_start(settings.start)
+    check_settings(settings)
+    routes.route(topic)
+    at = settings.start if isinstance(settings.start, datetime) else None
+    start = "time" if at is not None else settings.start or "earliest"
+    facts = {
+        "topic": topic,
+        "name": name,
+        "start": start,
+        "start_at": at,
+        "from_archive": settings.from_archive,
+        "ordered": settings.ordered is not False and settings.mode != "shared",
+        "balance": settings.balance or "count",
+        "tag_filter": settings.tag_filter or NO_FILTER,
+        "rate_limit": no_end(settings.rate_limit),
+        "rate_burst": no_end(settings.rate_burst),
+        "mode": settings.mode or "exclusive",
+        "scope": settings.scope or ("key" if settings.mode == "pop" else None),
+        "visibility_timeout_s": settings.visibility_timeout_s
+        or (VISIBILITY_TIMEOUT_S if settings.mode == "shared" else None),
+        "instance_expiry_s": (settings.instance_expiry_s or INSTANCE_EXPIRY_S)
+        if settings.mode == "broadcast"
+        else None,
+        **as_columns(asdict(settings.rules())),
+    }
+
+    def create(connection: Connection) -> None:
+        if connection.execute(query("group_insert"), facts).rowcount:
+            refuse_ineffective(settings, _found(connection, topic, name))
+
+    database.transaction(create)
+    group = find_group(database, topic, name)
+    if group.state == "retired":
+        raise GroupRetired(topic, name)
+    refuse_others(group, settings)
+    bring_to_life(database, routes, group, prefix=prefix, unsafe=unsafe)
+    return find_group(database, topic, name)
+
+
+def bring_to_life(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool = False) -> None:
+    """Store where a group that is being created starts, which makes it live; nothing where it is live."""
+    if group.state != "creating":
+        return
+    failpoint("group.after_insert")
+    if group.mode == "broadcast":
+        # It has no position of its own: its instances have.
+        database.transaction(lambda connection: connection.execute(query("group_live"), {"group_id": group.group_id}))
+        return
+    store = begin_from_archive if group.from_archive else _store_starts
+    while not store(database, routes, group, prefix=prefix, unsafe=unsafe):
+        log.info("group_restarted", extra={"topic": group.topic, "group": group.name})
+
+
+def settings_of(
+    start: Start | None = None,
+    *,
+    ordered: bool | None = None,
+    balance: Balance | None = None,
+    tag_filter: str | None = None,
+    from_archive: bool = False,
+    instance_expiry_s: float | None = None,
+    mode: Mode | None = None,
+    rate_limit: float | None = None,
+    rate_burst: float | None = None,
+    **rules: Unpack[RetrySettings],
+) -> GroupSettings:
+    """Return settings as a program says them. Raises InvalidInput for those that no group can have."""
+    said: dict[str, Any] = {**rules}
+    if said.get("backoff_s") is not None:
+        said["backoff_s"] = tuple(map(float, said["backoff_s"]))
+    for name in ("non_retryable_errors", "retryable_errors"):
+        if said.get(name) is not None:
+            if isinstance(said[name], str):
+                raise InvalidInput(f"{name} is a list of exceptions or their names, not the text {said[name]!r}")
+            # Sorted: two programs that say the same in another order agree.
+            names = {error if isinstance(error, str) else error_name(error) for error in said[name]}
+            said[name] = tuple(sorted(names))
+    if tag_filter is not None:
+        # As the server has it: tags sorted, once each.
+        tag_filter = str(TagFilter.of(tag_filter) or NO_FILTER)
+    settings = GroupSettings(
+        start=start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive, mode=mode,
+        instance_expiry_s=instance_expiry_s, rate_limit=rate_limit, rate_burst=rate_burst, **said,
+    )  # fmt: skip
+    check_start(start)
+    check_settings(settings)
+    return settings
+
+
+def check_settings(settings: GroupSettings) -> None:
+    """Raise InvalidInput for settings that no group can have."""
+    waits = settings.backoff_s
+    if waits is not None and not (waits and all(0 <= wait < math.inf for wait in waits)):
+        raise InvalidInput("the backoff table needs at least one wait, each of 0 seconds or more")
+    if settings.balance not in (None, "count", "rate"):
+        raise InvalidInput(f"a group is balanced by count or by rate, not {settings.balance!r}")
+    if settings.jitter is not None and not 0 <= settings.jitter <= 1:
+        raise InvalidInput(f"the jitter is the part of a wait that may be left out: from 0 to 1, not {settings.jitter}")
+    attempts = settings.attempt_limit
+    if attempts is not None and not (1 <= attempts < 2**31 and attempts == int(attempts)):
+        raise InvalidInput(f"the attempts of a message are a whole number from 1 on, not {attempts}")
+    if settings.policy not in (None, *POLICIES):
+        raise InvalidInput(f"the policy is one of {', '.join(POLICIES)}, not {settings.policy!r}")
+    _check_parking_limits(settings)
+    for name in (*(settings.non_retryable_errors or ()), *(settings.retryable_errors or ())):
+        check_error_name(name)
+    for limit_s in (settings.time_limit_s, settings.max_time_limit_s):
+        if limit_s is not None and not limit_s > 0:
+            raise InvalidInput(f"a limit of time is over 0 seconds, not {limit_s}: leave it out, or inf for none")
+    check_times(settings.time_limit_s, settings.max_time_limit_s)
+    check_rate(settings.rate_limit, settings.rate_burst)
+    _check_mode(settings)
+
+
+def _check_parking_limits(settings: GroupSettings) -> None:
+    for name in PARKING_LIMITS:
+        limit = getattr(settings, name)
+        most = 2**31 if name == "parked_keys_limit" else 2**63
+        if limit is not None and not (1 <= limit < most and limit == int(limit)):
+            raise InvalidInput(f"{name} is a whole number from 1 on, not {limit}")
+
+
+def _check_mode(settings: GroupSettings) -> None:
+    if settings.mode not in (None, *CALLED):
+        raise InvalidInput(f"a group is consumed in one of the modes {', '.join(CALLED)}, not {settings.mode!r}")
+    _check_broadcast(settings)
+    if settings.scope not in (None, "partition", "key"):
+        raise InvalidInput(f"the scope of ordered pop is partition or key, not {settings.scope!r}")
+    if settings.mode != "pop" and settings.scope is not None:
+        raise InvalidInput("only a group with ordered pop has a scope: say mode='pop'")
+    if settings.mode == "pop" and (settings.ordered is False or settings.balance is not None):
+        raise InvalidInput("ordered pop is ordered, and has no members to balance: leave ordered and balance out")
+    if settings.mode == "pop" and settings.tag_filter not in (None, NO_FILTER):
+        raise InvalidInput("ordered pop gives out every message: it has no tag filter")
+    if settings.mode == "pop":
+        refuse_policy(settings.policy)
+        _refuse_parking_limits(settings, "ordered pop")
+        _refuse_retrying(settings)
+    _check_shared(settings)
+    if settings.from_archive and (settings.mode == "pop" or settings.start == "latest"):
+        raise InvalidInput("from the archive a group with members starts, at earliest or a time: say another start")
+
+
+def _check_shared(settings: GroupSettings) -> None:
+    visibility_timeout_s = settings.visibility_timeout_s
+    if settings.mode != "shared":
+        if visibility_timeout_s is not None:
+            raise InvalidInput("only a shared group has a visibility timeout: say mode='shared'")
+        return
+    if visibility_timeout_s is not None and not 0.1 <= visibility_timeout_s <= 43_200:
+        raise InvalidInput(f"the visibility timeout is {visibility_timeout_s:g} s: say 0.1 to 43,200 seconds")
+    if settings.ordered or settings.balance is not None:
+        raise InvalidInput("a shared group has no order, and nothing to balance: leave ordered and balance out")
+    if settings.policy not in (None, "dead_letter", "skip"):
+        raise InvalidInput(
+            f"policy {settings.policy} keeps a message and what follows it: a shared group has no order to keep, say "
+            "dead_letter or skip"
+        )
+    if settings.from_archive:
+        raise InvalidInput("a shared group begins with the streams: leave from_archive out")
+    _refuse_parking_limits(settings, "a shared group")
+
+
+def _refuse_retrying(settings: GroupSettings) -> None:
+    """Raise InvalidInput for what members do with a message that fails, where there are none."""
+    said = [name for name in RULES if name not in ("policy", *PARKING_LIMITS) and getattr(settings, name) is not None]
+    if said:
+        raise InvalidInput(
+            f"ordered pop has no handler that fails: leave {', '.join(said)} out, and decide in the receiver "
+            "(nack with a delay, ack)"
+        )
+
+
+def refuse_ineffective(settings: GroupSettings, group: Group) -> None:
+    """Raise InvalidInput for a setting that is said and changes nothing, beside all that the group then has."""
+    rules = group.rules
+    if settings.rate_burst not in (None, math.inf) and group.rate_limit is None:
+        raise InvalidInput("a burst is of a rate, and the group has none: say rate_limit too, or leave rate_burst out")
+    if rules.attempt_limit == 1 and settings.jitter:
+        raise InvalidInput("a message has one attempt, so no wait is left to chance: leave jitter out")
+    if rules.attempt_limit == 1 and rules.policy in ("dead_letter", "skip") and settings.backoff_s is not None:
+        raise InvalidInput(
+            f"a message has one attempt, then the policy is {rules.policy}: leave backoff_s out, or raise attempt_limit"
+        )
+    of_keys = [name for name in ("key_messages_limit", "key_bytes_limit") if getattr(settings, name) is not None]
+    if of_keys and not (group.ordered and group.strategy == "strict"):
+        raise InvalidInput(f"without order each message is parked by itself: leave {', '.join(of_keys)} out")
+
+
+def _refuse_parking_limits(settings: GroupSettings, kind: str) -> None:
+    """Raise InvalidInput for limits of parking where no key is ever parked."""
+    said = [name for name in PARKING_LIMITS if getattr(settings, name) is not None]
+    if said:
+        raise InvalidInput(f"{kind} parks no keys: leave {', '.join(said)} out")
+
+
+def _check_broadcast(settings: GroupSettings) -> None:
+    if settings.instance_expiry_s is not None and not 0 < settings.instance_expiry_s < math.inf:
+        raise InvalidInput(f"a position is kept for some seconds, not {settings.instance_expiry_s}: say a time over 0")
+    if settings.mode not in (None, "broadcast") and settings.instance_expiry_s is not None:
+        raise InvalidInput("only a broadcast group has instances to keep positions of: say mode='broadcast'")
+    if settings.mode == "broadcast" and settings.balance is not None:
+        raise InvalidInput("an instance of a broadcast group has all partitions: leave balance out")
+    if settings.mode == "broadcast" and settings.from_archive:
+        raise InvalidInput("an instance of a broadcast group begins with the streams: leave from_archive out")
+
+
+def refuse_broadcast(group: Group) -> None:
+    """Raise InvalidInput for a broadcast group where something is meant that only its instances have."""
+    if group.mode == "broadcast":
+        raise InvalidInput(
+            f"group {group.name!r} of topic {group.topic!r} is broadcast, its instances have positions: name one as "
+            f"{group.name}@INSTANCE; those there are: mqlayer group list {group.topic}"
+        )
+
+
+def refuse_policy(policy: Policy | None) -> None:
+    """Raise InvalidInput for a policy that a group with ordered pop can't have."""
+    if policy not in (None, "block"):
+        raise InvalidInput(
+            f"policy {policy} needs a member that owns the partition: ordered pop gives a message out until it is "
+            "acknowledged (block); see its attempt, and decide in the receiver"
+        )
+
+
+def check_times(limit_s: float | None, cap_s: float | None) -> None:
+    """Raise InvalidInput for a cap below the time limit that it shall extend."""
+    if limit_s is not None and cap_s is not None and cap_s < limit_s < math.inf:
+        raise InvalidInput(f"the time limit of {limit_s:g} s is over the cap of {cap_s:g} s: extend goes up to the cap")
+
+
+def no_end(value: float | None) -> float | None:
+    """Return a limit as a new group has it: one without end is none."""
+    return None if value == math.inf else value
+
+
+def as_columns(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings as a statement takes them."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def refuse_others(group: Group, settings: GroupSettings) -> None:
+    """Raise Conflict where a member says another setting than the server has: two of them must not take turns."""
+    if settings.mode not in (None, group.mode):
+        raise Conflict(
+            f"group {group.name!r} of topic {group.topic!r} is consumed in mode {group.mode}, not {settings.mode}",
+            f"consume it with {CALLED[group.mode]}, or use another group: the mode is said once",
+        )
+    _refuse_order(group, settings)
+    _refuse_start(group, settings)
+    for name in (*RULES, *FIXED_SETTINGS, "balance", "tag_filter", "instance_expiry_s", "rate_limit", "rate_burst"):
+        brought, there = getattr(settings, name), getattr(group.rules if name in RULES else group, name)
+        if there is None:
+            there = math.inf
+        if brought is not None and brought != there:
+            change = (
+                "it is said once" if name in FIXED_SETTINGS else f"change it for all: mqlayer group set {group.topic}"
+            )
+            raise Conflict(
+                f"group {group.name!r} of topic {group.topic!r} has {name} = {there} (settings version "
+                f"{group.settings_version}), this member brings {brought}",
+                f"leave it out of the program, or {change}",
+            )
+
+
+def _refuse_order(group: Group, settings: GroupSettings) -> None:
+    """Raise Conflict for an order that is said where the topic has none to keep."""
+    if settings.ordered and group.strategy == "best_effort":
+        raise Conflict(
+            f"topic {group.topic!r} is best_effort: group {group.name!r} can't have ordered = True",
+            "leave ordered out, or publish to a topic of the strategy strict",
+        )
+
+
+def _refuse_start(group: Group, settings: GroupSettings) -> None:
+    """Raise Conflict for another start than the group was created with."""
+    if settings.from_archive and not group.from_archive:
+        raise Conflict(
+            f"group {group.name!r} of topic {group.topic!r} was created without from_archive",
+            "leave from_archive out of the program; to give it what the archive holds: mqlayer replay start "
+            f"{group.topic} {group.name} --all",
+        )
+    if group.state != "creating" and settings.start not in (None, group.start):
+        raise Conflict(
+            f"group {group.name!r} of topic {group.topic!r} was created with start = {group.start}, this member brings "
+            f"{settings.start}",
+            f"leave it out of the program; to move the group: mqlayer group seek {group.topic} {group.name}",
+        )
+
+
+def check_start(start: Start | None) -> None:
+    """Raise InvalidInput for what no group can start at."""
+    if isinstance(start, datetime):
+        if start.tzinfo is None:
+            raise InvalidInput(f"the start {start.isoformat()} has no time zone: add one")
+    elif start not in (None, "earliest", "latest"):
+        raise InvalidInput(f"a group starts at earliest, latest or a time, not {start!r}")
+
+
+def _store_starts(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool) -> bool:
+    """Find and store where a new group starts; False where nodes were armed in between: then nothing is stored."""
+    with database.connection() as connection:
+        kept = undeleted_partitions(connection, group.topic_id)
+    beginnings = StartFinder(routes, kept, prefix=prefix, unsafe=unsafe).of(group.start)
+    failpoint("group.before_starts")
+    with database.connection() as connection, connection.transaction():
+        if connection.execute(query("group_creating"), {"group_id": group.group_id}).fetchone() is None:
+            return True
+        if not still_hold(connection, kept, beginnings):
+            return False
+        put_beginnings(connection, group.group_id, beginnings)
+        raise_group_version(connection, group.group_id)
+        failpoint("group.before_live")
+        connection.execute(query("group_live"), {"group_id": group.group_id})
+    return True
+
+
+def begin_from_archive(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool) -> bool:
+    """Store where a new group goes from the archive to the streams, and what the archive is to give it before.
+
+    What the archive lacks is in the streams: while this transaction holds the topic's archive nothing is added to it,
+    so that no trimming that did not see this group drops more than it holds. False where nodes were armed in between:
+    then nothing is stored.
+    """
+    with database.connection() as connection:
+        kept = undeleted_partitions(connection, group.topic_id)
+    found = StartFinder(routes, kept, prefix=prefix, unsafe=unsafe).of(group.start)
+
+    def work(connection: Connection) -> bool:
+        facts = {"group_id": group.group_id, "topic_id": group.topic_id}
+        if connection.execute(query("group_creating"), facts).fetchone() is None:
+            return True
+        locked = connection.execute(query("backfill_topic_hold"), facts).fetchone()
+        if locked is None:
+            raise Conflict(
+                f"topic {group.topic!r} is not archived", "let its archive be switched on, or start without it"
+            )
+        if undeleted_partitions(connection, group.topic_id) != kept:
+            return False
+        rows = connection.execute(query("backfill_progress"), facts).fetchall()
+        beginnings, bounds = behind_archive(kept, found, {partition: (upto, done) for partition, upto, done in rows})
+        if not still_hold(connection, kept, beginnings):
+            return False
+        put_beginnings(connection, group.group_id, beginnings)
+        raise_group_version(connection, group.group_id)
+        if locked[0]:
+            _put_backfill(connection, group, int(locked[0]), bounds)
+        failpoint("group.before_backfill_commit")
+        connection.execute(query("group_live"), facts)
+        return True
+
+    return database.transaction(work)
+
+
+def _put_backfill(connection: Connection, group: Group, upto_batch: int, bounds: Mapping[str, int]) -> None:
+    described = {"since": group.start.isoformat()} if isinstance(group.start, datetime) else {}
+    facts = {"group_id": group.group_id, "filter": Jsonb(described), "per_s": 0.0, "actor": "group", "worker": None,
+             "lease_s": 0.0, "kind": "backfill", "upto_batch": upto_batch, "snapshot_id": None, "bounds": Jsonb(bounds),
+             "newer": "wait", "name": None}  # fmt: skip
+    ((redrive_id,),) = connection.execute(query("replay_insert"), facts).fetchall()
+    write_audit(
+        connection,
+        "group",
+        "group backfill",
+        f"{group.topic}/{group.name}",
+        {"replay": redrive_id, "filter": described},
+    )
+
+
+def put_beginnings(connection: Connection, group_id: int, beginnings: Iterable[StartPosition]) -> None:
+    """Store where a group begins, in the caller's transaction."""
+    for beginning in beginnings:
+        facts = {"group_id": group_id, "partition_id": beginning.partition, "start_offset": beginning.offset}
+        connection.execute(query("group_start_insert"), facts)
+        if beginning.drained:
+            connection.execute(query("drained_from_start"), facts)
+
+
+def raise_group_version(connection: Connection, group_id: int) -> int:
+    """Raise a group's route version as far as it has drained, one by one; return where it is. Call in a transaction."""
+    row = connection.execute(query("group_version"), {"group_id": group_id}).fetchone()
+    version = int(row[0]) if row else 0
+    while True:
+        raised = connection.execute(query("group_version_raise"), {"group_id": group_id, "version": version}).fetchone()
+        if raised is None:
+            return version
+        version = int(raised[0])

@@ -1,0 +1,235 @@
+"""A member's dealings with Postgres: join, heartbeat, release, leave."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mqlayer.domain.names import check_name
+from mqlayer.domain.rates import RateLimit
+from mqlayer.domain.retry_rules import RULES_COUNT, RetryRules
+from mqlayer.domain.routing import NodeId, PartitionId
+from mqlayer.domain.tags import NO_FILTER
+from mqlayer.errors import Conflict, GroupRetired, InstanceTaken, NotFound, TransactionConflict
+from mqlayer.failpoints import failpoint
+from mqlayer.groups.rebalance import change_group, rebalance
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+
+OF_GROUP: Final = 7 + RULES_COUNT
+"""How many columns of `member_assignments` are of the group, not of a partition."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSession:
+    """One joining of a member id; a later one of the same id refuses this."""
+
+    group_id: int
+    member_id: str
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A partition that a member may consume, under an epoch; `release` asks to give it up.
+
+    `cut`: it holds messages beyond the marks it was sealed with, which its successors hold too (see `seal_marks`).
+    `seek`: how often the group was sent elsewhere; what was committed before is void, `start` counts. `replay`: the
+    same number where fenced effects are applied again since, else 0. `waits_for_replay`: a replay or backfill has newer
+    messages wait: only what is parked is handled.
+    """
+
+    partition: PartitionId
+    node: NodeId
+    lp_from: int
+    lp_to: int
+    epoch: int
+    start: int
+    release: bool
+    cut: bool = False
+    seek: int = 0
+    replay: int = 0
+    waits_for_replay: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatReply:
+    """The answer to a heartbeat. `known` is False when the lease had run out or another process took the id.
+
+    `rules`: the group's settings for messages that fail; `tag_filter`: which messages it wants. `parking_version`: how
+    often operators and scans acted on its parked keys; `rate`: how fast it may begin messages; `archived`: whether what
+    becomes of messages is told to an archiver.
+    """
+
+    known: bool
+    replaced: bool
+    allocation: int = 0
+    rules: RetryRules | None = None
+    parking_version: int = 0
+    tag_filter: str = NO_FILTER
+    archived: bool = False
+    rate: RateLimit | None = None
+    assignments: tuple[Assignment, ...] = ()
+
+
+class MemberReplaced(Conflict):
+    """Another process took the member's id, or an operator evicted it."""
+
+
+def next_session(database: Database) -> int:
+    """Return the number for a joining: whoever knows it before can tell its own joining from another's."""
+    with database.connection() as connection:
+        row = connection.execute(query("member_session_next")).fetchone()
+    return int(row[0]) if row else 0
+
+
+def join(
+    database: Database,
+    *,
+    group_id: int,
+    member_id: str,
+    lease_s: float,
+    session: int | None = None,
+    own: Collection[int] | None = None,
+) -> MemberSession:
+    """Join a group: a new session, partitions given by the rebalance in the same transaction.
+
+    `session`: its number, from `next_session`; `own`: the sessions of a process that joins again, which may have been
+    the member's newest; where the database lost these, that is an earlier one. Where all leases of the group ran out
+    together, the first to join again gives the others half a lease to do so too, with what they had. Raises Replaced,
+    and changes nothing, where the newest session is another's; GroupRetired; and InstanceTaken where another member
+    lives that consumes for the same instance of a broadcast group.
+    """
+    check_name("member", member_id)
+    facts = {
+        "group_id": group_id,
+        "member_id": member_id,
+        "session": next_session(database) if session is None else session,
+        "own": None if own is None else list(own),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "lease_s": lease_s,
+    }
+    failpoint("member.before_join")
+
+    def work(connection: Connection) -> MemberSession:
+        _refuse_to_admit(connection, group_id, member_id)
+        if own is not None:
+            connection.execute(query("members_spare"), facts)
+        row = connection.execute(query("member_join"), facts).fetchone()
+        if row is None:
+            raise MemberReplaced(
+                f"member {member_id!r} has a session of somebody else's", "start under another member id"
+            )
+        # What an earlier process of this id holds goes on under new epochs, so that its acks are refused.
+        connection.execute(query("assignment_renew"), facts)
+        rebalance(connection, group_id)
+        failpoint("member.before_join_commit")
+        return MemberSession(group_id, member_id, row[0])
+
+    joined = change_group(database, group_id, work)
+    failpoint("member.after_join_commit")
+    return joined
+
+
+def _refuse_to_admit(connection: Connection, group_id: int, member_id: str) -> None:
+    """Raise what keeps a member from joining a group whose lock is held."""
+    row = connection.execute(query("group_admits"), {"group_id": group_id}).fetchone()
+    if row is None:
+        raise NotFound("group", group_id, "it was retired long ago and is forgotten: start the process again")
+    topic, group, state, is_instance = row
+    # An instance that somebody is bringing back has no start as yet: whoever slept through that would begin anywhere.
+    if state == "retired" or (is_instance and state == "creating"):
+        raise GroupRetired(topic, group)
+    if is_instance:
+        # With two of them each would get a part of the messages.
+        connection.execute(query("member_expire"), {"group_id": group_id})
+        for other, leaving in connection.execute(query("member_live"), {"group_id": group_id}).fetchall():
+            if other != member_id:
+                raise InstanceTaken(topic, group, other, "leaving" if leaving else "running")
+
+
+def send_heartbeat(
+    database: Database, session: MemberSession, *, lease_s: float, own: Collection[int] = ()
+) -> HeartbeatReply:
+    """Extend the lease and return what the member may consume; rebalance first where the group needs it.
+
+    `own`: sessions that are this process's too: of joinings whose answers did not come.
+    """
+    facts = _facts(session) | {"lease_s": lease_s}
+    with database.connection() as connection:
+        row = connection.execute(query("member_beat"), facts).fetchone()
+        known, unbalanced = row or (0, False)
+        if not known:
+            newest = connection.execute(query("member_session"), facts).fetchone()
+            ours = {session.session, *own}
+            # A lower one than all of ours: the database lost the commit of our joining.
+            return HeartbeatReply(
+                known=False, replaced=newest is not None and newest[0] not in ours and newest[0] > min(ours)
+            )
+    if unbalanced:
+        _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
+    with database.connection() as connection:
+        rows = connection.execute(query("member_assignments"), facts).fetchall()
+    assigned = tuple(Assignment(*row[:-OF_GROUP]) for row in rows if row[0] is not None)
+    facts_of_group = rows[0][-OF_GROUP:] if rows else (False, None, None, 0, NO_FILTER, 0, 0)
+    archived, per_s, burst, share_count, tag_filter, parking_version, allocation, *columns = facts_of_group
+    rules = RetryRules.of(columns) if columns else None
+    rate = RateLimit.of(per_s, burst, share_count or 0)
+    return HeartbeatReply(True, False, allocation, rules, parking_version, tag_filter, archived, rate, assigned)
+
+
+def release(database: Database, session: MemberSession, *assigned: Assignment) -> None:
+    """Give partitions back and let the rebalance pass them on at once, all in one transaction."""
+    given = {"partitions": [one.partition for one in assigned], "epochs": [one.epoch for one in assigned]}
+    _change(database, session, "assignments_release", _facts(session) | given)
+
+
+def renew(database: Database, session: MemberSession, assigned: Assignment) -> None:
+    """Give the owner of a partition a new epoch: for one whose present epoch its node refuses.
+
+    Happens where a node has seen a higher epoch than Postgres gave out (a database that lost commits), or does not know
+    the partition for a while. Nothing changes unless that very epoch is in force and the session is the newest.
+    """
+    facts = _facts(session) | {"partition_id": assigned.partition, "epoch": assigned.epoch}
+    _change(database, session, "assignment_epoch_renew", facts)
+
+
+def start_leaving(database: Database, session: MemberSession, *, lock_wait_s: float = 2.0) -> None:
+    """Say that the member wants to give its partitions away; it lives until it has.
+
+    Raises TransactionConflict where somebody else is at the group for longer than `lock_wait_s`.
+    """
+    _change(database, session, "member_leaving", _facts(session), lock_wait_s=lock_wait_s, timeout_s=0)
+
+
+def leave(database: Database, session: MemberSession) -> None:
+    """Say that the member is gone; what it still owns is given to others at once."""
+    _change(database, session, "member_leave", _facts(session))
+
+
+def _change(database: Database, session: MemberSession, name: str, facts: dict[str, Any], **timeouts: float) -> None:
+    """Run a statement under the group's lock; then rebalance, where it changed anything."""
+
+    def work(connection: Connection) -> None:
+        if connection.execute(query(name), facts).rowcount:
+            rebalance(connection, session.group_id)
+
+    change_group(database, session.group_id, work, **timeouts)
+
+
+def _rebalance_if_free(database: Database, group_id: int, *, lock_wait_s: float) -> None:
+    """Rebalance unless somebody else is at it: a heartbeat must not wait for long."""
+    try:
+        change_group(
+            database, group_id, lambda connection: rebalance(connection, group_id), lock_wait_s=lock_wait_s, timeout_s=0
+        )
+    except TransactionConflict:
+        return
+
+
+def _facts(session: MemberSession) -> dict[str, Any]:
+    return {"group_id": session.group_id, "member_id": session.member_id, "session": session.session}

@@ -1,0 +1,52 @@
+"""What is published to each partition by the second, measured for groups that are balanced by it."""
+
+from __future__ import annotations
+
+import logging
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import MqlayerError
+from mqlayer.groups.rebalance import rebalance_each
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
+from mqlayer.runtime.route_cache import load_nodes
+
+log = logging.getLogger(__name__)
+
+
+def balance_by_rate(database: Database, *, prefix: str, unsafe: bool = False) -> int:
+    """Measure how fast partitions grow, and rebalance the groups that go by it; return how many of them changed.
+
+    Called every few seconds; the first call only notes where partitions end. A node that does not answer keeps the
+    rates measured before, a group whose lock is held waits for the next call.
+    """
+    ends = _ends(database, prefix=prefix, unsafe=unsafe)
+    if not ends:
+        return 0
+    measured = {"partitions": list(ends), "offsets": list(ends.values())}
+    database.transaction(lambda connection: connection.execute(query("rate_put"), measured))
+    with database.connection() as connection:
+        groups = [row[0] for row in connection.execute(query("groups_by_rate")).fetchall()]
+    return rebalance_each(database, groups)
+
+
+def _ends(database: Database, *, prefix: str, unsafe: bool) -> dict[int, int]:
+    """Return the next offset of each partition whose rate is asked for."""
+    with database.connection() as connection:
+        rows = connection.execute(query("rates_wanted")).fetchall()
+    by_node: dict[NodeId, list[int]] = {}
+    for partition, node_id in rows:
+        by_node.setdefault(NodeId(node_id), []).append(partition)
+    nodes = {node.node_id: node for node in load_nodes(database)} if by_node else {}
+    ends: dict[int, int] = {}
+    for node_id, partitions in by_node.items():
+        try:
+            with NodeConnection(nodes[node_id], unsafe=unsafe) as node_connection:
+                asked = [("HGET", partition_keys(prefix, partition).meta, "next") for partition in partitions]
+                for partition, reply in zip(partitions, node_connection.call(asked), strict=True):
+                    ends[partition] = int(raise_for_reply(reply, node_connection.node.address) or 0)
+        except MqlayerError as error:
+            log.warning("rates_not_measured", extra={"node": nodes[node_id].name, "reason": str(error)})
+    return {partition: end for partition, end in ends.items() if end}

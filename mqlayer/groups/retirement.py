@@ -1,0 +1,264 @@
+"""Retire groups: they hold nothing up any more, and what they have on the nodes goes.
+
+States: *live* -> *retired* (one transaction in Postgres, under the group's lock, with higher epochs for all that it
+holds) -> *resting* (a node has nothing of it but a lock that refuses late owners) -> *forgotten*, some minutes later.
+Receivers of ordered pop have no lease that would run out: locks of their groups stay until the partitions are retired.
+What is parked goes in bounded steps behind the commit. A row of `assignment` stays until a node has said that
+nothing is left there, so a crash at any line leaves the rest to the next pass of the job `retire_groups`. Its dead
+messages, and its name, stay.
+
+An instance of a broadcast group that is away for too long is retired by that job, or by itself when it comes back too
+late. It may begin anew afterwards (see `broadcast_instances`): under yet higher epochs, which keep a late pass off.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import Conflict, MqlayerError
+from mqlayer.failpoints import failpoint
+from mqlayer.groups.group import Group, find_group
+from mqlayer.groups.rebalance import change_group
+from mqlayer.postgres.audit import write_audit
+from mqlayer.postgres.bounded_delete import forget_rows
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.retirement_script import group_forget_command, group_forget_reply
+from mqlayer.runtime.route_cache import load_nodes
+
+log = logging.getLogger(__name__)
+
+GRACE_S: Final = 600.0
+"""How long a lock refuses the late owners of a retired group, before it goes too."""
+PARTITIONS_AT_ONCE: Final = 1_000
+FORGET_S: Final = 7 * 86_400.0
+"""When a retired instance of which nothing is left is forgotten: names of hosts may be new ones every day."""
+JOB: Final = "retire_groups"
+"""Who retires instances, as the audit has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetirementReport:
+    """A group was retired: `instances` of it too, and how many parked messages went with it."""
+
+    group: Group
+    instances: int
+    parked: int
+
+
+class RetiredPartition(NamedTuple):
+    """A retired group at a partition; `for_long`: no late owner is to be feared any more, but where it is `popped`."""
+
+    group_id: int
+    partition: int
+    node: NodeId
+    epoch: int
+    archived: bool
+    for_long: bool
+    popped: bool
+
+
+def retire_group(
+    database: Database, topic: str, name: str, *, actor: str, drop_parked: bool = False
+) -> RetirementReport:
+    """Retire a group for good, or an instance until it comes back; of a broadcast group all instances with it.
+
+    From the commit on it bounds neither trimming nor the retirement of partitions. `forget_retired` then drops what it
+    has on the nodes; the job `retire_groups` does so too. Raises NotFound, and Conflict where a member lives, where it
+    is retired already, or where messages are parked and `drop_parked` is not said; nothing is changed then.
+    """
+    group = find_group(database, topic, name)
+
+    def work(connection: Connection) -> RetirementReport:
+        _refuse_living(connection, group)
+        ids = [group.group_id, *_instances(connection, group)]
+        ((parked,),) = connection.execute(query("parked_of_groups"), {"group_ids": ids}).fetchall()
+        if parked and not drop_parked:
+            raise Conflict(
+                f"{parked} messages are parked in group {name!r} of topic {topic!r}",
+                f"see mqlayer parked list {topic} {name}, then release or discard them, or retire with --drop-parked",
+            )
+        if not _retire(connection, group.group_id):
+            raise Conflict(f"group {name!r} of topic {topic!r} is retired already", "nothing is to be done")
+        for instance in ids[1:]:
+            _retire(connection, instance)
+        facts = {"group_id": group.group_id, "instances": len(ids) - 1, "parked": parked}
+        write_audit(connection, actor, "group retire", f"{topic}/{name}", facts)
+        failpoint("group_retire.before_commit")
+        return RetirementReport(group, len(ids) - 1, parked)
+
+    done = change_group(database, group.group_id, work)
+    failpoint("group_retire.after_commit")
+    log.warning("group_retired", extra={"topic": topic, "group": name, "instances": done.instances})
+    return done
+
+
+def _refuse_living(connection: Connection, group: Group) -> None:
+    living = connection.execute(query("group_members_living"), {"group_id": group.group_id}).fetchall()
+    if living:
+        member, host, pid = living[0]
+        raise Conflict(
+            f"group {group.name!r} of topic {group.topic!r} has {len(living)} living members, one is {member!r} "
+            f"(process {pid} on {host})",
+            "stop them, or let their leases run out, then retire it",
+        )
+
+
+def _instances(connection: Connection, group: Group) -> list[int]:
+    """Return the instances of a broadcast group, each locked; none is made meanwhile, since its own lock is held."""
+    rows = connection.execute(query("instances_of"), {"group_id": group.group_id}).fetchall()
+    for (instance,) in rows:
+        connection.execute(query("group_lock"), {"group_id": instance})
+    # Somebody may have joined before its lock was had.
+    _refuse_living(connection, group)
+    return [row[0] for row in rows]
+
+
+def _retire(connection: Connection, group_id: int) -> bool:
+    """Retire a group whose lock is held and that has no living member; False where it was before."""
+    facts = {"group_id": group_id}
+    if connection.execute(query("group_retire"), facts).fetchone() is None:
+        return False
+    connection.execute(query("redrives_of_group_cancel"), facts)
+    connection.execute(query("assignments_of_group_free"), facts)
+    connection.execute(query("members_forget"), facts)
+    connection.execute(query("beginnings_forget"), facts)
+    connection.execute(query("allocation_raise"), facts)
+    return True
+
+
+def retire_absent(database: Database) -> list[str]:
+    """Retire the instances that have been away for longer than their groups keep positions; return their names."""
+    with database.connection() as connection:
+        found = connection.execute(query("instances_absent")).fetchall()
+    gone = []
+    for group_id, topic, name in found:
+        try:
+            if retire_absent_instance(database, group_id, topic, name, actor=JOB):
+                gone.append(name)
+        except MqlayerError as error:
+            log.warning("instance_retirement_delayed", extra={"topic": topic, "group": name, "reason": str(error)})
+    return gone
+
+
+def retire_absent_instance(database: Database, group_id: int, topic: str, name: str, *, actor: str) -> bool:
+    """Retire an instance, unless somebody consumes for it, or it has not been away for too long."""
+
+    def work(connection: Connection) -> bool:
+        facts = {"group_id": group_id}
+        row = connection.execute(query("instance_absent"), facts).fetchone()
+        if row is None or not _retire(connection, group_id):
+            return False
+        write_audit(
+            connection, actor, "group retire", f"{topic}/{name}", {"group_id": group_id, "absent_s": round(row[0], 1)}
+        )
+        failpoint("instance_retire.before_commit")
+        return True
+
+    done = change_group(database, group_id, work)
+    failpoint("instance_retire.after_commit")
+    if done:
+        log.warning("instance_position_dropped", extra={"topic": topic, "group": name, "by": actor})
+    return done
+
+
+def forget_retired(database: Database, *, prefix: str, grace_s: float = GRACE_S, unsafe: bool = False) -> int:
+    """Drop what retired groups have parked and on the nodes; return of how many partitions all of one is gone.
+
+    Late owners are refused from here on; their locks go `grace_s` after the retirement. Safe to run twice at once; a
+    node that is away is passed by, what becomes of messages of archived topics is fetched first.
+    """
+    with database.connection() as connection:
+        holders = [row[0] for row in connection.execute(query("retired_parked")).fetchall()]
+    for group_id in holders:
+        drop_parked(database, group_id)
+    # Runs first, then epochs: a node that falls back and is armed in between refuses what was asked before.
+    nodes = {node.node_id: node for node in load_nodes(database)}
+    forgotten = 0
+    after = (0, 0)
+    while retired_partitions := _retired_partitions(database, after, grace_s):
+        by_node: dict[NodeId, list[RetiredPartition]] = {}
+        for retired in retired_partitions:
+            if retired.node in nodes:
+                by_node.setdefault(retired.node, []).append(retired)
+        for node_id, of_node in by_node.items():
+            replies = _forget(nodes[node_id], of_node, prefix=prefix, unsafe=unsafe)
+            if not replies:
+                # Each page would wait for it again.
+                del nodes[node_id]
+            # A receiver that Postgres does not reach asks on, however long that lasts: the lock that refuses it stays.
+            words = [
+                "forgotten" if word == "lock_only" and retired.for_long and retired.popped else word
+                for retired, word in zip(of_node, replies, strict=False)
+            ]
+            failpoint("group_retire.after_forget")
+            forgotten += words.count("forgotten")
+            _note(database, "retired_keys_gone", of_node, words, "forgotten")
+            # Somebody was given an epoch in the moment of the retirement, unless the group came back.
+            _note(database, "retired_keys_raise", of_node, words, "unchanged")
+        after = (retired_partitions[-1].group_id, retired_partitions[-1].partition)
+    if forgotten:
+        log.info("retired_groups_forgotten", extra={"partitions": forgotten})
+    return forgotten
+
+
+def forget_instances(database: Database, *, horizon_s: float = FORGET_S) -> int:
+    """Forget instances that were retired long ago and have left nothing, in bounded steps; return how many."""
+    return forget_rows(database, query("instances_forget"), {"horizon_s": horizon_s})
+
+
+def drop_parked(database: Database, group_id: int) -> None:
+    """Drop all that is parked of a retired group, in bounded steps."""
+    facts = {"group_id": group_id}
+    while forget_rows(database, query("retired_messages_drop"), facts):
+        failpoint("group_retire.after_parked")
+    while forget_rows(database, query("retired_keys_drop"), facts):
+        pass
+
+
+def _retired_partitions(database: Database, after: tuple[int, int], grace_s: float) -> Sequence[RetiredPartition]:
+    facts = {"after_s": grace_s, "after_group": after[0], "after_partition": after[1], "limit": PARTITIONS_AT_ONCE}
+    with database.connection() as connection:
+        return [RetiredPartition(*row) for row in connection.execute(query("retired_keys"), facts).fetchall()]
+
+
+def _forget(node: Node, retired_partitions: Sequence[RetiredPartition], *, prefix: str, unsafe: bool) -> list[str]:
+    """Drop what groups have on a node; return what it says of each. Nothing where the node is away."""
+    try:
+        with NodeConnection(node, unsafe=unsafe) as connection:
+            commands = [
+                group_forget_command(
+                    connection,
+                    prefix,
+                    retired.partition,
+                    retired.group_id,
+                    retired.epoch,
+                    for_good=retired.for_long and not retired.popped,
+                    archived=retired.archived,
+                )
+                for retired in retired_partitions
+            ]
+            return [group_forget_reply(reply, node.address) for reply in connection.call(commands)]
+    except MqlayerError as error:
+        log.warning("retired_node_skipped", extra={"node": node.name, "reason": str(error)})
+        return []
+
+
+def _note(
+    database: Database, name: str, retired_partitions: Sequence[RetiredPartition], words: Sequence[str], wanted: str
+) -> None:
+    """Run a statement for the partitions of which a node said this."""
+    chosen = [retired for retired, word in zip(retired_partitions, words, strict=False) if word == wanted]
+    if chosen:
+        facts = {
+            "groups": [retired.group_id for retired in chosen],
+            "partitions": [retired.partition for retired in chosen],
+            "epochs": [retired.epoch for retired in chosen],
+        }
+        with database.connection() as connection:
+            connection.execute(query(name), facts)

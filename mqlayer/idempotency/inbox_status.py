@@ -1,0 +1,51 @@
+"""What the inbox knows, for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.queries import query
+
+COUNT_LIMIT: Final = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class InboxStats:
+    """What the inbox remembers of a group. `messages`: 1,000,000 where it is that many or more."""
+
+    group_id: int
+    messages: int
+    oldest_at: datetime
+    newest_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedEffect:
+    """That a message, or a name, has its effect in a group."""
+
+    group_id: int
+    id: str
+    source: int
+    lp: int
+    seq: int
+    applied_at: datetime
+
+
+def inbox_stats(application: Database) -> list[InboxStats]:
+    """Return what the inbox remembers, by group."""
+    with application.connection() as connection:
+        rows = connection.execute(query("inbox_stats"), {"limit": COUNT_LIMIT}).fetchall()
+    return [InboxStats(*row) for row in rows]
+
+
+def find_effect(application: Database, group_id: int, id_: str) -> AppliedEffect | None:
+    """Return what is noted of a message (its source:lp:seq) or of a name (with '=' before it); None where nothing is.
+
+    Effects of replays of the archive are noted for each replay: '@<replay>/' stands before those.
+    """
+    with application.connection() as connection:
+        row = connection.execute(query("inbox_find"), {"group_id": group_id, "id": id_}).fetchone()
+    return None if row is None else AppliedEffect(*row)

@@ -1,0 +1,35 @@
+"""What people ask of groups and keys: where they stand, how far behind, and why something is stuck. Reads only."""
+
+from mqlayer.inspect.group_facts import GroupFacts, MemberFacts, PartitionFacts, group_facts, group_members
+from mqlayer.inspect.group_status import (
+    GroupStatus,
+    PartitionStatus,
+    Stall,
+    UnsettledMessage,
+    VersionLag,
+    group_statuses,
+)
+from mqlayer.inspect.key_status import SCAN_LIMIT, KeySearch, KeyStatus, LpLocation, explain_key
+from mqlayer.inspect.parked_status import ParkedCounts, ParkedKeyStatus, ReplayStatus
+
+__all__ = [
+    "SCAN_LIMIT",
+    "GroupFacts",
+    "GroupStatus",
+    "KeySearch",
+    "KeyStatus",
+    "LpLocation",
+    "MemberFacts",
+    "ParkedCounts",
+    "ParkedKeyStatus",
+    "PartitionFacts",
+    "PartitionStatus",
+    "ReplayStatus",
+    "Stall",
+    "UnsettledMessage",
+    "VersionLag",
+    "explain_key",
+    "group_facts",
+    "group_members",
+    "group_statuses",
+]

@@ -1,0 +1,155 @@
+"""What Postgres says of groups, their partitions and their members, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final, Literal
+
+from mqlayer.domain.names import check_group, check_name
+from mqlayer.domain.retry_rules import RULES_COUNT, RetryRules
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import NotFound
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.queries import query
+from mqlayer.runtime.route_cache import load_route
+
+BEHIND_RULES: Final = 5
+"""How many columns of `inspected_groups` come behind the rules."""
+Visibility = Literal["hidden", "readable", "drained"]
+"""How a group stands with a partition: behind a parent that it has not drained, consuming it, or through with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """A group with its settings. `alive`: members whose lease lasts; `seek`: how often it was sent elsewhere.
+
+    `instance`: of an instance of a broadcast group, its name; `absent_s`: for how long nobody has consumed for it, None
+    where somebody does; `instance_expiry_s`: for how long its position is kept, then; of the broadcast group too.
+    """
+
+    group_id: int
+    topic: str
+    name: str
+    state: str
+    version: int
+    topic_version: int | None
+    start: str
+    start_at: datetime | None
+    seek: int
+    created_at: datetime
+    ordered: bool
+    balance: str
+    settings_version: int
+    paused_at: datetime | None
+    mode: Literal["exclusive", "pop", "shared", "broadcast"]
+    scope: Literal["partition", "key"] | None
+    alive: int
+    tag_filter: str
+    instance: str | None
+    instance_expiry_s: float | None
+    absent_s: float | None
+    rules: RetryRules
+    paused_by: str | None = None
+    topic_paused_at: datetime | None = None
+    topic_paused_by: str | None = None
+    rate_limit: float | None = None
+    rate_burst: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionFacts:
+    """A group at a partition. `made_in`: the route version that made it; `behind`: the parents that hide it.
+
+    `target`: who gets it when its owner has released it, '' for nobody; None unless it is to be released. `changed_at`:
+    when owner, target or epoch last changed; `alive`: whether the owner's lease lasts; `paused_at`: since when it
+    rests.
+    """
+
+    group_id: int
+    partition: int
+    node: NodeId
+    lp_from: int
+    lp_to: int
+    made_in: int
+    made_at: datetime
+    drained: bool
+    behind: Sequence[int]
+    start: int
+    seek: int
+    owner: str | None
+    epoch: int | None
+    target: str | None
+    changed_at: datetime | None
+    alive: bool | None
+    lease_over_at: datetime | None
+    paused_at: datetime | None = None
+    paused_by: str | None = None
+
+    @property
+    def visibility(self) -> Visibility:
+        """How the group stands with it."""
+        if self.drained:
+            return "drained"
+        return "hidden" if self.behind else "readable"
+
+
+@dataclass(frozen=True, slots=True)
+class MemberFacts:
+    """A member, by the database's clock. `lease_left_s`: None where the end of its lease was noted for good."""
+
+    member_id: str
+    host: str
+    pid: int
+    joined_at: datetime
+    lease_left_s: float | None
+    state: Literal["running", "leaving", "gone"]
+    partitions: int
+
+
+def group_facts(database: Database, topic: str | None = None, name: str | None = None) -> list[GroupFacts]:
+    """Return groups: of all topics, of one, or the one named. Raises NotFound for a topic or group that is not."""
+    facts = {
+        "topic": None if topic is None else check_name("topic", topic),
+        "name": None if name is None else check_group(name),
+    }
+    with database.connection() as connection:
+        rows = connection.execute(query("inspected_groups"), facts).fetchall()
+    if not rows and topic is not None:
+        load_route(database, topic)
+        if name is not None:
+            hint = f"it is created when its first member starts; those there are: mqlayer group list {topic}"
+            raise NotFound("group", f"{topic}/{name}", hint)
+    return [_group_facts(row) for row in rows]
+
+
+def _group_facts(row: Sequence[Any]) -> GroupFacts:
+    first, later = row[:-BEHIND_RULES], row[-BEHIND_RULES:]
+    values: list[Any] = [*first[:-RULES_COUNT], RetryRules.of(first[-RULES_COUNT:]), *later]
+    return GroupFacts(*values)
+
+
+def partition_facts(database: Database, groups: Iterable[GroupFacts]) -> list[PartitionFacts]:
+    """Return how groups stand with the partitions of their topics, oldest partitions first."""
+    wanted = {"group_ids": [group.group_id for group in groups]}
+    with database.connection() as connection:
+        rows = connection.execute(query("inspected_partitions"), wanted).fetchall()
+    return [PartitionFacts(*row) for row in rows]
+
+
+def group_members(database: Database, topic: str, name: str) -> list[MemberFacts]:
+    """Return the members of a group, also those that are gone and not forgotten yet. Raises NotFound."""
+    (group,) = group_facts(database, topic, name)
+    with database.connection() as connection:
+        rows = connection.execute(query("inspected_members"), {"group_id": group.group_id}).fetchall()
+    return [
+        MemberFacts(member, host, pid, joined_at, left, _state(left, leaving=leaving), partitions)
+        for member, host, pid, joined_at, leaving, left, partitions in rows
+    ]
+
+
+def _state(lease_left_s: float | None, *, leaving: bool) -> Literal["running", "leaving", "gone"]:
+    if lease_left_s is None or lease_left_s < 0:
+        return "gone"
+    return "leaving" if leaving else "running"

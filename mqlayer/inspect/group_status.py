@@ -1,0 +1,332 @@
+"""Where groups stand in their partitions, and why one is stuck: Postgres and the nodes put together.
+
+Read at one time of each server, not at the same time of all: for people, never for a decision. Ages and the next retry
+are by the clock of the partition's node, and an age counts from the time that the publisher gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Literal
+
+from mqlayer.domain.message import NO_KEY, Record
+from mqlayer.domain.tags import TagFilter
+from mqlayer.groups.positions import GroupPartition, read_positions
+from mqlayer.inspect.group_facts import GroupFacts, PartitionFacts, group_facts, partition_facts
+from mqlayer.inspect.parked_status import (
+    ParkedCounts,
+    ReplayStatus,
+    describe_full,
+    parked_counts,
+    parked_heads,
+    running_replays,
+)
+from mqlayer.postgres.database import Database
+from mqlayer.redis.read_scripts import GroupPosition, UnsettledHead
+from mqlayer.runtime.route_cache import load_nodes
+
+StallReason = Literal[
+    "node_away", "partition_missing", "hidden", "paused", "no_owner", "lease_over", "not_taken", "replayed",
+    "parking_full", "failing",
+]  # fmt: skip
+"""Why a partition is stuck: facts on the servers, in the order in which they are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnsettledMessage:
+    """The first message that is not settled. `key`: None for a message without one.
+
+    `retry_at`: when its next attempt is due at the latest, by its last failure and the group's backoff; a new owner
+    tries at once. `unmatched`: the group's filter leaves it out, or it is a void record; it is settled once it is read.
+    """
+
+    offset: int
+    key: str | None
+    identity: str
+    age_s: float
+    attempts: int
+    failing_since: datetime | None
+    retry_at: datetime | None
+    retry_in_s: float | None
+    unmatched: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Why a partition is stuck, and since when that is known to be so."""
+
+    reason: StallReason
+    since: datetime | None
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionStatus:
+    """A group at a partition. `position` is None where the node did not say; `lag` is how many messages are not
+    settled."""
+
+    facts: PartitionFacts
+    node: str
+    position: GroupPosition | None
+    head: UnsettledMessage | None
+    stall: Stall | None
+
+    @property
+    def lag(self) -> int | None:
+        """How many messages are not settled; None where that is not known."""
+        if self.facts.drained:
+            return 0
+        return None if self.position is None else self.position.unsettled
+
+    @property
+    def age_s(self) -> float | None:
+        """How old the oldest of them is."""
+        return self.head.age_s if self.head is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionLag:
+    """What is left of the partitions that one route version made; `unknown`: how many nodes' partitions say nothing."""
+
+    version: int
+    partitions: int
+    lag: int
+    age_s: float | None
+    unknown: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatus:
+    """Where a group stands. `unreachable`: nodes that did not answer, with the reason; only a live group has
+    partitions.
+
+    What is `parked` is settled in its partitions, so it is no part of the lag; nor is what a `replay` has yet to give.
+    """
+
+    facts: GroupFacts
+    partitions: Sequence[PartitionStatus]
+    unreachable: Mapping[str, str]
+    parked: ParkedCounts = field(default_factory=ParkedCounts)
+    replay: ReplayStatus | None = None
+
+    @property
+    def undrained(self) -> list[PartitionStatus]:
+        """Return the partitions that it is not through with."""
+        return [one for one in self.partitions if not one.facts.drained]
+
+    @property
+    def lag(self) -> int:
+        """How many messages it has not settled, as far as nodes answer."""
+        return sum(one.lag or 0 for one in self.partitions)
+
+    @property
+    def age_s(self) -> float | None:
+        """How old the oldest of them is."""
+        return _oldest(self.partitions)
+
+    def versions(self) -> list[VersionLag]:
+        """Return the lag per route version; a partition counts under the version that made it."""
+        of_version: dict[int, list[PartitionStatus]] = {}
+        for one in self.undrained:
+            of_version.setdefault(one.facts.made_in, []).append(one)
+        return [
+            VersionLag(
+                version,
+                len(ones),
+                sum(one.lag or 0 for one in ones),
+                _oldest(ones),
+                sum(one.lag is None for one in ones),
+            )
+            for version, ones in sorted(of_version.items())
+        ]
+
+
+def group_statuses(
+    database: Database, topic: str | None = None, name: str | None = None, *, prefix: str, unsafe: bool = False
+) -> list[GroupStatus]:
+    """Return where groups stand: of all topics, of one, or one of one topic.
+
+    Four queries, and one write to each node, however many partitions there are. Raises NotFound for a topic or group
+    that is not there; a node that does not answer is part of the answer.
+    """
+    groups = group_facts(database, topic, name)
+    # A broadcast group has no position, its instances have.
+    live = [group for group in groups if group.state == "live" and group.mode != "broadcast"]
+    facts = partition_facts(database, live)
+    nodes = load_nodes(database)
+    group_partitions = (
+        GroupPartition(one.node, one.partition, one.group_id, start=one.start, seek=one.seek) for one in facts
+    )
+    positions = read_positions(nodes, group_partitions, prefix=prefix, unsafe=unsafe)
+    names = {node.node_id: node.name for node in nodes}
+    by_id = {group.group_id: group for group in groups}
+    replays = running_replays(database, by_id)
+    partitions: dict[int, list[PartitionStatus]] = {group.group_id: [] for group in groups}
+    unreachable: dict[int, dict[str, str]] = {group.group_id: {} for group in groups}
+    parked = parked_counts(database, by_id)
+    looked = [(one, position) for one in facts if (position := positions.at(one.partition, one.group_id)) is not None]
+    parked_sizes = parked_heads(
+        database, [(one.group_id, *ref) for one, position in looked if (ref := _head_key(position)) is not None]
+    )
+    for one in facts:
+        group, position, reason = (
+            by_id[one.group_id],
+            positions.at(one.partition, one.group_id),
+            positions.unreachable.get(one.node),
+        )
+        head = None if position is None or one.drained else waiting(position.head, position.now_ms, group)
+        ref = None if position is None else _head_key(position)
+        of_key = None if ref is None else parked_sizes.get((one.group_id, *ref))
+        counts = parked.get(one.group_id, ParkedCounts())
+        full = None
+        if head is not None and (of_key is not None or head.attempts):
+            full = describe_full(group.rules, counts, of_key)
+        replay = replays.get(one.group_id)
+        stall = stall_of(one, position, head, group, unreachable=reason, full=full, replay=replay)
+        partitions[one.group_id].append(PartitionStatus(one, names[one.node], position, head, stall))
+        if reason is not None:
+            unreachable[one.group_id][names[one.node]] = reason
+    return [
+        GroupStatus(
+            group,
+            partitions[group.group_id],
+            unreachable[group.group_id],
+            parked.get(group.group_id, ParkedCounts()),
+            replays.get(group.group_id),
+        )
+        for group in groups
+    ]
+
+
+def waiting(head: UnsettledHead | None, now_ms: int, group: GroupFacts) -> UnsettledMessage | None:
+    """Return a message that is not settled as people see it, at a time of its node."""
+    if head is None:
+        return None
+    record = Record(head.offset, head.m, head.key, b"")
+    failures = head.failures
+    first_ms, last_ms = (failures.first_ms, failures.last_ms) if failures else (None, None)
+    attempts = failures.attempts if failures else 0
+    wanted = TagFilter.of(group.tag_filter)
+    if group.mode == "pop":
+        # Counted when it is given out: the last time may be under way, and when it comes again, its receiver says.
+        attempts, last_ms = max(0, attempts - 1), None
+    retry_ms = None if last_ms is None else last_ms + round(1000 * group.rules.wait_s(attempts, 0.0))
+    return UnsettledMessage(
+        head.offset,
+        None if head.key == NO_KEY else head.key.decode(errors="replace"),
+        str(record.identity),
+        max(0, now_ms - record.at_ms) / 1000,
+        attempts,
+        _time(first_ms) if attempts else None,
+        _time(retry_ms),
+        None if retry_ms is None else max(0, retry_ms - now_ms) / 1000,
+        record.void or (wanted is not None and not wanted.takes(record.tags)),
+    )
+
+
+def stall_of(
+    facts: PartitionFacts, position: GroupPosition | None, head: UnsettledMessage | None, group: GroupFacts, *,
+    unreachable: str | None,
+    full: str | None = None, replay: ReplayStatus | None = None,
+) -> Stall | None:  # fmt: skip
+    """Return why a partition is stuck; None where nothing waits in it, or its head is being handled.
+
+    `unreachable`: what its node answers; `full`: why its head finds no room among the parked messages; `replay`: what
+    the group is being given of the archive.
+    """
+    if facts.drained:
+        return None
+    if unreachable is not None:
+        return Stall("node_away", None, f"its node does not answer: {unreachable}")
+    if position is None:
+        return Stall("partition_missing", None, "its node does not have it: it lost data")
+    if not position.unsettled:
+        return None
+    if facts.behind and group.mode != "shared":
+        parents = ", ".join(map(str, facts.behind))
+        return Stall("hidden", facts.made_at, f"behind what is not drained: partition {parents}")
+    paused = _paused(facts, group)
+    if paused is not None:
+        return paused
+    if group.mode == "pop":
+        return _failing(head)
+    if group.mode == "shared":
+        return _unheard(group) or _failing(head)
+    return (
+        _unowned(facts, group)
+        or _untaken(facts, position)
+        or _waits_for_replay(replay)
+        or _unparkable(head, full)
+        or _failing(head)
+    )
+
+
+def _unheard(group: GroupFacts) -> Stall | None:
+    return None if group.alive else Stall("no_owner", None, "no member lives")
+
+
+def _paused(facts: PartitionFacts, group: GroupFacts) -> Stall | None:
+    """Say what is paused, the widest first, who said so, and whether its owner has something of it in hand still."""
+    scopes = (
+        (f"topic {group.topic}", group.topic_paused_at, group.topic_paused_by),
+        ("the group", group.paused_at, group.paused_by),
+        (f"partition {facts.partition} for the group", facts.paused_at, facts.paused_by),
+    )
+    for scope, since, by in scopes:
+        if since is not None:
+            rest = f"; {facts.owner} finishes what it has in hand" if facts.owner is not None and facts.alive else ""
+            return Stall("paused", since, f"{by or 'an operator'} paused {scope}{rest}")
+    return None
+
+
+def _waits_for_replay(replay: ReplayStatus | None) -> Stall | None:
+    if replay is None or not replay.newer_wait:
+        return None
+    detail = f"the group is given what the archive holds first: mqlayer replay show {replay.replay_id}"
+    return Stall("replayed", replay.since, detail)
+
+
+def _unowned(facts: PartitionFacts, group: GroupFacts) -> Stall | None:
+    others = "no member lives" if not group.alive else "a member's next heartbeat gives it an owner"
+    if facts.owner is None:
+        return Stall("no_owner", facts.changed_at, f"nobody owns it: {others}")
+    if not facts.alive:
+        return Stall("lease_over", facts.lease_over_at, f"the lease of {facts.owner} is over: {others}")
+    return None
+
+
+def _untaken(facts: PartitionFacts, position: GroupPosition) -> Stall | None:
+    if (position.owner, position.epoch) == (facts.owner, facts.epoch):
+        return None
+    return Stall("not_taken", facts.changed_at, f"{facts.owner} has not taken it yet under epoch {facts.epoch}")
+
+
+def _unparkable(head: UnsettledMessage | None, full: str | None) -> Stall | None:
+    if head is None or full is None:
+        return None
+    detail = f"offset {head.offset} finds no room in Postgres: {full}; release or discard, or raise it with group set"
+    return Stall("parking_full", head.failing_since, detail)
+
+
+def _head_key(position: GroupPosition) -> tuple[int, bytes] | None:
+    """Return LP and key of the first message that is not settled; None where there is none, or it has no key."""
+    if position.head is None or position.head.key == NO_KEY:
+        return None
+    return Record(position.head.offset, position.head.m, position.head.key, b"").identity.lp, position.head.key
+
+
+def _failing(head: UnsettledMessage | None) -> Stall | None:
+    if head is None or not head.attempts:
+        return None
+    times = "once" if head.attempts == 1 else f"{head.attempts} times"
+    return Stall("failing", head.failing_since, f"offset {head.offset} failed {times}")
+
+
+def _oldest(partitions: Iterable[PartitionStatus]) -> float | None:
+    return max((one.age_s for one in partitions if one.age_s is not None), default=None)
+
+
+def _time(ms: int | None) -> datetime | None:
+    return None if ms is None else datetime.fromtimestamp(ms / 1000, UTC)

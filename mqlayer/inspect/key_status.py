@@ -1,0 +1,355 @@
+"""What becomes of one key for one group: where it was and is, what waits, and what to do about it.
+
+The stream is searched from where the group is, over SCAN_LIMIT offsets at most; a key's messages behind that are not
+seen, and it is said when the search ended there.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from mqlayer.domain.names import check_group, encode_key
+from mqlayer.domain.routing import Lp, NodeId, Route, lp_of
+from mqlayer.errors import InvalidInput, MqlayerError
+from mqlayer.inspect.group_status import GroupStatus, PartitionStatus, UnsettledMessage, group_statuses, waiting
+from mqlayer.inspect.parked_status import ParkedKeyStatus, describe_full, parked_key
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.read_scripts import FIND_LIMIT, KeySearchResult, find_command, find_reply
+from mqlayer.runtime.route_cache import load_nodes, load_route
+
+SCAN_LIMIT: Final = 10_000
+"""How many offsets are searched for a key's messages, over all partitions."""
+CALL_BYTES: Final = 16_000_000
+"""How much of bodies one call may have its node look at, at most."""
+NOTHING: Final = "nothing: "
+
+
+@dataclass(frozen=True, slots=True)
+class LpLocation:
+    """A partition that the key's LP was or is in, in route versions first to last (None: it is in force).
+
+    `state`: of the partition (open, sealed, deleted); `visibility`: how the group stands with it, None where it is
+    deleted.
+    """
+
+    first_version: int
+    last_version: int | None
+    partition: int
+    node: str
+    lp_from: int
+    lp_to: int
+    state: str
+    visibility: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeySearch:
+    """What the bounded search found: the key's first message that is not settled, where, and how many follow it.
+
+    `cut`: it ended at the bound, with offsets left to look at; `blind`: partitions whose node does not answer.
+    """
+
+    scanned: int
+    cut: bool
+    blind: tuple[int, ...]
+    partition: int | None
+    head: UnsettledMessage | None
+    following: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeyStatus:
+    """Everything about a key for a group.
+
+    `publishes_to`: the partition in force; `current`: the first one that the group has not drained; `holds_up`: what
+    has to be drained before the group gets the partition that the key's messages wait in, empty where nothing has to;
+    `parked`: what of it waits outside of the stream, before all that the search found.
+    """
+
+    key: str
+    lp: Lp
+    group: GroupStatus
+    locations: Sequence[LpLocation]
+    publishes_to: LpLocation
+    current: PartitionStatus | None
+    search: KeySearch
+    holds_up: Sequence[PartitionStatus]
+    run_next: str
+    parked: ParkedKeyStatus | None = None
+
+
+def explain_key(
+    database: Database, topic: str, key: str, group: str, *, prefix: str, unsafe: bool = False
+) -> KeyStatus:
+    """Return where a key is for a group, what of it waits and why, and what to run next. Changes nothing.
+
+    Raises NotFound for a topic or group that is not there, KeyTooLarge.
+    """
+    name = encode_key(key)
+    lp = lp_of(name)
+    check_group(group)
+    route = load_route(database, topic)
+    (status,) = group_statuses(database, topic, group, prefix=prefix, unsafe=unsafe)
+    if status.facts.mode == "broadcast":
+        raise InvalidInput(f"group {group!r} is broadcast: name one of its instances, as {group}@INSTANCE")
+    by_id = {one.facts.partition: one for one in status.partitions}
+    locations = _locations(database, topic, lp, by_id)
+    ways = [by_id[one.partition] for one in locations if one.partition in by_id]
+    undrained = [one for one in ways if not one.facts.drained]
+    search = _search(database, status, undrained, name, route, prefix=prefix, unsafe=unsafe)
+    # Where nothing waits, what is published next will.
+    waits_in = by_id.get(search.partition or locations[-1].partition)
+    holds_up = [] if waits_in is None else _holding_up(waits_in, by_id)
+    parked = parked_key(database, status.facts.group_id, lp, name)
+    next_step = _next_of_parked(status, key, parked) or _next_step(status, undrained, search, waits_in, holds_up)
+    return KeyStatus(
+        key,
+        lp,
+        status,
+        locations,
+        locations[-1],
+        undrained[0] if undrained else None,
+        search,
+        holds_up,
+        next_step,
+        parked,
+    )
+
+
+def _locations(database: Database, topic: str, lp: Lp, by_id: Mapping[int, PartitionStatus]) -> list[LpLocation]:
+    names = {node.node_id: node.name for node in load_nodes(database)}
+    with database.connection() as connection:
+        rows = connection.execute(query("inspected_lineage"), {"topic": topic, "lp": lp}).fetchall()
+    return [
+        LpLocation(
+            first,
+            last,
+            partition,
+            names[node_id],
+            lp_from,
+            lp_to,
+            state,
+            by_id[partition].facts.visibility if partition in by_id else None,
+        )
+        for partition, node_id, lp_from, lp_to, state, first, last in rows
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _SearchSlice:
+    """A few offsets of a partition, for one call."""
+
+    status: PartitionStatus
+    first: int
+    count: int
+
+
+def _search(
+    database: Database,
+    group: GroupStatus,
+    partitions: Sequence[PartitionStatus],
+    key: bytes,
+    route: Route,
+    *,
+    prefix: str,
+    unsafe: bool,
+) -> KeySearch:
+    slices, cut = _slices(partitions, min(FIND_LIMIT, max(1, CALL_BYTES // route.body_limit)))
+    found = _ask(database, slices, key, prefix=prefix, unsafe=unsafe)
+    hits = [
+        (search_slice, answer)
+        for search_slice, answer in zip(slices, found, strict=True)
+        if answer and answer.head is not None
+    ]
+    blind = {one.facts.partition for one in partitions if one.position is None}
+    blind |= {
+        search_slice.status.facts.partition
+        for search_slice, answer in zip(slices, found, strict=True)
+        if answer is None
+    }
+    scanned = sum(search_slice.count for search_slice, answer in zip(slices, found, strict=True) if answer is not None)
+    if not hits:
+        return KeySearch(scanned, cut, tuple(sorted(blind)), None, None, 0)
+    (search_slice, first), total = hits[0], sum(answer.messages for _, answer in hits)
+    now_ms = search_slice.status.position.now_ms if search_slice.status.position else 0
+    head = waiting(first.head, now_ms, group.facts)
+    return KeySearch(scanned, cut, tuple(sorted(blind)), search_slice.status.facts.partition, head, total - 1)
+
+
+def _slices(partitions: Sequence[PartitionStatus], per_call: int) -> tuple[list[_SearchSlice], bool]:
+    """Return what to search, in the order of the lineage, and whether the bound leaves something out."""
+    slices: list[_SearchSlice] = []
+    left, cut = SCAN_LIMIT, False
+    for one in partitions:
+        if one.position is None:
+            continue
+        first, there = one.position.position, one.position.next_offset - one.position.position
+        count = min(there, left)
+        slices += [_SearchSlice(one, first + at, min(per_call, count - at)) for at in range(0, count, per_call)]
+        left, cut = left - count, cut or count < there
+    return slices, cut
+
+
+def _ask(
+    database: Database, slices: Sequence[_SearchSlice], key: bytes, *, prefix: str, unsafe: bool
+) -> list[KeySearchResult | None]:
+    """Return what each piece holds of the key, None where its node does not answer; one write for each node."""
+    nodes = {node.node_id: node for node in load_nodes(database)} if slices else {}
+    by_node: dict[NodeId, list[int]] = {}
+    for number, search_slice in enumerate(slices):
+        by_node.setdefault(search_slice.status.facts.node, []).append(number)
+    found: list[KeySearchResult | None] = [None] * len(slices)
+    for node_id, numbers in by_node.items():
+        try:
+            with NodeConnection(nodes[node_id], unsafe=unsafe) as connection:
+                replies = connection.call(
+                    [
+                        find_command(
+                            connection,
+                            prefix,
+                            search_slice.status.facts.partition,
+                            search_slice.status.facts.group_id,
+                            key=key,
+                            first=search_slice.first,
+                            count=search_slice.count,
+                            seek=search_slice.status.facts.seek,
+                        )
+                        for search_slice in (slices[number] for number in numbers)
+                    ]
+                )
+                answers = [find_reply(reply, key, connection.node.address) for reply in replies]
+        except MqlayerError:
+            continue
+        for number, answer in zip(numbers, answers, strict=True):
+            found[number] = answer
+    return found
+
+
+def _holding_up(one: PartitionStatus, by_id: Mapping[int, PartitionStatus]) -> list[PartitionStatus]:
+    """Return the partitions that the group can and has to drain before it gets this one, oldest first."""
+    found: dict[int, PartitionStatus] = {}
+    parents = list(one.facts.behind)
+    while parents:
+        parent = by_id.get(parents.pop())
+        if parent is None or parent.facts.partition in found:
+            continue
+        if parent.facts.behind:
+            parents += parent.facts.behind
+        else:
+            found[parent.facts.partition] = parent
+    return [found[partition] for partition in sorted(found)]
+
+
+def _next_of_parked(group: GroupStatus, key: str, parked: ParkedKeyStatus | None) -> str | None:
+    """Return what brings a parked key on; None where that is no other thing than for any key."""
+    if parked is not None and parked.paused_at is not None:
+        named = shlex.quote(key)
+        return f"mqlayer key resume {group.facts.topic} {named} --group {group.facts.name}  # it is paused"
+    if parked is None or group.facts.state != "live" or group.facts.paused_at is not None or not group.facts.alive:
+        return None
+    # A key that can't be typed is named by the message that it waits for.
+    named = shlex.quote(key) if key.isprintable() else f"--message {parked.head}"
+    release = f"mqlayer parked release {group.facts.topic} {group.facts.name} {named}"
+    full = describe_full(group.facts.rules, group.parked, (parked.messages, parked.bytes))
+    more = f"; what follows it stays in the stream: {full}" if full else ""
+    if parked.due_in_s is None:
+        return f"{release}  # or discard it, or key skip-head; it waits for an operator ({parked.cause}){more}"
+    if parked.due_in_s > 0:
+        return f"{NOTHING}it is tried again at {parked.due_at:%H:%M:%S} UTC; at once: {release}{more}"
+    return f"{NOTHING}it is due, its owner tries it{more}"
+
+
+def _next_step(
+    group: GroupStatus,
+    undrained: Sequence[PartitionStatus],
+    search: KeySearch,
+    waits_in: PartitionStatus | None,
+    holds_up: Sequence[PartitionStatus],
+) -> str:
+    """Return the one command that brings the key on, or why nothing has to be done."""
+    topic, name = group.facts.topic, group.facts.name
+    if group.facts.state != "live":
+        return f"{NOTHING}the group is {group.facts.state}"
+    if search.head is None:
+        blind = [one for one in undrained if one.facts.partition in search.blind]
+        if blind:
+            return _of_node(blind[0])
+        if search.cut:
+            return f"mqlayer group lag {topic} {name}  # none of its messages is among the first {search.scanned:,}"
+        return f"{NOTHING}no message of it waits"
+    for one in [*holds_up] or ([waits_in] if waits_in is not None else []):
+        step = _of_servers(one, group)
+        if step is not None:
+            return step
+    if holds_up:
+        return _of_parents(holds_up, topic, name)
+    return f"{NOTHING}{_in_progress(group, search.head, waits_in)}"
+
+
+def _in_progress(group: GroupStatus, head: UnsettledMessage, waits_in: PartitionStatus | None) -> str:
+    """Return what becomes of a message that nothing but its handling holds up."""
+    pop = group.facts.mode == "pop"
+    if not head.attempts:
+        return "a receiver has it, or the next one gets it" if pop else "it is being handled"
+    if pop:
+        return "it is given out again; the receivers say why it was not settled"
+    if group.facts.mode == "shared":
+        return "it is tried again; the logs of the group's members say why it fails"
+    at = f" at {head.retry_at:%H:%M:%S} UTC" if head.retry_at else ""
+    owner = waits_in.facts.owner if waits_in is not None else None
+    return f"it is tried again{at}; the log of member {owner} says why it fails"
+
+
+def _of_servers(one: PartitionStatus, group: GroupStatus) -> str | None:
+    """Return what to do about a partition whose owner or node is not at work; None where both are."""
+    reason = one.stall.reason if one.stall is not None else None
+    if reason in ("node_away", "partition_missing"):
+        return _of_node(one)
+    if (resume := _resume(group, one)) is not None:
+        return resume
+    if group.facts.mode == "pop":
+        return None
+    if group.facts.mode == "shared":
+        return None if group.facts.alive else "mqlayer consume MODULE:APP  # no member of the group lives"
+    if reason in ("no_owner", "lease_over") or not one.facts.alive:
+        if not group.facts.alive:
+            return "mqlayer consume MODULE:APP  # no member of the group lives"
+        return f"{NOTHING}the next heartbeat of a member gives partition {one.facts.partition} an owner"
+    if reason == "replayed" and one.stall is not None:
+        return f"{NOTHING}{one.stall.detail}"
+    if reason == "not_taken":
+        return f"{NOTHING}{one.facts.owner} is about to take partition {one.facts.partition}"
+    return None
+
+
+def _resume(group: GroupStatus, one: PartitionStatus) -> str | None:
+    """Return what ends the widest pause that a partition is under; None for none."""
+    topic, name = group.facts.topic, group.facts.name
+    if group.facts.topic_paused_at is not None:
+        return f"mqlayer topic resume {topic}  # it is paused"
+    if group.facts.paused_at is not None:
+        return f"mqlayer group resume {topic} {name}  # it is paused"
+    if one.facts.paused_at is not None:
+        return f"mqlayer group resume {topic} {name} --partition {one.facts.partition}  # it is paused"
+    return None
+
+
+def _of_node(one: PartitionStatus) -> str:
+    return f"mqlayer node rearm {one.node}  # once it is back; it does not serve partition {one.facts.partition}"
+
+
+def _of_parents(parents: Iterable[PartitionStatus], topic: str, name: str) -> str:
+    """Return how to see what keeps parents, whose owners are at work, from being drained."""
+    for one in sorted(parents, key=lambda parent: -(parent.head.attempts if parent.head else 0)):
+        # A key that can't be typed is left to be looked up.
+        if one.head is not None and one.head.key is not None and one.head.key.isprintable():
+            key = shlex.quote(one.head.key)
+            return f"mqlayer key explain {topic} {key} --group {name}  # partition {one.facts.partition} waits for it"
+        if one.head is not None:
+            return f"mqlayer group lag {topic} {name}  # partition {one.facts.partition} has to be drained first"
+    return f"{NOTHING}what it waits for is settled, its owner says so next"

@@ -1,0 +1,106 @@
+"""Forgetting what the inbox noted of messages that can't come again (case 77).
+
+A message may come again while it is not settled in its partition, while it waits parked in Postgres, and while it is
+dead and can be sent again. So a row goes only when all of this holds:
+
+1. It is older than the horizon.
+2. It is older than the group's oldest unsettled message, by a day: a message that is not settled was published after
+   that one, and applied later still. The day is for the clocks of direct producers. Where a node does not answer,
+   nothing of the group goes.
+3. Its message is neither parked nor dead with its body; else the row is kept for another horizon.
+
+Asked in this order: a message leaves its partition only after it is parked or dead in Postgres, so one that is settled
+when 2 is asked is found by 3. What an operator sends a group back to (`group seek`) is not looked at, nor is a node
+that is put back to a copy from before the horizon: what was forgotten is applied again then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from mqlayer.domain.message import Record
+from mqlayer.failpoints import failpoint
+from mqlayer.groups.positions import GroupPartition, read_positions
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.queries import columns, query
+from mqlayer.runtime.route_cache import load_nodes
+
+log = logging.getLogger(__name__)
+
+CLOCKS_S: Final = 86_400.0
+"""How far the clock of a publisher may be ahead of the database's."""
+ROWS_AT_ONCE: Final = 5_000
+ROUNDS: Final = 200
+
+Floor = float | None
+"""Unix time before which nothing that a group has yet to settle was published; None where it has settled all."""
+
+
+def clean_inbox(
+    control: Database, application: Database, *, prefix: str, horizon_s: float, unsafe: bool = False
+) -> int:
+    """Forget rows of the inbox that no redelivery can reach any more, in bounded steps; return how many.
+
+    Safe to run twice at once, and beside handlers. A group of which a node does not answer is passed by.
+    """
+    with application.connection() as connection:
+        rows = connection.execute(query("inbox_groups"), {"horizon_s": horizon_s}).fetchall()
+    floors = _floors(control, [group_id for (group_id,) in rows], prefix=prefix, unsafe=unsafe)
+    gone = 0
+    for group_id, floor in floors.items():
+        gone += _clean_group(control, application, group_id, floor, horizon_s)
+    if gone:
+        log.info("inbox_cleaned", extra={"rows": gone})
+    return gone
+
+
+def _floors(control: Database, groups: Iterable[int], *, prefix: str, unsafe: bool) -> Mapping[int, Floor]:
+    """Return the floors of those groups whose nodes all answer."""
+    floors: dict[int, Floor] = dict.fromkeys(groups)
+    if not floors:
+        return floors
+    with control.connection() as connection:
+        group_partitions = [
+            GroupPartition(*row) for row in connection.execute(query("inbox_positions"), {"group_ids": list(floors)})
+        ]
+    positions = read_positions(load_nodes(control), group_partitions, prefix=prefix, unsafe=unsafe)
+    for group_partition in group_partitions:
+        position = positions.at(group_partition.partition, group_partition.group_id)
+        if position is None:
+            if floors.pop(group_partition.group_id, 0) != 0:
+                log.warning(
+                    "inbox_group_skipped",
+                    extra={"group_id": group_partition.group_id, "partition": group_partition.partition},
+                )
+        elif position.head is not None and group_partition.group_id in floors:
+            head = Record(position.head.offset, position.head.m, position.head.key, b"")
+            known = floors[group_partition.group_id]
+            at_s = head.at_ms / 1000 - CLOCKS_S
+            floors[group_partition.group_id] = at_s if known is None else min(known, at_s)
+    return floors
+
+
+def _clean_group(control: Database, application: Database, group_id: int, floor: Floor, horizon_s: float) -> int:
+    gone = 0
+    for _ in range(ROUNDS):
+        wanted = {"group_id": group_id, "horizon_s": horizon_s, "floor_s": floor, "limit": ROWS_AT_ONCE}
+        with application.connection() as connection:
+            rows = connection.execute(query("inbox_old"), wanted).fetchall()
+        identities = columns(("sources", "lps", "seqs"), [row[1:] for row in rows])
+        with control.connection() as connection:
+            kept = connection.execute(query("inbox_wanted"), {"group_id": group_id, **identities}).fetchall()
+        waiting = {tuple(row) for row in kept}
+        ids: dict[bool, list[str]] = {True: [], False: []}
+        for id_, *identity in rows:
+            ids[tuple(identity) in waiting].append(id_)
+        failpoint("inbox.before_forget")
+        with application.connection() as connection:
+            if ids[True]:
+                connection.execute(query("inbox_keep"), {"group_id": group_id, "ids": ids[True]})
+            facts = {"group_id": group_id, "ids": ids[False], "horizon_s": horizon_s}
+            gone += connection.execute(query("inbox_forget"), facts).rowcount
+        if len(rows) < ROWS_AT_ONCE:
+            break
+    return gone

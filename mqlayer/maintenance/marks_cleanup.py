@@ -1,0 +1,96 @@
+"""Marks of direct producers that ended: nobody can continue their chains, so nobody needs them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Final, NamedTuple, TypeVar
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import MqlayerError
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.node_connection import Command, Node, NodeConnection, is_missing_script, raise_for_reply
+from mqlayer.redis.partition_scripts import drop_marks_command
+from mqlayer.runtime.route_cache import load_nodes
+
+log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+
+CLOSED_FOR_S: Final = 86_400.0
+"""How long ago a source was closed at the least: nothing that it sent is on its way any more."""
+SOURCES_PER_PASS: Final = 20
+FIELDS_PER_COMMAND: Final = 2_000
+"""About a millisecond of the node."""
+COMMANDS_PER_WRITE: Final = 16
+
+
+class PartitionLps(NamedTuple):
+    """A partition and the range of LPs whose marks it may hold."""
+
+    partition: int
+    lp_from: int
+    lp_to: int
+
+
+def drop_closed_marks(
+    database: Database, *, prefix: str, unsafe: bool = False, closed_for_s: float = CLOSED_FOR_S
+) -> int:
+    """Remove the marks of some direct sources that Postgres says are closed; return of how many.
+
+    Safe to run twice at once and to be killed at any line: a source counts as done when every node has answered. While
+    a node is away its sources are tried again by later passes, in turn, and lose what they have on the other nodes.
+    """
+    with database.connection() as connection:
+        facts = {"closed_for_s": closed_for_s, "limit": SOURCES_PER_PASS}
+        sources = [row[0] for row in connection.execute(query("source_try_closed"), facts)]
+        if not sources:
+            return 0
+        by_node: dict[NodeId, list[PartitionLps]] = {}
+        for partition, node_id, lp_from, lp_to in connection.execute(query("partition_places")):
+            by_node.setdefault(NodeId(node_id), []).append(PartitionLps(partition, lp_from, lp_to))
+    nodes = {node.node_id: node for node in load_nodes(database)}
+    # Every node is asked, also after one that is away.
+    took = [_drop(nodes[node_id], prefix, sources, places, unsafe=unsafe) for node_id, places in by_node.items()]
+    if not all(took):
+        return 0
+    failpoint("marks.before_record")
+    with database.connection() as connection:
+        connection.execute(query("source_marks_dropped"), {"source_ids": sources})
+    log.info("closed_marks_dropped", extra={"sources": len(sources)})
+    return len(sources)
+
+
+def drop_commands(
+    connection: NodeConnection, prefix: str, sources: Sequence[int], places: Iterable[PartitionLps]
+) -> Iterator[Command]:
+    """Yield commands that remove the sources' marks from partitions, each of bounded size."""
+    for place in places:
+        names = (b"%d:%d" % (source, lp) for source in sources for lp in range(place.lp_from, place.lp_to))
+        for some in _slices(names, FIELDS_PER_COMMAND):
+            yield drop_marks_command(connection, prefix, place.partition, some)
+
+
+def _drop(node: Node, prefix: str, sources: Sequence[int], places: Iterable[PartitionLps], *, unsafe: bool) -> bool:
+    """Send the commands in bounded writes; say whether the node took them."""
+    try:
+        with NodeConnection(node, unsafe=unsafe) as connection:
+            for some in _slices(drop_commands(connection, prefix, sources, places), COMMANDS_PER_WRITE):
+                replies = connection.call(some)
+                if any(map(is_missing_script, replies)):
+                    connection.reload_scripts()
+                    replies = connection.call(some)
+                for reply in replies:
+                    raise_for_reply(reply, node.address)
+    except MqlayerError as error:
+        log.warning("marks_node_skipped", extra={"node": node.name, "reason": str(error)})
+        return False
+    return True
+
+
+def _slices(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
+    while some := list(islice(items, size)):
+        yield some

@@ -1,0 +1,137 @@
+"""One pass over all partitions, each asked in bounded calls, all of a node's in one write."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import MqlayerError, NodeNotArmed
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
+from mqlayer.redis.partition_scripts import GroupStart, trim_command
+from mqlayer.runtime.route_cache import nodes_by
+from mqlayer.topics import list_topics
+
+log = logging.getLogger(__name__)
+
+ENTRY_LIMIT: Final = 10_000
+"""Records that one call looks at: about ten milliseconds of its node."""
+ROUNDS: Final = 100
+NO_FLOOR: Final = 2**53
+"""An offset above all others: only the groups bound what is dropped."""
+TIMEOUTS: Final = {"lock_wait": "10s", "idle": "120s"}
+"""A pass waits for its nodes with a transaction open, which holds nothing but its right to trim."""
+
+
+@dataclass(slots=True)
+class TrimReport:
+    """What a pass did: records dropped per partition, and nodes that were passed by, with the reason."""
+
+    dropped: dict[int, int] = field(default_factory=dict)
+    skipped_nodes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Records dropped in all."""
+        return sum(self.dropped.values())
+
+
+class TrimTarget(NamedTuple):
+    """A partition to trim, and what bounds it: groups, and the first offset that is not in the archive."""
+
+    partition: int
+    starts: list[GroupStart]
+    floor: int
+
+
+def trim_pass(database: Database, *, prefix: str, topic: str | None = None, unsafe: bool = False) -> TrimReport:
+    """Drop records that every group of their topic has settled (invariant 10); of one topic, or of all.
+
+    Of an archived topic only what is in the archive.
+
+    A group that has settled nothing counts with its start, so nothing that it shall see is dropped; a topic without
+    any group keeps everything, and so does a successor whose parents are not retired. Streams are cut at whole nodes of
+    theirs, so up to some hundred settled records stay.
+    Safe to run twice at once. A node that can't be reached is passed by and reported.
+    """
+    names = [topic] if topic is not None else [summary.name for summary in list_topics(database)]
+    return database.transaction(lambda connection: _pass(connection, prefix, names, unsafe=unsafe))
+
+
+def _pass(connection: Connection, prefix: str, names: list[str], *, unsafe: bool) -> TrimReport:
+    # Held to the end: what is switched on to be archived meanwhile must not be dropped by what was asked before.
+    connection.execute(query("transaction_patience"), TIMEOUTS)
+    connection.execute(query("trim_enter"))
+    # Runs first, then what bounds them: a node that falls back and is armed in between is not cut by what was asked.
+    nodes = {node.node_id: node for node in nodes_by(connection)}
+    armed = _armings(connection)
+    work = _work_by_node(connection, names)
+    failpoint("trim.after_work")
+    report = TrimReport()
+    for node_id, partitions in work.items():
+        if node_id not in nodes:
+            continue
+        try:
+            node = nodes[node_id]
+
+            def check(node: Node = node) -> None:
+                if _armings(connection)[node.node_id] != armed[node.node_id]:
+                    raise NodeNotArmed(node.address, "it was armed anew while it was trimmed: the next pass goes on")
+
+            _trim_node(node, partitions, report, check, prefix=prefix, unsafe=unsafe)
+        except MqlayerError as error:
+            report.skipped_nodes[nodes[node_id].name] = str(error)
+            log.warning("trim_node_skipped", extra={"node": nodes[node_id].name, "reason": str(error)})
+    if report.total:
+        log.info("trimmed", extra={"records": report.total, "partitions": len(report.dropped)})
+    return report
+
+
+def _work_by_node(connection: Connection, names: Iterable[str]) -> dict[NodeId, list[TrimTarget]]:
+    found: dict[NodeId, list[TrimTarget]] = {}
+    for name in names:
+        for partition, node_id, *starts, floor in connection.execute(query("trim_work"), {"topic": name}):
+            groups = list(map(GroupStart, *starts))
+            if groups:
+                found.setdefault(node_id, []).append(
+                    TrimTarget(partition, groups, NO_FLOOR if floor is None else floor)
+                )
+    return found
+
+
+def _armings(connection: Connection) -> dict[NodeId, tuple[Any, ...]]:
+    """Return which run of each node is armed, and since when: FLUSHALL keeps the run."""
+    rows = connection.execute(query("node_list")).fetchall()
+    return {NodeId(node_id): (run_id, armed_at) for node_id, _, _, run_id, armed_at in rows}
+
+
+def _trim_node(
+    node: Node, work: list[TrimTarget], report: TrimReport, check: Callable[[], None], *, prefix: str, unsafe: bool
+) -> None:
+    """Trim a node's partitions in rounds, until a round finds nothing more in any. `check` raises before each."""
+    with NodeConnection(node, unsafe=unsafe) as connection:
+        for _ in range(ROUNDS):
+            commands = [
+                trim_command(connection, prefix, one.partition, one.starts, floor=one.floor, limit=ENTRY_LIMIT)
+                for one in work
+            ]
+            check()
+            replies = connection.call(commands)
+            failpoint("trim.after_round")
+            counts = [_dropped(reply, node.address) for reply in replies]
+            for one, count in zip(work, counts, strict=True):
+                if count:
+                    report.dropped[one.partition] = report.dropped.get(one.partition, 0) + count
+            work = [one for one, count in zip(work, counts, strict=True) if count]
+            if not work:
+                return
+
+
+def _dropped(reply: Any, address: str) -> int:
+    word, *facts = raise_for_reply(reply, address)
+    return int(facts[0]) if word == b"trimmed" else 0

@@ -1,0 +1,52 @@
+"""Writing messages into the outbox: one statement for up to 10,000 messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from mqlayer.domain.routing import LP_COUNT, lp_of
+from mqlayer.outbox.outbox_message import OutboxMessage, arguments_of
+from mqlayer.postgres.caller_connections import caller_errors, run_one, run_one_async
+from mqlayer.postgres.queries import query
+
+AT_ONCE: Final = 10_000
+"""How many messages the SQL functions take in one call."""
+
+Statement = tuple[str, dict[str, Any]]
+
+
+def send(connection: Any, messages: Sequence[OutboxMessage]) -> None:
+    """Write messages in the transaction that is open on the connection, in the order of their LPs."""
+    with caller_errors(connection):
+        for statement in statements_for(messages):
+            run_one(connection, *statement)
+
+
+async def asend(connection: Any, messages: Sequence[OutboxMessage]) -> None:
+    """Do the same on an async connection."""
+    with caller_errors(connection):
+        for statement in statements_for(messages):
+            await run_one_async(connection, *statement)
+
+
+def statements_for(messages: Sequence[OutboxMessage]) -> Iterator[Statement]:
+    """Return the statements that write these messages, with their arguments; none for no message."""
+    if len(messages) > AT_ONCE:
+        # Over all statements LPs are locked in the order in which each of them locks its own.
+        messages = sorted(messages, key=_place_of)
+    for first in range(0, len(messages), AT_ONCE):
+        yield _statement_for(messages[first : first + AT_ONCE])
+
+
+def _place_of(message: OutboxMessage) -> tuple[str, int]:
+    """Return topic and LP; what may go to any LP comes last."""
+    name = message.dedup_id if message.key is None else message.key
+    return message.topic, LP_COUNT if name is None else lp_of(name.encode())
+
+
+def _statement_for(messages: Sequence[OutboxMessage]) -> Statement:
+    once = any(message.dedup_id is not None for message in messages)
+    if len(messages) == 1:
+        return query("outbox_publish_once" if once else "outbox_publish"), messages[0]._asdict()
+    return query("outbox_publish_many_once" if once else "outbox_publish_many"), arguments_of(messages)

@@ -1,0 +1,19 @@
+"""Forgetting dedup ids whose window is over."""
+
+from __future__ import annotations
+
+import logging
+
+from mqlayer.postgres.bounded_delete import forget_rows
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.queries import query
+
+log = logging.getLogger(__name__)
+
+
+def clean_dedup(application: Database, *, window_s: float) -> int:
+    """Forget the outbox's dedup ids that are older than the window, in bounded steps; return how many."""
+    gone = forget_rows(application, query("dedup_clean"), {"window_s": window_s})
+    if gone:
+        log.info("dedup_cleaned", extra={"rows": gone})
+    return gone

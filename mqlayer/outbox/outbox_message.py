@@ -1,0 +1,88 @@
+"""A message on its way into an outbox: checked where it is published, so that the error shows up there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from mqlayer.domain.dedup import encode_dedup_id
+from mqlayer.domain.names import BODY_LIMIT, check_body, check_headers, check_name, encode_key
+from mqlayer.domain.tags import TAGS_HEADER, tags_text
+from mqlayer.errors import InvalidInput, ReservedHeader
+
+Body: TypeAlias = Any
+"""bytes, bytearray and memoryview go as they are, str as UTF-8; anything else as JSON, by msgspec's rules: dict, list,
+numbers, dataclasses, msgspec Structs, datetime, UUID, Decimal and so on. A pydantic model: give `model_dump_json()`."""
+
+_encode_json = msgspec.json.Encoder().encode
+
+
+class OutboxMessage(NamedTuple):
+    """What the SQL functions take; headers as JSON text."""
+
+    topic: str
+    key: str | None
+    body: bytes
+    headers: str | None
+    dedup_id: str | None = None
+
+
+def message_of(
+    topic: str,
+    *,
+    key: str | None,
+    body: Body,
+    headers: Mapping[str, str] | None,
+    tags: Sequence[str] = (),
+    dedup_id: str | None = None,
+) -> OutboxMessage:
+    """Return a message. Raises InvalidInput and its kinds for what can never be sent.
+
+    The topic's own body limit, and whether the topic exists, is checked by the database.
+    """
+    check_name("topic", topic)
+    if key is not None:
+        encode_key(key)
+        if "\0" in key:
+            raise InvalidInput("a message key with a NUL character: Postgres can't store it")
+    if dedup_id is not None:
+        encode_dedup_id(dedup_id)
+    data = check_body(topic, encode_body(body), BODY_LIMIT)
+    return OutboxMessage(topic, key, data, _headers_text(headers or {}, tags) if headers or tags else None, dedup_id)
+
+
+def encode_body(body: Body) -> bytes:
+    """Return a body's bytes. Raises InvalidInput for what is neither bytes nor text nor can be JSON."""
+    if isinstance(body, bytes):
+        return body
+    if isinstance(body, str):
+        return body.encode()
+    if isinstance(body, bytearray | memoryview):
+        return bytes(body)
+    try:
+        return _encode_json(body)
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise InvalidInput(f"a body of type {type(body).__name__} can't be encoded as JSON: give bytes") from error
+
+
+def arguments_of(messages: Sequence[OutboxMessage]) -> dict[str, list[Any] | None]:
+    """Return the arguments of publish_many_v1 and of publish_many_once_v1."""
+    columns: dict[str, list[Any]] = {
+        "topics": [message.topic for message in messages],
+        "keys": [message.key for message in messages],
+        "bodies": [message.body for message in messages],
+        "headers": [message.headers for message in messages],
+        "dedup_ids": [message.dedup_id for message in messages],
+    }
+    # An array of nulls alone goes as text, where array_nulls may be off; without an array all are null as well.
+    return {name: None if all(one is None for one in column) else column for name, column in columns.items()}
+
+
+def _headers_text(headers: Mapping[str, str], tags: Sequence[str]) -> str:
+    check_headers(headers)
+    if any("\0" in part for item in headers.items() for part in item):
+        raise ReservedHeader("a NUL character in them: Postgres can't store it")
+    with_tags = {**headers, TAGS_HEADER: tags_text(tags)} if tags else dict(headers)
+    return _encode_json(with_tags).decode()

@@ -1,0 +1,80 @@
+"""Addresses of Postgres: taken apart by the driver's own parser, shown by host, port and database alone."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from functools import lru_cache
+from typing import Any, Final
+
+import psycopg
+from psycopg import pq
+from psycopg.conninfo import conninfo_to_dict
+
+from mqlayer.errors import InvalidInput
+from mqlayer.redaction import register_secrets
+
+UNREADABLE: Final = (
+    "the DSN of Postgres can't be parsed: give postgresql://user@host:port/database, or key=value pairs; write "
+    "@ : / ? # % and blanks in a password as %40 %3A %2F %3F %23 %25 %20, or quote the value"
+)
+_SCHEMES: Final = ("postgresql://", "postgres://")
+_HOST: Final = re.compile(r"[\w.-]*|/[^@\s]*")
+
+
+def parse_dsn(dsn: str) -> dict[str, Any]:
+    """Take a DSN apart. Raises InvalidInput, which never shows it.
+
+    One that the driver takes apart otherwise than it was meant is refused too: with a bare `@` or `/` in its password,
+    a part of that would be taken for the host or the database, and shown as such.
+    """
+    parts = _parse(dsn)
+    if parts is None:
+        raise InvalidInput(UNREADABLE)
+    register_secrets(*(str(value) for name, value in parts.items() if name in _secret_names()))
+    return parts
+
+
+def address_of(dsn: str) -> str:
+    """Return host, port and database of a DSN, for messages: no user, no password."""
+    parts = _parse(dsn)
+    if parts is None:
+        return "postgres (the DSN can't be parsed)"
+    host, port = parts.get("host") or "localhost", parts.get("port") or 5432
+    return f"postgres at {host}:{port}/{parts.get('dbname') or ''}"
+
+
+def _parse(dsn: str) -> dict[str, Any] | None:
+    try:
+        parts = conninfo_to_dict(dsn)
+    except psycopg.Error:
+        # Its words hold a part of the DSN.
+        return None
+    hosts, ports = str(parts.get("host", "")).split(","), str(parts.get("port", "")).split(",")
+    meant = _is_clear(dsn) and all(_is_host(host) for host in hosts)
+    return parts if meant and all(port == "" or port.isdecimal() for port in ports) else None
+
+
+def _is_clear(dsn: str) -> bool:
+    """Return whether the parts of a URL end where they seem to; pairs always do."""
+    if not dsn.startswith(_SCHEMES):
+        return True
+    authority, _, rest = dsn.partition("://")[2].partition("/")
+    before, at, _ = authority.partition("@")
+    return authority.count("@") <= 1 and not (at and "?" in before) and "@" not in rest.partition("?")[0]
+
+
+def _is_host(host: str) -> bool:
+    if _HOST.fullmatch(host):
+        return True
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=1)
+def _secret_names() -> frozenset[str]:
+    """Return the parameters that libpq itself hides from view."""
+    return frozenset(option.keyword.decode() for option in pq.Conninfo.get_defaults() if option.dispchar == b"*")

@@ -1,0 +1,82 @@
+"""Hearing what Postgres notifies of, in a thread with a connection of its own.
+
+Best effort: a notification says only that a look pays now, and everybody who listens also looks by himself at times.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import psycopg
+from psycopg import sql
+
+from mqlayer.errors import MqlayerError
+from mqlayer.postgres.database import Database, connect_directly
+
+log = logging.getLogger(__name__)
+
+ROUTE: Final = "mqlayer_route"
+"""A route version was put in force; the payload is the topic."""
+GROUP: Final = "mqlayer_group"
+"""Assignments of a group changed; the payload is its id."""
+PURPOSE: Final = "hearing notifications (LISTEN)"
+RETRY_S: Final = 1.0
+POLL_S: Final = 0.5
+
+
+class NotificationListener:
+    """Calls `heard(payload)` for each notification on a channel; with "" when it begins to listen: some were missed."""
+
+    def __init__(
+        self, database: Database, channel: str, heard: Callable[[str], None], *, application: str = "mqlayer routes"
+    ) -> None:
+        self._database, self._channel, self._heard, self._application = database, channel, heard, application
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        # A pipe that `close` writes to: whoever ends does not wait for the next look.
+        self._ends = (-1, -1)
+
+    def start(self) -> None:
+        """Begin to listen; returns at once. Raises ConfigurationRefused where only a pooler is known."""
+        self._database.check_direct(PURPOSE)
+        self._ends = os.pipe()
+        self._thread = threading.Thread(target=self._run, name=f"mqlayer-hears-{self._channel}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._stopping.set()
+        if self._thread is None:
+            return
+        os.write(self._ends[1], b".")
+        self._thread.join(timeout=5)
+        # One that hangs in its connection still looks at the pipe.
+        if not self._thread.is_alive():
+            self._thread = None
+            for end in self._ends:
+                os.close(end)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._listen()
+            except (MqlayerError, psycopg.Error) as error:
+                log.debug("notifications_lost", extra={"channel": self._channel, "reason": type(error).__name__})
+                self._stopping.wait(RETRY_S)
+
+    def _listen(self) -> None:
+        with connect_directly(self._database.dsn, purpose=PURPOSE, application=self._application) as connection:
+            connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self._channel)))
+            self._heard("")
+            changes = select.poll()
+            for source in (connection.fileno(), self._ends[0]):
+                changes.register(source, select.POLLIN)
+            while not self._stopping.is_set():
+                for notification in connection.notifies(timeout=0):
+                    self._heard(notification.payload)
+                changes.poll(POLL_S * 1000)

@@ -1,0 +1,238 @@
+"""How each session of our own is set up, whatever the server, the database and the role say, and behind poolers.
+
+A session that is ours alone gets all of `SETTINGS`, in the one round trip that also tells whether it is. A pooler may
+run the statements of one connection in several sessions, each of which other clients use too: there nothing is set,
+because it would be set for those. A second round trip reads its defaults, and one that we can't work with is refused
+with how to change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Final, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
+
+import psycopg
+from psycopg import sql
+
+from mqlayer.errors import ConfigurationRefused
+from mqlayer.postgres.queries import query
+from mqlayer.settings import ConnectionOptions, SessionLimits
+
+AnyConnection: TypeAlias = "psycopg.Connection[tuple[Any, ...]]"
+
+SETTINGS: Final[Mapping[str, str]] = {
+    "array_nulls": "on",
+    "bytea_output": "hex",
+    "client_min_messages": "notice",
+    "DateStyle": "ISO",
+    "default_transaction_deferrable": "off",
+    "default_transaction_isolation": "read committed",
+    "default_transaction_read_only": "off",
+    "exit_on_error": "off",
+    "extra_float_digits": "1",
+    "idle_session_timeout": "0",
+    "IntervalStyle": "postgres",
+    "jit": "off",
+    "plan_cache_mode": "auto",
+    "quote_all_identifiers": "off",
+    "row_security": "on",
+    "search_path": "pg_catalog, pg_temp",
+    "standard_conforming_strings": "on",
+    # Only where it is off, see `_assigned`: a session that waits for standbys goes on waiting for them.
+    "synchronous_commit": "on",
+    "TimeZone": "UTC",
+    "transform_null_equals": "off",
+}
+"""Transactions of ours take a lock and then read what it guards, so each statement has to see what was committed. No
+statement of ours is worth compiling. Names of ours are qualified: what else has one is the server's."""
+SOME_SERVERS_HAVE: Final[Mapping[str, str]] = {
+    "plpgsql.extra_errors": "none",
+    "restrict_nonsystem_relation_kind": "",
+    "transaction_timeout": "0",
+}
+"""Of later versions, or there only once the role or the database has it."""
+READING: Final[Mapping[str, str]] = {
+    "default_transaction_isolation": "repeatable read",
+    "default_transaction_read_only": "on",
+    "enable_nestloop": "off",
+}
+"""One view of the data for all statements of a transaction, and nothing is ever written. Tables that were filled since
+they were last looked at are no reason to look a cut through once for each record."""
+NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
+    "array_nulls": ("on",),
+    "DateStyle": ("ISO", "ISO, DMY", "ISO, MDY", "ISO, YMD"),
+    "default_transaction_isolation": ("read committed",),
+    "default_transaction_read_only": ("off",),
+    "exit_on_error": ("off",),
+    "extra_float_digits": ("1", "0", "2", "3"),
+    "IntervalStyle": ("postgres",),
+    "row_security": ("on",),
+    "standard_conforming_strings": ("on",),
+    "synchronous_commit": ("on", "local", "remote_write", "remote_apply"),
+    "transform_null_equals": ("off",),
+}
+"""The defaults that statements of ours rely on where nothing can be set, best first."""
+
+_NONE: Final = SessionLimits(0, 0, 0)
+_SERVING: Final = SessionLimits(60, 30, 60)
+_COMMAND: Final = SessionLimits(0, 60, 600)
+LIMITS: Final[Mapping[str, SessionLimits]] = {
+    "mqlayer consumer": _SERVING,
+    "mqlayer receiver": _SERVING,
+    "mqlayer producer": _SERVING,
+    # An outbox may have to be read through, and who arms a node holds its row while it sends what the node lacks.
+    "mqlayer relay": SessionLimits(300, 30, 600),
+    "mqlayer worker": SessionLimits(3600, 60, 600),
+    "mqlayer routes": _NONE,
+    # It looks at these settings, and limits itself.
+    "mqlayer doctor": SessionLimits(),
+    "mqlayer migrate": _NONE,
+}
+"""By kind of process; others are commands, whose statements may take as long as there is data."""
+
+
+class ServerSession(NamedTuple):
+    """Of a connection: whether its statements run in a session of its own, and in which process the first one did."""
+
+    own: bool
+    server_pid: int
+
+
+_sessions: Final[WeakKeyDictionary[AnyConnection, ServerSession]] = WeakKeyDictionary()
+
+
+def set_up(connection: AnyConnection, options: ConnectionOptions, *, application: str, address: str) -> ServerSession:
+    """Set up the session of a connection in autocommit mode, or see that it can do without.
+
+    A pooler shows by the process id that it told at connecting: it is the pooler's own, not that of the server's
+    process. Raises ConfigurationRefused for a shared session whose defaults are none that we can work with.
+    """
+    connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+    wanted = {
+        **SOME_SERVERS_HAVE,
+        **SETTINGS,
+        **(READING if options.reads_only else {}),
+        **_limits(options, application),
+    }
+    # Without parameters and by no prepared statement: a pooler has nothing to keep apart.
+    setting = _assigned(tuple(wanted.items())) + _if_own(connection, options)
+    row = connection.execute(setting, prepare=False).fetchone()
+    session = _sessions[connection] = (
+        ServerSession(True, row[0]) if row else _shared(connection, options, wanted, address)
+    )
+    return session
+
+
+@cache
+def _assigned(wanted: tuple[tuple[str, str], ...]) -> bytes:
+    """Return the statement that makes settings; its row, which is there where they were made, begins with the process.
+
+    Everything is named in full: which objects bare names mean, it is about to say. It is all expressions, since a new
+    session reads from the catalogs each function, operator and type that a statement uses.
+    """
+    each = sql.SQL(", ").join(_assignment(name, value) for name, value in wanted)
+    text = sql.SQL("SELECT pg_catalog.pg_backend_pid(), pg_catalog.num_nonnulls({})").format(each)
+    return text.as_string(None).encode()
+
+
+def _assignment(name: str, value: str) -> sql.Composed:
+    assigned = sql.SQL("pg_catalog.set_config({}, {}, false)").format(name, value)
+    found = sql.SQL("pg_catalog.current_setting({}, true)").format(name)
+    if name in SOME_SERVERS_HAVE:
+        return sql.SQL("CASE WHEN {} IS NOT NULL THEN {} END").format(found, assigned)
+    if name == "synchronous_commit":
+        return sql.SQL("CASE WHEN {} OPERATOR(pg_catalog.=) 'off' THEN {} END").format(found, assigned)
+    return assigned
+
+
+def _if_own(connection: AnyConnection, options: ConnectionOptions) -> bytes:
+    """Return the condition to it: the server's process is the one that was told at connecting, or a setting says so."""
+    if options.pooled_by_session:
+        return b""
+    return b" WHERE pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) %d" % connection.info.backend_pid
+
+
+def _shared(
+    connection: AnyConnection, options: ConnectionOptions, wanted: Mapping[str, str], address: str
+) -> ServerSession:
+    """See that a session that is lent by a pooler has settings that we can work with. Raises ConfigurationRefused."""
+    # A prepared statement has the same name with every client, and belongs to one of the server's sessions.
+    connection.prepare_threshold = connection.prepare_threshold if options.pooler_prepares else None
+    row = connection.execute(query("session_found"), {"names": list(wanted)}, prepare=False).fetchone()
+    server_pid, found = row or (0, [])
+    _refuse_unfit(dict(zip(wanted, found, strict=True)), address)
+    return ServerSession(False, server_pid)
+
+
+def is_own(connection: AnyConnection) -> bool:
+    """Return whether settings, locks and what else is the session's last from one statement to the next."""
+    session = _sessions.get(connection)
+    return session is None or session.own
+
+
+def is_direct(connection: AnyConnection) -> bool:
+    """Return whether no pooler is in between."""
+    session = _sessions.get(connection)
+    return session is None or session.server_pid == connection.info.backend_pid
+
+
+def refuse_moved(connection: AnyConnection, address: str) -> bool:
+    """Ask a connection that was promised a session of its own through a pooler whether it still has it.
+
+    Returns False for any other, which is asked nothing. Raises ConfigurationRefused where the promise is wrong.
+    """
+    session = _sessions.get(connection)
+    if session is None or not session.own or is_direct(connection):
+        return False
+    row = connection.execute("SELECT pg_catalog.pg_backend_pid()", prepare=False).fetchone()
+    if row is not None and row[0] != session.server_pid:
+        reason = "a pooler that keeps one server connection for each of ours (this one does not): unset it"
+        raise ConfigurationRefused(address, "MQLAYER_POOLER", "session", reason)
+    return True
+
+
+def refuse_pooled(options: ConnectionOptions, address: str, purpose: str) -> ConfigurationRefused:
+    """Return the error for a connection that has to be a session of its own, and leads through a pooler."""
+    wanted = (
+        f"a direct connection for {purpose}: set {options.direct_setting} to the server's own address, or "
+        "MQLAYER_POOLER=session if the pooler keeps one server connection for each of ours"
+    )
+    return ConfigurationRefused(address, "the way to it", "through a pooler", wanted)
+
+
+def reading_options() -> str:
+    """Return the same settings for other drivers, as a connection that only reads is given them when it begins."""
+    unlimited = {"statement_timeout": "0", "lock_timeout": "0", "idle_in_transaction_session_timeout": "0"}
+    # Drivers set DateStyle, TimeZone and the encoding as they need them.
+    theirs = ("DateStyle", "TimeZone")
+    wanted = {name: value for name, value in {**SETTINGS, **READING, **unlimited}.items() if name not in theirs}
+    return " ".join(f"-c {name}={value}" for name, value in zip(wanted, map(_escaped, wanted.values()), strict=True))
+
+
+def _escaped(value: str) -> str:
+    return value.replace(" ", "\\ ")
+
+
+def _limits(options: ConnectionOptions, application: str) -> dict[str, str]:
+    kind, given = LIMITS.get(application, _COMMAND), options.limits
+    if kind == SessionLimits():
+        return {}
+    limits = {
+        "statement_timeout": (given.statement_s, kind.statement_s),
+        "lock_timeout": (given.lock_s, kind.lock_s),
+        "idle_in_transaction_session_timeout": (given.idle_in_transaction_s, kind.idle_in_transaction_s),
+    }
+    return {
+        name: f"{1000 * (usual or 0 if wanted is None else wanted):.0f}" for name, (wanted, usual) in limits.items()
+    }
+
+
+def _refuse_unfit(found: Mapping[str, str], address: str) -> None:
+    """Raise ConfigurationRefused for the first default that statements of ours can't work with."""
+    for name, fit in NEEDED.items():
+        if found[name] not in fit:
+            change = f"ALTER ROLE … SET {name} = '{fit[0]}', and RECONNECT in the pooler"
+            fix = f"{fit[0]!r} where a pooler lends its sessions: {change}"
+            raise ConfigurationRefused(address, name, found[name], fix)

@@ -1,0 +1,122 @@
+"""Look whether nodes still have what they acknowledged: when one was armed anew, or a topic has another route.
+
+Whoever publishes to an LP is told of a loss there by the chain. This is for all the others: one connection and one
+round trip per node that was armed, whatever was published.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Final
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import MqlayerError
+from mqlayer.producing.in_flight import InFlight, notify_all
+from mqlayer.producing.losses import AcknowledgedMark
+from mqlayer.producing.node_sender import NodeSender
+from mqlayer.producing.scheduler import Scheduler
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.partition_scripts import LIVE_STATES
+from mqlayer.redis.read_scripts import MARKS_PER_CALL, marks_of
+
+log = logging.getLogger(__name__)
+
+TRIES: Final = 10
+FIRST_PAUSE_S: Final = 0.25
+LONGEST_PAUSE_S: Final = 60.0
+LATE_TRIES: Final = 6
+"""After so many, some 16 s, nothing is under way any more that was sent before the first one."""
+
+
+class LossDetector:
+    """Which nodes a producer has to look at. For the scheduler's thread, but for `note_armed`.
+
+    A look that fails is repeated, ten times in some four minutes; a node that is armed again is looked at anew.
+    """
+
+    def __init__(
+        self, in_flight: InFlight, scheduler: Scheduler, senders: Mapping[NodeId, NodeSender],
+        connection: Callable[[NodeId], NodeConnection], *,
+        prefix: str,
+    ) -> None:  # fmt: skip
+        self._in_flight, self._scheduler, self._senders, self._connection, self._prefix = (
+            in_flight,
+            scheduler,
+            senders,
+            connection,
+            prefix,
+        )
+        self._armed_at: dict[NodeId, datetime | None] = {}
+        self._due: dict[NodeId, tuple[int, float]] = {}
+
+    def note_armed(self, node_id: NodeId, armed_at: datetime | None) -> None:
+        """Note when a node was armed that is used from now on."""
+        self._armed_at.setdefault(node_id, armed_at)
+
+    def check_rearmed(self, armed_at: Mapping[NodeId, datetime | None]) -> None:
+        """Look at the nodes that were armed since."""
+        changed = [node_id for node_id, before in self._armed_at.items() if armed_at.get(node_id, before) != before]
+        self._armed_at.update({node_id: armed_at[node_id] for node_id in changed})
+        self.schedule(changed)
+        self.run()
+
+    def schedule(self, node_ids: Iterable[NodeId]) -> None:
+        """Have nodes looked at by the next run."""
+        self._due.update(dict.fromkeys(node_ids, (0, 0.0)))
+
+    def run(self) -> None:
+        """Look at all nodes that are due."""
+        for node_id, (tries, due_at) in list(self._due.items()):
+            now = time.monotonic()
+            if due_at > now:
+                continue
+            del self._due[node_id]
+            if self._check(node_id, tries):
+                continue
+            if tries + 1 == TRIES:
+                log.warning("producer_loss_check_abandoned", extra={"node": self._senders[node_id].runs[0]})
+                continue
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**tries)
+            self._due[node_id] = (tries + 1, now + pause_s)
+            self._scheduler.schedule(self.run, after_s=pause_s)
+
+    def _check(self, node_id: NodeId, tries: int) -> bool:
+        """Compare a node's marks with what it acknowledged; say whether there is nothing left to compare."""
+        sender = self._senders[node_id]
+        with self._in_flight.lock:
+            expected_marks = self._in_flight.expected_marks(sender)
+            # An answer that is on its way may be one of before.
+            whole = not sender.unanswered_count or tries >= LATE_TRIES
+        if not expected_marks:
+            return whole
+        try:
+            found = self._marks(node_id, expected_marks)
+        except MqlayerError as error:
+            log.info("producer_loss_check_failed", extra={"node": sender.runs[0], "reason": str(error)})
+            return False
+        listeners = []
+        with self._in_flight.lock:
+            for expected, mark in found:
+                listeners += self._in_flight.check_mark(expected, mark)
+        notify_all(listeners)
+        return whole and len(found) == len(expected_marks)
+
+    def _marks(self, node_id: NodeId, expected_marks: Sequence[AcknowledgedMark]) -> list[tuple[AcknowledgedMark, int]]:
+        """Return what was claimed of partitions that can tell, with their marks."""
+        of: dict[int, list[AcknowledgedMark]] = defaultdict(list)
+        for expected in expected_marks:
+            of[expected.partition].append(expected)
+        asked = [some[at : at + MARKS_PER_CALL] for some in of.values() for at in range(0, len(some), MARKS_PER_CALL)]
+        wanted = [(some[0].partition, [(expected.source, expected.queue.lp) for expected in some]) for some in asked]
+        with self._connection(node_id) as connection:
+            answers = marks_of(connection, self._prefix, wanted)
+        return [
+            pair
+            for some, (state, marks) in zip(asked, answers, strict=True)
+            if state in LIVE_STATES
+            for pair in zip(some, marks, strict=True)
+        ]

@@ -1,0 +1,6 @@
+"""Ordered pop: receivers without membership or assignment."""
+
+from mqlayer.receiving.pop_message import PopMessage, Token
+from mqlayer.receiving.receiver import Receiver
+
+__all__ = ["PopMessage", "Receiver", "Token"]

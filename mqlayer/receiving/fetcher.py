@@ -1,0 +1,283 @@
+"""Ask partitions for batches in turn, follow what they say, and wait for news of those that had nothing.
+
+One blocking read per node waits for all its partitions: on their logs, but for those where appending makes no
+difference, and on the streams that tell when a queue got free. When visibility timeouts end is known from the answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Final
+
+from mqlayer.domain.message import Record
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import MqlayerError, NodeNotArmed, StoreUnavailable
+from mqlayer.failpoints import failpoint
+from mqlayer.groups.group import Group
+from mqlayer.groups.lineage import drained_popped, seal_marks
+from mqlayer.groups.pop_partitions import renew_pop_epoch
+from mqlayer.postgres.database import Database
+from mqlayer.receiving.node_pool import NodePool, call_scripts
+from mqlayer.receiving.partition_cache import PartitionCache
+from mqlayer.receiving.partition_view import PartitionView
+from mqlayer.receiving.pop_message import PopMessage, Token, message_of
+from mqlayer.receiving.settler import PopSettler
+from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
+from mqlayer.redis.partition_scripts import Fenced, Refused
+from mqlayer.redis.pop_scripts import Drained, NoBatch, PopBatch, ReceiveRequest, receive_command, receive_reply
+from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.settings import Settings
+from mqlayer.topics.nodes import arm_if_allowed
+
+log = logging.getLogger(__name__)
+
+PopAnswer = PopBatch | NoBatch | Drained | Fenced | Refused
+
+BLOCK_S: Final = 0.1
+"""Longest wait in one read: what a notification changes is seen this late at most."""
+MORE_LIMIT: Final = 64
+"""How often in a row a partition is asked that has more to look at."""
+
+
+class Fetcher:
+    """Asks for one group; for one thread at a time, but for `refresh_soon`."""
+
+    def __init__(
+        self,
+        group: Group,
+        cache: PartitionCache,
+        connections: NodePool,
+        settler: PopSettler,
+        *,
+        settings: Settings,
+        database: Database,
+        application: Database,
+        routes: RouteCache,
+    ) -> None:
+        self._group, self._cache, self._connections, self._settler = group, cache, connections, settler
+        self._settings, self._database, self._application, self._routes = settings, database, application, routes
+        self._round = 0
+        self._wakeups = cache.changed
+        self.fetch_count = 0
+
+    def refresh_soon(self) -> None:
+        """Have the partitions listed anew, beside whatever goes on. For any thread."""
+        self._cache.expire()
+        self._cache.refresh()
+
+    def repeat(self, request: ReceiveRequest) -> list[PopMessage]:
+        """Return what this attempt was given before, in whatever partitions can be asked."""
+        self._cache.refresh()
+        found: list[PopMessage] = []
+        for view in self._cache.views:
+            try:
+                answer = self._fetch_from(view, request._replace(only_repeat=True))
+                if isinstance(answer, PopBatch):
+                    found += self._messages(view, answer)
+            except MqlayerError as error:
+                self._failed(view, error)
+        return found
+
+    def fetch(self, request: ReceiveRequest, *, repeat: bool) -> list[PopMessage]:
+        """Ask the partitions that it pays to ask, until one gives; return what it gave.
+
+        `repeat`: ask again under attempts that were not answered. Raises what the last of them answered where none at
+        all can be asked.
+        """
+        self._cache.refresh()
+        views = self._cache.views
+        for number in range(len(views)):
+            view = views[(self._round + number) % len(views)]
+            if not view.is_due(time.monotonic()):
+                continue
+            try:
+                found = self._handle(view, self._request_for(view, request) if repeat else request)
+                view.last_error = None
+            except MqlayerError as error:
+                self._failed(view, error)
+                continue
+            if found:
+                # The next call begins with the next partition: a busy one must not keep the others waiting.
+                self._round = (self._round + number + 1) % len(views)
+                return found
+        return []
+
+    @property
+    def last_error(self) -> MqlayerError | None:
+        """Why no partition at all can be asked, None where one can."""
+        if self._cache.retired is not None:
+            return self._cache.retired
+        errors = [view.last_error for view in self._cache.views]
+        return errors[-1] if errors and all(errors) else None
+
+    def wait_for_wakeup(self, wait_s: float) -> None:
+        """Wait for news of partitions that had nothing; with 0, only look."""
+        now = time.monotonic()
+        views = self._cache.views
+        if wait_s and (self._wakeups.is_set() or any(view.is_due(now) for view in views)):
+            self._wakeups.clear()
+            return
+        wait_s = min([wait_s, BLOCK_S, *(view.due_in(now) for view in views)])
+        asked: list[tuple[NodeConnection, dict[bytes, PartitionView]]] = []
+        for node_id, streams in self._watched(now).items():
+            try:
+                connection = self._connections.to(node_id)
+                block = ("BLOCK", max(1, round(wait_s * 1000))) if wait_s else ()
+                after = (entry for _, entry in streams.values())
+                connection.send([("XREAD", "COUNT", 1, *block, "STREAMS", *streams, *after)])
+                asked.append((connection, {key: view for key, (view, _) in streams.items()}))
+            except MqlayerError as error:
+                self._pause_node(node_id, error)
+        for connection, of_key in asked:
+            try:
+                _wake(raise_for_reply(connection.receive(1)[0], connection.node.address), of_key)
+            except MqlayerError as error:
+                self._pause_node(connection.node.node_id, error)
+        if not asked and wait_s:
+            self._wakeups.wait(wait_s)
+        self._wakeups.clear()
+
+    def _watched(self, now: float) -> dict[NodeId, dict[bytes, tuple[PartitionView, bytes]]]:
+        """Return by node which streams tell of news, of which partition, and behind which entry."""
+        by_node: dict[NodeId, dict[bytes, tuple[PartitionView, bytes]]] = {}
+        for view in self._cache.views:
+            for key, after in view.watched(now).items():
+                by_node.setdefault(view.info.node, {})[key] = (view, after)
+        return by_node
+
+    def _request_for(self, view: PartitionView, request: ReceiveRequest) -> ReceiveRequest:
+        """Ask under the attempt that was not answered, if any: what was given then is ours."""
+        before = view.unanswered
+        return request._replace(attempt_id=before.attempt_id) if before and before.limit <= request.limit else request
+
+    def _fetch_from(self, view: PartitionView, request: ReceiveRequest) -> PopAnswer:
+        connection = self._connections.to(view.info.node)
+        answer = self._call(connection, view, request)
+        for _ in range(MORE_LIMIT):
+            if not isinstance(answer, NoBatch) or answer.status != "more":
+                break
+            answer = self._call(connection, view, request)
+        return answer
+
+    def _call(self, connection: NodeConnection, view: PartitionView, request: ReceiveRequest) -> PopAnswer:
+        self.fetch_count += 1
+        view.unanswered = request
+        (reply,) = call_scripts(connection, [receive_command(connection, view.group_partition, request)])
+        answer = receive_reply(reply, connection.node.address)
+        if isinstance(answer, PopBatch):
+            failpoint("pop.after_receive")
+        view.unanswered = None
+        return answer
+
+    def _handle(self, view: PartitionView, request: ReceiveRequest) -> list[PopMessage]:
+        """Ask a partition, and follow what it says; return what it gave."""
+        answer = self._fetch_from(view, request)
+        if isinstance(answer, PopBatch):
+            view.quiet, view.woken, view.refused = None, False, 0
+            return self._messages(view, answer)
+        if isinstance(answer, NoBatch):
+            view.refused = 0
+            view.set_quiet(answer, time.monotonic())
+        elif isinstance(answer, Drained):
+            self._report_drained(view, answer)
+        elif isinstance(answer, Fenced):
+            self._fenced(view)
+        else:
+            # The node lost it, though it is the armed run: re-arming sees to it.
+            view.pause(time.monotonic())
+            self._repair(view.info.node)
+        return []
+
+    def _messages(self, view: PartitionView, given: PopBatch) -> list[PopMessage]:
+        """Return a batch as messages, but for void records, and for those that are to be handled in the successors."""
+        found: list[PopMessage] = []
+        beyond: list[Token] = []
+        void: list[Token] = []
+        for record, times in zip(given.records, given.delivery_counts, strict=True):
+            token = Token(view.group_partition.partition, view.group_partition.epoch, given.batch, record.offset)
+            if view.info.cut and self._is_cut_off(view, record):
+                beyond.append(token)
+            elif record.void:
+                void.append(token)
+            else:
+                found.append(message_of(record, attempt=times, token=token, replay=view.info.replay))
+        if beyond:
+            log.warning("records_cut_off", extra={"partition": view.info.partition, "count": len(beyond)})
+        if beyond or void:
+            self._settler.settle("ack", [*beyond, *void], handled=False)
+        return found
+
+    def _is_cut_off(self, view: PartitionView, record: Record) -> bool:
+        view.marks = view.marks or seal_marks(self._database, view.info.partition)
+        source, lp, seq = record.identity
+        return seq > view.marks.get(f"{source}:{lp}", seq)
+
+    def _report_drained(self, view: PartitionView, drained: Drained) -> None:
+        """Tell Postgres that a sealed partition is through.
+
+        Where it refuses, soon again: then the seal is not recorded yet, or another epoch is in force.
+        """
+        group_partition = view.group_partition
+        if drained_popped(
+            self._database, self._group.group_id, group_partition.partition, group_partition.epoch, drained.seal_id
+        ):
+            log.info(
+                "partition_drained", extra={"partition": str(group_partition.partition), "group": self._group.name}
+            )
+            view.pause(time.monotonic())
+        else:
+            view.put_off(time.monotonic())
+        # Its successors may be readable now: who waits for them must not wait for a notice besides.
+        self._cache.reload()
+
+    def _fenced(self, view: PartitionView) -> None:
+        """Look for a higher epoch; where Postgres has none, its node has seen more than it gave out: ask for one."""
+        if view.refused == view.group_partition.epoch:
+            renew_pop_epoch(
+                self._database, self._group.group_id, view.group_partition.partition, view.group_partition.epoch
+            )
+        view.refused = view.group_partition.epoch
+        view.paused_until = time.monotonic() + BLOCK_S / 2
+        self._cache.expire()
+
+    def _failed(self, view: PartitionView, error: MqlayerError) -> None:
+        log.warning("receive_blocked", extra={"partition": view.info.partition, "reason": str(error)})
+        if isinstance(error, StoreUnavailable):
+            self._pause_node(view.info.node, error)
+        else:
+            view.pause(time.monotonic(), error)
+        if isinstance(error, NodeNotArmed):
+            self._repair(view.info.node)
+
+    def _pause_node(self, node_id: NodeId, error: MqlayerError) -> None:
+        """Leave all partitions of a node alone for a while: each of them would wait for it as long."""
+        now = time.monotonic()
+        for view in self._cache.views:
+            if view.info.node == node_id:
+                view.pause(now, error)
+
+    def _repair(self, node_id: NodeId) -> None:
+        """Arm a node that restarted or lost something, unless somebody did. Raises nothing."""
+        try:
+            arm_if_allowed(
+                self._database,
+                self._routes.node(node_id).name,
+                prefix=self._settings.key_prefix,
+                application=self._application,
+                actor="receiver",
+                unsafe=self._settings.allow_unsafe_redis,
+            )
+            self._routes.refresh_nodes()
+        except MqlayerError as error:
+            log.warning("node_not_armed", extra={"node_id": node_id, "reason": str(error)})
+        self._cache.expire()
+
+
+def _wake(found: Any, of_key: dict[bytes, PartitionView]) -> None:
+    """Note which partitions have news."""
+    for key, entries in found or ():
+        view = of_key[key]
+        view.woken = True
+        if key == view.log and not entries[0][0].endswith(b"-0"):
+            view.command_seen = True

@@ -1,0 +1,79 @@
+"""Which messages of a key a receiver has in hand, in order: the fence keeps one seq per key, so they must go in turn.
+
+Two receivers of a group have the same epoch. What keeps their effects apart is the fence's seq per key alone: once a
+later message of a key has its effect, an earlier one counts as applied. Nobody but the batch's own receiver could do
+that too early, so its fence asks here what comes first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any, Final
+
+from mqlayer.receiving.pop_message import PopMessage, Token
+
+MAX_KEPT: Final = 100_000
+"""Keys that are remembered at most; of messages that were never settled, the oldest are forgotten."""
+
+
+class KeyOrder:
+    """The messages in hand by partition and key. Safe to use from many threads."""
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[int, str], list[PopMessage]] = {}
+        self._void: dict[Token, None] = {}
+        self._lock = threading.Lock()
+
+    def delivered(self, messages: Iterable[PopMessage]) -> None:
+        """Note a new batch: what was in hand of its keys before is void."""
+        queues: dict[tuple[int, str], list[PopMessage]] = {}
+        for message in messages:
+            if message.key is not None:
+                queues.setdefault((message.token.partition, message.key), []).append(message)
+        with self._lock:
+            for group_partition, queue in queues.items():
+                self._queues.pop(group_partition, None)
+                self._queues[group_partition] = queue
+            _forget_oldest(self._queues)
+
+    def settled(self, messages: Iterable[PopMessage]) -> None:
+        """Note that messages need nothing more."""
+        with self._lock:
+            for message in messages:
+                self._cut(message, behind=False)
+
+    def returned(self, message: PopMessage) -> None:
+        """Note that a message was given back, and with it those of its key behind it."""
+        with self._lock:
+            self._cut(message, behind=True)
+
+    def before(self, message: PopMessage) -> PopMessage | None:
+        """Return the message in hand of the same key that comes right before this one and is not settled."""
+        with self._lock:
+            queue = self._queues.get((message.token.partition, message.key or ""), [])
+            earlier = [one for one in queue if one.token.offset < message.token.offset]
+            return earlier[-1] if earlier else None
+
+    def is_void(self, message: PopMessage) -> bool:
+        """Say whether a message was given back by this receiver, or one of its key before it."""
+        return message.token in self._void
+
+    def _cut(self, message: PopMessage, *, behind: bool) -> None:
+        group_partition, offset = (message.token.partition, message.key or ""), message.token.offset
+        queue = self._queues.get(group_partition)
+        if queue is None or message.key is None:
+            return
+        left = [one for one in queue if one.token.offset < offset or (not behind and one.token.offset > offset)]
+        if behind:
+            self._void |= dict.fromkeys(one.token for one in queue if one.token.offset >= offset)
+            _forget_oldest(self._void)
+        if left:
+            self._queues[group_partition] = left
+        else:
+            del self._queues[group_partition]
+
+
+def _forget_oldest(kept: dict[Any, Any]) -> None:
+    while len(kept) > MAX_KEPT:
+        del kept[next(iter(kept))]

@@ -1,0 +1,278 @@
+"""Receivers of an ordered pop: no membership, no assignment; whoever asks gets the next batch, in order.
+
+```python
+with mqlayer.Receiver("orders", group="mailer") as receiver:
+    while running:
+        for message in receiver.receive(max_messages=32, visibility_timeout_s=30):
+            send_mail(message.body)
+            receiver.ack([message])
+```
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import uuid
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from mqlayer.domain.names import check_name
+from mqlayer.errors import Conflict, InvalidInput
+from mqlayer.groups.group import Group, GroupSettings, Scope, check_settings, check_start, ensure_group
+from mqlayer.groups.start_positions import Start
+from mqlayer.idempotency import InboxEntry, arecord_effect, record_effect
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.migrations import check_schema
+from mqlayer.postgres.notifications import GROUP, NotificationListener
+from mqlayer.postgres.rights import Right, require
+from mqlayer.receiving.fetcher import Fetcher
+from mqlayer.receiving.key_order import KeyOrder
+from mqlayer.receiving.node_pool import NodePool
+from mqlayer.receiving.partition_cache import PartitionCache
+from mqlayer.receiving.pop_fence import PopFence
+from mqlayer.receiving.pop_message import PopMessage
+from mqlayer.receiving.settler import PopSettler
+from mqlayer.redis.access import use_access
+from mqlayer.redis.pop_scripts import BATCH_LIMIT, ReceiveRequest
+from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.settings import Settings
+
+BATCH_BYTES: Final = 4_000_000
+"""A batch ends with the message that brings its keys and bodies to this size."""
+LONGEST_S: Final = 12 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _ReceiverParts:
+    """What an open receiver works with."""
+
+    group: Group
+    fetcher: Fetcher
+    settler: PopSettler
+    fence: PopFence
+    key_order: KeyOrder
+
+
+class Receiver:
+    """Asks for batches of a topic's messages for a group with ordered pop, and settles them.
+
+    Any number of receivers may ask, in any process, without knowing of each other; one that dies costs nothing but the
+    visibility timeout of what it had. The first one creates the group: `scope` says what is withheld from all while a
+    message is out ("key": its key, the default; "partition": its partition), `start` where the group begins, as in
+    `App.consumer`; both are said once. One thread at a time receives; settling is for any thread, at any time.
+    Opening raises Conflict for a group that members consume, and for another scope than the group has.
+    """
+
+    def __init__(
+        self,
+        topic: str,
+        *,
+        group: str,
+        settings: Settings | None = None,
+        scope: Scope | None = None,
+        start: Start | None = None,
+    ) -> None:
+        self._topic, self._group = check_name("topic", topic), check_name("group", group)
+        check_start(start)
+        self._wanted = GroupSettings(start, mode="pop", scope=scope)
+        check_settings(self._wanted)
+        self._settings = settings
+        self._cleanup = ExitStack()
+        self._parts: _ReceiverParts | None = None
+        self._receiving = threading.Lock()
+
+    def open(self) -> Self:
+        """Reach the stores, and create the group where nobody did. Raises what a store answers that is not ready."""
+        if self._parts is not None:
+            raise Conflict("the receiver is open", "close it first")
+        with ExitStack() as cleanup:
+            self._parts = self._open(cleanup)
+            self._cleanup = cleanup.pop_all()
+        return self
+
+    def close(self) -> None:
+        """Let go of all connections. What is out stays out until its visibility timeout ends: give it back before."""
+        self._parts = None
+        self._cleanup.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def group(self) -> Group:
+        """The group, as it was when the receiver was opened."""
+        return self._open_parts().group
+
+    @property
+    def fetch_count(self) -> int:
+        """How often a partition was asked for a batch since the receiver was opened."""
+        return self._open_parts().fetcher.fetch_count
+
+    def receive(
+        self,
+        max_messages: int = 32,
+        *,
+        visibility_timeout_s: float = 30.0,
+        wait_s: float = 20.0,
+        attempt_id: str | None = None,
+    ) -> list[PopMessage]:
+        """Return the next batch: of one partition, in order; empty where nothing came within the wait.
+
+        Nobody else gets these messages, nor any behind them in the group's scope, before each is settled or its
+        visibility timeout has ended. Handle those of one key in turn; after one that fails, call `nack` and leave those
+        of its key behind it. `attempt_id` (a-z first, then a-z 0-9 _ . -): where the reply of a call was lost, the same
+        id gets the same messages again, from all nodes that answer, and they do not count as given out once more.
+        Raises InvalidInput for bounds that can't be kept (max_messages up to 500), StoreUnavailable where no partition
+        could be asked.
+        """
+        check_bounds(max_messages, visibility_timeout_s, wait_s)
+        attempt = f"r{uuid.uuid4().hex}" if attempt_id is None else check_name("attempt", attempt_id)
+        request = ReceiveRequest(attempt, max_messages, BATCH_BYTES, max(1, round(visibility_timeout_s * 1000)))
+        until = time.monotonic() + wait_s
+        parts = self._open_parts()
+        with self._receiving:
+            found = parts.fetcher.repeat(request) if attempt_id is not None else []
+            if not found:
+                found = _fetch_until(parts.fetcher, request, until, repeat=attempt_id is None)
+            parts.key_order.delivered(found)
+            return found
+
+    def ack(self, messages: Iterable[PopMessage]) -> None:
+        """Settle messages, in any order and of any batches; what is settled already is no error.
+
+        Raises StaleToken for those that others have by now: they are not settled, the rest is. Raises InvalidInput for
+        offsets that no partition gave out, StoreUnavailable where nobody can tell: then call it again.
+        """
+        parts, wanted = self._open_parts(), list(messages)
+        parts.settler.settle("ack", [message.token for message in wanted])
+        parts.key_order.settled(wanted)
+
+    def nack(self, message: PopMessage, *, delay_s: float = 0.0) -> None:
+        """Give a message back, and with it what is behind it in its scope: all come again after the delay, in order.
+
+        Tokens of what was behind it are void from here on. Raises as `ack`; said again after StoreUnavailable, it may
+        raise StaleToken: then the first one was heard.
+        """
+        check_duration("the delay", delay_s, least=0.0)
+        parts = self._open_parts()
+        parts.key_order.returned(message)
+        parts.settler.settle("nack", [message.token], ms=round(delay_s * 1000))
+
+    def extend(self, message: PopMessage, seconds: float) -> None:
+        """Withhold a message for so long from now on, longer or shorter than before. Raises as `ack`."""
+        check_duration("the visibility timeout", seconds, least=0.0)
+        self._open_parts().settler.settle("extend", [message.token], ms=round(seconds * 1000))
+
+    def fence(self, connection: Any, message: PopMessage) -> None:
+        """Check, in the effect's own transaction, that the message was not applied and its token's epoch is current.
+
+        As `Context.fence`: call it first in the transaction, once per message, on the connection of the effect. Let
+        AlreadyApplied, StaleOwner, StaleToken and OutOfOrder roll the transaction back; after the first one,
+        acknowledge. Receivers of a group share the epoch, so what keeps two that have the same message apart is the
+        fence's seq per key: the effect happens once, by whichever comes first. Where a message before it of the same
+        key is in hand and not acknowledged, one more round trip asks whether it has its effect; OutOfOrder if not.
+        """
+        self._open_parts().fence.fence(connection, message)
+
+    async def afence(self, connection: Any, message: PopMessage) -> None:
+        """Do what `fence` does on an async connection."""
+        await self._open_parts().fence.afence(connection, message)
+
+    def inbox(self, connection: Any, message: PopMessage, *, name: str | None = None) -> None:
+        """Note, in the effect's own transaction, that the message has its effect: once, whoever has it.
+
+        As `Context.inbox`; no token and no turn is looked at. After AlreadyApplied, acknowledge.
+        """
+        record_effect(connection, self._entry(message, name))
+
+    async def ainbox(self, connection: Any, message: PopMessage, *, name: str | None = None) -> None:
+        """Do what `inbox` does on an async connection."""
+        await arecord_effect(connection, self._entry(message, name))
+
+    def _entry(self, message: PopMessage, name: str | None) -> InboxEntry:
+        group = self._open_parts().group
+        return InboxEntry(group.group_id, group.name, group.topic, message.identity, name, message.replay)
+
+    def _open_parts(self) -> _ReceiverParts:
+        if self._parts is None:
+            raise Conflict("the receiver is not open", "use it as a context manager, or call open()")
+        return self._parts
+
+    def _open(self, cleanup: ExitStack) -> _ReceiverParts:
+        settings = self._settings or Settings()
+        use_access(settings)
+        wait_s, prefix = settings.connect_timeout_s, settings.key_prefix
+        name = "mqlayer receiver"
+        control = settings.control_dsn()
+        database = cleanup.enter_context(Database(control, application=name, max_size=3, timeout_s=wait_s))
+        effects = Database(settings.application_dsn(), application=name, max_size=1, timeout_s=wait_s)
+        application = cleanup.enter_context(effects)
+        with database.connection() as connection:
+            require(connection, "control", Right.CONSUME, f"{self._topic}/{self._group}")
+            check_schema(connection, "control", database.address)
+        routes = RouteCache(database)
+        cleanup.callback(routes.close)
+        group = ensure_group(
+            database,
+            routes,
+            topic=self._topic,
+            name=self._group,
+            prefix=prefix,
+            settings=self._wanted,
+            unsafe=settings.allow_unsafe_redis,
+        )
+        cache = PartitionCache(database, group, routes, prefix=prefix)
+        cleanup.callback(cache.close)
+        asking, telling = NodePool(routes, settings), NodePool(routes, settings)
+        cleanup.callback(asking.close)
+        cleanup.callback(telling.close)
+        settler = PopSettler(group, cache, telling, routes, prefix=prefix, name=f"r-{uuid.uuid4().hex}")
+        fetcher = Fetcher(
+            group, cache, asking, settler,
+            settings=settings, database=database, application=application, routes=routes,
+        )  # fmt: skip
+        key_order = KeyOrder()
+
+        def hear(group_id: str) -> None:
+            if group_id in ("", str(group.group_id)):
+                fetcher.refresh_soon()
+
+        notices = NotificationListener(database, GROUP, hear)
+        notices.start()
+        cleanup.callback(notices.close)
+        return _ReceiverParts(group, fetcher, settler, PopFence(group, key_order), key_order)
+
+
+def _fetch_until(fetcher: Fetcher, request: ReceiveRequest, until: float, *, repeat: bool) -> list[PopMessage]:
+    """Ask, and wait for news, until something is given or the time is over."""
+    fetcher.wait_for_wakeup(0.0)
+    while True:
+        found = fetcher.fetch(request, repeat=repeat)
+        left_s = until - time.monotonic()
+        if found or left_s <= 0:
+            if not found and fetcher.last_error is not None:
+                raise fetcher.last_error
+            return found
+        fetcher.wait_for_wakeup(left_s)
+
+
+def check_bounds(max_messages: int, visibility_timeout_s: float, wait_s: float) -> None:
+    """Raise InvalidInput for what no receiver can ask for."""
+    if not 1 <= max_messages <= BATCH_LIMIT:
+        raise InvalidInput(f"max_messages is {max_messages}: a batch has 1 to {BATCH_LIMIT} messages")
+    check_duration("the visibility timeout", visibility_timeout_s, least=0.001)
+    if not 0 <= wait_s < math.inf:
+        raise InvalidInput(f"wait_s is {wait_s}: wait for 0 seconds or more")
+
+
+def check_duration(what: str, seconds: float, *, least: float) -> None:
+    """Raise InvalidInput for a duration that is not between `least` and 12 hours."""
+    if not least <= seconds <= LONGEST_S:
+        raise InvalidInput(f"{what} is {seconds:g} s: say {least:g} to {LONGEST_S:,.0f} seconds")

@@ -1,0 +1,131 @@
+"""Say what became of messages of an ordered pop: handled, given back, or to be withheld for longer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import InvalidInput, NodeNotArmed, StaleToken, StoreUnavailable
+from mqlayer.failpoints import failpoint
+from mqlayer.groups.group import Group
+from mqlayer.receiving.node_pool import NodePool, call_scripts
+from mqlayer.receiving.partition_cache import PartitionCache
+from mqlayer.receiving.pop_message import Token
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.outcomes import encode_pop_outcome
+from mqlayer.redis.partition_scripts import Refused
+from mqlayer.redis.pop_scripts import (
+    BATCH_LIMIT,
+    PopGroupPartition,
+    PopSettled,
+    SettleAction,
+    pop_settle_command,
+    pop_settle_reply,
+)
+from mqlayer.runtime.route_cache import RouteCache
+
+
+@dataclass(slots=True)
+class _SettleCall:
+    """What is to be said, and of which messages it was not taken."""
+
+    action: SettleAction
+    ms: int
+    outcomes: bytes
+    stale: list[Token] = field(default_factory=list)
+    unknown: list[Token] = field(default_factory=list)
+
+
+Calls = Sequence[tuple[PopGroupPartition, Sequence[Token]]]
+
+
+class PopSettler:
+    """Tells nodes, on connections of its own. Safe to use from many threads, one at a time is served."""
+
+    def __init__(
+        self, group: Group, cache: PartitionCache, connections: NodePool, routes: RouteCache, *, prefix: str, name: str
+    ) -> None:
+        self._group, self._cache, self._connections, self._routes, self._prefix = (
+            group,
+            cache,
+            connections,
+            routes,
+            prefix,
+        )
+        self._name, self._lock = name, threading.Lock()
+
+    def settle(self, action: SettleAction, tokens: Sequence[Token], *, ms: int = 0, handled: bool = True) -> None:
+        """Say a word of messages: one call per partition, epoch and 500 messages, one write per node.
+
+        `handled`: False where they are settled here and handled elsewhere, so that nothing is told of them. Raises
+        InvalidInput for offsets that nobody has, StaleToken for messages that others have: the rest is done.
+        """
+        # Whether the topic is archived may have changed; whoever only settles has no other reason to look.
+        self._cache.refresh()
+        outcomes = encode_pop_outcome(self._name) if handled and action == "ack" and self._cache.archived else b""
+        said = _SettleCall(action, ms, outcomes)
+        by_place: dict[tuple[int, int], list[Token]] = {}
+        for token in tokens:
+            by_place.setdefault((token.partition, token.epoch), []).append(token)
+        by_node: dict[NodeId, list[tuple[PopGroupPartition, Sequence[Token]]]] = {}
+        for (partition, epoch), of_place in by_place.items():
+            node_id = self._cache.node_of(partition)
+            if node_id is None:
+                said.stale += of_place
+                continue
+            group_partition = PopGroupPartition(
+                self._prefix, partition, self._group.group_id, self._group.scope or "key", epoch
+            )
+            chunks = [of_place[at : at + BATCH_LIMIT] for at in range(0, len(of_place), BATCH_LIMIT)]
+            by_node.setdefault(node_id, []).extend((group_partition, chunk) for chunk in chunks)
+        with self._lock:
+            for node_id, calls in by_node.items():
+                self._settle_on(node_id, said, calls)
+        if said.unknown:
+            named = ", ".join(f"{token.partition}/{token.offset}" for token in said.unknown[:5])
+            raise InvalidInput(f"no such message was given out: {named}")
+        if said.stale:
+            stale = [(token.partition, token.offset) for token in said.stale]
+            raise StaleToken(self._group.name, self._group.topic, stale)
+
+    def _settle_on(self, node_id: NodeId, said: _SettleCall, calls: Calls) -> None:
+        connection = self._connections.to(node_id)
+        failpoint("pop.before_settle")
+        try:
+            replies = self._ask(connection, said, calls)
+        except NodeNotArmed:
+            # Nothing was said. Somebody may have armed it since we asked which run counts.
+            self._routes.refresh_nodes()
+            connection = self._connections.to(node_id)
+            replies = self._ask(connection, said, calls)
+        except StoreUnavailable:
+            if said.action == "nack":
+                # Said twice, the second one is refused.
+                raise
+            replies = self._ask(connection, said, calls)
+        failpoint("pop.after_settle")
+        for (_, tokens), reply in zip(calls, replies, strict=True):
+            answer = pop_settle_reply(reply, connection.node.address)
+            if isinstance(answer, PopSettled):
+                said.stale += [tokens[group_partition - 1] for group_partition in answer.stale]
+            elif isinstance(answer, Refused) and answer.status == "unknown":
+                said.unknown += tokens
+            else:
+                said.stale += tokens
+
+    def _ask(self, connection: NodeConnection, said: _SettleCall, calls: Calls) -> list[Any]:
+        commands = [
+            pop_settle_command(
+                connection,
+                group_partition,
+                said.action,
+                [(token.batch, token.offset) for token in tokens],
+                ms=said.ms,
+                encoded_outcome=said.outcomes,
+            )
+            for group_partition, tokens in calls
+        ]
+        return call_scripts(connection, commands)

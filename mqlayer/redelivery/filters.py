@@ -1,0 +1,156 @@
+"""Which parked keys, dead messages and records of the archive an operator means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from mqlayer.domain.names import encode_key
+from mqlayer.domain.routing import lp_of
+from mqlayer.domain.tags import check_tags
+from mqlayer.errors import InvalidInput
+
+MAX_DEAD_IDS: Final = 1_000
+"""How many messages may be named one by one."""
+PARKED_CAUSES: Final = ("retry", "exhausted", "rejected", "paused", "redriven", "replayed")
+DEAD_CAUSES: Final = ("exhausted", "rejected", "skipped", "discarded")
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedFilter:
+    """Parked keys: what is None or False does not narrow them. `waiting`: only those that wait for an operator.
+
+    `error`: a part of what a failed attempt of a waiting message said, whatever its case; `since` and `until`: when the
+    key was parked, with a zone.
+    """
+
+    topic: str | None = None
+    group: str | None = None
+    key: str | None = None
+    cause: str | None = None
+    error: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    waiting: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """Return the parameters of queries. Raises InvalidInput: no such cause, a time without its zone."""
+        check_cause(self.cause, PARKED_CAUSES)
+        _check_times(self.since, self.until)
+        return {
+            "topic": self.topic,
+            "group": self.group,
+            "name": None if self.key is None else encode_key(self.key),
+            "cause": self.cause,
+            "error": self.error,
+            "since": self.since,
+            "until": self.until,
+            "waiting": self.waiting,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DeadFilter:
+    """Dead messages: what is None does not narrow them; all of it has to fit.
+
+    `error`: a part of why it died or of what a failed attempt said, whatever its case; `since` and `until`: when it
+    died, with a zone; `dead_ids`: named one by one.
+    """
+
+    key: str | None = None
+    cause: str | None = None
+    error: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    dead_ids: tuple[int, ...] | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the parameters of queries. Raises InvalidInput: no such cause, a time without its zone."""
+        check_cause(self.cause, DEAD_CAUSES)
+        _check_times(self.since, self.until)
+        return {
+            "key": None if self.key is None else encode_key(self.key),
+            "cause": self.cause,
+            "error": self.error,
+            "since": self.since,
+            "until": self.until,
+            "dead_ids": None if self.dead_ids is None else list(self.dead_ids),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON has it, without what does not narrow."""
+        facts = {
+            "key": self.key,
+            "cause": self.cause,
+            "error": self.error,
+            "since": self.since and self.since.isoformat(),
+            "until": self.until and self.until.isoformat(),
+            "dead_ids": None if self.dead_ids is None else list(self.dead_ids),
+        }
+        return {name: value for name, value in facts.items() if value is not None}
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> DeadFilter:
+        """Return the filter that `told` gave."""
+        times = {name: datetime.fromisoformat(value[name]) for name in ("since", "until") if name in value}
+        named = {"dead_ids": tuple(value["dead_ids"])} if "dead_ids" in value else {}
+        return cls(**{**value, **times, **named})
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayFilter:
+    """Records of the archive: what is None does not narrow them; all of it has to fit.
+
+    `since` and `until`: when they were published, by their publishers' clocks, with a zone; `snapshot`: those of one,
+    by its name.
+    """
+
+    key: str | None = None
+    tag: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    snapshot: str | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the parameters of queries. Raises InvalidInput: no key, no tag, a time without its zone."""
+        _check_times(self.since, self.until)
+        if self.tag is not None:
+            check_tags([self.tag])
+        key = None if self.key is None else encode_key(self.key)
+        return {
+            "key": key,
+            "lp": None if key is None else int(lp_of(key)),
+            "tag": self.tag,
+            "since": self.since,
+            "until": self.until,
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON has it, without what does not narrow."""
+        facts = {
+            "key": self.key,
+            "tag": self.tag,
+            "since": self.since and self.since.isoformat(),
+            "until": self.until and self.until.isoformat(),
+            "snapshot": self.snapshot,
+        }
+        return {name: value for name, value in facts.items() if value is not None}
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> ReplayFilter:
+        """Return the filter that `told` gave."""
+        return cls(**{**value, **{n: datetime.fromisoformat(value[n]) for n in ("since", "until") if n in value}})
+
+
+def check_cause(cause: str | None, known: tuple[str, ...]) -> None:
+    """Raise InvalidInput for a cause that is none."""
+    if cause is not None and cause not in known:
+        raise InvalidInput(f"{cause!r} is no cause: choose of {', '.join(known)}")
+
+
+def _check_times(*times: datetime | None) -> None:
+    for time in times:
+        if time is not None and time.tzinfo is None:
+            raise InvalidInput(f"the time {time.isoformat()} has no time zone: add one")

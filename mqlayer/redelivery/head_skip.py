@@ -1,0 +1,337 @@
+"""Pass over the head of a key: the message that the key waits for dies by an operator's word, and the key goes on.
+
+Of a parked key it is a row that moves: one transaction. Of a key in the stream the dead row has to come between the
+last settlement of the present owner and the first look of the next, and so one transaction of Postgres, which holds the
+group's lock and the assignment's row, has the calls to the node within it:
+
+1. a new epoch for the assignment: not committed, so nobody can get it or any later one for this partition;
+2. the same epoch in force on the node, without an owner: the present owner settles nothing from here on;
+3. the same in the fence, so that an effect that is under way is refused; if the fence has the effect, it is too late:
+   Conflict, and nothing is changed;
+4. is the message, looked at now, the key's head still, and neither parked nor dead? Nobody can change that any more;
+5. the dead row and its audit row, and a notice; commit.
+
+Whoever takes the partition under the new epoch reads the dead rows after it took it, so it passes the message over.
+
+A crash before 5, at any line, leaves everything as it was but the epoch on the node: the owner is refused there, asks
+Postgres for a higher one, and goes on. A process that is stopped within loses its transaction after 5 seconds; its
+raise, where that comes later, costs the owner one more epoch. A crash after 5 loses nothing but the notice: the owner
+is refused, or hears of its new epoch with its next heartbeat. Where the fence can't be asked, or another effect of the
+LP holds its row, a fenced effect that is under way may still commit (`SkippedHead.fenced` tells); its ack is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mqlayer.domain.message import Identity, Record, records_of
+from mqlayer.domain.names import encode_key
+from mqlayer.domain.routing import Lp, NodeId, lp_of
+from mqlayer.errors import Conflict, MqlayerError, NotFound, StoreUnavailable
+from mqlayer.failpoints import failpoint
+from mqlayer.groups.group import Group, find_group
+from mqlayer.groups.positions import GroupPartition, read_positions
+from mqlayer.groups.rebalance import change_group
+from mqlayer.postgres.audit import write_audit
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+from mqlayer.redelivery.act_notes import count_action, emit_action
+from mqlayer.redelivery.operator_actions import audit_target, check_reason, discard_first
+from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
+from mqlayer.redis.partition_scripts import fence_command
+from mqlayer.redis.read_scripts import FIND_LIMIT, KeySearchResult, find_command, find_reply
+from mqlayer.runtime.route_cache import load_nodes, load_route
+
+log = logging.getLogger(__name__)
+
+SCAN_LIMIT: Final = 10_000
+"""How many offsets are searched for the key's head, over all partitions."""
+CALL_BYTES: Final = 16_000_000
+"""How much of bodies one call may have its node look at, at most."""
+CALLS_AT_ONCE: Final = 32
+NODE_LIMIT_S: Final = 15.0
+"""How long a node may take to connect to and to answer, while the group's lock is held."""
+FENCE_TIMEOUTS: Final = {"lock_wait": "500ms", "idle": "5s"}
+RETRY_HINT: Final = "look at the key, and say it again if it is still right: mqlayer key explain"
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedHead:
+    """A message that was passed over. `parked`: it waited in Postgres, else in the stream.
+
+    `fenced`: no fenced effect of it can commit any more; always so where nobody had it in hand.
+    """
+
+    identity: Identity
+    dead_id: int
+    parked: bool
+    fenced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _SearchPartition:
+    """A partition that the key's messages may wait in."""
+
+    partition: int
+    node: NodeId
+    start: int
+    seek: int
+    replay: int
+
+
+@dataclass(frozen=True, slots=True)
+class _StreamHead:
+    """The first message of a key that waits in the stream, with what is noted of its failures."""
+
+    part: _SearchPartition
+    node: Node
+    offset: int
+    identity: Identity
+    attempts: int
+
+
+def skip_head(
+    database: Database,
+    topic: str,
+    group: str,
+    key: str,
+    *,
+    reason: str,
+    actor: str,
+    prefix: str,
+    only: Identity | None = None,
+    application: Database | None = None,
+    unsafe: bool = False,
+) -> SkippedHead:
+    """Let the message that a key of a group waits for die, and the key go on; its body is kept among the dead.
+
+    `only`: refuse unless it is this one. An owner that has it in hand finds its ack refused. The fence of the
+    `application` database, where it is given, refuses its effect too. Raises NotFound where nothing of the key waits,
+    Conflict where that changed meanwhile or its effect is there already, StoreUnavailable where its node is away;
+    nothing is changed then.
+    """
+    check_reason(reason)
+    found, name = find_group(database, topic, group), encode_key(key)
+    lp = lp_of(name)
+    act = _HeadSkip(database, found, name, lp, reason=reason, actor=actor, prefix=prefix, only=only, unsafe=unsafe)
+    skipped = act.skip_parked()
+    if skipped is None:
+        skipped = act.skip_in_stream(application)
+        failpoint("skip.after_commit")
+    emit_action("head_skipped", found, lp=int(lp), seq=skipped.identity.seq, actor=actor)
+    log.info("head_skipped", extra={"topic": topic, "group": group, "identity": str(skipped.identity)})
+    return skipped
+
+
+class _HeadSkip:
+    """One passing over of one key's head."""
+
+    def __init__(
+        self, database: Database, group: Group, key: bytes, lp: Lp, *, reason: str, actor: str, prefix: str,
+        only: Identity | None, unsafe: bool,
+    ) -> None:  # fmt: skip
+        self._database, self._group, self._key, self._lp = database, group, key, lp
+        self._reason, self._actor, self._prefix = reason, actor, prefix
+        self._only, self._unsafe = only, unsafe
+        self._place: dict[str, Any] = {"group_id": group.group_id, "lp": int(lp), "name": key}
+
+    # -- parked ------------------------------------------------------------------------------------------------------
+
+    def skip_parked(self) -> SkippedHead | None:
+        """Pass over the head of a parked key; None where it is not parked."""
+        return change_group(self._database, self._group.group_id, self._skip_parked)
+
+    def _skip_parked(self, connection: Connection) -> SkippedHead | None:
+        if connection.execute(query("parked_hold"), self._place).fetchone() is None:
+            return None
+        first = {"after_place": 0, "after_seq": 0, "limit": 1}
+        row = connection.execute(query("parked_messages_list"), self._place | first).fetchone()
+        if row is None:
+            raise Conflict("the key is parked and nothing waits in it", "its owner takes it up by itself")
+        head = Identity(row[1], int(self._lp), row[2])
+        self._check_only(head)
+        facts = {"reason": self._reason, "actor": self._actor, "limit": 1, "upto": row[0]}
+        discard_first(connection, self._group, self._place | facts, act="key skip-head")
+        count_action(connection, self._group.group_id, "head_skipped")
+        named = connection.execute(query("dead_find"), head._asdict() | self._names()).fetchone()
+        failpoint("skip.parked_before_commit")
+        return SkippedHead(head, int(named[0]) if named is not None else 0, parked=True, fenced=False)
+
+    # -- in the stream -----------------------------------------------------------------------------------------------
+
+    def skip_in_stream(self, application: Database | None) -> SkippedHead:
+        """Pass over the head of a key that is not parked."""
+        head = next(self._heads(), None)
+        if head is None:
+            raise NotFound(
+                "waiting message of the key", f"{audit_target(self._group)}/{self._key.decode(errors='replace')}",
+                f"see where it is: mqlayer key explain {self._group.topic} KEY --group {self._group.name}",
+            )  # fmt: skip
+        self._check_only(head.identity)
+        return change_group(
+            self._database, self._group.group_id, lambda connection: self._rule(connection, head, application),
+            idle_s=NODE_LIMIT_S,
+        )  # fmt: skip
+
+    def _rule(self, connection: Connection, head: _StreamHead, application: Database | None) -> SkippedHead:
+        """Do all five steps, in the caller's transaction."""
+        epoch = self._new_epoch(connection, head)
+        with NodeConnection(head.node, unsafe=self._unsafe) as node_connection:
+            self._raise(node_connection, head, epoch)
+            failpoint("skip.after_fence")
+            fenced = self._fence(application, head, epoch)
+            record = self._recheck(connection, node_connection, head)
+        facts = {
+            "group_id": self._group.group_id,
+            "partition_id": head.part.partition,
+            "log_offset": head.offset,
+            "key": record.key,
+            "m": record.m,
+            "body": record.body,
+            "reason": self._reason,
+            "attempts": head.attempts,
+            "actor": self._actor,
+        }
+        ((dead_id,),) = connection.execute(query("dead_kept_put"), facts | head.identity._asdict()).fetchall()
+        said = {"key": self._key.decode(errors="replace"), "message": str(head.identity), "dead_id": dead_id,
+                "reason": self._reason}  # fmt: skip
+        write_audit(connection, self._actor, "key skip-head", audit_target(self._group), said)
+        count_action(connection, self._group.group_id, "head_skipped")
+        connection.execute(query("allocation_raise"), {"group_id": self._group.group_id})
+        failpoint("skip.before_commit")
+        return SkippedHead(head.identity, int(dead_id), parked=False, fenced=fenced)
+
+    def _new_epoch(self, connection: Connection, head: _StreamHead) -> int:
+        facts = {"group_id": self._group.group_id, "partition_id": head.part.partition}
+        row = connection.execute(query("skip_epoch"), facts).fetchone()
+        if row is None:
+            (row,) = connection.execute(query("epoch_next")).fetchall()
+        return int(row[0])
+
+    def _raise(self, connection: NodeConnection, head: _StreamHead, epoch: int) -> None:
+        command = fence_command(connection, self._prefix, head.part.partition, self._group.group_id, epoch)
+        word = raise_for_reply(connection.call([command])[0], connection.node.address)[0]
+        if word != b"fenced_off":
+            raise Conflict(f"partition {head.part.partition} changed hands in the meantime", RETRY_HINT)
+
+    def _fence(self, application: Database | None, head: _StreamHead, epoch: int) -> bool:
+        """Refuse what is under way; say whether that is sure. Raises Conflict where the effect is there already."""
+        if application is None:
+            return False
+        alone = not self._group.ordered or self._group.strategy != "strict"
+        facts = {
+            "group_id": self._group.group_id,
+            "lp": head.identity.lp,
+            "lp_from": head.identity.lp,
+            "lp_to": head.identity.lp + 1,
+            "epoch": epoch,
+            "source": -head.identity.source if alone else head.identity.source,
+            "key": str(head.identity.seq) if alone else self._key.decode(),
+            "seq": head.identity.seq,
+            "replay": head.part.replay,
+        }
+        try:
+            with application.connection() as connection, connection.transaction():
+                # The first effect of an LP that has not ended holds up whoever raises it.
+                connection.execute(query("transaction_patience"), FENCE_TIMEOUTS)
+                connection.execute(query("fence_raise"), facts)
+                ((at, applied),) = connection.execute(query("fence_state"), facts).fetchall()
+        except MqlayerError as error:
+            log.warning("fence_not_raised", extra={"lp": head.identity.lp, "reason": str(error)})
+            return False
+        if applied:
+            raise Conflict(f"the effect of message {head.identity} is there: it only has to be settled", RETRY_HINT)
+        return at is not None and int(at) >= epoch
+
+    def _recheck(self, connection: Connection, node_connection: NodeConnection, head: _StreamHead) -> Record:
+        """Return the head's record, which nobody can settle, park or dead-letter now. Raises Conflict where that was
+        done."""
+        (seek,) = connection.execute(query("group_seeks"), self._place).fetchone() or (None,)
+        parked = connection.execute(query("parked_hold"), self._place).fetchone()
+        found = self._heads_found(node_connection, head.part, [(head.offset, 1)])[0].head
+        log_key = partition_keys(self._prefix, head.part.partition).log
+        (reply,) = node_connection.call([("XRANGE", log_key, b"%d-0" % head.offset, b"%d-0" % head.offset)])
+        records = records_of(raise_for_reply(reply, node_connection.node.address))
+        same = [record for record in records if record.identity == head.identity and record.key == self._key]
+        if seek != head.part.seek or parked is not None or found is None or not same:
+            raise Conflict(f"message {head.identity} is not what the key waits for any more", RETRY_HINT)
+        if self._is_dead(connection, head.identity, head.part):
+            raise Conflict(f"message {head.identity} is dead already", RETRY_HINT)
+        return same[0]
+
+    # -- finding it --------------------------------------------------------------------------------------------------
+
+    def _heads(self) -> Iterator[_StreamHead]:
+        """Go through the key's messages that are neither settled nor dead, in order, over SCAN_LIMIT offsets."""
+        parts, nodes = self._parts(), {node.node_id: node for node in load_nodes(self._database)}
+        group_partitions = [
+            GroupPartition(w.node, w.partition, self._group.group_id, start=w.start, seek=w.seek) for w in parts
+        ]
+        positions = read_positions(nodes.values(), group_partitions, prefix=self._prefix, unsafe=self._unsafe)
+        left = SCAN_LIMIT
+        for part in parts:
+            node, position = nodes[part.node], positions.at(part.partition, self._group.group_id)
+            if position is None:
+                reason = positions.unreachable.get(part.node, f"it does not have partition {part.partition}")
+                raise StoreUnavailable(f"node {node.name}", reason)
+            end = min(position.next_offset, position.position + left)
+            left -= max(0, end - position.position)
+            with NodeConnection(node, unsafe=self._unsafe) as connection:
+                yield from self._heads_in(connection, part, node, position.position, end)
+
+    def _heads_in(
+        self, node_connection: NodeConnection, part: _SearchPartition, node: Node, first: int, end: int
+    ) -> Iterator[_StreamHead]:
+        per_call = min(FIND_LIMIT, max(1, CALL_BYTES // load_route(self._database, self._group.topic).body_limit))
+        while first < end:
+            upto = min(end, first + per_call * CALLS_AT_ONCE)
+            pages = [(at, min(per_call, upto - at)) for at in range(first, upto, per_call)]
+            head = next(
+                (one.head for one in self._heads_found(node_connection, part, pages) if one.head is not None), None
+            )
+            if head is None:
+                first = upto
+                continue
+            first = head.offset + 1
+            identity = Record(head.offset, head.m, head.key, b"").identity
+            with self._database.connection() as connection:
+                dead = self._is_dead(connection, identity, part)
+            if not dead:
+                attempts = head.failures.attempts if head.failures else 0
+                yield _StreamHead(part, node, head.offset, identity, attempts)
+
+    def _heads_found(
+        self, connection: NodeConnection, part: _SearchPartition, pages: list[tuple[int, int]]
+    ) -> list[KeySearchResult]:
+        commands = [
+            find_command(
+                connection, self._prefix, part.partition, self._group.group_id, key=self._key, first=first, count=count,
+                seek=part.seek,
+            )
+            for first, count in pages
+        ]  # fmt: skip
+        return [find_reply(reply, self._key, connection.node.address) for reply in connection.call(commands)]
+
+    def _parts(self) -> list[_SearchPartition]:
+        with self._database.connection() as connection:
+            rows = connection.execute(query("head_skip_partitions"), self._place).fetchall()
+        return [
+            _SearchPartition(partition, NodeId(node), start, seek, replay)
+            for partition, node, start, seek, replay in rows
+        ]
+
+    def _is_dead(self, connection: Connection, identity: Identity, part: _SearchPartition) -> bool:
+        facts = {"group_id": self._group.group_id, "seek": part.seek} | identity._asdict()
+        row = connection.execute(query("dead_in_stream"), facts).fetchone()
+        return bool(row and row[0])
+
+    def _check_only(self, head: Identity) -> None:
+        if self._only not in (None, head):
+            raise Conflict(f"the key waits for message {head}, not for {self._only}", RETRY_HINT)
+
+    def _names(self) -> dict[str, Any]:
+        return {"topic": self._group.topic, "group": self._group.name}

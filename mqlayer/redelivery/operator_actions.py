@@ -1,0 +1,224 @@
+"""What an operator says to parked keys and dead messages: try again, let go, leave it dead.
+
+Each act is a transaction under the group's lock, with its audit row; an act on many is one for each bounded part of
+them. Members hear of it by notice. An owner that has such a key in hand meanwhile finds rows gone, or itself allowed to
+go on. A crash leaves the parts done or not begun: the same act again does the rest, and nothing twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from mqlayer.domain.message import NO_KEY, Identity
+from mqlayer.domain.names import encode_key
+from mqlayer.domain.routing import lp_of
+from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.events import Event, emit
+from mqlayer.failpoints import failpoint
+from mqlayer.groups.group import Group, find_group
+from mqlayer.groups.rebalance import change_group
+from mqlayer.postgres.audit import write_audit
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+from mqlayer.redelivery.act_notes import count_action, emit_action, raise_parking_version
+from mqlayer.redelivery.filters import PARKED_CAUSES, check_cause
+
+AT_ONCE: Final = 500
+"""How many keys or messages one transaction takes."""
+
+
+def release_parked(
+    database: Database, topic: str, group: str, *, key: str | None = None, message: Identity | None = None, actor: str
+) -> None:
+    """Have a parked key tried now, with all of its attempts before it.
+
+    It is named by `key`, or by a `message` that waits in it. Raises NotFound where it is not parked, Conflict where an
+    operator has paused it.
+    """
+    found, place = parked_place(database, topic, group, key=key, message=message)
+
+    def work(connection: Connection) -> None:
+        if connection.execute(query("parked_release"), place).fetchone() is None:
+            refuse_paused(connection, found, place)
+            raise not_parked(found, place)
+        connection.execute(query("parked_heads_reset"), place | {"lps": [place["lp"]], "names": [place["name"]]})
+        write_audit(connection, actor, "parked release", audit_target(found), {"key": key_label(place)})
+        count_action(connection, found.group_id, "released")
+        raise_parking_version(connection, found.group_id, [(place["lp"], place["name"])])
+        failpoint("release.before_commit")
+
+    change_group(database, found.group_id, work)
+    emit_action("released", found, lp=place["lp"], actor=actor)
+
+
+def release_all(database: Database, topic: str, group: str, *, cause: str | None = None, actor: str) -> int:
+    """Have all parked keys of a group that are not due tried now; return how many. `cause`: only these."""
+    check_cause(cause, PARKED_CAUSES)
+    found = find_group(database, topic, group)
+    after: tuple[int, bytes] = (-1, b"")
+    count = 0
+
+    def work(connection: Connection) -> list[tuple[int, bytes]]:
+        facts = {"group_id": found.group_id, "after_lp": after[0], "after_name": after[1], "cause": cause}
+        rows = connection.execute(query("parked_release_some"), facts | {"limit": AT_ONCE}).fetchall()
+        keys = sorted((lp, bytes(name)) for lp, name in rows)
+        if keys:
+            columns = {"lps": [lp for lp, _ in keys], "names": [name for _, name in keys]}
+            connection.execute(query("parked_heads_reset"), {"group_id": found.group_id} | columns)
+            said = {"keys": len(rows)} | ({} if cause is None else {"cause": cause})
+            write_audit(connection, actor, "parked release", audit_target(found), said)
+            count_action(connection, found.group_id, "released", len(keys))
+            raise_parking_version(connection, found.group_id, keys)
+        return keys
+
+    while True:
+        released = change_group(database, found.group_id, work)
+        count += len(released)
+        if released:
+            emit_action("released", found, count=len(released), actor=actor)
+        if len(released) < AT_ONCE:
+            return count
+        after = released[-1]
+
+
+def discard_parked(
+    database: Database,
+    topic: str,
+    group: str,
+    *,
+    key: str | None = None,
+    message: Identity | None = None,
+    head: bool = False,
+    reason: str,
+    actor: str,
+) -> int:
+    """Let what waits in a parked key die, all of it or its `head`; return how many messages that were.
+
+    They keep their bodies among the dead, so that a redrive takes it back. What joins the line meanwhile stays. Raises
+    NotFound where the key is not parked.
+    """
+    check_reason(reason)
+    found, place = parked_place(database, topic, group, key=key, message=message)
+    facts = place | {"reason": reason, "actor": actor, "limit": 1 if head else AT_ONCE}
+    upto: int | None = None
+
+    def work(connection: Connection) -> tuple[int, int]:
+        if connection.execute(query("parked_hold"), place).fetchone() is None:
+            raise not_parked(found, place)
+        end = _end(connection, place) if upto is None else upto
+        gone = discard_first(connection, found, facts | {"upto": end}, act="parked discard")
+        count_action(connection, found.group_id, "discarded", gone)
+        failpoint("discard.before_commit")
+        return end, gone
+
+    count = 0
+    while True:
+        try:
+            upto, gone = change_group(database, found.group_id, work)
+        except NotFound:
+            # Nothing of it was left: the key's row went with the part before.
+            if upto is None:
+                raise
+            return count
+        count += gone
+        emit_action("discarded", found, lp=place["lp"], count=gone, actor=actor)
+        if head or gone < AT_ONCE:
+            return count
+
+
+def discard_first(connection: Connection, group: Group, facts: dict[str, Any], *, act: str) -> int:
+    """Let the first messages of a parked key die, whose row is held, in the caller's transaction; return how many.
+
+    `facts`: of the key, and `reason`, `actor`, `limit`, and `upto`, the place behind which nothing dies.
+    """
+    gone = [row[0] for row in connection.execute(query("parked_discard"), facts).fetchall()]
+    if facts["limit"] == 1 or len(gone) < facts["limit"]:
+        # While more of it is to die, nobody begins with what is left.
+        connection.execute(query("parked_head_next"), facts)
+    connection.execute(query("parked_key_end"), facts)
+    # Of many the first and the last: what is between has the same reason and actor.
+    named = gone if len(gone) <= 2 else [min(gone), max(gone)]
+    said = {"key": key_label(facts), "messages": len(gone), "dead_ids": named, "reason": facts["reason"]}
+    write_audit(connection, facts["actor"], act, audit_target(group), said)
+    raise_parking_version(connection, group.group_id, [(facts["lp"], facts["name"])])
+    return len(gone)
+
+
+def discard_dead(database: Database, dead_id: int, *, reason: str, actor: str) -> None:
+    """Say of a dead message that it shall stay dead, and why; its body is kept, and a redrive still takes it back.
+
+    What was said of it before is in the audit row. Raises NotFound where it is not dead.
+    """
+    check_reason(reason)
+
+    def work(connection: Connection) -> tuple[str, str]:
+        facts = {"dead_id": dead_id, "reason": reason, "actor": actor}
+        row = connection.execute(query("dead_keep"), facts).fetchone()
+        if row is None:
+            raise NotFound(
+                "dead message", str(dead_id), "it was given back, or never was: mqlayer dead list --redriven"
+            )
+        before, (group_id, topic, name) = row[:2], row[2:]
+        said = {"reason": reason, "before": {"cause": before[0], "reason": before[1]}}
+        write_audit(connection, actor, "dead discard", str(dead_id), said)
+        count_action(connection, group_id, "kept_dead")
+        return str(topic), str(name)
+
+    topic, group = database.transaction(work)
+    emit(Event("kept_dead", topic, group, actor=actor))
+
+
+def parked_place(
+    database: Database, topic: str, group: str, *, key: str | None, message: Identity | None
+) -> tuple[Group, dict[str, Any]]:
+    """Return a group, and under which LP and name a key would be parked there, or a message is. Raises NotFound."""
+    found = find_group(database, topic, group)
+    if key is not None and message is None:
+        name = encode_key(key)
+        return found, {"group_id": found.group_id, "lp": int(lp_of(name)), "name": name}
+    if message is None or key is not None:
+        raise InvalidInput("name one: a key, or a message that waits in it")
+    facts = {"group_id": found.group_id} | message._asdict()
+    with database.connection() as connection:
+        row = connection.execute(query("parked_name_of"), facts).fetchone()
+    if row is None:
+        raise NotFound("parked message", f"{topic}/{group}/{message}", f"mqlayer parked list {topic} {group}")
+    return found, {"group_id": found.group_id, "lp": message.lp, "name": bytes(row[0])}
+
+
+def not_parked(group: Group, place: dict[str, Any]) -> NotFound:
+    """Return the error for a key that is not parked."""
+    hint = f"see those that are: mqlayer parked list {group.topic} {group.name}"
+    return NotFound("parked key", f"{audit_target(group)}/{key_label(place)}", hint)
+
+
+def refuse_paused(connection: Connection, group: Group, place: dict[str, Any]) -> None:
+    """Raise Conflict where a parked key is paused: it is tried once it is resumed."""
+    row = connection.execute(query("key_paused"), place).fetchone()
+    if row is not None:
+        raise Conflict(
+            f"key {key_label(place)!r} of {audit_target(group)} is paused since {row[0]:%Y-%m-%d %H:%M:%S}",
+            f"mqlayer key resume {group.topic} KEY --group {group.name}",
+        )
+
+
+def check_reason(reason: str) -> None:
+    """Raise InvalidInput for no reason at all: nothing leaves without a written one (invariant 16)."""
+    if not reason.strip():
+        raise InvalidInput("say why: whoever finds the message later has nothing but this")
+
+
+def key_label(place: dict[str, Any]) -> str:
+    """Return the name of a parked key for people: the key, or the identity of a message that stands alone."""
+    name: bytes = place["name"]
+    return name.removeprefix(NO_KEY).decode(errors="replace")
+
+
+def audit_target(group: Group) -> str:
+    """Return what an audit row calls a group."""
+    return f"{group.topic}/{group.name}"
+
+
+def _end(connection: Connection, place: dict[str, Any]) -> int:
+    row = connection.execute(query("parked_end"), place).fetchone()
+    return int(row[0]) if row is not None else 0

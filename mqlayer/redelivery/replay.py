@@ -1,0 +1,581 @@
+"""Give a group what the archive holds: replays, and backfills of groups that begin with it. A job (see
+`redelivery_job`).
+
+A replay gives what the group has come past, as far as its filter goes; a backfill gives what lies before the group's
+start. Records go in the order of their batches, and within one in that of the log: an archiver adds a source's records
+of an LP in the order of their numbers, and those of a partition after all of its parents', so each key's come as they
+were published, over all route changes. They join their keys' parked lines, and the members handle them from there.
+
+- Newer messages of a key wait meanwhile, unless that is not wanted. For one key its line is held: it stays parked, and
+  what is published of it waits behind. For more the group's streams rest: its members handle what is parked, and read
+  nothing. A stream is read again only by a member that knows all that was parked till the end of the job.
+- No message is handed out that is still ahead of the group: where it stood when the job began bounds it, per partition.
+  What it has yet to come to comes by itself, behind what is replayed. A seek would move that, and is refused meanwhile.
+- At most so many messages wait in the group at a time, so that neither Postgres nor members fill up.
+- Fenced effects of a replay are applied again, once for each replay and message; those of a backfill as from a stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
+from functools import partial
+from typing import Any, Final, Literal
+
+import msgspec
+from psycopg.types.json import Jsonb
+
+from mqlayer.domain.message import NO_KEY, Identity, Record, encode_facts
+from mqlayer.domain.parked_names import parked_name
+from mqlayer.domain.tags import TagFilter, tags_text
+from mqlayer.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
+from mqlayer.failpoints import failpoint
+from mqlayer.groups.group import Group, find_group, refuse_broadcast
+from mqlayer.groups.positions import GroupPartition, read_positions
+from mqlayer.groups.rebalance import change_group
+from mqlayer.groups.seek import fence_old_owners, refuse_beside_replay
+from mqlayer.groups.start_positions import undeleted_partitions
+from mqlayer.parking import ParkingCapacity
+from mqlayer.postgres.audit import write_audit
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import columns, query
+from mqlayer.redelivery.act_notes import ANY_KEY, raise_parking_version
+from mqlayer.redelivery.filters import ReplayFilter
+from mqlayer.redelivery.lists import page
+from mqlayer.redelivery.redelivery_job import LEASE_S, POLL_S, JobState, cancel, run_job, take_over
+from mqlayer.runtime.route_cache import load_nodes
+
+log = logging.getLogger(__name__)
+
+BATCH: Final = 200
+"""How many messages one transaction gives, at most; with a rate, what a second gives."""
+BATCH_BYTES: Final = 2_000_000
+WAITING: Final = 2_000
+"""How many messages of a job wait in its group at a time, at most, but for one batch."""
+WAITING_BYTES: Final = 64_000_000
+FULL_WAIT_S: Final = 0.05
+"""How soon a job looks again whether its group has room."""
+WINDOW: Final = 5_000
+"""How many records of the archive one look goes through."""
+SCAN_S: Final = 1.0
+"""For how long a job looks for a record that its filter takes, before it notes how far it is."""
+BEHIND: Final = 2**62
+"""Behind every record of a batch."""
+
+Newer = Literal["wait", "between"]
+"""What newer messages of a key do while it is replayed: wait till the end, or come between."""
+ReplayKind = Literal["replay", "backfill"]
+ReplayOutcome = Literal["sent", "already", "dead", "ahead", "unmatched"]
+"""sent: given to the group; already: it waits there; dead: it is dead there, a redrive gives it back; ahead: the group
+comes to it by itself; unmatched: the group's tag filter leaves it out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A replay or backfill as it stands. `per_s`: messages a second, 0 for no limit; `waiting`: given, not handled yet.
+
+    `results`: how many messages had which result. `at_batch` of `upto_batch`: how far it is in the archive of its
+    topic. `worked_on`: somebody has its lease.
+    """
+
+    replay_id: int
+    kind: ReplayKind
+    topic: str
+    group: str
+    filter: ReplayFilter
+    per_s: float
+    newer: Newer
+    actor: str
+    state: JobState
+    results: Mapping[ReplayOutcome, int]
+    started_at: datetime
+    ended_at: datetime | None
+    worker: str | None
+    worked_on: bool
+    at_batch: int
+    upto_batch: int
+    waiting: int
+
+    @property
+    def sent(self) -> int:
+        """How many messages it has given."""
+        return self.results.get("sent", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """A message that a replay did not give, and why."""
+
+    identity: Identity
+    result: ReplayOutcome
+    at: datetime
+
+
+def count_archived(database: Database, topic: str, group: str, wanted: ReplayFilter) -> int:
+    """Return how many records of the archive a replay would look at. Reads all of the topic's. Raises NotFound."""
+    found = find_group(database, topic, group)
+    with database.connection() as connection:
+        upto, snapshot_id = _extent(connection, found, wanted, locked=False)
+        facts = wanted.facts() | {"topic_id": found.topic_id, "upto": upto, "snapshot_id": snapshot_id}
+        facts["partitions"] = _partitions(connection, facts)
+        ((count,),) = connection.execute(query("replay_count"), facts).fetchall()
+    return int(count)
+
+
+def start_replay(
+    database: Database,
+    topic: str,
+    group: str,
+    wanted: ReplayFilter,
+    *,
+    prefix: str,
+    actor: str,
+    newer: Newer | None = None,
+    per_s: float = 0.0,
+    worker: str | None = None,
+    unsafe: bool = False,
+) -> int:
+    """Begin to give a group again what it has come past and the archive holds; return the replay's id.
+
+    This sends nothing: `work_on_replay` does, by this `worker`; without one, the retry scan. `newer`: whether newer
+    messages wait until all is given (of the key that is replayed; of all, where no key is named), or may come between;
+    they wait unless the group keeps no order, where none can. Raises NotFound, InvalidInput, StoreUnavailable where a
+    node can't say where the group is, and Conflict for a group that is not live or is being replayed, and for a topic
+    without an archive.
+    """
+    found = find_group(database, topic, group)
+    ordered = found.ordered and found.strategy == "strict"
+    newer = newer or ("wait" if ordered else "between")
+    _check(found, wanted, per_s, newer)
+    bounds = _bounds(database, found, prefix=prefix, unsafe=unsafe)
+    if newer == "wait" and not ordered:
+        raise InvalidInput(
+            f"{_group_label(found)} keeps no order, so nothing newer waits: leave newer out, or say between"
+        )
+    key = wanted.facts()["key"] if newer == "wait" else None
+    newer_wait = newer == "wait" and key is None
+
+    def work(connection: Connection) -> tuple[int, list[tuple[int, int]]]:
+        refuse_beside_replay(connection, found)
+        if connection.execute(query("group_seeks"), {"group_id": found.group_id}).fetchone() != (found.seek,):
+            raise Conflict(
+                f"{_group_label(found)} was sent elsewhere in the meantime", "look where it is now, and try again"
+            )
+        upto, snapshot_id = _extent(connection, found, wanted)
+        facts = {"group_id": found.group_id, "filter": Jsonb(wanted.as_json()), "per_s": per_s, "actor": actor,
+                 "worker": worker, "lease_s": LEASE_S, "kind": "replay", "upto_batch": upto,
+                 "snapshot_id": snapshot_id, "bounds": Jsonb(bounds), "newer": newer, "name": key}  # fmt: skip
+        ((replay_id,),) = connection.execute(query("replay_insert"), facts).fetchall()
+        said = {"replay": replay_id, "filter": wanted.as_json(), "per_s": per_s, "newer": newer}
+        write_audit(connection, actor, "replay start", f"{topic}/{group}", said)
+        epochs = _hold_newer(connection, found, wanted, key=key, newer_wait=newer_wait)
+        failpoint("replay.before_start")
+        return int(replay_id), epochs
+
+    replay_id, epochs = change_group(database, found.group_id, work)
+    failpoint("replay.after_start")
+    if epochs:
+        _fence(database, found, dict(epochs), prefix=prefix, unsafe=unsafe)
+    log.info("replay_started", extra={"replay": replay_id, "topic": topic, "group": group})
+    return replay_id
+
+
+def resume_replay(database: Database, replay_id: int, *, actor: str, worker: str) -> None:
+    """Take a running replay or backfill over, whoever works on it. Raises NotFound, Conflict where it is over."""
+    _running(database, replay_id)
+    take_over(database, replay_id, act="replay resume", over=_over(replay_id), actor=actor, worker=worker)
+
+
+def cancel_replay(database: Database, replay_id: int, *, actor: str) -> Replay:
+    """End a running replay or backfill; what it gave is handled all the same, and then what is newer.
+
+    The rest of what the archive holds is not given: a group that is backfilled goes on with its streams, behind a gap.
+    Raises NotFound, Conflict where it is over.
+    """
+    found = _running(database, replay_id)
+    group = find_group(database, found.topic, found.group)
+    work = partial(_cancel, replay_id=replay_id, actor=actor, group_id=group.group_id)
+    change_group(database, group.group_id, work)
+    return replay_of(database, replay_id)
+
+
+def replays(
+    database: Database, *, topic: str | None = None, group: str | None = None, after: int | None = None, limit: int = 50
+) -> list[Replay]:
+    """Return a page of replays and backfills, newest first; `after`: the id of one of them."""
+    return _listed(database, topic=topic, group=group, after=after, limit=page(limit))
+
+
+def replay_of(database: Database, replay_id: int) -> Replay:
+    """Return one replay or backfill. Raises NotFound."""
+    found = _listed(database, redrive_id=replay_id)
+    if not found:
+        raise NotFound("replay", str(replay_id), "see those that are: mqlayer replay list")
+    return found[0]
+
+
+def replay_results(
+    database: Database, replay_id: int, *, after: Identity | None = None, limit: int = 50
+) -> list[ReplayResult]:
+    """Return a page of what a replay did not give, by LP, source and seq; `after`: one of them. Raises NotFound."""
+    replay_of(database, replay_id)
+    source, lp, seq = after or Identity(-1, -1, -1)
+    facts = {"redrive_id": replay_id, "after_lp": lp, "after_source": source, "after_seq": seq, "limit": page(limit)}
+    with database.connection() as connection:
+        rows = connection.execute(query("replay_results"), facts).fetchall()
+    return [ReplayResult(Identity(source, lp, seq), result, at) for lp, source, seq, result, at in rows]
+
+
+def work_on_replay(
+    database: Database,
+    replay_id: int,
+    *,
+    worker: str,
+    stop: threading.Event | None = None,
+    batch: int = BATCH,
+    waiting: int = WAITING,
+    longest_wait_s: float = float("inf"),
+) -> Replay:
+    """Give what a replay or backfill is for until it is over, somebody else has it, or `stop` is set.
+
+    Returns how it stands. `worker` has its lease, and leaves it at the end. At most `waiting` messages of it, and one
+    `batch`, wait in the group at a time: without members it goes no further.
+    """
+    work = _ReplayWorker(database, replay_id, worker, batch, waiting)
+    run_job(database, replay_id, work, worker=worker, stop=stop, longest_wait_s=longest_wait_s)
+    return replay_of(database, replay_id)
+
+
+# -- the beginning ---------------------------------------------------------------------------------------------------
+
+
+def _check(group: Group, wanted: ReplayFilter, per_s: float, newer: str) -> None:
+    refuse_broadcast(group)
+    if group.state != "live":
+        raise Conflict(f"{_group_label(group)} is {group.state}, not live", "only a live group can be replayed")
+    if group.mode == "pop":
+        raise Conflict(
+            f"{_group_label(group)} has ordered pop", "only a group with members has lines that wait in Postgres"
+        )
+    if group.mode == "shared":
+        raise Conflict(f"{_group_label(group)} is shared", "only an ordered group has lines that wait in Postgres")
+    if not 0 <= per_s < float("inf"):
+        raise InvalidInput(f"{per_s} messages a second is no rate: 0 for no limit, or more")
+    if newer not in ("wait", "between"):
+        raise InvalidInput(f"newer messages wait, or come between: {newer!r} is neither")
+    wanted.facts()
+
+
+def _bounds(database: Database, group: Group, *, prefix: str, unsafe: bool) -> dict[str, int]:
+    """Return the first offset that the group has not settled, of each partition that it is not through with."""
+    with database.connection() as connection:
+        rows = connection.execute(query("replay_positions"), {"group_id": group.group_id}).fetchall()
+    group_partitions = [
+        GroupPartition(node, partition, group.group_id, start, seek) for partition, node, start, seek in rows
+    ]
+    positions = read_positions(load_nodes(database), group_partitions, prefix=prefix, unsafe=unsafe)
+    for reason in positions.unreachable.values():
+        raise StoreUnavailable("a node of the group's partitions", reason)
+    bounds: dict[str, int] = {}
+    for group_partition in group_partitions:
+        state = positions.at(group_partition.partition, group.group_id)
+        if state is None:
+            raise StoreUnavailable(f"the node of partition {group_partition.partition}", "it lost the partition")
+        bounds[str(group_partition.partition)] = state.position
+    return bounds
+
+
+def _extent(
+    connection: Connection, group: Group, wanted: ReplayFilter, *, locked: bool = True
+) -> tuple[int, int | None]:
+    """Return the last batch that is of a replay, and the id of the snapshot that it is of. Counting holds nothing."""
+    facts = {"group_id": group.group_id, "snapshot": wanted.snapshot}
+    if wanted.snapshot is not None:
+        found = connection.execute(query("replay_snapshot"), facts).fetchone()
+        if found is None or found[1] is None:
+            raise NotFound("snapshot of the topic", wanted.snapshot, "see those that are: mqlayer snapshot list")
+        return int(found[1]), int(found[0])
+    row = connection.execute(query("replay_topic" if locked else "replay_topic_seen"), facts).fetchone()
+    if row is None:
+        raise Conflict(f"topic {group.topic!r} was never archived", "there is nothing that could be replayed")
+    return int(row[0]), None
+
+
+def _partitions(connection: Connection, facts: Mapping[str, Any]) -> list[int] | None:
+    """Return the partitions that hold an LP or ever did; None: any."""
+    if facts["lp"] is None:
+        return None
+    ((found,),) = connection.execute(query("replay_partitions"), facts).fetchall()
+    return list(found)
+
+
+def _hold_newer(
+    connection: Connection, group: Group, wanted: ReplayFilter, *, key: bytes | None, newer_wait: bool
+) -> list[tuple[int, int]]:
+    """Have newer messages wait from this commit on; return the partitions whose owners are fenced, and the epochs."""
+    facts: dict[str, Any] = {"group_id": group.group_id}
+    if key is not None:
+        lp = wanted.facts()["lp"]
+        connection.execute(query("replay_key_put"), facts | {"lp": lp, "name": key})
+        raise_parking_version(connection, group.group_id, [(lp, key)])
+    if not newer_wait:
+        return []
+    # What owners have read is given up: it would come between what is replayed.
+    epochs = connection.execute(query("assignments_of_group_raise"), facts).fetchall()
+    connection.execute(query("allocation_raise"), facts)
+    return [(partition, epoch) for partition, epoch in epochs]
+
+
+def _fence(database: Database, group: Group, epochs: Mapping[int, int], *, prefix: str, unsafe: bool) -> None:
+    """Refuse earlier owners on the nodes at once; where that fails, the next owners do it."""
+    with database.connection() as connection:
+        kept = {
+            one: epochs[one.partition]
+            for one in undeleted_partitions(connection, group.topic_id)
+            if one.partition in epochs
+        }
+    nodes = {node.node_id: node for node in load_nodes(database)}
+    fence_old_owners(nodes, group.group_id, kept, prefix=prefix, unsafe=unsafe)
+
+
+# -- the work --------------------------------------------------------------------------------------------------------
+
+
+class _ReplayState:
+    """Where a job is, and what it is for."""
+
+    def __init__(self, row: Sequence[Any]) -> None:
+        self.at: tuple[int, int] = (row[0], row[1])
+        self.upto, self.snapshot_id = row[2], row[3]
+        self.filter = ReplayFilter.of(row[4])
+        self.bounds: Mapping[str, int] = row[5]
+        self.per_s, self.place, self.kind, self.topic_id = row[6:10]
+        self.wanted = TagFilter.of(row[10])
+        self.waiting, self.waiting_bytes = row[11:13]
+        # The key whose newer messages wait.
+        self.name: bytes | None = row[13]
+
+
+@dataclass(frozen=True, slots=True)
+class _ArchivedRecord:
+    """A record of the archive, as far as a group is given it."""
+
+    partition: int
+    offset: int
+    batch: int
+    identity: Identity
+    key: bytes
+    m: bytes
+    body: bytes
+    tags: tuple[str, ...]
+    void: bool
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> _ArchivedRecord:
+        partition, offset, batch, source, lp, seq, at, key, tags, headers, body, _ = row
+        facts = encode_facts(
+            int((Decimal(at) * 1000).to_integral_value()),
+            msgspec.json.decode(headers, type=dict[str, str]) if headers else None,
+            tags_text(tags) if tags else "",
+        )
+        identity = Identity(source, lp, seq)
+        key = NO_KEY if key is None else bytes(key)
+        m = b"%d:%d:%d:%b" % (source, lp, seq, facts)
+        void = Record(offset, m, key, b"").void
+        return cls(partition, offset, batch, identity, key, m, bytes(body), tuple(tags or ()), void)
+
+
+class _ReplayWorker:
+    """One worker at one replay or backfill."""
+
+    def __init__(self, database: Database, replay_id: int, worker: str, batch: int, waiting: int) -> None:
+        self._database, self._replay_id, self._worker = database, replay_id, worker
+        self._batch, self._waiting = batch, waiting
+        found = replay_of(database, replay_id)
+        self._group = find_group(database, found.topic, found.group)
+        self._alone = not self._group.ordered or self._group.strategy != "strict"
+        self._state = self._refresh()
+        facts = self._state.filter.facts() | {"topic_id": self._state.topic_id, "snapshot_id": self._state.snapshot_id}
+        with database.connection() as connection:
+            self._reads = facts | {"partitions": _partitions(connection, facts)}
+
+    def pause_s(self) -> float:
+        """Wait while too much of it waits in the group, or the group has as much parked as it may."""
+        self._state = state = self._refresh()
+        with self._database.connection() as connection:
+            row = connection.execute(query("parked_room"), {"group_id": self._group.group_id}).fetchone()
+        # What is newer of a key that is replayed waits for the end of that: it must not be what keeps the rest out.
+        starved = state.name is not None and state.waiting == 0
+        if row is not None and ParkingCapacity(*row).full is not None and not starved:
+            return POLL_S
+        return FULL_WAIT_S if state.waiting >= self._waiting or state.waiting_bytes >= WAITING_BYTES else 0.0
+
+    def deliver(self) -> None:
+        """Give the next batch, or note how far it looked; end the job where the archive holds no more."""
+        state = self._state
+        found, at = self._read(state)
+        change_group(self._database, self._group.group_id, partial(self._deliver, state=state, found=found, at=at))
+        failpoint("replay.after_commit")
+
+    def _refresh(self) -> _ReplayState:
+        with self._database.connection() as connection:
+            (row,) = connection.execute(query("replay_state"), {"redrive_id": self._replay_id}).fetchall()
+        return _ReplayState(row)
+
+    def _read(self, state: _ReplayState) -> tuple[list[_ArchivedRecord], tuple[int, int] | None]:
+        """Return the next records, and how far that looked; None: to the end."""
+        until = time.monotonic() + SCAN_S
+        limit = self._batch if state.per_s == 0 else max(1, min(self._batch, int(state.per_s)))
+        at = state.at
+        with self._database.connection() as connection:
+            while True:
+                batch = at[0] + (at[1] == BEHIND)
+                facts = self._reads | {"batch": batch, "upto": state.upto, "rows": WINDOW}
+                ((first, beyond),) = connection.execute(query("replay_window"), facts, prepare=False).fetchall()
+                if first is None:
+                    return [], None
+                last = state.upto if beyond is None else max(beyond - 1, first)
+                facts |= {"first": first, "last": last, "at_batch": at[0], "at_record": at[1], "limit": limit,
+                          "bytes": BATCH_BYTES}  # fmt: skip
+                rows = connection.execute(query("replay_read"), facts, prepare=False).fetchall()
+                if rows and rows[0][-1] > len(rows):
+                    return list(map(_ArchivedRecord.of, rows)), (rows[-1][2], rows[-1][1])
+                at = (last, BEHIND)
+                if rows or time.monotonic() > until:
+                    return list(map(_ArchivedRecord.of, rows)), at
+
+    def _deliver(
+        self, connection: Connection, state: _ReplayState, found: Sequence[_ArchivedRecord], at: tuple[int, int] | None
+    ) -> None:
+        facts: dict[str, Any] = {"redrive_id": self._replay_id, "worker": self._worker}
+        locked = {"at_batch": state.at[0], "at_record": state.at[1]}
+        if connection.execute(query("replay_hold"), facts | locked).fetchone() is None:
+            return
+        if self._snapshot_dropped(connection, state):
+            _cancel(connection, self._replay_id, "worker", self._group.group_id, why="its snapshot was dropped")
+            return
+        words = self._put(connection, state, found)
+        if state.kind == "backfill":
+            self._archive_unmatched(connection, [one for one in found if words[one.identity] == "unmatched"])
+        if found:
+            self._put_results(connection, state, words)
+        counts = Counter(words.values())
+        sent = counts["sent"]
+        batch, record = at or (state.upto, BEHIND)
+        advance = {"at_batch": batch, "at_record": record, "sent": sent, "not_sent": len(found) - sent,
+                   "results": Jsonb(counts), "pause_s": sent / state.per_s if state.per_s else 0.0,
+                   "lease_s": LEASE_S}  # fmt: skip
+        connection.execute(query("replay_advance"), facts | advance)
+        if at is None:
+            connection.execute(query("redrive_end"), facts | {"state": "done", "gone": 0})
+            _let_newer_go_on(connection, self._group.group_id)
+            log.info("replay_done", extra={"replay": self._replay_id})
+        failpoint("replay.before_commit")
+
+    def _snapshot_dropped(self, connection: Connection, state: _ReplayState) -> bool:
+        if state.snapshot_id is None:
+            return False
+        ((there,),) = connection.execute(query("replay_snapshot_there"), {"snapshot_id": state.snapshot_id}).fetchall()
+        return not there
+
+    def _put(
+        self, connection: Connection, state: _ReplayState, found: Sequence[_ArchivedRecord]
+    ) -> dict[Identity, ReplayOutcome]:
+        """Let records join their keys' lines in this order; return what became of each."""
+        words: dict[Identity, ReplayOutcome] = {one.identity: _result_of(one, state) for one in found}
+        given = [one for one in found if words[one.identity] == "sent"]
+        if not given:
+            return words
+        named = columns(("lps", "sources", "seqs"), [(i.lp, i.source, i.seq) for i in (one.identity for one in given)])
+        facts = {"group_id": self._group.group_id, "redrive_id": self._replay_id, "position": state.place,
+                 "again": state.kind == "replay"}  # fmt: skip
+        for source, lp, seq in connection.execute(query("replay_dead"), facts | named).fetchall():
+            words[Identity(source, lp, seq)] = "dead"
+        rows = [self._row(one) for one in given if words[one.identity] == "sent"]
+        arrays = columns(("lps", "names", "sources", "seqs", "partitions", "offsets", "keys", "ms", "bodies"), rows)
+        connection.execute(query("replay_keys_put"), facts | arrays, prepare=False)
+        joined = connection.execute(query("replay_messages_put"), facts | arrays, prepare=False).fetchall()
+        put = {Identity(source, lp, seq) for lp, _, source, seq in joined}
+        for one in given:
+            if words[one.identity] == "sent" and one.identity not in put:
+                words[one.identity] = "already"
+        if joined:
+            heads = columns(("lps", "names"), [row[:2] for row in joined])
+            connection.execute(query("parked_heads_put"), facts | heads | {"identities": list(map(str, put))})
+            raise_parking_version(connection, self._group.group_id, {(lp, bytes(name)) for lp, name, _, _ in joined})
+        return words
+
+    def _archive_unmatched(self, connection: Connection, left_out: Sequence[_ArchivedRecord]) -> None:
+        if left_out:
+            arrays = columns(("partitions", "offsets"), [(one.partition, one.offset) for one in left_out])
+            connection.execute(query("replay_unmatched_put"), {"redrive_id": self._replay_id} | arrays)
+
+    def _row(self, one: _ArchivedRecord) -> tuple[Any, ...]:
+        source, lp, seq = one.identity
+        name = parked_name(one.key, one.identity, alone=self._alone)
+        return lp, name, source, seq, one.partition, one.offset, one.key, one.m, one.body
+
+    def _put_results(
+        self, connection: Connection, state: _ReplayState, words: Mapping[Identity, ReplayOutcome]
+    ) -> None:
+        facts = [
+            (i.lp, i.source, i.seq, result) for i, result in words.items() if result in ("already", "dead", "ahead")
+        ]
+        if facts and state.kind == "replay":
+            arrays = columns(("lps", "sources", "seqs", "results"), facts)
+            connection.execute(query("replay_results_put"), {"redrive_id": self._replay_id} | arrays)
+
+
+def _result_of(one: _ArchivedRecord, state: _ReplayState) -> ReplayOutcome:
+    if one.offset >= state.bounds.get(str(one.partition), BEHIND):
+        return "ahead"
+    matches = not one.void and (state.wanted is None or state.wanted.takes(one.tags))
+    return "sent" if matches else "unmatched"
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------
+
+
+def _cancel(connection: Connection, replay_id: int, actor: str, group_id: int, why: str | None = None) -> None:
+    facts = {} if why is None else {"why": why}
+    cancel(connection, replay_id, act="replay cancel", over=_over(replay_id), actor=actor, facts=facts)
+    _let_newer_go_on(connection, group_id)
+
+
+def _let_newer_go_on(connection: Connection, group_id: int) -> None:
+    """Let members know that streams may be read again, and look at what is parked."""
+    raise_parking_version(connection, group_id, ANY_KEY)
+    connection.execute(query("allocation_raise"), {"group_id": group_id})
+
+
+def _running(database: Database, replay_id: int) -> Replay:
+    found = replay_of(database, replay_id)
+    if found.state != "running":
+        raise Conflict(
+            f"{found.kind} {replay_id} is {found.state}", f"see what it did: mqlayer replay show {replay_id}"
+        )
+    return found
+
+
+def _over(replay_id: int) -> Conflict:
+    return Conflict(f"replay {replay_id} is over", f"see what it did: mqlayer replay show {replay_id}")
+
+
+def _group_label(group: Group) -> str:
+    return f"group {group.name!r} of topic {group.topic!r}"
+
+
+def _listed(database: Database, **facts: Any) -> list[Replay]:
+    wanted = {"redrive_id": None, "topic": None, "group": None, "after": None, "limit": 1} | facts
+    with database.connection() as connection:
+        rows = connection.execute(query("replay_list"), wanted).fetchall()
+    return [
+        Replay(replay_id, kind, topic, group, ReplayFilter.of(facts), *rest)
+        for replay_id, kind, topic, group, facts, *rest in rows
+    ]

@@ -1,0 +1,61 @@
+"""What the worker does for shared groups: messages of members that were not heard of become due again.
+
+Members of the group look themselves; this is for groups whose members are all gone, so that what is due shows, and for
+those whose members are busy. Safe to run twice at once: what one call took, the other does not find.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import MqlayerError
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.shared_scripts import SharedGroupPartition, shared_count_reply, shared_reclaim_command
+from mqlayer.runtime.route_cache import load_nodes
+
+log = logging.getLogger(__name__)
+
+Places = list[tuple[SharedGroupPartition, float]]
+"""Partitions of shared groups, with the visibility timeout of each group in seconds."""
+
+
+def reclaim_shared(database: Database, *, prefix: str, unsafe: bool = False) -> int:
+    """Make due what members of shared groups have that were not heard of; return how many messages.
+
+    A bounded number of each partition. A node that is away is passed by.
+    """
+    with database.connection() as connection:
+        rows = connection.execute(query("shared_places")).fetchall()
+    by_node: dict[NodeId, Places] = {}
+    for group_id, partition, node_id, epoch, visibility_timeout_s in rows:
+        by_node.setdefault(NodeId(node_id), []).append(
+            (SharedGroupPartition(prefix, partition, group_id, epoch), visibility_timeout_s)
+        )
+    if not by_node:
+        return 0
+    count = 0
+    for node in load_nodes(database):
+        places = by_node.get(node.node_id)
+        if places:
+            count += _reclaim(node, places, unsafe=unsafe)
+    if count:
+        log.info("messages_reclaimed", extra={"count": count})
+    return count
+
+
+def _reclaim(node: Node, places: Places, *, unsafe: bool) -> int:
+    try:
+        with NodeConnection(node, unsafe=unsafe) as connection:
+            commands = [shared_reclaim_command(connection, place, round(seconds * 1000)) for place, seconds in places]
+            replies = connection.call(commands)
+            failpoint("shared.after_reclaim")
+            answers = [shared_count_reply(reply, node.address) for reply in replies]
+    except MqlayerError as error:
+        log.warning("reclaim_node_skipped", extra={"node": node.name, "reason": str(error)})
+        return 0
+    # Another epoch, or a group that no member has taken up as yet: its members see to it.
+    return sum(answer for answer in answers if isinstance(answer, int))

@@ -1,0 +1,181 @@
+"""What each kind of process does on a node, and the rules of an access list that allow it that and nothing else.
+
+Which scripts and plain commands a role sends is in `roles`, held against the source by a test; what a script does to
+which key is read from the script itself. From Redis 7 on the rules name for each key what may be done to it: a user
+that may call scripts by EVALSHA can change only what its own scripts change. Redis 6.2 has one list of commands and one
+of keys, so there a user may do any of its commands to any of its keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from hashlib import sha256
+from typing import Final, NamedTuple
+
+from mqlayer.errors import InvalidInput
+from mqlayer.redis.command_specs import COMMANDS, KEYLESS, example
+from mqlayer.redis.roles import PLAIN_COMMANDS, SCRIPTS, RedisRole
+from mqlayer.redis.scripts import HEADERS_SINCE, script_text
+from mqlayer.resources import lua_source
+
+ANY: Final = "*"
+"""A key that is told by its place in KEYS only, or that the source of a plain command does not tell."""
+OF_NODE: Final = ("ended", "terms")
+OF_PARTITION: Final = ("log", "meta", "marks", "ids", "ages")
+OF_GROUP: Final = ("lock", "acks", "attempts", "outcomes", "rate", "pops", "queues", "due", "batches", "wake")
+CALLERS: Final = ("eval", "evalsha")
+CONNECTING: Final = frozenset({"acl|dryrun", "acl|whoami", "info", "ping", "script|load", "select"})
+"""What every connection sends before anything else, or may have to."""
+PLAIN_KEYS: Final[Mapping[str, str]] = {
+    "hdel": "marks", "xtrim": "outcomes", "xsetid": "log", "xreadgroup": "log", "xpending": "log",
+}  # fmt: skip
+"""Which keys the plain commands that write name; those that read may read every key of the prefix."""
+
+SEVERAL_KEYS: Final = frozenset({"del", "unlink"})
+"""Commands that scripts call with several keys: a server allows a call by one list of rules, so each has one."""
+
+_CALL: Final = re.compile(r"\bp?call\('(\w+)'(?:, '(\w+)')?(?:, (\w+(?:, \w+_key)*))?")
+_SPLIT: Final = frozenset(name.split("|")[0] for name in COMMANDS if "|" in name)
+
+
+class CommandAccess(NamedTuple):
+    """One thing that a process does: a command, and the kind of key that it does it to; '' for none."""
+
+    command: str
+    key: str
+
+    @property
+    def writes(self) -> bool:
+        """Whether it changes the key, or counts as if it did: a script's call names all keys that the script has."""
+        return COMMANDS[self.command].writes or self.command in CALLERS
+
+
+AccessSet = frozenset[CommandAccess]
+
+
+def pattern(prefix: str, key: str) -> str:
+    """Return the pattern of all keys of a kind."""
+    if key in OF_PARTITION:
+        return f"{prefix}:{{*}}:{key}"
+    if key in OF_GROUP:
+        return f"{prefix}:{{*}}:g*:{key}"
+    return f"{prefix}:{key}"
+
+
+@cache
+def needs_of_script(name: str, version: tuple[int, int, int] = HEADERS_SINCE) -> AccessSet:
+    """Return what a script does, by its own text."""
+    found = set()
+    for command, status, variables in _CALL.findall(script_text(name, version)):
+        whole = f"{command}|{status}".lower() if command.lower() in _SPLIT else command.lower()
+        named = variables.split(", ")
+        kinds = map(_kind, named if whole in SEVERAL_KEYS else named[:1])
+        found |= {CommandAccess(whole, kind) for kind in ([""] if whole in KEYLESS else kinds)}
+    if version < HEADERS_SINCE and "allow-oom" in lua_source(name).splitlines()[0]:
+        found.add(CommandAccess("persist", ANY))
+    return frozenset(found)
+
+
+def _kind(variable: str) -> str:
+    kind = variable.removesuffix("_key")
+    return kind if variable.endswith("_key") and kind in (*OF_NODE, *OF_PARTITION, *OF_GROUP) else ANY
+
+
+@cache
+def needs_of(role: RedisRole, version: tuple[int, int, int] = HEADERS_SINCE) -> AccessSet:
+    """Return all that a process of a role does on a node."""
+    plain = {CommandAccess(name, "" if name in KEYLESS else PLAIN_KEYS.get(name, ANY)) for name in PLAIN_COMMANDS[role]}
+    plain |= {
+        CommandAccess(name, "") for name in CONNECTING if version >= HEADERS_SINCE or not name.startswith("acl|dryrun")
+    }
+    return frozenset(plain).union(*(needs_of_script(name, version) for name in SCRIPTS[role]))
+
+
+def needs_of_all(roles: Iterable[RedisRole], version: tuple[int, int, int] = HEADERS_SINCE) -> AccessSet:
+    """Return what a process of several roles does."""
+    return frozenset[CommandAccess]().union(*(needs_of(role, version) for role in roles))
+
+
+def acl_rules(
+    roles: Iterable[RedisRole], *, prefix: str, version: tuple[int, int, int] = HEADERS_SINCE
+) -> tuple[str, ...]:
+    """Return the rules of a user of these roles, without its password: the same for the same roles."""
+    needs = needs_of_all(roles, version)
+    first = ("resetkeys", "resetchannels", "-@all")
+    if version < HEADERS_SINCE:
+        return (*first, f"~{pattern(prefix, ANY)}", *_allowed(needs))
+    return (*first, *_reading(needs, prefix), *_selectors(needs, prefix))
+
+
+def _reading(needs: AccessSet, prefix: str) -> tuple[str, ...]:
+    """Return the rules for what names no key and for what only reads."""
+    reads = {need for need in needs if not need.writes}
+    kinds = {need.key for need in reads if need.key}
+    kinds = {ANY} if ANY in kinds else kinds
+    return (*(f"%R~{pattern(prefix, kind)}" for kind in sorted(kinds)), *_allowed(reads))
+
+
+def _selectors(needs: AccessSet, prefix: str) -> tuple[str, ...]:
+    """Return a selector for each set of commands that write, with the kinds of keys that they are for."""
+    by_kind: dict[str, frozenset[str]] = {}
+    for need in needs:
+        if need.writes and need.command not in (*CALLERS, *SEVERAL_KEYS):
+            by_kind[need.key] = by_kind.get(need.key, frozenset()) | {need.command}
+    callers = {need.command for need in needs if need.command in CALLERS}
+    found = [_selector(callers, [ANY], prefix)] if callers else []
+    for command in sorted({need.command for need in needs} & SEVERAL_KEYS):
+        kinds = sorted({need.key for need in needs if need.command == command})
+        found.append(_selector([command], [ANY] if ANY in kinds else kinds, prefix))
+    for commands in sorted(set(by_kind.values()), key=sorted):
+        kinds = sorted(kind for kind, those in by_kind.items() if those == commands)
+        found.append(_selector(commands, kinds, prefix))
+    return tuple(found)
+
+
+def _selector(commands: Iterable[str], kinds: Iterable[str], prefix: str) -> str:
+    patterns = " ".join(f"~{pattern(prefix, kind)}" for kind in kinds)
+    return f"({' '.join(f'+{name}' for name in sorted(commands))} {patterns})"
+
+
+def _allowed(needs: Iterable[CommandAccess]) -> tuple[str, ...]:
+    return tuple(f"+{name}" for name in sorted({need.command for need in needs}))
+
+
+def acl_file_line(
+    user: str, roles: Iterable[RedisRole], *, prefix: str, password: str | None, version: tuple[int, int, int]
+) -> str:
+    """Return a user as a line of an ACL file. Raises InvalidInput for a name that such a file can't hold."""
+    if not re.fullmatch(r"[\w.:@-]{1,64}", user):
+        raise InvalidInput(f"{user!r} is no name of a Redis user here: use letters, digits and _ . : @ -")
+    rules = acl_rules(roles, prefix=prefix, version=version)
+    return " ".join(("user", user, "on", password_rule(password), *rules))
+
+
+def setuser_command(
+    user: str, roles: Iterable[RedisRole], *, prefix: str, password: str | None, version: tuple[int, int, int]
+) -> str:
+    """Return the same as a command for redis-cli; what an earlier one gave the user is taken away."""
+    _, name, *rules = _rules(acl_file_line(user, roles, prefix=prefix, password=password, version=version))
+    return " ".join(("ACL", "SETUSER", name, "reset", *(f'"{rule}"' if " " in rule else rule for rule in rules)))
+
+
+def _rules(acl_line: str) -> list[str]:
+    return re.findall(r"\([^)]*\)|\S+", acl_line)
+
+
+def password_rule(password: str | None) -> str:
+    """Return the rule for a password: its hash, or a word to be replaced by it."""
+    if password is None:
+        return "#SHA256_OF_THE_PASSWORD"
+    return f"#{sha256(password.encode()).hexdigest()}"
+
+
+def probes(needs: AccessSet, prefix: str) -> dict[CommandAccess, tuple[str, ...]]:
+    """Return a call for each need on a key that no partition has, to be judged by ACL DRYRUN."""
+    return {need: tuple(example(need.command, _key(prefix, need.key))) for need in sorted(needs)}
+
+
+def _key(prefix: str, kind: str) -> str:
+    return pattern(prefix, kind).replace("{*}", "{0}").replace("g*", "g0").replace("*", "{0}:log") if kind else ""

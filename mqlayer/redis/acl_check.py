@@ -1,0 +1,93 @@
+"""Whether this process's user may do all that it will have to do on a node: asked before the first of it is done."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from mqlayer.redis.acl import ANY, CommandAccess, needs_of, pattern, probes
+from mqlayer.redis.roles import RedisRole
+from mqlayer.redis.scripts import HEADERS_SINCE
+
+Ask = Callable[[Sequence[Sequence[Any]]], list[Any]]
+"""Sends commands and returns a reply, or an error, for each."""
+MAX_SHOWN: Final = 6
+DEFAULT_USER_ADVICE: Final = (
+    "user default off ~* &* +@all: Redis reads its append-only file with the rights of that user, "
+    "also where it is off, and a restart would lose what they don't cover"
+)
+
+
+class RequiredAccess(NamedTuple):
+    """What a connection is for: the role of its process, and the prefix of the keys."""
+
+    role: RedisRole
+    prefix: str
+
+
+class AccessReport(NamedTuple):
+    """What a server says of a user; `missing` is None where it can't say: before Redis 7, or it may not be asked."""
+
+    user: str
+    missing: tuple[CommandAccess, ...] | None
+
+    def describe(self, required: RequiredAccess) -> str:
+        """Return what is missing, and the command that prints what the user needs."""
+        missing = self.missing or ()
+        named = ", ".join(
+            f"+{need.command}" + (f" on {pattern(required.prefix, need.key or ANY)}" if need.key else "")
+            for need in missing[:MAX_SHOWN]
+        )
+        more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
+        role = "worker" if required.role is RedisRole.ARMING else required.role
+        return f"user {self.user!r} lacks {named}{more}: mqlayer node acl {role} --user {self.user} prints its rules"
+
+
+def access_of(ask: Ask, required: RequiredAccess, version: tuple[int, int, int], user: str = "") -> AccessReport:
+    """Ask a server whether a user, this connection's own where none is named, may do all that a duty needs.
+
+    Nothing is run for it (ACL DRYRUN).
+    """
+    if version < HEADERS_SINCE:
+        return AccessReport(user, None)
+    if not user:
+        (me,) = ask([("ACL", "WHOAMI")])
+        if isinstance(me, Exception):
+            return AccessReport("", None)
+        user = me.decode()
+    wanted = probes(needs_of(required.role), required.prefix)
+    replies = ask([("ACL", "DRYRUN", user, *call) for call in wanted.values()])
+    if any(isinstance(reply, Exception) for reply in replies):
+        return AccessReport(user, None)
+    return AccessReport(user, tuple(need for need, reply in zip(wanted, replies, strict=True) if reply != b"OK"))
+
+
+def loses_transactions(ask: Ask, required: RequiredAccess, version: tuple[int, int, int]) -> bool:
+    """Say whether the server would drop what scripts wrote, at its next start.
+
+    Redis 7 reads its append-only file as user default, also where that user is off, and asks again for each command of
+    a transaction whether the user may run it: what it may not run is left out, without an error. The writes of a script
+    are such a transaction.
+    """
+    found = access_of(ask, RequiredAccess(RedisRole.WORKER, required.prefix), version, "default")
+    return bool(found.missing)
+
+
+class _CheckedAccess:
+    """Which duties this process was found to be allowed, so that each is asked for once for a run of a server."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: set[tuple[str, str, str, RequiredAccess]] = set()
+
+    def has(self, url: str, run_id: str, user: str, required: RequiredAccess) -> bool:
+        with self._lock:
+            return (url, run_id, user, required) in self._known
+
+    def add(self, url: str, run_id: str, user: str, required: RequiredAccess) -> None:
+        with self._lock:
+            self._known.add((url, run_id, user, required))
+
+
+CHECKED: Final = _CheckedAccess()

@@ -1,0 +1,366 @@
+"""Connections to nodes: each belongs to exactly one run of one server, and knows it.
+
+A connection compares the server's run with the one that Postgres has armed before it sends anything else: at each
+connect, those of the driver too, and once more where another run was armed since. A server that restarted, fell back,
+was promoted or was replaced is another run and serves nothing until it is armed again (invariant 17).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final
+
+import redis
+
+from mqlayer.domain.node_runs import run_of
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import (
+    AccessDenied,
+    ConfigurationRefused,
+    InvalidInput,
+    NodeNotArmed,
+    NodeOutOfMemory,
+    StoreUnavailable,
+)
+from mqlayer.redis.access import access_here
+from mqlayer.redis.access_errors import RIGHTS_HINT, is_denial, not_reached
+from mqlayer.redis.acl_check import CHECKED, DEFAULT_USER_ADVICE, RequiredAccess, access_of, loses_transactions
+from mqlayer.redis.addresses import ConnectionFactory, display_url
+from mqlayer.redis.roles import PLAIN_COMMANDS, RedisRole
+from mqlayer.redis.scripts import script_digests, script_texts
+from mqlayer.settings import Settings
+
+OLDEST: Final = (6, 2, 0)
+REQUIRED_SETTINGS: Final = {
+    "appendonly": ("yes", "appendonly yes: without it a restart loses everything"),
+    "no-appendfsync-on-rewrite": ("no", "no-appendfsync-on-rewrite no: else a rewrite stops the fsync"),
+    "maxmemory-policy": ("noeviction", "maxmemory-policy noeviction: any other evicts whole partitions"),
+}
+"""Settings that the promise needs: the value, and what to tell who has another."""
+
+INFO_SECTIONS: Final = ("server", "replication", "persistence", "memory")
+
+Command = Sequence[Any]
+
+
+# Asked for with every reply that is judged.
+_display = lru_cache(maxsize=256)(display_url)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A registered Redis and the run that may be served; armed_run_id is None until it is armed."""
+
+    node_id: NodeId
+    name: str
+    url: str = field(repr=False)
+    armed_run_id: str | None
+
+    @property
+    def address(self) -> str:
+        """Where it is, for messages: no user, no password, no option."""
+        return _display(self.url)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of itself at connect."""
+
+    run_id: str
+    version: tuple[int, int, int]
+    role: str
+    settings: dict[str, str]
+
+
+class NodeConnection:
+    """One connection to a node, for one thread. Connects at first use and again after a failure.
+
+    `call` sends commands in one write and returns one reply each; an error reply is returned, not raised. When the
+    line fails, what was sent has an unknown outcome and StoreUnavailable is raised.
+    `node` may be given anew at any time, by any thread: a connection to another run or address than that says is not
+    used any more. With a `required`, the first connection asks whether this process's user may do all that it needs.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        connect_timeout_s: float = 5.0,
+        timeout_s: float = 10.0,
+        any_run: bool = False,
+        unsafe: bool = False,
+        required: RequiredAccess | None = None,
+    ) -> None:
+        self.node, self._required = node, required
+        self.facts: ServerFacts | None = None
+        self._any_run, self._unsafe = any_run, unsafe
+        self._connect_timeout_s, self._timeout_s = connect_timeout_s, timeout_s
+        self._digests: dict[str, bytes] = {}
+        self._demoted = False
+        self._open_connection(node.url)
+
+    def connect(self) -> ServerFacts:
+        """Connect unless connected; check the server's run, role and settings; load the scripts.
+
+        Raises StoreUnavailable, NodeNotArmed or ConfigurationRefused; nothing was sent to the data then. Where another
+        run or address counts since it was connected, the line is closed and StoreUnavailable raised: what is under way
+        on it has an unknown outcome. The next call connects anew, and is judged then.
+        """
+        facts = self.facts
+        if facts is not None:
+            self._refuse_if_void(facts)
+            return facts
+        node = self.node
+        try:
+            if node.url != self._url:
+                self._open_connection(node.url)
+            self._aim()
+            self._factory.connect()
+        except (redis.RedisError, OSError, InvalidInput) as error:
+            self.close()
+            raise not_reached(node.address, error, anonymous=self._anonymous) from error
+        except BaseException:
+            self.close()
+            raise
+        facts = self.facts
+        if facts is None:
+            self.close()
+            raise StoreUnavailable(node.address, "the line was closed while it was connected")
+        return facts
+
+    def _open_connection(self, url: str) -> None:
+        connection = ConnectionFactory(
+            url, node=self.node.name, connect_timeout_s=self._connect_timeout_s, timeout_s=self._timeout_s
+        )
+        self._url, self._aim, self._factory, self._anonymous = (
+            url,
+            connection.resolve_primary,
+            connection.connection,
+            connection.anonymous,
+        )
+        # The driver connects by itself where it finds its line closed: it must not get round the checks.
+        self._factory.redis_connect_func = self._handshake
+
+    def _handshake(self, connection: Any) -> None:
+        connection.on_connect_check_health(check_health=False)
+        facts = self._ask_facts()
+        self._check(facts)
+        self._check_rights(facts)
+        self._load_scripts(facts.version)
+        self.facts, self._demoted = facts, False
+
+    def _refuse_if_void(self, facts: ServerFacts) -> None:
+        node = self.node
+        if self._demoted:
+            self.close()
+            raise StoreUnavailable(node.address, "it is not the primary any more")
+        if node.url != self._url:
+            self.close()
+            raise StoreUnavailable(node.address, "the node has this address now, the line was to another one")
+        if not self._any_run and facts.run_id != node.armed_run_id:
+            self.close()
+            reason = f"run {facts.run_id[:8]} is not the armed one any more"
+            raise StoreUnavailable(node.address, f"{reason}: the connection to it is given up")
+
+    def call(self, commands: Sequence[Command]) -> list[Any]:
+        """Send commands in one write and return their replies in order."""
+        self.send(commands)
+        return self.receive(len(commands))
+
+    def send(self, commands: Iterable[Command]) -> None:
+        """Send commands without waiting; `receive` must be called for as many replies, in order."""
+        self.connect()
+        try:
+            self._factory.send_packed_command(self._factory.pack_commands(commands), check_health=False)
+        except (redis.RedisError, OSError) as error:
+            self.close()
+            raise not_reached(self.node.address, error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def send_packet(self, packet: bytes) -> None:
+        """Send requests that are encoded already; `receive` must be called for as many replies, in order."""
+        self.connect()
+        try:
+            self._factory.send_packed_command((packet,), check_health=False)
+        except (redis.RedisError, OSError) as error:
+            self.close()
+            raise not_reached(self.node.address, error) from error
+        except BaseException:
+            # Part of a request may be on the wire; what followed would be read as its rest.
+            self.close()
+            raise
+
+    def digest(self, name: str) -> bytes:
+        """Return the digest by which this server calls a script."""
+        self.connect()
+        return self._digests[name]
+
+    def ready(self, timeout_s: float) -> bool:
+        """Say whether a reply, or the news that the connection broke, comes within the time."""
+        self.connect()
+        try:
+            return bool(self._factory.can_read(timeout_s))
+        except (redis.RedisError, OSError) as error:
+            self.close()
+            raise not_reached(self.node.address, error) from error
+
+    def receive(self, count: int) -> list[Any]:
+        """Return the next `count` replies; an error reply is an exception in the list."""
+        replies: list[Any] = []
+        read = self._factory.read_response
+        try:
+            for _ in range(count):
+                try:
+                    replies.append(read())
+                except redis.ResponseError as error:
+                    # A primary that became a replica keeps its connections: only a new one gets to its successor.
+                    self._demoted = self._demoted or "READONLY" in str(error) or _is_demotion(error)
+                    replies.append(error)
+        except (redis.RedisError, OSError) as error:
+            self.close()
+            raise not_reached(self.node.address, error) from error
+        except BaseException:
+            # Replies that nobody has read would be taken for those of later commands.
+            self.close()
+            raise
+        return replies
+
+    def script(self, name: str, keys: Sequence[bytes], *args: Any) -> Command:
+        """Return the command that calls a script."""
+        self.connect()
+        return (b"EVALSHA", self._digests[name], len(keys), *keys, *args)
+
+    def whole_script(self, name: str, keys: Sequence[bytes], *args: Any) -> Command:
+        """Return the command that calls a script by its text: the server may have forgotten it."""
+        return (b"EVAL", script_texts(self.connect().version)[name], len(keys), *keys, *args)
+
+    def close(self) -> None:
+        """Close the line; the next use connects anew."""
+        self.facts = None
+        self._factory.disconnect()
+
+    def __enter__(self) -> NodeConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def reload_scripts(self) -> None:
+        """Load the scripts again, after a server answered that it does not have them."""
+        version = self.connect().version
+        try:
+            self._load_scripts(version)
+        except (redis.RedisError, OSError) as error:
+            self.close()
+            raise not_reached(self.node.address, error) from error
+
+    def _ask_facts(self) -> ServerFacts:
+        asked = REQUIRED_SETTINGS if self._may_ask_settings() else {}
+        commands: list[Command] = [("INFO", section) for section in INFO_SECTIONS]
+        replies = self._ask([*commands, *(("CONFIG", "GET", name) for name in asked)])
+        for reply in replies[: len(commands)]:
+            if isinstance(reply, Exception):
+                raise reply
+        text = "\n".join(reply.decode() for reply in replies[: len(commands)])
+        info = dict(connection.split(":", 1) for connection in text.splitlines() if ":" in connection)
+        settings = _settings_from_info(info)
+        for name, reply in zip(asked, replies[len(commands) :], strict=True):
+            # Managed servers forbid CONFIG: what can't be asked is the operator's word.
+            if not isinstance(reply, Exception) and len(reply) == 2:
+                settings[name] = reply[1].decode()
+        major, minor, patch = (int(part) for part in info["redis_version"].split(".")[:3])
+        return ServerFacts(run_of(info), (major, minor, patch), info["role"], settings)
+
+    def _ask(self, commands: Sequence[Command]) -> list[Any]:
+        """Send commands while it is being connected, and return their replies."""
+        self._factory.send_packed_command(self._factory.pack_commands(commands), check_health=False)
+        return self.receive(len(commands))
+
+    def _may_ask_settings(self) -> bool:
+        """Say whether CONFIG GET is a part of the role: it tells passwords of replication too, so few have it."""
+        required = self._required
+        return not access_here().user or (required is not None and "config|get" in PLAIN_COMMANDS[required.role])
+
+    def _check_rights(self, facts: ServerFacts) -> None:
+        """Raise AccessDenied where the user may not do all that this connection is for; asked once for each run."""
+        required, user = self._required, access_here().user
+        if required is None or CHECKED.has(self._url, facts.run_id, user, required):
+            return
+        found = access_of(self._ask, required, facts.version)
+        if found.missing:
+            raise AccessDenied(self.node.address, found.describe(required))
+        if (
+            required.role is RedisRole.ARMING
+            and not self._unsafe
+            and loses_transactions(self._ask, required, facts.version)
+        ):
+            raise ConfigurationRefused(self.node.address, "the list of user default", "too short", DEFAULT_USER_ADVICE)
+        CHECKED.add(self._url, facts.run_id, user, required)
+
+    def _check(self, facts: ServerFacts) -> None:
+        address = self.node.address
+        if facts.role not in ("master", "primary"):
+            raise StoreUnavailable(address, f"it is a {facts.role}: give the primary's address")
+        if facts.version < OLDEST:
+            shown = ".".join(map(str, facts.version))
+            raise ConfigurationRefused(address, "version", shown, "Redis 6.2 or later, or Valkey")
+        if not self._unsafe:
+            for name, value in facts.settings.items():
+                wanted, advice = REQUIRED_SETTINGS[name]
+                if value != wanted:
+                    raise ConfigurationRefused(address, name, value, advice)
+        if not self._any_run and facts.run_id != self.node.armed_run_id:
+            raise NodeNotArmed(
+                address,
+                f"its run {facts.run_id[:8]} is not the armed one; it restarted, was promoted or was replaced: "
+                f"any worker, or `mqlayer node rearm {self.node.name}`, arms it again",
+            )
+
+    def _load_scripts(self, version: tuple[int, int, int]) -> None:
+        for reply in self._ask([("SCRIPT", "LOAD", text) for text in script_texts(version).values()]):
+            if isinstance(reply, Exception):
+                raise reply
+        self._digests = dict(script_digests(version))
+
+
+def connection_of(node: Node, settings: Settings, role: RedisRole) -> NodeConnection:
+    """Return a connection for a process of a role, by its settings."""
+    return NodeConnection(
+        node,
+        connect_timeout_s=settings.connect_timeout_s,
+        timeout_s=settings.socket_timeout_s,
+        unsafe=settings.allow_unsafe_redis,
+        required=RequiredAccess(role, settings.key_prefix),
+    )
+
+
+def _settings_from_info(info: Mapping[str, str]) -> dict[str, str]:
+    """Return what INFO tells of the settings that the promise needs."""
+    settings = {"maxmemory-policy": info.get("maxmemory_policy", "")}
+    if "aof_enabled" in info:
+        settings["appendonly"] = "yes" if info["aof_enabled"].strip() == "1" else "no"
+    return {name: value.strip() for name, value in settings.items() if value}
+
+
+def raise_for_reply(reply: Any, address: str) -> Any:
+    """Return a reply, or raise what its error means: nothing was changed on the server then."""
+    if not isinstance(reply, Exception):
+        return reply
+    if isinstance(reply, redis.exceptions.OutOfMemoryError) or "OOM" in str(reply):
+        raise NodeOutOfMemory(address) from reply
+    if is_denial(reply):
+        raise AccessDenied(address, f"{reply}: {RIGHTS_HINT}") from reply
+    raise StoreUnavailable(address, str(reply)) from reply
+
+
+def _is_demotion(reply: Exception) -> bool:
+    return isinstance(reply, redis.exceptions.ReadOnlyError | redis.exceptions.MasterDownError)
+
+
+def is_missing_script(reply: Any) -> bool:
+    """Say whether a reply is the server's "no such script" (its cache was flushed)."""
+    return isinstance(reply, redis.exceptions.NoScriptError)

@@ -1,0 +1,576 @@
+"""One typed call per script: the command to send, and what its reply says.
+
+Commands and replies are apart, so that many can go in one write and several writes can be in flight.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+from mqlayer.domain.dedup import FirstPosition
+from mqlayer.domain.offsets import is_settled
+from mqlayer.errors import StoreUnavailable
+from mqlayer.redis.keys import (
+    ended_sources_key,
+    group_keys,
+    outcomes_key,
+    partition_keys,
+    pop_keys,
+    rate_key,
+    terms_key,
+)
+from mqlayer.redis.node_connection import Command, NodeConnection, raise_for_reply
+
+RunStatus = Literal["ok", "dup", "gap", "unowned"]
+OnceStatus = Literal["ok", "same", "dup", "gap", "unowned"]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRun:
+    """Consecutive messages of a source in an LP; `fields` holds facts, key, body for each, flat."""
+
+    lp: int
+    first: int
+    count: int
+    fields: Sequence[bytes | str]
+
+
+class RunOutcome(NamedTuple):
+    """What became of a run: how many were appended (the last ones of it), and the LP's mark after."""
+
+    status: RunStatus
+    appended: int
+    mark: int
+
+
+class AppendReply(NamedTuple):
+    """An append that ran. `outcomes` is None when every run was appended whole."""
+
+    offset: int
+    outcomes: list[RunOutcome] | None
+
+
+class Refused(NamedTuple):
+    """A script that changed nothing: why, and the fact that goes with it."""
+
+    status: str
+    fact: str
+
+
+SOURCES_PER_CALL: Final = 1_000
+AS_BEFORE: Final = -1
+"""In place of a backlog limit, of what a partition held before: without a limit, and under an ended source too."""
+AS_BEFORE_UNLESS_CLOSED: Final = -2
+"""The same for a partition that is served: not once the outbox goes on under another source."""
+
+
+def append_command(
+    connection: NodeConnection,
+    prefix: str,
+    partition: int,
+    source: int,
+    runs: Sequence[MessageRun],
+    *,
+    backlog: int = 0,
+) -> Command:
+    """Return the command that appends runs to a partition. `backlog`: its limit, 0 for none, AS_BEFORE or AGAIN."""
+    keys = partition_keys(prefix, partition)
+    args: list[Any] = [source, backlog, "", len(runs)]
+    for run in runs:
+        args += (run.lp, run.first, run.count)
+    for run in runs:
+        args += run.fields
+    names = (keys.log, keys.meta, keys.marks, ended_sources_key(prefix), terms_key(prefix))
+    return connection.script("log_append", names, *args)
+
+
+def end_sources(connection: NodeConnection, prefix: str, sources: Sequence[int], *, closed: bool) -> None:
+    """Have a node take nothing more under sources of outboxes that go on under others, full or not.
+
+    `closed`: they do so already; else they are about to, and what nodes lost of them comes again before. Raises
+    StoreUnavailable.
+    """
+    key = (ended_sources_key(prefix),)
+    words = [status for source in sources for status in ([source, f"{source}:closed"] if closed else [source])]
+    for at in range(0, len(words), SOURCES_PER_CALL):
+        (reply,) = connection.call([connection.whole_script("source_end", key, *words[at : at + SOURCES_PER_CALL])])
+        raise_for_reply(reply, connection.node.address)
+
+
+def set_term(connection: NodeConnection, prefix: str, source: int, term: str, *, partitions: Sequence[int]) -> str:
+    """Have a node take of a source only what was read in this term of its outbox's Postgres; return what appends carry.
+
+    A term is one life of a Postgres: it ends with a crash, which may take commits back, and with the server. A node
+    that has none of its `partitions` is told nothing: it refuses appends anyway, until it is armed. Raises
+    StoreUnavailable.
+    """
+    keys = (terms_key(prefix), *(partition_keys(prefix, partition).meta for partition in partitions))
+    (reply,) = connection.call([connection.whole_script("source_term", keys, source, term, secrets.token_hex(8))])
+    status, *token = raise_for_reply(reply, connection.node.address)
+    # No node has a term without a nonce: what carries that is refused.
+    return token[0].decode() if status == b"ok" else term
+
+
+def status_of(reply: Any, address: str) -> str:
+    """Return the word that a script's answer begins with. Raises NodeOutOfMemory or StoreUnavailable."""
+    return str(raise_for_reply(reply, address)[0].decode())
+
+
+def append_reply(reply: Any, address: str) -> AppendReply | Refused:
+    """Return what an append says. Raises NodeOutOfMemory (nothing stored) or StoreUnavailable (unknown)."""
+    reply = raise_for_reply(reply, address)
+    status = reply[0]
+    if status == b"ok":
+        return AppendReply(reply[1], None)
+    if status == b"mixed":
+        words = zip(reply[2::3], reply[3::3], reply[4::3], strict=True)
+        return AppendReply(reply[1], [RunOutcome(w.decode(), appended, mark) for w, appended, mark in words])
+    return _refused(reply)
+
+
+def check_appended(reply: Any, address: str) -> None:
+    """Raise StoreUnavailable unless an append says that all its runs are there, by it or before."""
+    answer = append_reply(reply, address)
+    if not isinstance(answer, AppendReply):
+        raise StoreUnavailable(address, f"resending was refused: {answer.status} {answer.fact}".rstrip())
+    for outcome in answer.outcomes or ():
+        if outcome.status not in ("ok", "dup"):
+            raise StoreUnavailable(address, f"resending was refused: {outcome.status}")
+
+
+class OnceOutcome(NamedTuple):
+    """What became of a message with a dedup id: where it, or the first one, is; the LP's mark where it was a gap."""
+
+    status: OnceStatus
+    offset: int = 0
+    first: FirstPosition | None = None
+    mark: int = 0
+
+
+def append_once_reply(reply: Any, address: str) -> list[OnceOutcome] | Refused:
+    """Return what log_append_once says of each message. Raises NodeOutOfMemory or StoreUnavailable (unknown)."""
+    reply = raise_for_reply(reply, address)
+    if reply[0] != b"each":
+        return _refused(reply)
+    return [_once_outcome(status.decode(), fact) for status, fact in zip(reply[1::2], reply[2::2], strict=True)]
+
+
+def _once_outcome(status: OnceStatus, fact: Any) -> OnceOutcome:
+    if status == "ok":
+        return OnceOutcome(status, offset=fact)
+    if status == "gap":
+        return OnceOutcome(status, mark=int(fact))
+    return OnceOutcome(status, first=FirstPosition.of(fact))
+
+
+def dedup_load_command(
+    connection: NodeConnection,
+    prefix: str,
+    partition: int,
+    change: int,
+    window_ms: int,
+    ids: Iterable[tuple[bytes, bytes, int]],
+) -> Command:
+    """Return the command that hands ids over to a successor: of each its token, place, and age in ms."""
+    keys = partition_keys(prefix, partition)
+    flat = [part for one in ids for part in one]
+    return connection.script("dedup_load", (keys.meta, keys.ids, keys.ages), change, window_ms, *flat)
+
+
+def create_command(connection: NodeConnection, prefix: str, partition: int, *args: Any) -> Command:
+    """Return the command that makes a partition's meta, once. `args`: topic, lp_from, lp_to, state, change."""
+    return connection.script("partition_create", (partition_keys(prefix, partition).meta,), *args)
+
+
+def create(connection: NodeConnection, prefix: str, partition: int, *args: Any) -> str:
+    """Make a partition's meta as `create_command` does, and return the script's word."""
+    return status_of(
+        connection.call([create_command(connection, prefix, partition, *args)])[0], connection.node.address
+    )
+
+
+class Sealed(NamedTuple):
+    """A partition is sealed for a route change: by which seal, behind which offset, and its frozen marks."""
+
+    seal_id: str
+    next_offset: int
+    marks: dict[str, int]
+
+
+MARKS_PER_CALL = 1_000
+LIVE_STATES: Final = frozenset({"open", "sealed"})
+"""States in which a partition has all marks that its LPs came with."""
+
+
+def seal_command(connection: NodeConnection, prefix: str, partition: int, change: int, seal_id: str) -> Command:
+    """Return the command that closes a partition for a route change."""
+    keys = partition_keys(prefix, partition)
+    return connection.script("partition_seal", (keys.log, keys.meta, keys.marks), change, seal_id)
+
+
+def brief_seal_command(connection: NodeConnection, prefix: str, partition: int, change: int, seal_id: str) -> Command:
+    """Return the command that does the same by the script's text, and says nothing of the marks."""
+    keys = partition_keys(prefix, partition)
+    return connection.whole_script("partition_seal", (keys.log, keys.meta, keys.marks), change, seal_id, 1)
+
+
+def seal_reply(reply: Any, address: str) -> Sealed | Refused:
+    """Return what partition_seal says. Raises NodeOutOfMemory (nothing changed) or StoreUnavailable (unknown)."""
+    reply = raise_for_reply(reply, address)
+    if reply[0] != b"sealed":
+        return _refused(reply)
+    flat = [part.decode() for part in reply[3]]
+    return Sealed(reply[1].decode(), reply[2], {k: int(v) for k, v in zip(flat[::2], flat[1::2], strict=True)})
+
+
+def open_partition(
+    connection: NodeConnection, prefix: str, partition: int, change: int, marks: Mapping[str, int]
+) -> str:
+    """Load marks into a successor and open it; return the script's last word."""
+    address = connection.node.address
+    for reply in connection.call(load_commands(connection, prefix, partition, change, marks)):
+        # Without all of them it must not open.
+        status_of(reply, address)
+    return status_of(connection.call([open_command(connection, prefix, partition, change)])[0], address)
+
+
+def marks_command(connection: NodeConnection, prefix: str, partition: int, names: Sequence[bytes]) -> Sequence[bytes]:
+    """Return the command that asks for a partition's state and the marks of `<source>:<lp>`s."""
+    keys = partition_keys(prefix, partition)
+    return (b"EVALSHA", connection.digest("marks_read"), b"2", keys.meta, keys.marks, *names)
+
+
+def marks_reply(reply: Any, address: str) -> tuple[str, list[int]]:
+    """Return a partition's state, '' for none, and its marks, 0 for none. Raises StoreUnavailable."""
+    state, marks = raise_for_reply(reply, address)
+    return state.decode(), [int(mark or 0) for mark in marks]
+
+
+def load_commands(
+    connection: NodeConnection, prefix: str, partition: int, change: int | str, marks: Mapping[str, int]
+) -> list[Command]:
+    """Return the commands that load marks into a partition that is not open yet."""
+    keys = partition_keys(prefix, partition)
+    flat: list[str | int] = [part for pair in marks.items() for part in pair]
+    return [
+        connection.script("partition_open", (keys.meta, keys.marks), change, 0, *flat[at : at + 2 * MARKS_PER_CALL])
+        for at in range(0, len(flat), 2 * MARKS_PER_CALL)
+    ]
+
+
+def open_command(connection: NodeConnection, prefix: str, partition: int, change: int | str) -> Command:
+    """Return the command that opens a partition whose marks are loaded."""
+    keys = partition_keys(prefix, partition)
+    return connection.script("partition_open", (keys.meta, keys.marks), change, 1)
+
+
+def reopen_command(
+    connection: NodeConnection, prefix: str, partition: int, seal_id: str, name: str, mark: int
+) -> Command:
+    """Return the command that opens a sealed partition again, which is short in one LP of a source (`name`).
+
+    It goes in one MULTI with the append that continues this LP.
+    """
+    keys = partition_keys(prefix, partition)
+    return connection.script("partition_reopen", (keys.log, keys.meta, keys.marks), seal_id, name, mark)
+
+
+def drop_marks_command(connection: NodeConnection, prefix: str, partition: int, names: Sequence[bytes]) -> Command:
+    """Return the command that removes marks (`<source>:<lp>`) of sources that are closed."""
+    keys = partition_keys(prefix, partition)
+    return connection.script("marks_drop", (keys.meta, keys.marks), *names)
+
+
+class LogEnds(NamedTuple):
+    """How far a partition's records and its meta go together (see log_ends); no `state`: there is no meta."""
+
+    state: str
+    seal_id: str
+    next_offset: int
+    records: int
+    has_marks: bool
+    behind: int
+    command: str
+
+
+def ends_command(connection: NodeConnection, prefix: str, partition: int) -> Command:
+    """Return the command that asks how far a partition's records and its meta go together."""
+    keys = partition_keys(prefix, partition)
+    return connection.script("log_ends", (keys.log, keys.meta, keys.marks))
+
+
+def ends_reply(reply: Any, address: str) -> LogEnds:
+    """Return what log_ends says. Raises StoreUnavailable."""
+    state, seal, next_offset, records, marks, behind, command = raise_for_reply(reply, address)
+    return LogEnds(state.decode(), seal.decode(), next_offset, records, marks == 1, behind, command.decode())
+
+
+COUNTED_PER_CALL: Final = 500
+"""How many records one call of log_recount looks at: more than any call appends that may end in its middle."""
+
+
+def recount_command(
+    connection: NodeConnection, prefix: str, partition: int, *, start: int = 0, marks: Mapping[str, int] | None = None
+) -> Command:
+    """Return the command that counts records which a partition holds and does not tell of, from an offset on.
+
+    0: from behind the last one that it tells of. `marks`: what it must have besides, MARKS_PER_CALL at most.
+    """
+    keys = partition_keys(prefix, partition)
+    flat = [part for pair in (marks or {}).items() for part in pair]
+    return connection.script("log_recount", (keys.log, keys.meta, keys.marks), start, COUNTED_PER_CALL, *flat)
+
+
+def recount_reply(reply: Any, address: str) -> tuple[int, int] | Refused:
+    """Return which offset is next, and behind which one nothing was looked at."""
+    reply = raise_for_reply(reply, address)
+    return (reply[1], reply[2]) if reply[0] == b"counted" else _refused(reply)
+
+
+def clear_commands(
+    connection: NodeConnection, prefix: str, partition: int, groups: Iterable[int], *, whole: bool = False
+) -> list[Command]:
+    """Return the commands that leave nothing at all of a partition which lost its records."""
+    keys = partition_keys(prefix, partition)
+    form = connection.whole_script if whole else connection.script
+    retire = form("partition_retire", _retired_keys(prefix, partition, groups), 0)
+    return [retire, ("HDEL", keys.meta, "state")]
+
+
+def skip_marks_command(
+    connection: NodeConnection, prefix: str, partition: int, source: int, lp: int, after: int, to: int
+) -> Command:
+    """Return the command that goes on behind seqs which nobody holds any more, from `after` to `to`."""
+    keys = partition_keys(prefix, partition)
+    return connection.script("mark_skip", (keys.meta, keys.marks), f"{source}:{lp}", after, to)
+
+
+def retire_command(
+    connection: NodeConnection, prefix: str, partition: int, groups: Iterable[int], *, archived: bool = False
+) -> Command:
+    """Return the command that leaves nothing of a partition but its tombstone; `archived`: and outcomes not fetched."""
+    groups = list(groups)
+    return connection.script("partition_retire", _retired_keys(prefix, partition, groups), len(groups) * archived)
+
+
+def _retired_keys(prefix: str, partition: int, groups: Iterable[int]) -> tuple[bytes, ...]:
+    keys, groups = partition_keys(prefix, partition), list(groups)
+    of_groups = [
+        key for group in groups for keys_of in (group_keys, pop_keys) for key in keys_of(prefix, partition, group)
+    ]
+    of_groups += [rate_key(prefix, partition, group) for group in groups]
+    streams = [outcomes_key(prefix, partition, group) for group in groups]
+    return (keys.meta, keys.log, keys.marks, keys.ids, keys.ages, *of_groups, *streams)
+
+
+def retire_reply(reply: Any, address: str) -> bool:
+    """Say whether nothing but the tombstone is left; False: outcomes are to be fetched first."""
+    return bool(raise_for_reply(reply, address)[0] == b"retired")
+
+
+@dataclass(frozen=True, slots=True)
+class LockHolder:
+    """Who calls: a member with the epoch of its assignment, at one partition for one group."""
+
+    prefix: str
+    partition: int
+    group_id: int
+    member: str
+    epoch: int
+
+
+class FailureHistory(NamedTuple):
+    """How many attempts of a message failed, and when the first and the last of them were noted, by the node's clock.
+
+    The times are None where nobody noted them. `started`: it was started with care and has not ended since, "a" alone,
+    "s" beside others, else "".
+    """
+
+    attempts: int
+    first_ms: int | None
+    last_ms: int | None
+    started: str = ""
+
+
+def failures_of(noted: bytes) -> FailureHistory:
+    """Return what the value of an offset says in the hash of attempts."""
+    count, *rest = noted.split(b":")
+    if int(count) == 0 or not rest:
+        return FailureHistory(int(count), None, None, rest[2].decode() if len(rest) > 2 else "")
+    return FailureHistory(int(count), int(rest[0]), int(rest[1]), rest[2].decode() if len(rest) > 2 else "")
+
+
+class LockTaken(NamedTuple):
+    """The pull lock is newly ours; what the former owner left.
+
+    `guarded_below`: start what lies below this offset with care, former owners died; `suspects`: offsets that one of
+    them had started then, and `died`: those of them that were started alone.
+    """
+
+    committed: int
+    next_offset: int
+    base: int
+    bits: bytes
+    attempts: dict[int, int]
+    guarded_below: int = 0
+    suspects: frozenset[int] = frozenset()
+    died: frozenset[int] = frozenset()
+
+    def has_settled(self, offset: int) -> bool:
+        """Say whether an offset is settled."""
+        return offset < self.committed or is_settled(offset, self.base, self.bits)
+
+
+class LockKept(NamedTuple):
+    """The pull lock was ours already."""
+
+    committed: int
+
+
+class Fenced(NamedTuple):
+    """Another epoch is in force: this owner must stop."""
+
+    epoch: int
+
+
+def acquire_command(
+    connection: NodeConnection, holder: LockHolder, *, start: int, seek: int = 0, afresh: bool = False
+) -> Command:
+    """Return the command that takes or refreshes the pull lock; `afresh` asks for what the former owner left.
+
+    `start` counts where nothing is committed since the group's last `seek`.
+    """
+    keys, group = partition_keys(holder.prefix, holder.partition), _group(holder)
+    return connection.script(
+        "lock_acquire",
+        (keys.meta, group.lock, group.acks, group.attempts, keys.log),
+        holder.member,
+        holder.epoch,
+        start,
+        int(afresh),
+        seek,
+    )
+
+
+def acquire_reply(reply: Any, address: str) -> LockTaken | LockKept | Fenced | Refused:
+    """Return what lock_acquire says."""
+    reply = raise_for_reply(reply, address)
+    if reply[0] == b"unchanged":
+        return LockKept(reply[1])
+    if reply[0] == b"acquired":
+        pairs = zip(reply[5][::2], reply[5][1::2], strict=True)
+        noted = {int(offset): failures_of(value) for offset, value in pairs}
+        attempts = {offset: failures.attempts for offset, failures in noted.items()}
+        suspects = frozenset(offset for offset, failures in noted.items() if failures.started)
+        died = frozenset(offset for offset in suspects if noted[offset].started == "a")
+        return LockTaken(reply[1], reply[2], reply[3], reply[4], attempts, reply[6], suspects, died)
+    return _fenced_or_refused(reply)
+
+
+def settle_command(
+    connection: NodeConnection,
+    holder: LockHolder,
+    ranges: Sequence[tuple[int, int]],
+    forget_attempts: Iterable[int] = (),
+    encoded_outcome: bytes = b"",
+) -> Command:
+    """Return the command that settles ranges of offsets [first, last]; at most 500 ranges. `encoded_outcome`: see
+    `outcomes`."""
+    keys, group = partition_keys(holder.prefix, holder.partition), _group(holder)
+    flat = [bound for pair in ranges for bound in pair]
+    return connection.script(
+        "offsets_settle",
+        (keys.meta, *group, outcomes_key(holder.prefix, holder.partition, holder.group_id)),
+        holder.member,
+        holder.epoch,
+        len(ranges),
+        encoded_outcome,
+        *flat,
+        *forget_attempts,
+    )
+
+
+def settle_reply(reply: Any, address: str) -> LockKept | Fenced | Refused:
+    """Return what offsets_settle says: the new committed, or why nothing was changed."""
+    reply = raise_for_reply(reply, address)
+    return LockKept(reply[1]) if reply[0] == b"settled" else _fenced_or_refused(reply)
+
+
+def attempt_command(connection: NodeConnection, holder: LockHolder, offset: int, attempts: int) -> Command:
+    """Return the command that notes how many attempts of a message have failed."""
+    group = _group(holder)
+    return connection.script(
+        "attempt_count", (group.lock, group.attempts), holder.member, holder.epoch, offset, attempts
+    )
+
+
+def start_command(connection: NodeConnection, holder: LockHolder, offset: int, *, alone: bool) -> Command:
+    """Return the command that notes that a message is about to be handled."""
+    group, how = _group(holder), "a" if alone else "s"
+    return connection.script("attempt_start", (group.lock, group.attempts), holder.member, holder.epoch, offset, how)
+
+
+def start_reply(reply: Any, address: str) -> Fenced | None:
+    """Return what attempt_start says: nothing, or that another epoch is in force."""
+    reply = raise_for_reply(reply, address)
+    return None if reply[0] == b"started" else Fenced(reply[1])
+
+
+def attempt_reply(reply: Any, address: str) -> int | Fenced:
+    """Return what attempt_count says: how many failed attempts there are now."""
+    reply = raise_for_reply(reply, address)
+    return int(reply[1]) if reply[0] == b"counted" else Fenced(reply[1])
+
+
+def release_command(connection: NodeConnection, holder: LockHolder) -> Command:
+    """Return the command that gives up the pull lock."""
+    return connection.script("lock_release", (_group(holder).lock,), holder.member, holder.epoch)
+
+
+def fence_command(
+    connection: NodeConnection, prefix: str, partition: int, group_id: int, epoch: int, *, whole: bool = False
+) -> Command:
+    """Return the command that puts a higher epoch in force without an owner, on request with the script's text."""
+    keys = (partition_keys(prefix, partition).meta, group_keys(prefix, partition, group_id).lock)
+    form = connection.whole_script if whole else connection.script
+    return form("lock_fence", keys, epoch)
+
+
+class GroupStart(NamedTuple):
+    """Where a group starts in a partition since it was last sent elsewhere."""
+
+    group_id: int
+    seek: int
+    offset: int
+
+
+def trim_command(
+    connection: NodeConnection,
+    prefix: str,
+    partition: int,
+    starts: Sequence[GroupStart],
+    *,
+    floor: int,
+    limit: int,
+) -> Command:
+    """Return the command that drops what all groups settled."""
+    keys = partition_keys(prefix, partition)
+    locks = [group_keys(prefix, partition, start.group_id).lock for start in starts]
+    facts = [fact for start in starts for fact in (start.seek, start.offset)]
+    return connection.script("log_trim", (keys.meta, keys.log, *locks), limit, floor, *facts)
+
+
+def _group(holder: LockHolder) -> Any:
+    return group_keys(holder.prefix, holder.partition, holder.group_id)
+
+
+def _refused(reply: Any) -> Refused:
+    fact = reply[1] if len(reply) > 1 else b""
+    return Refused(reply[0].decode(), fact.decode() if isinstance(fact, bytes) else str(fact))
+
+
+def _fenced_or_refused(reply: Any) -> Fenced | Refused:
+    return Fenced(reply[1]) if reply[0] == b"fenced" else _refused(reply)

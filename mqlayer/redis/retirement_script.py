@@ -1,0 +1,39 @@
+"""What is asked of a node when a group is retired: to refuse its late owners, and to drop what it has there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys, pop_keys, rate_key
+from mqlayer.redis.node_connection import Command, NodeConnection, raise_for_reply
+
+
+def group_forget_command(
+    connection: NodeConnection,
+    prefix: str,
+    partition: int,
+    group_id: int,
+    epoch: int,
+    *,
+    for_good: bool,
+    archived: bool,
+) -> Command:
+    """Return the command that drops what a retired group has at a partition; `for_good`: its lock too."""
+    group, pop = group_keys(prefix, partition, group_id), pop_keys(prefix, partition, group_id)
+    of_partition = partition_keys(prefix, partition)
+    keys = (
+        of_partition.meta,
+        group.lock,
+        outcomes_key(prefix, partition, group_id),
+        of_partition.log,
+        group.acks,
+        group.attempts,
+        *pop,
+        rate_key(prefix, partition, group_id),
+    )
+    return connection.script("group_forget", keys, epoch, int(for_good), int(archived))
+
+
+def group_forget_reply(reply: Any, address: str) -> str:
+    """Return the script's first word."""
+    return str(raise_for_reply(reply, address)[0].decode())

@@ -1,0 +1,145 @@
+"""What a Redis says of itself, asked without any demand on it: for those who judge it, not for those who use it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import redis
+
+from mqlayer.domain.node_runs import run_of
+from mqlayer.errors import AccessDenied, InvalidInput
+from mqlayer.redis.access import NodeAccess, access_here
+from mqlayer.redis.access_errors import not_reached
+from mqlayer.redis.acl_check import AccessReport, RequiredAccess, access_of
+from mqlayer.redis.addresses import ConnectionFactory, display_url
+from mqlayer.redis.node_connection import Node
+
+READ_SETTINGS: Final = ("appendfsync", "no-appendfsync-on-rewrite", "aof-load-truncated", "min-replicas-to-write")
+"""What INFO does not tell. Managed servers may forbid to ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """INFO as it is, settings as far as they may be asked, and how far the server's clock is ahead of ours."""
+
+    info: dict[str, str]
+    settings: dict[str, str]
+    ahead_s: float
+    round_trip_s: float
+
+    @property
+    def run_id(self) -> str:
+        """The run that answered."""
+        return run_of({"run_id": "", **self.info})
+
+    @property
+    def product(self) -> str:
+        """`redis` or `valkey`."""
+        return "valkey" if "valkey_version" in self.info else "redis"
+
+    @property
+    def version(self) -> tuple[int, int, int]:
+        """The version of the product; a Valkey also names the Redis that it is compatible with."""
+        shown = self.info.get("valkey_version") or self.info.get("redis_version", "")
+        numbers = [int(part) if part.isdecimal() else 0 for part in shown.split(".")[:3]]
+        major, minor, patch = [*numbers, 0, 0, 0][:3]
+        return major, minor, patch
+
+    @property
+    def redis_version(self) -> tuple[int, int, int]:
+        """The version of Redis, or the one that a Valkey is compatible with."""
+        major, minor, patch = [*map(int, self.info.get("redis_version", "0.0.0").split(".")[:3]), 0, 0][:3]
+        return major, minor, patch
+
+    def number(self, name: str) -> int:
+        """Return a number of INFO, 0 where this version does not tell it."""
+        text = self.info.get(name, "")
+        return int(text) if text.isdecimal() else 0
+
+
+def read_server_info(url: str, *, timeout_s: float, node: str = "", access: NodeAccess | None = None) -> ServerInfo:
+    """Ask a Redis for what it says of itself; `node` is its name, `access` how to log in where it is none.
+
+    Raises StoreUnavailable, InvalidInput for a URL that is none.
+    """
+    attempt = ConnectionFactory(url, connect_timeout_s=timeout_s, timeout_s=timeout_s, node=node, access=access)
+    connection = attempt.connection
+    try:
+        attempt.resolve_primary()
+        connection.connect()
+        return _ask(connection)
+    except (redis.RedisError, OSError, InvalidInput) as error:
+        raise not_reached(display_url(url), error, anonymous=attempt.anonymous) from error
+    finally:
+        connection.disconnect()
+
+
+def read_access(node: Node, required: RequiredAccess, *, user: str = "", timeout_s: float = 5.0) -> AccessReport:
+    """Ask a node whether a user, this process's own where none is named, may do all that a duty needs.
+
+    Raises StoreUnavailable.
+    """
+    attempt = ConnectionFactory(node.url, connect_timeout_s=timeout_s, timeout_s=timeout_s, node=node.name)
+    connection = attempt.connection
+    try:
+        attempt.resolve_primary()
+        connection.connect()
+        version = ServerInfo(_info(connection), {}, 0.0, 0.0).redis_version
+        return access_of(
+            lambda commands: [_tried(connection, command) for command in commands], required, version, user
+        )
+    except (redis.RedisError, OSError, InvalidInput) as error:
+        raise not_reached(node.address, error, anonymous=attempt.anonymous) from error
+    finally:
+        connection.disconnect()
+
+
+def check_access(node: Node, required: RequiredAccess) -> None:
+    """Raise AccessDenied where this process's user may not do on a node all that a duty needs."""
+    if access_here().user:
+        rights = read_access(node, required)
+        if rights.missing:
+            raise AccessDenied(node.address, rights.describe(required))
+
+
+def describe_access(rights: AccessReport, required: RequiredAccess) -> str:
+    """Return what was found, for people."""
+    if rights.missing is None:
+        return "not known: the server is older than Redis 7, or this user may not call ACL DRYRUN"
+    return rights.describe(required) if rights.missing else f"user {rights.user!r} may do all that it needs"
+
+
+def _tried(connection: Any, command: Sequence[Any]) -> Any:
+    try:
+        return _call(connection, *map(str, command))
+    except redis.ResponseError as error:
+        return error
+
+
+def _info(connection: Any) -> dict[str, str]:
+    return dict(part.split(":", 1) for part in _call(connection, "INFO").decode().splitlines() if ":" in part)
+
+
+def _ask(connection: Any) -> ServerInfo:
+    info = _info(connection)
+    settings: dict[str, str] = {}
+    for name in READ_SETTINGS:
+        try:
+            reply = _call(connection, "CONFIG", "GET", name)
+        except redis.ResponseError:
+            continue
+        if len(reply) == 2:
+            settings[name] = reply[1].decode()
+    sent, sent_at = time.monotonic(), time.time()
+    seconds, micros = _call(connection, "TIME")
+    round_trip_s = time.monotonic() - sent
+    ahead_s = int(seconds) + int(micros) / 1e6 - sent_at - round_trip_s / 2
+    return ServerInfo(info, settings, ahead_s, round_trip_s)
+
+
+def _call(connection: Any, *command: str) -> Any:
+    connection.send_command(*command, check_health=False)
+    return connection.read_response()

@@ -1,0 +1,277 @@
+"""What a relay knows of each LP, and how rows become batches. No I/O.
+
+A cursor is one LP of one topic. What it knows is a hint: the truth is the mark in Redis, and an append says it whenever
+the two differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+from mqlayer.domain.message import NO_KEY, void_facts
+from mqlayer.domain.names import BATCH_BYTES_LIMIT, BATCH_COUNT_LIMIT, KEY_LIMIT, oversize
+from mqlayer.domain.routing import LP_COUNT
+from mqlayer.redis.wire import message_packet
+
+Row = tuple[Any, ...]
+"""id, chain (None for another relay's LP), seq; as bytes: facts, key, body (None where it is over the hard limit)."""
+
+CursorState = Literal["open", "behind", "blocked"]
+
+NEVER: Final = 0
+"""A seq that no row has."""
+
+
+def chain_of(topic_id: int, lp: int) -> int:
+    """Return the number by which rows name an LP of a topic."""
+    return topic_id * LP_COUNT + lp
+
+
+class Target:
+    """Where a cursor's messages go at present. `refusal` says why they can never be sent.
+
+    `passes_over`: a row that can never be sent does not hold its LP, a void record takes its place.
+    """
+
+    __slots__ = (
+        "backlog_limit", "batch", "node_id", "partition", "passes_over", "pause_count", "paused_until", "ready",
+        "refusal",
+    )  # fmt: skip
+
+    def __init__(self, partition: int, node_id: int, backlog_limit: int, refusal: str = "") -> None:
+        self.partition, self.node_id, self.backlog_limit = partition, node_id, backlog_limit
+        self.refusal = refusal
+        self.ready = self.passes_over = False
+        self.paused_until, self.pause_count = 0.0, 0
+        self.batch: RelayBatch | None = None
+
+
+class LpCursor:
+    """One LP: `sent` may be ahead of `acked` while appends are under way; `recorded` is what Postgres was told.
+
+    `counted` is the LP's counter when it was last looked at: as many messages are committed, at least.
+
+    open     rows come in by the scan; the next one must have the seq `expected`
+    behind   rows must be read by seq, because the scan can't show them all
+    blocked  a row was quarantined; nothing is sent until an operator lets it
+    """
+
+    __slots__ = (
+        "acked", "batch", "chain", "counted", "expected", "messages", "recorded", "rewound_at", "sent", "state",
+        "target",
+    )  # fmt: skip
+
+    def __init__(self, chain: int, target: Target, *, seq: int = 0) -> None:
+        self.chain, self.target = chain, target
+        self.sent = self.acked = self.recorded = seq
+        self.rewound_at = self.counted = 0
+        self.state: CursorState = "open"
+        self.expected = seq + 1
+        self.batch: RelayBatch | None = None
+        self.messages: list[bytes] = []
+
+    @property
+    def topic_id(self) -> int:
+        """The topic's id."""
+        return self.chain // LP_COUNT
+
+    @property
+    def lp(self) -> int:
+        """The LP."""
+        return self.chain % LP_COUNT
+
+    def advance(self, mark: int) -> None:
+        """Note that Redis holds everything up to a mark."""
+        self.acked = max(self.acked, mark)
+        if self.sent < self.acked:
+            self.sent = self.acked
+            if self.state == "open":
+                self.expected = self.sent + 1
+
+
+class CursorRun(NamedTuple):
+    """Consecutive messages of a cursor in a batch, ready for the wire."""
+
+    cursor: LpCursor
+    first: int
+    messages: list[bytes]
+
+
+class RelayBatch:
+    """What one append call will take: at most 500 messages and 1 MB, or one message."""
+
+    __slots__ = ("count", "runs", "size", "target")
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.count = self.size = 0
+        self.runs: list[CursorRun] = []
+
+
+class Unsendable(NamedTuple):
+    """A row that can never be sent, and why."""
+
+    cursor: LpCursor
+    seq: int
+    reason: str
+
+
+class LpCursors:
+    """The cursors of a relay's LP sets, made when their first row shows up."""
+
+    def __init__(self, find_target: Callable[[int], Target]) -> None:
+        self._find_target = find_target
+        self._cursors: dict[int, LpCursor] = {}
+        self.behind: dict[int, LpCursor] = {}
+        self.blocked: dict[int, LpCursor] = {}
+
+    def __iter__(self) -> Iterator[LpCursor]:
+        return iter(self._cursors.values())
+
+    def __len__(self) -> int:
+        return len(self._cursors)
+
+    def get(self, chain: int) -> LpCursor:
+        """Return a cursor; one that is new starts where nothing is relayed."""
+        cursor = self._cursors.get(chain)
+        if cursor is None:
+            cursor = self._cursors[chain] = LpCursor(chain, self._find_target(chain))
+        return cursor
+
+    def start(self, chain: int, seq: int) -> None:
+        """Make a cursor that Postgres says is relayed up to a seq; one that is known stays as it is."""
+        if chain not in self._cursors:
+            self._cursors[chain] = LpCursor(chain, self._find_target(chain), seq=seq)
+
+    def forget(self, lp_sets: Iterable[int]) -> None:
+        """Drop the cursors of LP sets that others work on now."""
+        missing = set(lp_sets)
+        for chain in [chain for chain in self._cursors if chain % LP_COUNT >> 6 in missing]:
+            del self._cursors[chain]
+            self.behind.pop(chain, None)
+            self.blocked.pop(chain, None)
+
+    def fall_behind(self, cursor: LpCursor) -> None:
+        """Have the cursor's rows read by seq. A cursor that was forgotten since it was sent stays so."""
+        if cursor.state != "blocked" and self._cursors.get(cursor.chain) is cursor:
+            cursor.state, cursor.expected = "behind", NEVER
+            self.behind[cursor.chain] = cursor
+
+    def rewind(self, cursor: LpCursor, mark: int, write: int) -> None:
+        """Send again after a mark. What was sent up to this write says nothing more about the cursor."""
+        cursor.sent = cursor.acked = mark
+        cursor.rewound_at = write
+        self.fall_behind(cursor)
+
+    def follow(self, cursor: LpCursor) -> None:
+        """Take the cursor's rows from the scan again: it was read up to its end."""
+        cursor.state, cursor.expected = "open", cursor.sent + 1
+        self.behind.pop(cursor.chain, None)
+
+    def block(self, cursor: LpCursor) -> None:
+        """Send nothing of the cursor until `release`."""
+        if self._cursors.get(cursor.chain) is cursor:
+            cursor.state, cursor.expected = "blocked", NEVER
+            self.behind.pop(cursor.chain, None)
+            self.blocked[cursor.chain] = cursor
+
+    def put_off(self, cursor: LpCursor, *, blocked: bool) -> None:
+        """Send nothing of the cursor now: until its row is let go, or until its target is ready."""
+        if blocked:
+            self.block(cursor)
+        else:
+            self.fall_behind(cursor)
+
+    def release(self, cursor: LpCursor) -> None:
+        """Try a held cursor again."""
+        self.blocked.pop(cursor.chain, None)
+        cursor.state = "open"
+        self.fall_behind(cursor)
+
+
+class SendPlan(NamedTuple):
+    """What is to be sent of some rows.
+
+    `unsendable` rows hold their cursors; `voided` ones do not: void records take their places in the batches, so each
+    is to be kept before these are sent.
+    """
+
+    batches: list[RelayBatch]
+    unsendable: list[Unsendable]
+    voided: list[Unsendable]
+
+
+def plan(rows: Sequence[Row], cursors: LpCursors) -> SendPlan:
+    """Make batches of the rows that continue their cursors; the others' cursors fall behind.
+
+    Rows of a cursor must come in the order of their seqs. Cursors advance as if the batches had been sent.
+    """
+    planned = SendPlan([], [], [])
+    batches = planned.batches
+    get = cursors.get
+    for _, chain, seq, facts, key, body in rows:
+        if chain is None:
+            continue
+        cursor = get(chain)
+        if seq != cursor.expected:
+            if seq > cursor.expected != NEVER:
+                cursors.fall_behind(cursor)
+            continue
+        target = cursor.target
+        if not target.ready or body is None or (key is not None and len(key) > KEY_LIMIT):
+            message = _odd_message(cursor, seq, facts, key, body, planned, cursors)
+            if message is None:
+                continue
+        else:
+            message = message_packet(facts, NO_KEY if key is None else key, body)
+        size = len(message)
+        batch = target.batch
+        if batch is None or batch.count == BATCH_COUNT_LIMIT or batch.size + size > BATCH_BYTES_LIMIT:
+            batch = target.batch = RelayBatch(target)
+            batches.append(batch)
+        if cursor.batch is not batch:
+            cursor.batch, cursor.messages = batch, []
+            batch.runs.append(CursorRun(cursor, seq, cursor.messages))
+        cursor.messages.append(message)
+        cursor.sent = seq
+        cursor.expected = seq + 1
+        batch.count += 1
+        batch.size += size
+    _close(batches)
+    return planned
+
+
+def _odd_message(
+    cursor: LpCursor,
+    seq: int,
+    facts: bytes,
+    key: bytes | None,
+    body: bytes | None,
+    planned: SendPlan,
+    cursors: LpCursors,
+) -> bytes | None:
+    """Return what is sent for a row that can't be sent as it is; None where nothing of its cursor is sent now."""
+    target = cursor.target
+    reason = refusal_of(target, key, body)
+    if reason and target.ready and target.passes_over:
+        planned.voided.append(Unsendable(cursor, seq, reason))
+        return message_packet(void_facts(facts, reason), NO_KEY, b"")
+    blocked = bool(reason) and not target.passes_over
+    if blocked:
+        planned.unsendable.append(Unsendable(cursor, seq, reason))
+    cursors.put_off(cursor, blocked=blocked)
+    return None
+
+
+def refusal_of(target: Target, key: bytes | None, body: bytes | None) -> str:
+    """Return why a row can never be sent, or an empty string."""
+    return target.refusal or oversize(key, body)
+
+
+def _close(batches: Iterable[RelayBatch]) -> None:
+    """Let go of the batches, so that a cursor that falls silent does not keep its last one."""
+    for batch in batches:
+        batch.target.batch = None
+        for run in batch.runs:
+            run.cursor.batch, run.cursor.messages = None, []

@@ -1,0 +1,207 @@
+"""Reading an outbox: one connection, rows as tuples, every read bounded in rows and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from psycopg.types.string import ByteaBinaryLoader
+
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Connection
+from mqlayer.postgres.queries import query
+from mqlayer.postgres.session_setup import is_own
+from mqlayer.relay.limits import RelayLimits
+from mqlayer.relay.lp_cursors import LpCursor, Row
+
+
+class Sweep(NamedTuple):
+    """Counters at one moment: everything they count has an id up to `last_id` and is visible to later reads."""
+
+    last_id: int
+    counters: dict[int, int]
+
+
+class OutboxReader:
+    """The outbox as a relay reads it. `after` is the id up to which the scan has come.
+
+    What it writes counts for the outbox `outbox_uuid` only, by whose numbers it goes: nothing once another relay
+    numbered it anew, however long ours was stuck before the statement.
+    """
+
+    def __init__(self, connection: Connection, limits: RelayLimits) -> None:
+        self.connection, self._limits = connection, limits
+        self._rows_cursor = connection.cursor(binary=True)
+        # Text of messages goes on as it comes: decoding and encoding it again would cost more than reading it.
+        self._messages = connection.cursor(binary=True)
+        self._messages.adapters.register_loader("text", ByteaBinaryLoader)
+        self.after = 0
+        self.outbox_uuid: UUID | None = None
+        self.term = ""
+
+    def prepare(self) -> None:
+        """Set the connection up for reading; once, before anything else. Not where others share its sessions."""
+        if is_own(self.connection):
+            self._rows_cursor.execute(query("relay_settings"))
+
+    def scan(self, lp_sets: Sequence[int]) -> list[Row]:
+        """Return the next rows by id; advance `after`."""
+        limits = self._limits
+        rows = self._read(
+            "outbox_scan",
+            {"after": self.after, "lp_sets": lp_sets, "limit": limits.chunk_rows, "bytes": limits.chunk_bytes},
+        )
+        if rows:
+            self.after = rows[-1][0]
+        failpoint("relay.after_read")
+        return rows
+
+    def late(self, ids: Sequence[int], lp_sets: Sequence[int]) -> list[Row]:
+        """Return those rows of the ids that are visible by now."""
+        return self._read("outbox_late", {"ids": ids, "lp_sets": lp_sets, "bytes": self._limits.chunk_bytes})
+
+    def of_lps(self, cursors: Sequence[LpCursor]) -> tuple[list[Row], int]:
+        """Return the next rows of some cursors by seq, and how many at most there are of each."""
+        each = max(1, self._limits.chunk_rows // len(cursors))
+        rows = self._read(
+            "outbox_of_lps",
+            {
+                "topic_ids": [cursor.topic_id for cursor in cursors],
+                "lps": [cursor.lp for cursor in cursors],
+                "afters": [cursor.sent for cursor in cursors],
+                "each": each,
+                "bytes": self._limits.chunk_bytes,
+            },
+        )
+        failpoint("relay.after_read_of_lps")
+        return rows, each
+
+    def sweep(self, lp_sets: Sequence[int]) -> Sweep:
+        """Read the counters that are past what is recorded as relayed."""
+        counters: dict[int, int] = dict(self._rows("counter_news", {"lp_sets": lp_sets}))
+        # Asked after the counters: whatever they count had drawn its id by then.
+        return Sweep(self.last_id(), counters)
+
+    def last_id(self) -> int:
+        """Return the highest id given out."""
+        return int(self._rows("outbox_last_id", {})[0][0])
+
+    def backlog(self, lp_sets: Sequence[int]) -> tuple[int, int | None]:
+        """Return how many rows wait by what is recorded, and the lowest id to begin with."""
+        waiting, first_id = self._rows("outbox_backlog", {"lp_sets": lp_sets})[0]
+        return waiting, first_id
+
+    def relayed(self, lp_sets: Sequence[int]) -> list[Row]:
+        """Return (chain, seq) recorded as relayed."""
+        return self._rows("relayed_list", {"lp_sets": lp_sets})
+
+    def topics(self) -> dict[int, str]:
+        """Return the names of the topics that this database may publish to."""
+        return {row[0]: row[1] for row in self._rows("outbox_topics", {})}
+
+    def quarantined(self) -> dict[tuple[int, int], int]:
+        """Return the seqs of rows quarantined, by topic id and LP."""
+        return {(row[0], row[2]): row[3] for row in self._rows("quarantined_list", {})}
+
+    def quarantine(self, cursor: LpCursor, seq: int, reason: str) -> None:
+        """Quarantine a row, for all relays and for operators."""
+        failpoint("relay.before_quarantine")
+        self._rows_cursor.execute(query("quarantined_put"), self._facts(cursor, seq, reason))
+
+    def put_voided(self, cursor: LpCursor, seq: int, reason: str) -> None:
+        """Keep a row that is passed over, for operators; its void record may be sent once this is committed."""
+        failpoint("relay.before_voided")
+        self._rows_cursor.execute(query("voided_put"), self._facts(cursor, seq, reason))
+        failpoint("relay.after_voided")
+
+    def put_relayed(self, cursors: Iterable[LpCursor]) -> None:
+        """Record how far cursors are in Redis, durably."""
+        # Two relays on the same LPs take the rows in the same order, and can't deadlock.
+        moved = sorted(cursors, key=_by_chain)
+        failpoint("relay.before_progress")
+        self._rows_cursor.execute(query("relayed_put"), self._progress(moved))
+        failpoint("relay.after_progress")
+        for cursor in moved:
+            cursor.recorded = cursor.acked
+
+    def lower_relayed(self, cursors: Iterable[LpCursor]) -> None:
+        """Record that Redis fell back: what it lost must stay in the outbox."""
+        fallen = sorted(cursors, key=_by_chain)
+        failpoint("relay.before_lower")
+        self._rows_cursor.execute(query("relayed_lower"), self._progress(fallen))
+        failpoint("relay.after_lower")
+        for cursor in fallen:
+            cursor.recorded = min(cursor.recorded, cursor.acked)
+
+    def _progress(self, cursors: Sequence[LpCursor]) -> dict[str, Any]:
+        return {
+            "outbox_uuid": self.outbox_uuid,
+            "term": self.term,
+            "topic_ids": [cursor.topic_id for cursor in cursors],
+            "lps": [cursor.lp for cursor in cursors],
+            "seqs": [cursor.acked for cursor in cursors],
+        }
+
+    def _facts(self, cursor: LpCursor, seq: int, reason: str) -> dict[str, Any]:
+        return {
+            "outbox_uuid": self.outbox_uuid, "topic_id": cursor.topic_id, "lp": cursor.lp, "seq": seq, "reason": reason,
+        }  # fmt: skip
+
+    def _read(self, name: str, arguments: Mapping[str, Any]) -> list[Row]:
+        return self._messages.execute(query(name), arguments).fetchall()
+
+    def _rows(self, name: str, arguments: Mapping[str, Any]) -> list[Row]:
+        return self._rows_cursor.execute(query(name), arguments).fetchall()
+
+
+def _by_chain(cursor: LpCursor) -> int:
+    return cursor.chain
+
+
+class LateIds:
+    """Ids below the scan whose rows were not visible: not committed yet, or rolled back. Bounded in number and age.
+
+    Each is asked for at growing intervals. What is dropped from here is found by the sweep of the counters.
+    """
+
+    def __init__(self, limits: RelayLimits) -> None:
+        self._limits = limits
+        self._ids: dict[int, tuple[float, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def note(self, after: int, rows: Sequence[Row], now: float) -> None:
+        """Note the ids that are missing in a chunk that was read after an id."""
+        if not rows or rows[-1][0] - after == len(rows):
+            return
+        expected = after + 1
+        for row in rows:
+            if row[0] != expected:
+                # Of a large hole the last ones are the youngest.
+                self._add(range(max(expected, row[0] - self._limits.late_ids), row[0]), now)
+            expected = row[0] + 1
+
+    def due(self, now: float) -> list[int]:
+        """Return the ids to ask for now; drop those that are too old."""
+        if not self._ids:
+            return []
+        oldest = now - self._limits.late_s
+        self._ids = {number: times for number, times in self._ids.items() if times[0] >= oldest}
+        due = [number for number, (_, ask_at) in self._ids.items() if ask_at <= now]
+        for number in due:
+            first_at = self._ids[number][0]
+            self._ids[number] = (first_at, now + max(self._limits.poll_min_s, now - first_at))
+        return due
+
+    def found(self, rows: Iterable[Row]) -> None:
+        """Forget ids whose rows came."""
+        for row in rows:
+            self._ids.pop(row[0], None)
+
+    def _add(self, ids: range, now: float) -> None:
+        for number in ids:
+            self._ids[number] = (now, now)
+        while len(self._ids) > self._limits.late_ids:
+            del self._ids[next(iter(self._ids))]

@@ -1,0 +1,119 @@
+"""Which source an outbox is: an identity row in its database, one live incarnation in the control database."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from uuid import UUID
+
+from mqlayer.errors import ConfigurationRefused, MqlayerError, StoreUnavailable
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxSource:
+    """The source under which an outbox's messages are numbered, and those under which they were.
+
+    `term`: in which life of its Postgres it was opened. What is read later in the same one can't be taken back.
+    """
+
+    source_id: int
+    outbox_uuid: UUID
+    name: str
+    former: tuple[int, ...]
+    term: str
+
+
+def open_source(application: Connection, control: Database, address: str) -> OutboxSource:
+    """Return the source of an outbox, made at the first call ever.
+
+    Raises ConfigurationRefused for a database that was copied from the one that the source belongs to: both would give
+    the same numbers to different messages, and the chain would swallow one of them. And for one whose outbox went on
+    under another identity: what it has is there under other numbers. Raises StoreUnavailable where another relay
+    numbered it anew meanwhile.
+    """
+    application.execute(query("outbox_identity_put"))
+    failpoint("relay.after_identity")
+    row = application.execute(query("outbox_identity")).fetchone()
+    if row is None:
+        raise MqlayerError("the outbox has no identity: somebody removed it while the relay started")
+    failpoint("relay.before_source")
+    outbox_uuid, name, cluster = row
+    former = end_former_sources(application, control)
+    facts = {"outbox_uuid": outbox_uuid, "name": name, "cluster": cluster, "goes_on": bool(former)}
+    with control.connection() as connection:
+        connection.execute(query("source_open_outbox"), facts)
+        failpoint("relay.after_source")
+        known = connection.execute(query("source_of_outbox"), facts).fetchone()
+    if known is None:
+        if application.execute(query("outbox_identity_now"), facts).fetchone() is None:
+            raise StoreUnavailable(address, "its outbox was numbered anew while the relay started")
+        refuse_former(control, outbox_uuid, address)
+        raise StoreUnavailable(address, "the source of its outbox was closed while the relay started")
+    source_id, home = known
+    refuse_copy(address, home, cluster, source_id)
+    return OutboxSource(source_id, outbox_uuid, name, former, term_of(application))
+
+
+def term_of(application: Connection) -> str:
+    """Return in which term an outbox's Postgres is: another one with each start and each recovery from a crash."""
+    row = application.execute(query("outbox_term")).fetchone()
+    return str(row[0]) if row is not None else ""
+
+
+def refuse_other_term(application: Connection, source: OutboxSource, address: str) -> None:
+    """Raise StoreUnavailable where an outbox is not the one that a session began with, in the same term.
+
+    Another relay may have numbered it anew, and a pooler may keep connections over a crash or a fail-over. Asked behind
+    a read, it tells that what was read is of the session's source, and of its term.
+    """
+    # Who repairs a node asks for the identity only (`resending.lost_runs`): the timeline is noted at the end of
+    # a recovery, which has nodes armed on its way. It needs nothing that a relay sends meanwhile, so a relay can wait.
+    row = application.execute(query("outbox_term_now"), {"outbox_uuid": source.outbox_uuid}).fetchone()
+    if row is None:
+        raise StoreUnavailable(address, "its outbox goes on under other numbers since, or it is another server")
+    if row[0] != source.term:
+        raise StoreUnavailable(address, "it was started again, or recovered from a crash")
+
+
+def end_former_sources(application: Connection, control: Database) -> tuple[int, ...]:
+    """End the sources of all that an outbox was before it was adopted or recovered; return them.
+
+    None of them is its own, or it would not go on under another one. Who has their rows yet is a former primary, or a
+    backup: a relay on one is refused.
+    """
+    row = application.execute(query("outbox_server")).fetchone()
+    if row is None or not row[3]:
+        return ()
+    with control.connection() as connection:
+        connection.execute(query("sources_close_former"), {"outboxes": row[3]})
+        found = connection.execute(query("sources_of_outboxes"), {"outboxes": row[3]}).fetchall()
+    return tuple(source_id for (source_id,) in found)
+
+
+def refuse_former(control: Database, outbox_uuid: UUID, address: str) -> None:
+    """Raise ConfigurationRefused where an outbox went on under another identity."""
+    with control.connection() as connection:
+        found = connection.execute(query("sources_of_outboxes"), {"outboxes": [outbox_uuid]}).fetchall()
+    if found:
+        raise ConfigurationRefused(
+            address,
+            "the outbox's identity",
+            str(outbox_uuid),
+            "one in force: this one went on under another, so it is a former primary's, or of a backup of before. "
+            "Stop that; if it took the other's place, run `mqlayer outbox adopt`",
+        )
+
+
+def refuse_copy(address: str, home: str, cluster: str, source_id: int) -> None:
+    """Raise ConfigurationRefused where an outbox is not in the cluster and database that its source belongs to."""
+    if home != cluster:
+        raise ConfigurationRefused(
+            address,
+            "the outbox's home (cluster/database)",
+            cluster,
+            f"{home!r}, where source {source_id} belongs: this database is a copy. "
+            "If it took the original's place, run `mqlayer outbox adopt`; if the original lives on, "
+            "run `mqlayer outbox renew`, which gives the copy an identity of its own and empties its outbox",
+        )

@@ -1,0 +1,365 @@
+"""The relay's side of each node: one connection, the writes in flight on it, and when to try it again.
+
+Nothing here waits for one node longer than the stall time: connecting and arming run in the background, and replies
+are read when they are there. A node that is away or slow has its own LPs wait, and no others.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import MqlayerError, NodeNotArmed, NotFound, StoreUnavailable
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Database
+from mqlayer.redis.node_connection import Node, NodeConnection, connection_of
+from mqlayer.redis.partition_scripts import end_sources
+from mqlayer.redis.roles import RedisRole
+from mqlayer.relay.backoff import backoff_s
+from mqlayer.relay.commit_check import CheckedNodeTerm, CommitChecker
+from mqlayer.relay.lp_cursors import LpCursor, Target
+from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.settings import Settings
+from mqlayer.topics.nodes import rearm_node
+
+log = logging.getLogger(__name__)
+
+REFRESH_TIMEOUT_S: Final = 5.0
+"""A lease may be so short that no question is answered within it."""
+
+SentRun = tuple[LpCursor, int, int]
+"""A cursor, the first seq and the count of what was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class AppendRequest:
+    """One append call that waits for its reply."""
+
+    target: Target
+    runs: list[SentRun]
+
+
+@dataclass(frozen=True, slots=True)
+class MarksRequest:
+    """One question for the marks of a partition that waits for its reply."""
+
+    target: Target
+    cursors: list[LpCursor]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingWrite:
+    """One write to a node and what it asked."""
+
+    number: int
+    sent_at: float
+    requests: Sequence[AppendRequest | MarksRequest]
+
+
+class ConnectedNode(NamedTuple):
+    """A connection to a node that was told our term, and what is compared there."""
+
+    connection: NodeConnection
+    compared: CheckedNodeTerm
+
+
+@dataclass(slots=True, eq=False)
+class RelayNode:
+    """One node. `synced` says that its marks were asked for since it was connected.
+
+    `token`: what appends carry, by which it knows that they were read in our term. `compared`: the partitions that may
+    be sent to; `missing`: those that routes name besides, and `comparing` the ones that are seen to.
+    """
+
+    node_id: NodeId
+    address: str = ""
+    connection: NodeConnection | None = None
+    pending_writes: deque[PendingWrite] = field(default_factory=deque)
+    synced: bool = False
+    stalled: bool = False
+    # It answered that it does not have a partition that Postgres says it has.
+    suspect: bool = False
+    failures: int = 0
+    last_error: str = ""
+    try_at: float = float("-inf")
+    connecting: Future[ConnectedNode] | None = None
+    token: str = ""
+    compared: frozenset[int] = frozenset()
+    missing: set[int] = field(default_factory=set)
+    comparing: tuple[frozenset[int], Future[frozenset[int]]] | None = None
+    compare_failures: int = 0
+    compare_at: float = float("-inf")
+
+    def takes(self, partition: int) -> bool:
+        """Whether messages may be sent to a partition of it now; one that is not compared will be."""
+        if not self.usable:
+            return False
+        if partition not in self.compared:
+            self.missing.add(partition)
+            return False
+        return True
+
+    @property
+    def usable(self) -> bool:
+        """Whether messages may be sent to it now."""
+        return self.connection is not None and self.synced and not self.stalled
+
+
+class RelayNodes:
+    """All links of a relay."""
+
+    comparer: CommitChecker
+    """Tells whether Postgres has what is in Redis; asked of each node before it is sent anything, see there. Set by the
+    owner before the first `tend`, as `former` is."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        control: Database,
+        application: Database,
+        routes: RouteCache,
+        background: ThreadPoolExecutor,
+    ) -> None:
+        self._settings, self._control, self._application = settings, control, application
+        self._routes, self._background = routes, background
+        self._nodes: dict[int, RelayNode] = {}
+        self.former: tuple[int, ...] = ()
+        """The outbox's former sources: before nodes are sent anything under its present one, they are told of these."""
+        self._rng = random.Random()
+        self._write_number = 0
+        self._refreshing: Future[dict[NodeId, Node]] | None = None
+        self._refreshed_at = self._refresh_began = time.monotonic()
+
+    def __iter__(self) -> Iterator[RelayNode]:
+        return iter(list(self._nodes.values()))
+
+    @property
+    def write_number(self) -> int:
+        """The number of the last write."""
+        return self._write_number
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """Why nodes can't be sent to. For any thread."""
+        return tuple(node.last_error for node in self if node.failures and not node.synced)
+
+    def node(self, node_id: int) -> RelayNode:
+        """Return the link of a node; a new one begins to connect with the next `tend`."""
+        if node_id not in self._nodes:
+            self._nodes[node_id] = RelayNode(NodeId(node_id))
+        return self._nodes[node_id]
+
+    def tend(self, now: float) -> list[RelayNode]:
+        """Begin to connect what is due; return the links that are newly connected."""
+        fresh = []
+        for node in self:
+            if node.connection is not None:
+                continue
+            if node.connecting is None and now >= node.try_at:
+                node.connecting = self._background.submit(self._connect, node.node_id, node.suspect)
+            elif node.connecting is not None and node.connecting.done() and self._take_connected(node, node.connecting):
+                fresh.append(node)
+        return fresh
+
+    def compare(self, now: float) -> None:
+        """Have partitions compared that came to nodes since these were connected, in the background."""
+        for node in self:
+            if node.comparing is not None and node.comparing[1].done():
+                self._take_compared(node, *node.comparing, now)
+            if node.connection is not None and node.missing and node.comparing is None and now >= node.compare_at:
+                requests = frozenset(node.missing)
+                node.comparing = requests, self._background.submit(self._compare_more, node.node_id, requests)
+                node.missing.clear()
+
+    def _take_compared(
+        self, node: RelayNode, requests: frozenset[int], comparing: Future[frozenset[int]], now: float
+    ) -> None:
+        node.comparing, reason = None, "the records are on a node that is away"
+        try:
+            node.compared |= comparing.result()
+        except MqlayerError as error:
+            reason = str(error)
+        if requests <= node.compared:
+            node.compare_failures = 0
+            return
+        node.compare_failures += 1
+        node.compare_at = now + backoff_s(node.compare_failures, self._rng)
+        shown = log.warning if node.compare_failures in (1, 5) or node.compare_failures % 30 == 0 else log.debug
+        waiting = sorted(requests - node.compared)
+        shown("relay_not_compared", extra={"node": node.address, "partitions": waiting, "reason": reason})
+
+    def _compare_more(self, node_id: NodeId, partitions: frozenset[int]) -> frozenset[int]:
+        with ExitStack() as cleanup:
+            connections = self._others(cleanup)
+            return self.comparer.compare_more(connections(node_id), partitions, connections)
+
+    def refresh(self, now: float) -> list[tuple[RelayNode, MqlayerError]]:
+        """Ask in the background which runs and addresses of nodes count; return the lines that must not be used.
+
+        An old primary that lives on tells nobody that it was replaced. Where nobody can be asked for longer than a
+        lease, no line counts: what such a primary took would be recorded as relayed, and some day not be in the outbox.
+        """
+        refreshing, void = self._refreshing, list[tuple[RelayNode, MqlayerError]]()
+        if refreshing is not None and refreshing.done():
+            self._refreshing = None
+            if refreshing.exception() is None:
+                self._refreshed_at = self._refresh_began
+                nodes = refreshing.result()
+                void = [
+                    (node, NodeNotArmed(node.address, "another run or address of it counts since"))
+                    for node in self
+                    if node.connection is not None and nodes.get(node.node_id) not in (None, node.connection.node)
+                ]
+            else:
+                log.debug("relay_nodes_unknown", extra={"reason": str(refreshing.exception())})
+        if self._refreshing is None:
+            self._refresh_began = now
+            self._refreshing = self._background.submit(self._routes.refresh_nodes)
+        if now - self._refreshed_at <= max(self._settings.lease_s, REFRESH_TIMEOUT_S):
+            return void
+        error = StoreUnavailable(self._control.address, "nobody can say whether the nodes' runs are still armed")
+        return [(node, error) for node in self if node.connection is not None]
+
+    def send(self, node: RelayNode, packets: Sequence[bytes], requests: Sequence[AppendRequest | MarksRequest]) -> bool:
+        """Send requests in one write; return False when the connection broke, which leaves everything on it unknown."""
+        self._write_number += 1
+        node.pending_writes.append(PendingWrite(self._write_number, time.monotonic(), requests))
+        try:
+            if node.connection is None:
+                raise StoreUnavailable(node.address, "not connected")
+            node.connection.send_packet(b"".join(packets))
+        except StoreUnavailable as error:
+            self.drop(node, error)
+            return False
+        failpoint("relay.after_send")
+        return True
+
+    def answered(self, node: RelayNode, *, wait_s: float) -> tuple[PendingWrite, list[Any]] | None:
+        """Return the oldest write with its replies, or None when they did not come within the time.
+
+        Raises StoreUnavailable when the connection broke or the node is silent for longer than the socket timeout.
+        """
+        if not node.pending_writes or node.connection is None:
+            return None
+        oldest = node.pending_writes[0]
+        if not node.connection.ready(wait_s):
+            if time.monotonic() - oldest.sent_at > self._settings.socket_timeout_s:
+                raise StoreUnavailable(node.address, f"no answer within {self._settings.socket_timeout_s:g} s")
+            return None
+        replies = node.connection.receive(len(oldest.requests))
+        node.pending_writes.popleft()
+        node.stalled = False
+        return oldest, replies
+
+    def drop(self, node: RelayNode, error: MqlayerError) -> None:
+        """Give up a line and try again after a pause; its writes stay for the caller to rewind."""
+        if node.connection is not None:
+            node.connection.close()
+        node.connection, node.connecting = None, None
+        # What is under way is of the former line: its answer counts for nothing.
+        node.comparing, node.compared = None, frozenset()
+        node.missing.clear()
+        node.synced = node.stalled = False
+        node.failures += 1
+        node.last_error = str(error)
+        wait_s = backoff_s(node.failures, self._rng)
+        node.try_at = time.monotonic() + wait_s
+        shown = log.warning if node.failures in (1, 5) or node.failures % 30 == 0 else log.debug
+        shown("relay_node_away", extra={"reason": str(error), "failures": node.failures, "retry_s": round(wait_s, 3)})
+
+    def close(self) -> None:
+        """Close all lines."""
+        for node in self:
+            if node.connection is not None:
+                node.connection.close()
+                node.connection = None
+            if node.connecting is not None:
+                node.connecting.add_done_callback(_close_unused)
+
+    def _take_connected(self, node: RelayNode, connecting: Future[ConnectedNode]) -> bool:
+        try:
+            node.connection, (node.token, node.compared) = connecting.result()
+        except MqlayerError as error:
+            self.drop(node, error)
+            return False
+        except Exception as error:  # noqa: BLE001 - a fault about one node must not end the relay for all others
+            kind = type(error).__name__
+            log.error("relay_connect_failed", extra={"node_id": node.node_id, "error": kind})
+            self.drop(node, StoreUnavailable(f"node {node.node_id}", kind))
+            return False
+        node.connecting = None
+        node.address = node.connection.node.address
+        node.suspect = False
+        if node.failures:
+            log.warning("relay_node_back", extra={"node": node.connection.node.name, "failures": node.failures})
+        return True
+
+    def _connect(self, node_id: NodeId, suspect: bool) -> ConnectedNode:  # noqa: FBT001
+        """Connect to a node, armed again where it has to be. Runs in the background."""
+        node = self._routes.refresh_nodes().get(node_id)
+        if node is None:
+            raise NotFound("node", node_id, "it was removed while partitions of a route are on it")
+        if not suspect:
+            try:
+                return self._connected(node)
+            except NodeNotArmed as error:
+                # Arming may wait for somebody else, and has its own reasons only when it is given up.
+                self._nodes[node_id].last_error = str(error)
+                log.info("relay_node_not_armed", extra={"node": node.name})
+        settings = self._settings
+        node, _ = rearm_node(
+            self._control,
+            node.name,
+            prefix=settings.key_prefix,
+            application=self._application,
+            actor="relay",
+            unsafe=settings.allow_unsafe_redis,
+        )
+        return self._connected(node)
+
+    def _connected(self, node: Node) -> ConnectedNode:
+        connection = self._open(node)
+        try:
+            end_sources(connection, self._settings.key_prefix, self.former, closed=True)
+            with ExitStack() as cleanup:
+                return ConnectedNode(connection, self.comparer.compare_node(connection, self._others(cleanup)))
+        except BaseException:
+            connection.close()
+            raise
+
+    def _open(self, node: Node) -> NodeConnection:
+        settings = self._settings
+        connection = connection_of(node, settings, RedisRole.RELAY)
+        try:
+            connection.connect()
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _others(self, cleanup: ExitStack) -> Callable[[NodeId], NodeConnection]:
+        """Return how to get a connection to a node, to be closed with the others."""
+        opened: dict[NodeId, NodeConnection] = {}
+
+        def connection_to(node_id: NodeId) -> NodeConnection:
+            if node_id not in opened:
+                node = self._routes.refresh_nodes().get(node_id)
+                if node is None:
+                    raise NotFound("node", node_id, "it was removed")
+                opened[node_id] = cleanup.enter_context(closing(self._open(node)))
+            return opened[node_id]
+
+        return connection_to
+
+
+def _close_unused(connecting: Future[ConnectedNode]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().connection.close()

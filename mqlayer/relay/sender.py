@@ -1,0 +1,295 @@
+"""Sending batches to their partitions, and what the answers mean for the cursors."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from mqlayer.errors import MqlayerError, NodeOutOfMemory, StoreUnavailable
+from mqlayer.failpoints import failpoint
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.partition_scripts import LIVE_STATES, Refused, RunOutcome, append_reply, marks_reply
+from mqlayer.redis.wire import append_packet, bulk_number, marks_packet
+from mqlayer.relay.backoff import ROUTE_FIRST_S
+from mqlayer.relay.limits import RelayLimits
+from mqlayer.relay.lp_cursors import LpCursor, LpCursors, RelayBatch, Target, Unsendable
+from mqlayer.relay.relay_nodes import AppendRequest, MarksRequest, PendingWrite, RelayNode, RelayNodes
+from mqlayer.relay.targets import Targets, retarget
+
+log = logging.getLogger(__name__)
+
+ASK_LIMIT_AFTER: Final = 4
+"""After so many refusals of a full partition its limit is asked for again: somebody may have raised it."""
+
+
+class Sender:
+    """Appends to partitions, several writes in write per node, and keeps the cursors honest.
+
+    `moved` are cursors whose acknowledged seq is past what Postgres was told; `fallen` those whose mark went back;
+    `missing` are rows that are neither in the outbox nor in Redis. The owner takes them and empties the collections.
+    `ended`: nodes take nothing more of the source.
+    """
+
+    def __init__(
+        self, *, prefix: str, cursors: LpCursors, nodes: RelayNodes, targets: Targets, limits: RelayLimits
+    ) -> None:
+        self._prefix, self._limits = prefix, limits
+        self._cursors, self._nodes, self._targets = cursors, nodes, targets
+        self.moved: dict[int, LpCursor] = {}
+        self.fallen: dict[int, LpCursor] = {}
+        self.missing: list[Unsendable] = []
+        self.ended = False
+        self.appended_count = 0
+        self.source_id = 0
+        self._suspects: dict[int, tuple[LpCursor, int, int]] = {}
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether any answer is awaited."""
+        return any(node.pending_writes for node in self._nodes)
+
+    def send(self, batches: Sequence[RelayBatch]) -> None:
+        """Send batches, in one write per node."""
+        if not batches:
+            return
+        by_node: dict[RelayNode, list[RelayBatch]] = {}
+        for batch in batches:
+            by_node.setdefault(self._nodes.node(batch.target.node_id), []).append(batch)
+        failpoint("relay.before_append")
+        for node, group in by_node.items():
+            requests = [AppendRequest(b.target, [(r.cursor, r.first, len(r.messages)) for r in b.runs]) for b in group]
+            # The target was ready when the batch was made; a connection that broke since is noticed by the write.
+            packets = (
+                [self._append(node.connection, node.token, b) for b in group] if node.connection is not None else []
+            )
+            if not self._nodes.send(node, packets, requests):
+                self._rewind_writes(node)
+
+    def ask_marks(self, nodes: Iterable[RelayNode]) -> None:
+        """Ask nodes for the marks of our cursors: when newly connected, and every few seconds."""
+        for node, by_target in self._cursors_of(nodes).items():
+            if node.connection is None:
+                continue
+            requests = [MarksRequest(target, cursors) for target, cursors in by_target.items()]
+            if not requests:
+                node.synced, node.failures = True, 0
+            elif not self._nodes.send(
+                node, [self._marks(node.connection, question) for question in requests], requests
+            ):
+                self._rewind_writes(node)
+
+    def drop_connection(self, node: RelayNode, error: MqlayerError) -> None:
+        """Use a line no more: what is under way on it is sent again on another one."""
+        self._nodes.drop(node, error)
+        self._rewind_writes(node)
+
+    def suspect(self, cursor: LpCursor) -> None:
+        """Rows after what was sent are missing: let the next comparison of marks say whether Redis has them."""
+        self._suspects[cursor.chain] = (cursor, cursor.sent, self._nodes.write_number)
+        self._cursors.behind.pop(cursor.chain, None)
+
+    def collect(self, *, allowed: int) -> None:
+        """Take answers until every node has at most so many writes unanswered, or has stalled."""
+        for node in self._nodes:
+            while node.pending_writes and node.connection is not None:
+                must = len(node.pending_writes) > allowed and not node.stalled
+                try:
+                    if not self._answer(node, self._limits.stall_s if must else 0.0):
+                        node.stalled = node.stalled or must
+                        break
+                except StoreUnavailable as error:
+                    self.drop_connection(node, error)
+
+    def _answer(self, node: RelayNode, wait_s: float) -> bool:
+        """Take one answer, if it comes within the time."""
+        got = self._nodes.answered(node, wait_s=wait_s)
+        if got is None:
+            return False
+        write, replies = got
+        failpoint("relay.after_append")
+        try:
+            for requests, reply in zip(write.requests, replies, strict=True):
+                if isinstance(requests, AppendRequest):
+                    self._on_append(node, write, requests, reply)
+                else:
+                    self._on_marks(node, write, requests, reply)
+        except StoreUnavailable:
+            node.pending_writes.appendleft(write)
+            raise
+        if node.connection is not None and any(isinstance(requests, MarksRequest) for requests in write.requests):
+            node.synced, node.failures = True, 0
+        return True
+
+    def _on_append(self, node: RelayNode, write: PendingWrite, append: AppendRequest, reply: Any) -> None:
+        try:
+            answer = append_reply(reply, node.address)
+        except NodeOutOfMemory as error:
+            self._wait(append, write.number, "relay_node_out_of_memory", str(error))
+            return
+        if isinstance(answer, Refused):
+            self._on_refusal(node, append, write.number, answer)
+            return
+        append.target.pause_count = 0
+        if answer.outcomes is None:
+            for cursor, first, count in append.runs:
+                self.advance(cursor, first + count - 1)
+                self.appended_count += count
+            return
+        for (cursor, _, _), outcome in zip(append.runs, answer.outcomes, strict=True):
+            self._on_outcome(write, append.target, cursor, outcome)
+
+    def _on_outcome(self, write: PendingWrite, target: Target, cursor: LpCursor, outcome: RunOutcome) -> None:
+        self.appended_count += outcome.appended
+        if outcome.status in ("ok", "dup"):
+            self.advance(cursor, outcome.mark)
+        elif write.number <= cursor.rewound_at:
+            # Sent before the cursor was rewound: nothing new.
+            return
+        elif outcome.status == "gap":
+            self._rewind_to(cursor, outcome.mark)
+        else:
+            self._cursors.rewind(cursor, cursor.acked, self._nodes.write_number)
+            self._refresh(target, cursor.topic_id, "unowned")
+
+    def _on_refusal(self, node: RelayNode, append: AppendRequest, write_number: int, refused: Refused) -> None:
+        target = append.target
+        if refused.status == "full":
+            reason = f"it holds its limit of {target.backlog_limit} messages"
+            self._wait(append, write_number, "relay_partition_full", reason)
+            if target.pause_count % ASK_LIMIT_AFTER == 0:
+                self._ask_route(append.runs[0][0].topic_id)
+            return
+        if refused.status == "too_large":
+            raise MqlayerError(f"partition {target.partition} refused a batch of {refused.fact} messages")
+        self._send_again(append, write_number)
+        if refused.status == "ended":
+            self.ended = True
+            return
+        if refused.status == "stale":
+            # It lost what it was told, or a relay said an older term late: say ours again, and compare.
+            raise StoreUnavailable(node.address, "another term of the outbox's Postgres counts on it")
+        self._without(node, target, append.runs[0][0].topic_id, refused.status)
+
+    def _without(self, node: RelayNode, target: Target, topic_id: int, status: str) -> None:
+        """Go by a newer route; where that names the same partition, and the node does not have it, have it armed."""
+        changed = self._refresh(target, topic_id, status)
+        if status == "absent" and not changed:
+            node.suspect = True
+            raise StoreUnavailable(node.address, f"partition {target.partition} is gone from it: the node lost data")
+
+    def _refresh(self, target: Target, topic_id: int, status: str) -> bool:
+        """Ask for a newer route; where there is none yet, leave the target alone for a while."""
+        changed = self._ask_route(topic_id)
+        if not changed:
+            wait_s = self._targets.pause(target, time.monotonic(), first_s=ROUTE_FIRST_S)
+            facts = {"partition": target.partition, "word": status, "retry_s": round(wait_s, 3)}
+            log.info("relay_partition_refused", extra=facts)
+        return changed
+
+    def _ask_route(self, topic_id: int) -> bool:
+        """Ask for a topic's route and limits as they are now; say whether its version is another one."""
+        changed = self._targets.refresh(topic_id)
+        if changed:
+            retarget(self._cursors, self._targets, {topic_id})
+        return changed
+
+    def _wait(self, append: AppendRequest, write_number: int, event: str, reason: str) -> None:
+        """Leave a partition alone for a while; its cursors go on from what it has."""
+        target = append.target
+        self._send_again(append, write_number)
+        wait_s = self._targets.pause(target, time.monotonic())
+        shown = log.warning if target.pause_count in (1, 5) or target.pause_count % 30 == 0 else log.debug
+        shown(event, extra={"partition": target.partition, "reason": reason, "retry_s": round(wait_s, 3)})
+
+    def _on_marks(self, node: RelayNode, write: PendingWrite, question: MarksRequest, reply: Any) -> None:
+        state, marks = marks_reply(reply, node.address)
+        if state not in LIVE_STATES:
+            # Marks that are not there say nothing: its node lost it, and whoever arms that brings them back.
+            self._without(node, question.target, question.cursors[0].topic_id, state or "absent")
+            return
+        for cursor, mark in zip(question.cursors, marks, strict=True):
+            # Between question and answer the cursor may have got another partition.
+            if cursor.target is not question.target or write.number <= cursor.rewound_at:
+                continue
+            if mark < cursor.acked:
+                self._rewind_to(cursor, mark)
+            elif mark > cursor.acked:
+                self.advance(cursor, mark)
+            self._judge(cursor, mark, write.number)
+
+    def advance(self, cursor: LpCursor, mark: int) -> None:
+        """Note that Redis holds a cursor up to a mark."""
+        cursor.advance(mark)
+        self.moved[cursor.chain] = cursor
+
+    def _judge(self, cursor: LpCursor, mark: int, write_number: int) -> None:
+        """Decide on rows that were missing, where the mark was asked for since: they are gone, or it moved on."""
+        suspected, seq, at_write = self._suspects.get(cursor.chain, (None, 0, 0))
+        if suspected is not cursor or write_number <= at_write:
+            return
+        del self._suspects[cursor.chain]
+        if cursor.chain in self._cursors.behind:
+            # It was rewound meanwhile and is read again anyway.
+            return
+        if mark == seq == cursor.sent:
+            self._cursors.block(cursor)
+            self.missing.append(Unsendable(cursor, seq + 1, "gone from the outbox, and Redis does not hold it"))
+        else:
+            self._cursors.fall_behind(cursor)
+
+    def _rewind_to(self, cursor: LpCursor, mark: int) -> None:
+        if mark < cursor.acked:
+            log.warning("relay_node_lost_data", extra={"lp": cursor.lp, "acked": cursor.acked, "mark": mark})
+        if mark < cursor.recorded:
+            self.fallen[cursor.chain] = cursor
+        self.moved.pop(cursor.chain, None)
+        self._cursors.rewind(cursor, mark, self._nodes.write_number)
+
+    def _send_again(self, append: AppendRequest, write_number: int) -> None:
+        """Rewind the cursors of an append, but for those that were rewound since it was sent."""
+        for cursor, _, _ in append.runs:
+            if write_number > cursor.rewound_at:
+                self._cursors.rewind(cursor, cursor.acked, self._nodes.write_number)
+
+    def _rewind_writes(self, node: RelayNode) -> None:
+        """Take everything that was under way on a line as unknown: it is sent again after the marks are compared."""
+        for write in node.pending_writes:
+            for requests in write.requests:
+                if isinstance(requests, AppendRequest):
+                    self._send_again(requests, write.number)
+        node.pending_writes.clear()
+
+    def _append(self, connection: NodeConnection, token: str, batch: RelayBatch) -> bytes:
+        heads: list[bytes] = []
+        messages: list[bytes] = []
+        for cursor, first, of_cursor in batch.runs:
+            heads += (bulk_number(cursor.lp), bulk_number(first), bulk_number(len(of_cursor)))
+            messages += of_cursor
+        target = batch.target
+        return append_packet(
+            connection,
+            self._prefix,
+            target.partition,
+            self.source_id,
+            heads,
+            messages,
+            count=batch.count,
+            backlog=target.backlog_limit,
+            term=token,
+        )
+
+    def _marks(self, connection: NodeConnection, question: MarksRequest) -> bytes:
+        lps = [cursor.lp for cursor in question.cursors]
+        return marks_packet(connection, self._prefix, question.target.partition, self.source_id, lps)
+
+    def _cursors_of(self, nodes: Iterable[RelayNode]) -> dict[RelayNode, dict[Target, list[LpCursor]]]:
+        found: dict[RelayNode, dict[Target, list[LpCursor]]] = {node: {} for node in nodes}
+        by_node: dict[int, RelayNode] = {node.node_id: node for node in found}
+        for cursor in self._cursors:
+            node = by_node.get(cursor.target.node_id)
+            # Of a partition that is not compared a mark says nothing of our rows.
+            if node is not None and cursor.target.partition in node.compared:
+                found[node].setdefault(cursor.target, []).append(cursor)
+        return found

@@ -1,0 +1,434 @@
+"""The steps of a route change, each repeated by whoever finds the change unfinished.
+
+States, and who repairs a crash behind them:
+
+1. *planned* (rows in Postgres; successors may exist in Redis, importing). Anybody goes on, or drops it.
+2. *sealing* (parents may be sealed). Only forward from here: a driver that is stopped and wakes up later seals for a
+   change that goes on anyway. Anybody goes on.
+3. *sealed* (every parent's command record is in its stream, and Postgres has recorded these very ones with their
+   marks). Anybody goes on.
+4. *done* (successors open with their marks, route version in force). Nothing is left to do.
+
+A step runs in one transaction that holds the change's row, so that two drivers work one after the other. One that was
+stopped for so long that Postgres ended its transaction does no harm when it wakes up: making, sealing and opening are
+idempotent by the change's id.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from psycopg.types.json import Jsonb
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+
+from mqlayer.domain.route_changes import ChangeMode, marks_within
+from mqlayer.domain.routing import NodeId, PartitionId
+from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, NotFound, StoreUnavailable, TransactionConflict
+from mqlayer.failpoints import failpoint
+from mqlayer.groups.lineage import raise_group_versions
+from mqlayer.postgres.audit import write_audit
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.node_connection import Node, NodeConnection, is_missing_script, raise_for_reply
+from mqlayer.redis.partition_scripts import Refused, Sealed, create, open_partition, seal_command, seal_reply
+from mqlayer.routes.dedup_handover import hand_over_ids
+from mqlayer.routes.outbox_proof import prove, refuse_unproven, retain_unproven
+from mqlayer.runtime.route_cache import nodes_by
+from mqlayer.topics.nodes import rearm_node
+
+log = logging.getLogger(__name__)
+
+TIMEOUTS: Final = {"lock_wait": "10s", "idle": "30s"}
+"""A driver that is stopped in a step must not keep all others from finishing the change."""
+RETRY_FOR_S: Final = 5.0
+"""How long a step is repeated that a node's restart came between."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangePartition:
+    """A partition of a change, and where it is."""
+
+    partition: PartitionId
+    node: NodeId
+    lp_from: int
+    lp_to: int
+
+
+@dataclass(frozen=True, slots=True)
+class LockedChange:
+    """A change under its lock."""
+
+    change_id: int
+    topic_id: int
+    topic: str
+    version: int
+    kind: str
+    state: str
+    mode: ChangeMode
+    parents: tuple[ChangePartition, ...]
+    successors: tuple[ChangePartition, ...]
+
+
+class ChangeDriver:
+    """Brings changes to their end. Holds connections to the nodes that it needed; close it."""
+
+    def __init__(
+        self, database: Database, *, prefix: str, application: Database | None = None, unsafe: bool = False
+    ) -> None:
+        self._database, self._application = database, application
+        self._prefix, self._unsafe = prefix, unsafe
+        self._nodes: dict[NodeId, Node] = {}
+        self._node_connections: dict[NodeId, NodeConnection] = {}
+        self._emptied = ""
+
+    def finish(self, change_id: int) -> str:
+        """Take every step that is left; return the state it ended in: done or dropped.
+
+        Raises StoreUnavailable where a node is away: the change stays as far as it is. Raises Conflict where Redis
+        holds something else than Postgres says.
+        """
+        retrying = Retrying(
+            retry=retry_if_exception_type(NodeNotArmed),
+            wait=wait_random_exponential(multiplier=0.05, max=0.5),
+            stop=stop_after_delay(RETRY_FOR_S),
+            reraise=True,
+        )
+        retrying(self._run, self._begin, change_id)
+        retrying(self._run, self._seal, change_id)
+        state: str = retrying(self._run, self._open, change_id)
+        return state
+
+    def close(self) -> None:
+        """Close the connections."""
+        for connection in self._node_connections.values():
+            connection.close()
+
+    def _run(self, step: Callable[[Connection, LockedChange], str], change_id: int) -> str:
+        def change(connection: Connection) -> str:
+            locked_now = locked(connection, change_id)
+            self._nodes = {node.node_id: node for node in nodes_by(connection)}
+            return step(connection, locked_now)
+
+        try:
+            return self._database.transaction(change)
+        except NodeNotArmed:
+            self.close()
+            self._node_connections.clear()
+            self._arm_emptied()
+            raise
+        except TransactionConflict as error:
+            raise Conflict(
+                f"change {change_id} is held by another process", "it finishes it, or dies: mqlayer route repair"
+            ) from error
+
+    def _arm_emptied(self) -> None:
+        """Arm the node that lacks a partition: its run is the armed one, so nobody else may notice."""
+        name, self._emptied = self._emptied, ""
+        if name:
+            rearm_node(
+                self._database, name, prefix=self._prefix, application=self._application, actor="driver",
+                unsafe=self._unsafe,
+            )  # fmt: skip
+
+    def _begin(self, connection: Connection, change: LockedChange) -> str:
+        """Make the successors, and say that the change goes forward from here on."""
+        if change.state != "planned":
+            return change.state
+        for part in change.successors:
+            self._make(change, part)
+            failpoint("change.after_make")
+        if change.mode == "live":
+            # One whose node is away must not leave the others sealed until it is back.
+            for part in change.parents:
+                self.node_connection(part.node).call([("PING",)])
+        connection.execute(query("change_sealing"), {"change_id": change.change_id})
+        failpoint("change.before_sealing_commit")
+        return "sealing"
+
+    def _seal(self, connection: Connection, change: LockedChange) -> str:
+        """Seal the parents, and record what is durable."""
+        if change.state != "sealing":
+            return change.state
+        seals: dict[ChangePartition, Sealed] = {}
+        for part in change.parents:
+            if not self._is_unreachable(change, part):
+                seals[part] = self._seal_one(change, part)
+                failpoint("change.after_seal")
+        # In this order: whoever arms a node waits from here on, so what is read back stays there, or its run changes.
+        self._still_armed(connection, list(seals))
+        for part, sealed in seals.items():
+            self._read_back(part, sealed)
+        for part, sealed in seals.items():
+            self._record(connection, change, part, sealed)
+        for part in change.parents:
+            if part not in seals:
+                self._record_proof(connection, change, part)
+        connection.execute(query("change_sealed"), {"change_id": change.change_id})
+        failpoint("change.before_sealed_commit")
+        return "sealed"
+
+    def _open(self, connection: Connection, change: LockedChange) -> str:
+        """Load the marks into the successors, open them, put the next route version in force."""
+        if change.state != "sealed":
+            return change.state
+        change_facts = {"change_id": change.change_id}
+        marks = [row[0] for row in connection.execute(query("seal_marks_of"), change_facts)]
+        for part in change.successors:
+            self._hand_over_ids(change, part)
+        # What is opened on a run that is not armed any more is not on the one that is. Arming waits from here on.
+        self._still_armed(connection, change.successors)
+        for part in change.successors:
+            self._open_one(change, part, marks_within(marks, part.lp_from, part.lp_to))
+            failpoint("change.after_open")
+        opened_at = connection.execute(query("clock")).fetchone()
+        version = {"topic_id": change.topic_id, "version": change.version}
+        connection.execute(query("topic_lock"), {"name": change.topic})
+        connection.execute(query("route_insert_next"), version | change_facts)
+        connection.execute(query("change_partitions_settle"), change_facts | {"mode": change.mode})
+        raised = connection.execute(query("topic_version_raise"), version | {"version": change.version - 1})
+        if raised.rowcount != 1:
+            raise Conflict(f"topic {change.topic!r} is not at version {change.version - 1} any more")
+        connection.execute(query("change_done"), change_facts | {"opened_at": opened_at and opened_at[0]})
+        connection.execute(query("change_notify"), {"topic_id": change.topic_id})
+        failpoint("change.before_done_commit")
+        facts = {"topic": change.topic, "kind": change.kind, "version": change.version, "change": change.change_id}
+        log.info("route_changed", extra=facts)
+        return "done"
+
+    def _make(self, change: LockedChange, part: ChangePartition) -> None:
+        connection = self.node_connection(part.node)
+        word = create(
+            connection,
+            self._prefix,
+            part.partition,
+            change.topic,
+            part.lp_from,
+            part.lp_to,
+            "importing",
+            change.change_id,
+        )
+        if word == "conflict":
+            raise Conflict(
+                f"partition {part.partition} exists on {connection.node.address} otherwise than planned",
+                "this Redis holds data of another control database: use another MQLAYER_KEY_PREFIX",
+            )
+
+    def _seal_one(self, change: LockedChange, part: ChangePartition) -> Sealed:
+        connection = self.node_connection(part.node)
+        command = seal_command(connection, self._prefix, part.partition, change.change_id, str(uuid.uuid4()))
+        answer = seal_reply(_once_more(connection, command), connection.node.address)
+        if isinstance(answer, Sealed):
+            return answer
+        if answer.status == "absent":
+            self._emptied = connection.node.name
+        raise _not_sealed(change, part, answer, connection.node.address)
+
+    def _is_unreachable(self, change: LockedChange, part: ChangePartition) -> bool:
+        """Say whether a parent's node can't be reached, where the change is meant for that."""
+        if change.mode == "live":
+            return False
+        try:
+            self.node_connection(part.node).connect()
+        except NodeNotArmed:
+            # It answers: whoever arms it brings it back.
+            raise
+        except StoreUnavailable:
+            return True
+        return False
+
+    def _record_proof(self, connection: Connection, change: LockedChange, part: ChangePartition) -> None:
+        """Record a parent as sealed by what its outbox proves. Its node is not served before it has sealed it too."""
+        proof = prove(connection, self._application, change.topic_id, part.lp_from, part.lp_to, change.mode)
+        if change.mode == "lost" and self._application is not None:
+            # What is to be sent again must not be rotated away before.
+            retain_unproven(self._application, change.topic_id, proof)
+            given_up = {"partition": part.partition, "node": part.node} | proof.counts()
+            write_audit(connection, "driver", "partition given up", change.topic, given_up)
+        connection.execute(query("node_disarm"), {"node_id": part.node})
+        facts = {
+            "partition_id": part.partition,
+            "change_id": change.change_id,
+            "seal_id": uuid.uuid4(),
+            "next_offset": 0,
+            "run_id": "",
+            "marks": Jsonb(proof.marks),
+            "unreachable": True,
+            "cut": False,
+        }
+        connection.execute(query("seal_put"), facts)
+        # What its outbox sends to the successors again may be dead.
+        connection.execute(query("dead_log_lost"), {"partitions": [part.partition], "offsets": [1]})
+
+    def _read_back(self, part: ChangePartition, sealed: Sealed) -> None:
+        """See the very command in the stream, on the run it was written to: a fact to record (invariant 6)."""
+        connection, keys = self.node_connection(part.node), partition_keys(self._prefix, part.partition)
+        replies = connection.call([("HGET", keys.meta, "seal"), ("XREVRANGE", keys.log, "+", "-", "COUNT", 1)])
+        seal, last = (raise_for_reply(reply, connection.node.address) for reply in replies)
+        if seal != sealed.seal_id.encode() or not last or last[0][1][5] != seal:
+            raise StoreUnavailable(
+                connection.node.address, f"the seal of partition {part.partition} is not there any more"
+            )
+
+    def _still_armed(self, connection: Connection, parts: Sequence[ChangePartition]) -> None:
+        """Refuse to record what a run said that may not be the armed one any more: re-arming waits for us now."""
+        wanted = {part.node: self.node_connection(part.node) for part in parts}
+        rows = connection.execute(query("node_armed_runs"), {"node_ids": list(wanted)}).fetchall()
+        for node_id, armed, given_up in rows:
+            node_connection = wanted[NodeId(node_id)]
+            if armed is None and not given_up:
+                # Emptied, and whoever found that died before it was armed.
+                self._emptied = node_connection.node.name
+            if node_connection.connect().run_id != armed:
+                raise NodeNotArmed(
+                    node_connection.node.address, "it was not armed all the time while a partition on it was changed"
+                )
+
+    def _record(self, connection: Connection, change: LockedChange, part: ChangePartition, sealed: Sealed) -> None:
+        facts = {
+            "partition_id": part.partition,
+            "change_id": change.change_id,
+            "seal_id": sealed.seal_id,
+            "next_offset": sealed.next_offset,
+            "run_id": self.node_connection(part.node).connect().run_id,
+            "marks": Jsonb(sealed.marks),
+            "unreachable": False,
+            "cut": False,
+        }
+        connection.execute(query("seal_put"), facts)
+
+    def _hand_over_ids(self, change: LockedChange, part: ChangePartition) -> None:
+        """Let a successor know the dedup ids of its LPs; what parents know on nodes that are away is forgotten."""
+        if change.mode != "live":
+            return
+        successor = (self.node_connection(part.node), part.partition)
+        for parent in change.parents:
+            if parent.lp_from < part.lp_to and part.lp_from < parent.lp_to:
+                hand_over_ids(
+                    (self.node_connection(parent.node), parent.partition),
+                    successor,
+                    prefix=self._prefix,
+                    change=change.change_id,
+                    lp_from=part.lp_from,
+                    lp_to=part.lp_to,
+                )
+        failpoint("change.after_ids")
+
+    def _open_one(self, change: LockedChange, part: ChangePartition, marks: Mapping[str, int]) -> None:
+        connection = self.node_connection(part.node)
+        word = open_partition(connection, self._prefix, part.partition, change.change_id, marks)
+        if word == "absent":
+            # Made again by arming its node, under epochs that nobody has: it may have been open, and consumed.
+            self._emptied = connection.node.name
+            raise NodeNotArmed(connection.node.address, f"partition {part.partition} is gone from it: it lost data")
+        if word != "open":
+            raise Conflict(f"partition {part.partition} on {connection.node.address} can't be opened: {word}")
+
+    def node_connection(self, node_id: NodeId) -> NodeConnection:
+        """Return the connection to a node, in a step. Raises NotFound."""
+        if node_id not in self._node_connections:
+            if node_id not in self._nodes:
+                raise NotFound("node", node_id, "its row is gone from the control database")
+            self._node_connections[node_id] = NodeConnection(self._nodes[node_id], unsafe=self._unsafe)
+        return self._node_connections[node_id]
+
+
+def locked(connection: Connection, change_id: int) -> LockedChange:
+    """Lock a change for a step and return it with its partitions. Raises NotFound."""
+    connection.execute(query("transaction_patience"), TIMEOUTS)
+    row = connection.execute(query("change_lock"), {"change_id": change_id}).fetchone()
+    if row is None:
+        raise NotFound("route change", change_id)
+    parents: list[ChangePartition] = []
+    successors: list[ChangePartition] = []
+    for partition, node, lp_from, lp_to, is_parent in connection.execute(
+        query("change_partitions"), {"change_id": change_id}
+    ):
+        (parents if is_parent else successors).append(
+            ChangePartition(PartitionId(partition), NodeId(node), lp_from, lp_to)
+        )
+    number, topic_id, topic, version, kind, state, mode = row
+    return LockedChange(number, topic_id, topic, version, kind, state, mode, tuple(parents), tuple(successors))
+
+
+@contextmanager
+def driver(
+    database: Database, *, prefix: str, application: Database | None = None, unsafe: bool = False
+) -> Iterator[ChangeDriver]:
+    """Lend a driver."""
+    with ExitStack() as cleanup:
+        borrowed = ChangeDriver(database, prefix=prefix, application=application, unsafe=unsafe)
+        cleanup.callback(borrowed.close)
+        yield borrowed
+
+
+def finish_change(
+    database: Database, change_id: int, *, prefix: str, application: Database | None = None, unsafe: bool = False
+) -> str:
+    """Bring one change to its end; return its state then: done or dropped. Safe to run twice at once.
+
+    `application` is the database of the outbox, which proves the marks of a partition whose node is away.
+    """
+    with driver(database, prefix=prefix, application=application, unsafe=unsafe) as borrowed:
+        state = borrowed.finish(change_id)
+    # Behind the commit: a member that was stopped with its group's lock must not keep publishers waiting.
+    raise_group_versions(database)
+    return state
+
+
+def finish_changes(
+    database: Database,
+    *,
+    prefix: str,
+    topic: str | None = None,
+    application: Database | None = None,
+    unreachable: bool = False,
+    accept_loss: bool = False,
+    unsafe: bool = False,
+) -> dict[int, str]:
+    """Bring all unfinished changes, or those of a topic, as far as that goes; return what became of each.
+
+    What a node that is away holds up is left for the next call, with the reason; with `unreachable` it goes on without
+    that node, as `planned_move` does: its parents count as sealed with the marks that the outbox proves, and it seals
+    them when it is back.
+    """
+    if unreachable and not accept_loss:
+        refuse_unproven(database)
+    with database.connection() as connection:
+        open_ones = connection.execute(query("change_unfinished"), {"topic": topic}).fetchall()
+        if unreachable:
+            connection.execute(query("changes_without_nodes"), {"change_ids": [row[0] for row in open_ones]})
+    came_to: dict[int, str] = {}
+    for change_id, name in open_ones:
+        try:
+            came_to[change_id] = finish_change(
+                database, change_id, prefix=prefix, application=application, unsafe=unsafe
+            )
+        except MqlayerError as error:
+            came_to[change_id] = str(error)
+            log.warning("route_change_delayed", extra={"topic": name, "change": change_id, "reason": str(error)})
+    raise_group_versions(database)
+    return came_to
+
+
+def _once_more(connection: NodeConnection, command: Any) -> Any:
+    """Call a script; once more after loading the scripts, where the server forgot them."""
+    (reply,) = connection.call([command])
+    if is_missing_script(reply):
+        connection.reload_scripts()
+        (reply,) = connection.call([command])
+    return reply
+
+
+def _not_sealed(change: LockedChange, part: ChangePartition, refused: Refused, address: str) -> MqlayerError:
+    if refused.status == "absent":
+        return NodeNotArmed(address, f"partition {part.partition} is gone from it: the node lost data")
+    return Conflict(
+        f"partition {part.partition} on {address} can't be sealed for change {change.change_id}: "
+        f"{refused.status} {refused.fact}".rstrip()
+    )

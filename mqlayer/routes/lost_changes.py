@@ -1,0 +1,210 @@
+"""Open again what a route change sealed that the control database lost.
+
+A promoted standby may lack the last commits, and with them a whole change: its parents are open in Postgres and sealed
+on their nodes, its successors are on nodes and nowhere else. Publishers and relays are refused, which is safe, and
+stays so: no command of the change is left to be finished.
+
+| where it stops | what is there | who goes on |
+|---|---|---|
+| before anything is deleted | all as it was | the command again |
+| some successors deleted | the parents refuse, as before | the command again |
+| epochs raised on nodes, not in Postgres | owners are refused, get a higher one | they, and the command again |
+| opened, not committed | what Postgres said all the time; the audit lacks a row | nobody has to |
+
+All successors are deleted before any parent is opened, so at no time two partitions take an LP (invariant 4). A number
+that this database never gave out nor leaped over is not forgotten but another database's: a primary that was cut off
+finds the changes of its successor, and must leave them alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import Conflict, NodeNotArmed, StoreUnavailable
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.audit import write_audit
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
+from mqlayer.redis.partition_scripts import fence_command, reopen_command, retire_command
+from mqlayer.runtime.route_cache import load_route, nodes_by
+
+log = logging.getLogger(__name__)
+
+TIMEOUTS: Final = {"lock_wait": "10s", "idle": "30s"}
+KEYS_PER_SCAN: Final = 1_000
+
+
+@dataclass(slots=True)
+class UndoReport:
+    """What was done: partitions opened again; successors that were deleted, with how many messages they had had."""
+
+    opened: list[int] = field(default_factory=list)
+    deleted: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _PartitionMeta:
+    """A partition as its node has it."""
+
+    partition: int
+    node: NodeId
+    state: str
+    sealed_for: int
+    seal: str
+    next: int
+
+
+def reopen_forgotten(
+    database: Database, topic: str, *, prefix: str, actor: str = "api", unsafe: bool = False
+) -> UndoReport:
+    """Delete a topic's successors that Postgres does not know, and open their parents again, where a change was lost.
+
+    What only the successors had is gone: outboxes send it again while its rows are there, direct producers are told of
+    the loss, and groups that handled some of it handle that again, but for what the fence knows. Changes nothing where
+    nothing was forgotten. Asks every node for all its partitions: some seconds on a large one. Raises NotFound,
+    StoreUnavailable or NodeNotArmed where a node can't be asked (one that is given up is not), Conflict where a seal is
+    of a change that this database can't have lost.
+    """
+    topic_id = load_route(database, topic).topic_id
+
+    def work(connection: Connection) -> UndoReport:
+        connection.execute(query("transaction_patience"), TIMEOUTS)
+        with ExitStack() as connections:
+            undo = _LostChangeUndo(connection, connections, topic, topic_id, prefix=prefix, unsafe=unsafe)
+            done = undo.run()
+        if done.opened or done.deleted:
+            facts: dict[str, Any] = {
+                "opened": done.opened,
+                "deleted": {str(number): count for number, count in done.deleted.items()},
+            }
+            write_audit(connection, actor, "route reopen", topic, facts)
+            log.warning("lost_change_undone", extra={"topic": topic, **facts})
+        return done
+
+    reopened: UndoReport = database.transaction(work)
+    return reopened
+
+
+class _LostChangeUndo:
+    def __init__(
+        self,
+        connection: Connection,
+        connections: ExitStack,
+        topic: str,
+        topic_id: int,
+        *,
+        prefix: str,
+        unsafe: bool,
+    ) -> None:
+        self._connection, self._topic, self._topic_id, self._prefix = connection, topic, topic_id, prefix
+        nodes = nodes_by(connection)
+        # Nobody arms another run before this ends.
+        rows = connection.execute(query("node_armed_runs"), {"node_ids": [node.node_id for node in nodes]}).fetchall()
+        armed: dict[int, str | None] = {node_id: run for node_id, run, _ in rows}
+        given_up = {node_id for node_id, _, lost in rows if lost}
+        self._node_connections: dict[NodeId, NodeConnection] = {}
+        for node in nodes:
+            if node.node_id in given_up:
+                continue
+            node_connection = connections.enter_context(NodeConnection(node, unsafe=unsafe))
+            if node_connection.connect().run_id != armed[node.node_id]:
+                raise NodeNotArmed(node.address, "it was armed anew meanwhile: say the command again")
+            self._node_connections[node.node_id] = node_connection
+        ((self._last_change, self._last_partition),) = connection.execute(query("forgotten_limits")).fetchall()
+
+    def run(self) -> UndoReport:
+        """Do what is needed, successors first."""
+        metas = [meta for node_id in self._node_connections for meta in self._metas(node_id)]
+        facts = {"changes": [meta.sealed_for for meta in metas], "partitions": [meta.partition for meta in metas]}
+        ((known_changes, known_partitions),) = self._connection.execute(query("forgotten_known"), facts).fetchall()
+        rows = self._connection.execute(query("forgotten_homes"), {"topic_id": self._topic_id}).fetchall()
+        homes: dict[int, int] = dict(rows)
+        sealed = [
+            meta
+            for meta in metas
+            if meta.state == "sealed" and homes.get(meta.partition) == meta.node
+            and meta.sealed_for not in known_changes
+        ]  # fmt: skip
+        done = UndoReport()
+        if not sealed:
+            return done
+        unknown = [meta for meta in metas if meta.partition not in known_partitions and meta.state != "deleted"]
+        self._refuse_others(sealed, unknown)
+        for meta in unknown:
+            self._delete(meta)
+            done.deleted[meta.partition] = meta.next - 1
+            failpoint("lost_change.after_retire")
+        self._raise_epochs(sealed)
+        for meta in sealed:
+            self._open(meta)
+            done.opened.append(meta.partition)
+            failpoint("lost_change.after_open")
+        return done
+
+    def _metas(self, node_id: NodeId) -> list[_PartitionMeta]:
+        """Return all partitions of the topic that a node has."""
+        connection, cursor, found = self._node_connections[node_id], b"0", set()
+        while True:
+            command = (b"SCAN", cursor, b"MATCH", f"{self._prefix}:{{*}}:meta", b"COUNT", KEYS_PER_SCAN)
+            cursor, keys = raise_for_reply(connection.call([command])[0], connection.node.address)
+            found |= {int(key.split(b"{", 1)[1].split(b"}", 1)[0]) for key in keys}
+            if cursor == b"0":
+                break
+        return [meta for partition in sorted(found) if (meta := self._meta(node_id, partition)) is not None]
+
+    def _meta(self, node_id: NodeId, partition: int) -> _PartitionMeta | None:
+        connection = self._node_connections[node_id]
+        meta_key = partition_keys(self._prefix, partition).meta
+        (reply,) = connection.call([("HMGET", meta_key, "topic", "state", "sealed_for", "seal", "next")])
+        topic, state, change, seal, following = raise_for_reply(reply, connection.node.address)
+        if topic is None or topic.decode() != self._topic:
+            return None
+        return _PartitionMeta(
+            partition, node_id, state.decode(), int(change or 0), (seal or b"").decode(), int(following or 1)
+        )
+
+    def _refuse_others(self, sealed: list[_PartitionMeta], unknown: list[_PartitionMeta]) -> None:
+        late = [f"partition {meta.partition} is sealed for change {meta.sealed_for}"
+                for meta in sealed if meta.sealed_for > self._last_change]  # fmt: skip
+        late += [f"partition {meta.partition} exists" for meta in unknown if meta.partition > self._last_partition]
+        if late:
+            raise Conflict(
+                f"{late[0]}, a number that this database never gave out: it is another one than the control database",
+                "look whether MQLAYER_DSN leads to an old primary of it, or another system uses the key prefix",
+            )
+
+    def _delete(self, meta: _PartitionMeta) -> None:
+        groups = [row[0] for row in self._connection.execute(query("forgotten_groups"), {"topic_id": self._topic_id})]
+        connection = self._node_connections[meta.node]
+        raise_for_reply(
+            connection.call([retire_command(connection, self._prefix, meta.partition, groups)])[0],
+            connection.node.address,
+        )
+
+    def _raise_epochs(self, sealed: list[_PartitionMeta]) -> None:
+        """Have whoever has read the command begin anew."""
+        homes = {meta.partition: meta.node for meta in sealed}
+        for group, partition, epoch in self._connection.execute(
+            query("forgotten_epochs"), {"partitions": list(homes)}
+        ).fetchall():
+            connection = self._node_connections[homes[partition]]
+            (reply,) = connection.call([fence_command(connection, self._prefix, partition, group, epoch)])
+            raise_for_reply(reply, connection.node.address)
+
+    def _open(self, meta: _PartitionMeta) -> None:
+        """Take the command away, and let the next one have its entry id: offsets of commands are not dense."""
+        connection, keys = self._node_connections[meta.node], partition_keys(self._prefix, meta.partition)
+        # No LP is short: it only has to be a name without a mark.
+        reopen = reopen_command(connection, self._prefix, meta.partition, meta.seal, "", 0)
+        last = ("XSETID", keys.log, f"{meta.next - 1}-0")
+        replies = raise_for_reply(connection.call([("MULTI",), reopen, last, ("EXEC",)])[-1], connection.node.address)
+        word, *fact = raise_for_reply(replies[0], connection.node.address)
+        if word != b"open" or isinstance(replies[1], Exception):
+            shown = fact[0].decode() if fact else word.decode()
+            raise StoreUnavailable(connection.node.address, f"partition {meta.partition} is {shown} by now: look again")

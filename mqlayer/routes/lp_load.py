@@ -1,0 +1,54 @@
+"""How many messages each LP of a partition takes, by its marks: they grow by one a message."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Final
+
+from mqlayer.domain.routing import NodeId, Route
+from mqlayer.errors import InvalidInput, NotFound
+from mqlayer.postgres.database import Database
+from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
+from mqlayer.runtime.route_cache import load_nodes
+
+LONGEST_S: Final = 3_600.0
+
+
+def measured_load(
+    database: Database, route: Route, partition: int, *, prefix: str, over_s: float = 0.0, unsafe: bool = False
+) -> dict[int, int]:
+    """Return messages per LP: those of the next `over_s` seconds, or with 0 all of the LPs' lives.
+
+    Where nothing comes in that time, all of their lives count too. Raises NotFound for a partition not in force and
+    for a node that Postgres does not know, InvalidInput for a time over an hour.
+    """
+    if not 0 <= over_s <= LONGEST_S:
+        raise InvalidInput(f"the load is measured for 0 to {LONGEST_S:g} seconds, not {over_s:g}")
+    node_id = next((r.node for r in route.ranges if r.partition == partition), None)
+    if node_id is None:
+        raise NotFound("partition", partition, f"version {route.version} of topic {route.topic!r} does not have it")
+    with NodeConnection(_node(database, node_id), unsafe=unsafe) as connection:
+        before = _marks(connection, prefix, partition)
+        if over_s == 0:
+            return dict(before)
+        time.sleep(over_s)
+        grown = _marks(connection, prefix, partition) - before
+    return dict(grown or before)
+
+
+def _marks(connection: NodeConnection, prefix: str, partition: int) -> Counter[int]:
+    (reply,) = connection.call([("HGETALL", partition_keys(prefix, partition).marks)])
+    flat = raise_for_reply(reply, connection.node.address)
+    loads: Counter[int] = Counter()
+    for name, seq in zip(flat[::2], flat[1::2], strict=True):
+        loads[int(name.split(b":")[1])] += int(seq)
+    return loads
+
+
+def _node(database: Database, node_id: NodeId) -> Node:
+    for node in load_nodes(database):
+        if node.node_id == node_id:
+            return node
+    raise NotFound("node", node_id, "its row is gone from the control database")

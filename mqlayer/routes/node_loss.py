@@ -1,0 +1,228 @@
+"""An operator's word that a node is lost for good: go on without it, and say what that loses.
+
+For each partition that publishers use a change moves it to another node, with what the outbox still holds sent again;
+sealed ones that some group has not drained are made anew elsewhere, from the outbox. Each step is one of the changes or
+one transaction, so the command can be given again after a crash at any line.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mqlayer.domain.route_changes import emptiest, plan_move
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, StoreUnavailable
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.audit import write_audit
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+from mqlayer.postgres.server_identity import meet_server
+from mqlayer.redis.keys import partition_keys
+from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
+from mqlayer.routes.change_driver import finish_changes
+from mqlayer.routes.planner import apply_change, choose_node
+from mqlayer.runtime.route_cache import load_nodes, load_route
+from mqlayer.topics.nodes import find_node, rearm_node
+
+log = logging.getLogger(__name__)
+
+ANSWER_WITHIN_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLossReport:
+    """What a lost node held. `resent`: messages sent once more to where its partitions are now.
+
+    `only_on_node`: messages that the outbox does not hold any more; what a group had not settled of them is lost to it.
+    `direct`: whether direct producers may have published there: what groups had not settled of that is lost too.
+    """
+
+    moved: tuple[int, ...]
+    recreated: tuple[int, ...]
+    resent: int
+    only_on_node: int
+    direct: bool
+
+
+def give_up_node(
+    database: Database, name: str, *, prefix: str, application: Database, actor: str = "api", unsafe: bool = False
+) -> NodeLossReport:
+    """Move everything off a node that never comes back; return what that loses. Written into the audit log.
+
+    Raises Conflict where the node answers, NotFound where no other node is there. After a crash, or where something
+    had to wait, say it again: what was done before counts.
+    """
+    return _NodeRemoval(database, find_node(database, name), prefix, application, actor, unsafe).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeRemoval:
+    database: Database
+    node: Node
+    prefix: str
+    application: Database
+    actor: str
+    unsafe: bool
+
+    def run(self) -> NodeLossReport:
+        self._refuse_if_it_answers()
+        since = self.database.transaction(self._take_out_of_service)
+        failpoint("lost.after_disarm")
+        # First what open changes wait for, and what nobody publishes to: then those changes can end.
+        for partition, topic_id, _, state in self._partitions():
+            if state != "open":
+                self._relocate(partition, topic_id)
+                failpoint("lost.after_one")
+        self._recreate(since)
+        finish_changes(self.database, prefix=self.prefix, application=self.application, unsafe=self.unsafe)
+        for partition, _, topic, state in self._partitions():
+            if state == "open":
+                self._move(partition, topic)
+                failpoint("lost.after_one")
+        loss = self._loss(since)
+        self.database.transaction(lambda c: write_audit(c, self.actor, "node lost", self.node.name, asdict(loss)))
+        log.warning("node_given_up", extra={"node": self.node.name} | asdict(loss))
+        return loss
+
+    def _refuse_if_it_answers(self) -> None:
+        node, wait_s = self.node, ANSWER_WITHIN_S
+        connection = NodeConnection(node, any_run=True, unsafe=self.unsafe, connect_timeout_s=wait_s, timeout_s=wait_s)
+        try:
+            connection.connect()
+        except StoreUnavailable:
+            return
+        finally:
+            connection.close()
+        raise Conflict(
+            f"node {node.name!r} at {node.address} answers", f"bring it back: mqlayer node rearm {node.name}"
+        )
+
+    def _take_out_of_service(self, connection: Connection) -> Any:
+        # Changes before nodes, as those lock who drive changes.
+        connection.execute(query("changes_of_lost_node"), {"node_id": self.node.node_id})
+        row = connection.execute(query("node_lost"), {"node_id": self.node.node_id}).fetchone()
+        write_audit(connection, self.actor, "node out of service", self.node.name, {})
+        return row and row[0]
+
+    def _partitions(self) -> list[tuple[int, int, str, str]]:
+        with self.database.connection() as connection:
+            facts = {"node_id": self.node.node_id}
+            return [tuple(row) for row in connection.execute(query("partitions_of_lost_node"), facts).fetchall()]
+
+    def _move(self, partition: int, topic: str) -> None:
+        """Move a partition that publishers use; what the outbox holds of it is sent again."""
+        route = load_route(self.database, topic)
+        target = choose_node(self.database, route, partition)
+        plan = plan_move(route, partition, target, mode="lost")
+        apply_change(
+            self.database, plan, prefix=self.prefix, application=self.application, actor=self.actor, unsafe=self.unsafe
+        )
+
+    def _relocate(self, partition: int, topic_id: int) -> None:
+        """Give a partition that nobody publishes to another node; what it has to hold there is seen to by
+        `_recreate`."""
+        self._refuse_if_it_answers()
+        facts: dict[str, Any] = {"partition_id": partition, "to_node_id": self._emptiest(topic_id)}
+        # All that died there comes again at other offsets, as far as it comes.
+        facts |= {"partitions": [partition], "offsets": [1]}
+        names = ("abandoned_put", "abandoned_remove", "partition_relocate", "group_starts_reset",
+                 "archive_progress_reset", "assignments_of_partition_raise", "dead_log_lost")  # fmt: skip
+
+        def work(connection: Connection) -> None:
+            for name in names:
+                connection.execute(query(name), facts)
+
+        self.database.transaction(work)
+
+    def _recreate(self, since: Any) -> None:
+        """Make what was given other nodes anew there, from the outbox; also what an earlier try came to give away."""
+        recreated = self._recreated(since)
+        with self.database.connection() as connection:
+            rows = connection.execute(query("nodes_of_partitions"), {"partitions": list(recreated)}).fetchall()
+        for (name,) in rows:
+            rearm_node(
+                self.database,
+                name,
+                prefix=self.prefix,
+                application=self.application,
+                accept_loss_of=frozenset(recreated),
+                actor=self.actor,
+                unsafe=self.unsafe,
+            )
+
+    def _emptiest(self, topic_id: int) -> NodeId:
+        nodes = [node.node_id for node in load_nodes(self.database) if node.armed_run_id is not None]
+        with self.database.connection() as connection:
+            rows = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
+        return emptiest(nodes, (row[1] for row in rows), other_than=self.node.node_id)
+
+    def _recreated(self, since: Any) -> tuple[int, ...]:
+        facts = {"node_id": self.node.node_id, "since": since}
+        with self.database.connection() as connection:
+            return tuple(row[0] for row in connection.execute(query("abandoned_of_node"), facts).fetchall())
+
+    def _loss(self, since: Any) -> NodeLossReport:
+        facts = {"node_id": self.node.node_id, "since": since}
+        with self.database.connection() as connection:
+            given_up = [row[0] for row in connection.execute(query("given_up"), facts).fetchall()]
+            direct = connection.execute(query("direct_sources_live")).fetchone()
+        moved = tuple(fact["partition"] for fact in given_up)
+        resent, only_on_node = (sum(fact[name] for fact in given_up) for name in ("resent", "only_on_node"))
+        return NodeLossReport(moved, self._recreated(since), resent, only_on_node, bool(direct and direct[0]))
+
+
+def rearm_lost_nodes(
+    database: Database, *, prefix: str, application: Database | None = None, unsafe: bool = False
+) -> dict[str, str]:
+    """Arm nodes that came back and that nobody else arms; say what became of each, and why where not.
+
+    Those that restarted or were emptied while no member, relay or producer uses them, and those that have to seal a
+    partition which was moved off them while they were away. A node that an operator gave up is left to him, unless it
+    has to seal.
+    """
+    with database.connection() as connection:
+        # A pooler in between may keep our connections over a fail-over.
+        meet_server(connection)
+        sealing = [row[0] for row in connection.execute(query("seals_unreachable")).fetchall()]
+        given_up = {row[0] for row in connection.execute(query("nodes_given_up")).fetchall()}
+        places: dict[int, list[int]] = {}
+        for partition, node_id, *_ in connection.execute(query("partition_places")).fetchall():
+            places.setdefault(node_id, []).append(partition)
+    restarted = [
+        node.name
+        for node in load_nodes(database)
+        if node.name not in given_up
+        and node.name not in sealing
+        and _needs_arming(node, prefix, places.get(node.node_id, []), unsafe=unsafe)
+    ]
+    came_to: dict[str, str] = {}
+    for name in sealing + restarted:
+        try:
+            rearm_node(database, name, prefix=prefix, application=application, actor="worker", unsafe=unsafe)
+            came_to[name] = "armed"
+        except MqlayerError as error:
+            came_to[name] = str(error)
+            log.warning("node_not_rearmed", extra={"node": name, "reason": str(error)})
+    return came_to
+
+
+def _needs_arming(node: Node, prefix: str, partitions: list[int], *, unsafe: bool) -> bool:
+    """Say whether a node answers, but not as the run that is armed, or without a partition: FLUSHALL keeps the run.
+
+    One that still waits for its marks, though it is in force, was opened on a run that another one took the place of.
+    """
+    try:
+        with NodeConnection(
+            node, connect_timeout_s=ANSWER_WITHIN_S, timeout_s=ANSWER_WITHIN_S, unsafe=unsafe
+        ) as connection:
+            connection.connect()
+            states = connection.call(
+                [("HGET", partition_keys(prefix, partition).meta, "state") for partition in partitions]
+            )
+            return any(raise_for_reply(state, node.address) in (None, b"importing") for state in states)
+    except NodeNotArmed:
+        return True
+    except MqlayerError:
+        return False

@@ -1,0 +1,271 @@
+"""Plan and apply: what operators and programs call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from mqlayer.domain.names import check_name
+from mqlayer.domain.route_changes import ChangePlan, emptiest, halving_point, plan_merge, plan_move, plan_split
+from mqlayer.domain.routing import NodeId, Route
+from mqlayer.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.audit import write_audit
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import query
+from mqlayer.routes.change_driver import finish_change, finish_changes, locked
+from mqlayer.routes.lp_load import measured_load
+from mqlayer.routes.outbox_proof import refuse_unproven
+from mqlayer.runtime.route_cache import load_nodes, load_route
+from mqlayer.topics.nodes import find_node
+
+TIMEOUTS: Final = {"lock_wait": "10s", "idle": "5s"}
+"""Whoever is stopped while it writes a plan down holds the topic, and the end of a change needs it: publishers wait."""
+
+
+def planned_split(
+    database: Database,
+    topic: str,
+    partition: int,
+    *,
+    prefix: str,
+    at: Sequence[int] = (),
+    to: Sequence[str] = (),
+    measure_s: float = 0.0,
+    if_version: int | None = None,
+    unsafe: bool = False,
+) -> ChangePlan:
+    """Plan to split a partition at the LPs given, or where its measured load is halved; change nothing.
+
+    `to`: one node for all successors or one for each; the partition's own where none is named. `measure_s`: for how
+    long the load is measured; 0 takes all that its LPs ever took in. `if_version`: the route version that it has to
+    start from. Raises InvalidInput or NotFound for what can't be done, Conflict where the route is at another version
+    or a change is open.
+    """
+    route = _plannable(database, topic, if_version)
+    points = list(at)
+    if not points:
+        loads = measured_load(database, route, partition, prefix=prefix, over_s=measure_s, unsafe=unsafe)
+        r = next(r for r in route.ranges if r.partition == partition)
+        points = [halving_point(loads, r.lp_from, r.lp_to)]
+    elif measure_s:
+        raise InvalidInput("a split is at the LPs named, or where the measured load is halved, not both")
+    return plan_split(route, partition, points, [find_node(database, name).node_id for name in to])
+
+
+def planned_merge(
+    database: Database, topic: str, partitions: Sequence[int], *, to: str | None = None, if_version: int | None = None
+) -> ChangePlan:
+    """Plan to merge adjacent partitions into one, on the node named or the first one's; raises as `planned_split`."""
+    route = _plannable(database, topic, if_version)
+    return plan_merge(route, partitions, None if to is None else find_node(database, to).node_id)
+
+
+def planned_move(
+    database: Database,
+    topic: str,
+    partition: int,
+    *,
+    to: str | None = None,
+    unreachable: bool = False,
+    accept_loss: bool = False,
+    if_version: int | None = None,
+) -> ChangePlan:
+    """Plan to move a partition to the node named, or to the one with the fewest; raises as `planned_split`.
+
+    `unreachable`: also where its own node does not answer. The outbox proves the marks then, consumers wait until the
+    node is back. Where direct producers may have published there this needs `accept_loss`: they are told of a loss.
+    """
+    route = _plannable(database, topic, if_version)
+    node = choose_node(database, route, partition) if to is None else find_node(database, to).node_id
+    if unreachable and not accept_loss:
+        refuse_unproven(database)
+    return plan_move(route, partition, node, mode="unreachable" if unreachable else "live")
+
+
+def split(
+    database: Database,
+    topic: str,
+    partition: int,
+    *,
+    prefix: str,
+    at: Sequence[int] = (),
+    to: Sequence[str] = (),
+    measure_s: float = 0.0,
+    application: Database | None = None,
+    actor: str = "api",
+    unsafe: bool = False,
+) -> Route:
+    """Plan a split as `planned_split` does and apply it; return the route then in force. Raises as both."""
+    finish_earlier(database, topic, prefix=prefix, application=application, unsafe=unsafe)
+    plan = planned_split(
+        database, topic, partition, prefix=prefix, at=at, to=to, measure_s=measure_s, unsafe=unsafe
+    )  # fmt: skip
+    return apply_change(database, plan, prefix=prefix, application=application, actor=actor, unsafe=unsafe)
+
+
+def merge(
+    database: Database,
+    topic: str,
+    partitions: Sequence[int],
+    *,
+    prefix: str,
+    to: str | None = None,
+    application: Database | None = None,
+    actor: str = "api",
+    unsafe: bool = False,
+) -> Route:
+    """Plan a merge as `planned_merge` does and apply it; return the route then in force. Raises as both."""
+    finish_earlier(database, topic, prefix=prefix, application=application, unsafe=unsafe)
+    plan = planned_merge(database, topic, partitions, to=to)
+    return apply_change(database, plan, prefix=prefix, application=application, actor=actor, unsafe=unsafe)
+
+
+def move(
+    database: Database,
+    topic: str,
+    partition: int,
+    *,
+    prefix: str,
+    to: str | None = None,
+    unreachable: bool = False,
+    accept_loss: bool = False,
+    application: Database | None = None,
+    actor: str = "api",
+    unsafe: bool = False,
+) -> Route:
+    """Plan a move as `planned_move` does and apply it; return the route then in force. Raises as both."""
+    finish_earlier(database, topic, prefix=prefix, application=application, unsafe=unsafe)
+    plan = planned_move(database, topic, partition, to=to, unreachable=unreachable, accept_loss=accept_loss)
+    return apply_change(database, plan, prefix=prefix, application=application, actor=actor, unsafe=unsafe)
+
+
+def choose_node(database: Database, route: Route, partition: int) -> NodeId:
+    """Return the node in service with the fewest partitions of a topic, other than a partition's own.
+
+    Raises NotFound.
+    """
+    home = next((r.node for r in route.ranges if r.partition == partition), NodeId(0))
+    in_use = [r.node for r in route.ranges]
+    serving = (node.node_id for node in load_nodes(database) if node.armed_run_id is not None)
+    return emptiest(serving, in_use, other_than=home)
+
+
+def apply_change(
+    database: Database,
+    plan: ChangePlan,
+    *,
+    prefix: str,
+    application: Database | None = None,
+    actor: str = "api",
+    unsafe: bool = False,
+) -> Route:
+    """Do what a plan says, and return the route then in force; nothing is changed where it raises Conflict.
+
+    What an earlier change of the topic left open is finished first. Raises Conflict where the route is not the one
+    that was planned on any more, or another change can't be finished now; StoreUnavailable where a node is away: then
+    the change stays open, and is finished by the worker, by `finish_changes` or by the next command.
+    """
+    finish_earlier(database, plan.topic, prefix=prefix, application=application, unsafe=unsafe)
+    change_id = _record_plan(database, plan, actor)
+    failpoint("change.after_plan")
+    try:
+        state = finish_change(database, change_id, prefix=prefix, application=application, unsafe=unsafe)
+    except StoreUnavailable as error:
+        raise type(error)(
+            error.address, f"{error.reason}; change {change_id} stays open: mqlayer route repair {plan.topic}"
+        ) from error
+    if state == "dropped":
+        raise Conflict(f"change {change_id} of topic {plan.topic!r} was dropped meanwhile", "nothing was changed")
+    return load_route(database, plan.topic)
+
+
+def drop_change(database: Database, topic: str, *, actor: str = "api") -> int:
+    """Give up a topic's open change where nothing is sealed yet; return its id.
+
+    Raises NotFound where no change is open, Conflict where it has to go forward.
+    """
+    with database.connection() as connection:
+        row = connection.execute(query("change_unfinished"), {"topic": topic}).fetchone()
+    if row is None:
+        raise NotFound("open route change of topic", topic, "nothing is to be dropped")
+    change_id = int(row[0])
+
+    def work(connection: Connection) -> None:
+        change = locked(connection, change_id)
+        if change.state != "planned":
+            raise Conflict(
+                f"change {change_id} of topic {topic!r} is {change.state}", "it only goes forward: mqlayer route repair"
+            )
+        for name in ("change_drop", "change_parents_free", "change_successors_delete"):
+            connection.execute(query(name), {"change_id": change_id})
+        write_audit(connection, actor, "route drop", topic, {"change": change_id, "kind": change.kind})
+        failpoint("drop.before_commit")
+
+    database.transaction(work)
+    return change_id
+
+
+def _plannable(database: Database, topic: str, if_version: int | None) -> Route:
+    """Return the route in force, where a change can start from it now."""
+    route = load_route(database, check_name("topic", topic))
+    if if_version is not None and route.version != if_version:
+        raise Conflict(f"topic {topic!r} is at route version {route.version}, not {if_version}", "look at it again")
+    with database.connection() as connection:
+        row = connection.execute(query("change_unfinished"), {"topic": topic}).fetchone()
+    if row is not None:
+        raise Conflict(f"change {row[0]} of topic {topic!r} is open", f"finish it first: mqlayer route repair {topic}")
+    return route
+
+
+def finish_earlier(
+    database: Database, topic: str, *, prefix: str, application: Database | None = None, unsafe: bool = False
+) -> None:
+    """Finish what an earlier change of a topic left. Raises Conflict where it has to wait."""
+    came_to = finish_changes(database, prefix=prefix, topic=topic, application=application, unsafe=unsafe)
+    for change_id, word in came_to.items():
+        if word not in ("done", "dropped"):
+            raise Conflict(f"change {change_id} of topic {topic!r} is not finished", word)
+
+
+def _record_plan(database: Database, plan: ChangePlan, actor: str) -> int:
+    """Write the plan down, if the route is still the one that it starts from; return the change's id."""
+
+    def work(connection: Connection) -> int:
+        connection.execute(query("transaction_patience"), TIMEOUTS)
+        row = connection.execute(query("topic_lock"), {"name": plan.topic}).fetchone()
+        if row is None:
+            raise NotFound("topic", plan.topic, f"create it: mqlayer topic create {plan.topic}")
+        if row[0] != plan.topic_id or row[4] != plan.base:
+            raise Conflict(
+                f"topic {plan.topic!r} is at route version {row[4]}, the plan starts from {plan.base}",
+                "somebody changed it meanwhile: plan again",
+            )
+        facts = {
+            "topic_id": plan.topic_id,
+            "version": plan.version,
+            "kind": plan.kind,
+            "mode": plan.mode,
+            "actor": actor,
+        }
+        if connection.execute(query("change_unfinished"), {"topic": plan.topic}).fetchone():
+            raise Conflict(
+                f"another change of topic {plan.topic!r} is open", "wait for it, or finish it: mqlayer route repair"
+            )
+        new = connection.execute(query("change_insert"), facts).fetchone()
+        change_id = int(new[0]) if new else 0
+        for successor in plan.successors:
+            place = {"lp_from": successor.lp_from, "lp_to": successor.lp_to, "node_id": successor.node}
+            connection.execute(query("change_successor"), facts | place | {"change_id": change_id})
+        parents = [r.partition for r in plan.parents]
+        ended = connection.execute(query("change_parents_put"), {"change_id": change_id, "partitions": parents})
+        if ended.rowcount != len(parents):
+            raise InvalidInput(f"not all of partitions {parents} are open")
+        write_audit(connection, actor, f"route {plan.kind}", plan.topic, {
+            "change": change_id, "version": plan.version, "parents": list(parents),
+            "successors": [[s.lp_from, s.lp_to, s.node] for s in plan.successors],
+        })  # fmt: skip
+        failpoint("change.before_plan_commit")
+        return change_id
+
+    return database.transaction(work)

@@ -1,0 +1,121 @@
+"""Split reports: what a job on a snapshot found of the load, and the LPs at which splits would balance a topic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from mqlayer.domain.names import check_name
+from mqlayer.domain.route_changes import ChangePlan
+from mqlayer.domain.routing import RouteVersion
+from mqlayer.errors import Conflict, InvalidInput
+from mqlayer.postgres.database import Database
+from mqlayer.routes.planner import planned_split
+from mqlayer.runtime.route_cache import load_route
+
+KIND: Final = "mqlayer split report 1"
+
+
+class PartitionSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """One partition and the LPs to split it at; `loads`: records of each part that this makes."""
+
+    partition: int
+    lp_from: int
+    lp_to: int
+    records: int
+    at: tuple[int, ...]
+    loads: tuple[int, ...]
+
+
+class SplitReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The splits that make `wanted` partitions, or as many as help, out of those of a route version."""
+
+    kind: str = KIND
+    snapshot: str
+    topic: str
+    version: int
+    wanted: int
+    partitions: tuple[PartitionSplit, ...]
+
+    @property
+    def splits(self) -> tuple[PartitionSplit, ...]:
+        """The partitions that are split."""
+        return tuple(one for one in self.partitions if one.at)
+
+
+def write_split_report(path: Path, report: SplitReport) -> None:
+    """Write a report as a file that `mqlayer route split --from-report` takes. Raises InvalidInput where it can't."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    except OSError as error:
+        raise InvalidInput(f"can't write the split report to {path}: {error.strerror}") from error
+
+
+def read_split_report(path: Path) -> SplitReport:
+    """Return the report of a file. Raises InvalidInput for a file that is none."""
+    try:
+        report = msgspec.json.decode(path.read_bytes(), type=SplitReport)
+    except OSError as error:
+        raise InvalidInput(f"can't read the split report {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise InvalidInput(f"{path} is no split report ({error}): {_made_by(None)}") from error
+    if report.kind != KIND:
+        raise InvalidInput(f"{path} is a {report.kind!r}, not a {KIND!r}: {_made_by(report)}")
+    return report
+
+
+def planned_splits(
+    database: Database,
+    topic: str,
+    report: SplitReport,
+    *,
+    prefix: str,
+    partition: int | None = None,
+    to: Sequence[str] = (),
+    done: int = 0,
+) -> list[ChangePlan]:
+    """Plan the splits of a report, of all its partitions or of one, each from the version that the one before makes.
+
+    `to`: as in `planned_split`, for each of them. `done`: how many splits of this very report are made already; the
+    first so many are left out. Raises InvalidInput for a report of another topic, or one that does not split the
+    partition; Conflict where the route is not at the report's version; and what `planned_split` raises.
+    """
+    if report.topic != topic:
+        raise InvalidInput(f"the report is of topic {report.topic!r}, not of {topic!r}: {_made_by(report, topic)}")
+    chosen = [one for one in report.splits if partition in (None, one.partition)]
+    if not chosen:
+        raise InvalidInput(_nothing(report, partition))
+    version = report.version + done
+    at_version = load_route(database, check_name("topic", topic)).version
+    if at_version != version:
+        raise Conflict(
+            f"topic {topic!r} is at route version {at_version}, the report is of {version}",
+            f"its loads are old; {_made_by(report)}",
+        )
+    plans = []
+    for place, one in enumerate(chosen[done:]):
+        plan = planned_split(
+            database, topic, one.partition, prefix=prefix, at=one.at, to=to, if_version=version
+        )  # fmt: skip
+        plans.append(replace(plan, base=RouteVersion(version + place)))
+    return plans
+
+
+def _nothing(report: SplitReport, partition: int | None) -> str:
+    split = ", ".join(str(one.partition) for one in report.splits)
+    if not split:
+        return f"the report splits nothing: no split makes the heaviest partition of topic {report.topic!r} lighter"
+    return f"the report does not split partition {partition}, but {split}"
+
+
+def _made_by(report: SplitReport | None, topic: str | None = None) -> str:
+    of, wanted = topic or (report.topic if report else "TOPIC"), report.wanted if report else "N"
+    return (
+        f"take a snapshot, then mqlayer analytics skew --snapshot NAME --topic {of} --partitions {wanted} "
+        "--split-report FILE"
+    )

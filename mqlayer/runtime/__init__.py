@@ -1,0 +1,1 @@
+"""The newest known routes and nodes of a process."""

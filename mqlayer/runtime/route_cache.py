@@ -1,0 +1,155 @@
+"""The newest known route of each topic, and the nodes: refreshed on refusal, by age and by notification.
+
+A cached route is only ever a hint: the append script of the partition decides (invariant 4). An old one costs a
+refused call, never order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime
+from typing import Final
+
+from mqlayer.domain.names import check_name
+from mqlayer.domain.routing import LpRange, NodeId, PartitionId, Route, RouteVersion
+from mqlayer.errors import NotFound, StoreUnavailable
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.notifications import ROUTE, NotificationListener
+from mqlayer.postgres.queries import query
+from mqlayer.redis.node_connection import Node
+
+MAX_AGE_S: Final = 30.0
+
+
+class RouteCache:
+    """Routes and nodes from the control database, kept in this process. Safe to use from many threads.
+
+    While Postgres can't be reached, what is known goes on being used.
+    """
+
+    def __init__(self, database: Database, *, max_age_s: float = MAX_AGE_S) -> None:
+        self._database, self._max_age_s = database, max_age_s
+        self._routes: dict[str, tuple[Route, float]] = {}
+        self._nodes: dict[NodeId, Node] = {}
+        self._armed_at: dict[NodeId, datetime | None] = {}
+        self._lock = threading.Lock()
+        self._notices: NotificationListener | None = None
+
+    def route(self, topic: str) -> Route:
+        """Return the topic's route, not older than the maximal age while Postgres answers.
+
+        Raises NotFound for a topic that nobody created, StoreUnavailable where nothing is known yet.
+        """
+        known = self._routes.get(topic)
+        if known is not None and time.monotonic() - known[1] < self._max_age_s:
+            return known[0]
+        try:
+            return self.refresh(topic)
+        except StoreUnavailable:
+            if known is None:
+                raise
+            return known[0]
+
+    def refresh(self, topic: str) -> Route:
+        """Read the topic's route from Postgres: after a refusal, a notification, or when it is old."""
+        check_name("topic", topic)
+        route = load_route(self._database, topic)
+        with self._lock:
+            known = self._routes.get(topic)
+            # A slower reader must not put an older version back.
+            if known is None or known[0].topic_id != route.topic_id or known[0].age <= route.age:
+                self._routes[topic] = (route, time.monotonic())
+            return self._routes[topic][0]
+
+    def node(self, node_id: NodeId) -> Node:
+        """Return a node as last read from Postgres."""
+        node = self._nodes.get(node_id)
+        return node if node is not None else self.refresh_nodes()[node_id]
+
+    def refresh_nodes(self) -> dict[NodeId, Node]:
+        """Read all nodes from Postgres: after one turned out not to be the armed run."""
+        with self._database.connection() as connection:
+            known = {node.node_id: (node, armed_at) for node, armed_at in _read_nodes(connection)}
+        nodes = {node_id: node for node_id, (node, _) in known.items()}
+        self._nodes, self._armed_at = nodes, {node_id: armed_at for node_id, (_, armed_at) in known.items()}
+        return nodes
+
+    @property
+    def nodes(self) -> dict[NodeId, Node]:
+        """All nodes as last read from Postgres."""
+        return self._nodes
+
+    @property
+    def armed_at(self) -> dict[NodeId, datetime | None]:
+        """When each node was armed for the last time, as last read from Postgres: another time at each arming."""
+        return self._armed_at
+
+    def listen(self, heard: Callable[[], None] = lambda: None) -> None:
+        """Forget a topic's route as soon as Postgres notifies of a new version, and say so; best effort."""
+
+        def forget(topic: str) -> None:
+            self._forget(topic)
+            heard()
+
+        if self._notices is None:
+            self._notices = NotificationListener(self._database, ROUTE, forget)
+            self._notices.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._notices is not None:
+            self._notices.close()
+
+    def _forget(self, topic: str) -> None:
+        """Have a topic's route read at its next use; every topic's, where none is named."""
+        with self._lock:
+            for name in [topic] if topic else list(self._routes):
+                known = self._routes.get(name)
+                if known is not None:
+                    self._routes[name] = (known[0], float("-inf"))
+
+
+def load_route(database: Database, topic: str) -> Route:
+    """Read the route version in force. Raises NotFound."""
+    with database.connection() as connection:
+        rows = connection.execute(query("route_in_force"), {"name": topic}).fetchall()
+    if not rows:
+        raise NotFound("topic", topic, f"create it: mqlayer topic create {topic}")
+    topic_id, version, body_limit, backlog_limit, strategy, since = rows[0][:6]
+    if version is None:
+        raise NotFound("topic", topic, f"its creation was cut off, finish it: mqlayer topic create {topic}")
+    ranges = tuple(
+        LpRange(lp_from, lp_to, PartitionId(partition), NodeId(node)) for *_, lp_from, lp_to, partition, node in rows
+    )
+    return Route(
+        topic_id,
+        topic,
+        RouteVersion(version),
+        ranges,
+        body_limit,
+        backlog_limit,
+        best_effort=strategy == "best_effort",
+        since=since,
+    )
+
+
+def load_nodes(database: Database) -> list[Node]:
+    """Read all registered nodes."""
+    with database.connection() as connection:
+        return nodes_by(connection)
+
+
+def nodes_by(connection: Connection) -> list[Node]:
+    """Read them by a connection that the caller has.
+
+    Who holds locks in a transaction must not wait for a second connection of its pool: the others may be with those who
+    wait for these locks.
+    """
+    return [node for node, _ in _read_nodes(connection)]
+
+
+def _read_nodes(connection: Connection) -> list[tuple[Node, datetime | None]]:
+    rows = connection.execute(query("node_list")).fetchall()
+    return [(Node(NodeId(node_id), name, url, run_id), armed_at) for node_id, name, url, run_id, armed_at in rows]

@@ -1,0 +1,69 @@
+"""Files and directories that no other account of the machine gets at."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from mqlayer.stack.accounts import Account
+from mqlayer.stack.errors import DirectoryRefused
+
+FILE_MODE: Final = 0o600
+DIRECTORY_MODE: Final = 0o700
+PASSED_THROUGH: Final = 0o710
+"""A directory of ours in which a server under another account has its data: its group may pass, and not look."""
+UMASK: Final = 0o077
+OTHERS_WRITE: Final = 0o022
+
+
+def closed_directory(directory: Path, *, skipped_nodes: Account | None = None) -> None:
+    """Make a directory for its owner only, and close it and its files if it is there. `skipped_nodes` may pass
+    through."""
+    directory.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
+    _close(directory, skipped_nodes)
+    for path in directory.iterdir():
+        if path.is_file() and not path.is_symlink():
+            path.chmod(FILE_MODE)
+
+
+def own_directory(directory: Path, *, skipped_nodes: Account | None = None) -> None:
+    """Make a directory for its owner only; one that is there stays as open to readers as it is.
+
+    Raises DirectoryRefused where other accounts may write in it: they could put their files in the place of ours.
+    """
+    if not directory.exists():
+        directory.mkdir(parents=True, mode=DIRECTORY_MODE)
+        _close(directory, skipped_nodes)
+    elif directory.stat().st_mode & OTHERS_WRITE:
+        raise DirectoryRefused(directory, f"other accounts may write in it: chmod go-w {directory}")
+
+
+def closed_tree(directory: Path) -> None:
+    """Make a directory for its owner only, and close all that an earlier version left open in it."""
+    closed_directory(directory)
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            closed_tree(path)
+
+
+def write_closed(path: Path, content: bytes) -> None:
+    """Write a file for its owner only; a reader sees the old content or the new one, never a part."""
+    draft = path.with_name(f"{path.name}.new")
+    draft.unlink(missing_ok=True)
+    draft.touch(mode=FILE_MODE)
+    draft.write_bytes(content)
+    draft.replace(path)
+
+
+def open_closed(path: str, flags: int) -> int:
+    """Open a file, made for its owner only: an `opener` for `open`."""
+    return os.open(path, flags, FILE_MODE)
+
+
+def _close(directory: Path, skipped_nodes: Account | None) -> None:
+    if skipped_nodes is None:
+        directory.chmod(DIRECTORY_MODE)
+    else:
+        os.chown(directory, -1, skipped_nodes.gid)
+        directory.chmod(PASSED_THROUGH)

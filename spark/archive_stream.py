@@ -1,0 +1,161 @@
+"""The archive as a stream: micro-batches of whole archive batches.
+
+An offset is the number of the last batch of each topic. What is visible up to a batch never changes, so a micro-batch
+that Spark asks for again, after a crash, is the same: with a checkpoint and an idempotent sink each record counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxFiles,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from mqlayer.archive.columns import STREAM_QUERIES, ArchiveTable
+from mqlayer.archive.read_ranges import lp_ranges
+from mqlayer.domain.routing import LP_COUNT
+from mqlayer.errors import InvalidInput, NotFound
+from mqlayer.postgres.arrow_reader import ReadAddress, bound
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.queries import query
+from mqlayer.spark.data_source import APPLICATION, check_options, chosen, positive_number, read_batches
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+OPTIONS: Final = ("table", "columns", "partitions", "topics", "start", "max_batches")
+STARTS: Final = ("earliest", "latest")
+
+
+class StreamOptions(NamedTuple):
+    """`topics`: None means all that are archived; `max_batches`: per topic and micro-batch, None means all."""
+
+    topics: list[str] | None
+    start: str
+    max_batches: int | None
+
+
+@dataclass(frozen=True)
+class StreamRange(InputPartition):
+    """What one task reads: batches of a topic in a range of LPs; `after` is not among them, `upto` is."""
+
+    topic_id: int
+    after: int
+    upto: int
+    lp_from: int
+    lp_to: int
+
+
+class TopicPosition(NamedTuple):
+    """A topic in the archive: its last batch, and the first one that is kept."""
+
+    topic_id: int
+    batch: int
+    kept_from: int | None
+
+
+def growth_options(options: Mapping[str, str]) -> StreamOptions:
+    """Return a stream's options. Raises InvalidInput naming the one that is wrong."""
+    check_options(options, OPTIONS)
+    start = options.get("start", "earliest")
+    if start not in STARTS:
+        raise InvalidInput(f"option start: there is no {start!r}; choose one of {', '.join(STARTS)}")
+    named = options.get("topics")
+    topics = None if named is None else sorted({part.strip() for part in named.split(",")})
+    limit = positive_number(options, "max_batches", 1) if "max_batches" in options else None
+    return StreamOptions(topics, start, limit)
+
+
+class ArchiveStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Reads what archivers add, batch by batch."""
+
+    def __init__(
+        self, address: ReadAddress, options: StreamOptions, table: ArchiveTable, schema: StructType, parts: int
+    ) -> None:
+        self._address, self._options, self._table, self._schema = address, options, table, schema
+        self._ends: dict[str, int] | None = None
+        self._ranges = lp_ranges(dict.fromkeys(range(LP_COUNT), 1), parts)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
+        """Note where a query ends that takes what there is now, and no more."""
+        self._ends = {topic: found.batch for topic, found in self._positions().items()}
+
+    def initialOffset(self) -> dict[str, int]:  # noqa: N802 - Spark's name
+        """Return where a stream without a checkpoint begins."""
+        latest = self._options.start == "latest"
+        return {
+            topic: found.batch if latest else (found.kept_from or found.batch + 1) - 1
+            for topic, found in self._positions().items()
+        }
+
+    def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:  # noqa: N802 - Spark's name
+        """Return where the next micro-batch ends."""
+        # Spark's limits are a closed set: a batch of the archive is counted as a file.
+        most = limit.max_files if isinstance(limit, ReadMaxFiles) else None
+        ends = dict(start)
+        for topic, found in self._positions().items():
+            after = start.get(topic, 0)
+            last = found.batch if self._ends is None else min(found.batch, self._ends.get(topic, 0))
+            ends[topic] = max(after, last if most is None else min(last, after + most))
+        return ends
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
+        """Return how many batches of each topic a micro-batch takes."""
+        most = self._options.max_batches
+        return ReadAllAvailable() if most is None else ReadMaxFiles(most)
+
+    def reportLatestOffset(self) -> dict[str, int]:  # noqa: N802 - Spark's name
+        """Return where the archive is, for the progress that Spark shows."""
+        return {topic: found.batch for topic, found in self._positions().items()}
+
+    def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
+        """Return ranges of LPs of each topic that has batches between the two."""
+        found = self._positions()
+        parts: list[InputPartition] = []
+        for topic, upto in end.items():
+            position = found.get(topic)
+            # One that was not there at the beginning came into the archive since: all of it is the stream's.
+            after = start.get(topic, 0)
+            if after >= upto:
+                continue
+            if position is None:
+                raise NotFound("topic", topic, "its archive was read up to now: begin a new stream without it")
+            parts += [StreamRange(position.topic_id, after, upto, lp_from, lp_to) for lp_from, lp_to in self._ranges]
+        return parts
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Return the batches of Arrow of a range, read in one transaction."""
+        if not isinstance(partition, StreamRange):
+            return
+        facts: dict[str, Any] = {
+            "topic_id": partition.topic_id,
+            "after": partition.after,
+            "upto": partition.upto,
+            "lp_from": partition.lp_from,
+            "lp_to": partition.lp_to,
+        }
+        statements = [
+            bound("stream_there", {"topic_id": partition.topic_id, "after": partition.after}),
+            chosen(bound(STREAM_QUERIES[self._table], facts), self._schema),
+        ]
+        yield from read_batches(self._address, statements, self._schema)
+
+    def _positions(self) -> dict[str, TopicPosition]:
+        wanted = self._options.topics
+        with Database(self._address.conninfo(application=APPLICATION)) as database, database.connection() as line:
+            rows = line.execute(query("stream_topics"), {"topics": wanted}).fetchall()
+        found = {name: TopicPosition(*facts) for name, *facts in rows}
+        for name in wanted or ():
+            if name not in found:
+                raise NotFound(
+                    "topic", name, "option topics: it is not in the archive; mqlayer topic list shows what is"
+                )
+        return found

@@ -1,0 +1,52 @@
+"""Snapshots that were exported as Parquet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+
+from mqlayer.archive.columns import ArchiveTable
+from mqlayer.archive.parquet_export import FORMAT, MANIFEST
+from mqlayer.archive.snapshots import SeqRange
+from mqlayer.errors import InvalidInput
+from mqlayer.spark.schemas import declared
+
+
+class ParquetSnapshot:
+    """An export of a snapshot, in any file system that Spark reaches."""
+
+    def __init__(self, spark: SparkSession, name: str, path: str) -> None:
+        self._spark, self._path = spark, path.rstrip("/")
+        self._manifest = self._load()
+        if self._manifest["snapshot"] != name:
+            raise InvalidInput(f"option path: {path} holds snapshot {self._manifest['snapshot']!r}, not {name!r}")
+
+    def frame(self, table: ArchiveTable, columns: Mapping[str, str]) -> DataFrame:
+        """Return these columns of a table: of the files that the manifest names, and no others."""
+        facts = self._manifest["tables"][table]
+        files = [f"{self._path}/{file['path']}" for file in facts["files"]]
+        return self._spark.read.schema(declared(facts["columns"])).parquet(*files).select(*map(_quoted, columns))
+
+    def cut(self) -> list[SeqRange]:
+        """Return the stretches of the snapshot."""
+        return [SeqRange(*one) for one in self._manifest["cut"]]
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            rows = self._spark.read.text(f"{self._path}/{MANIFEST}", wholetext=True).collect()
+        except PySparkException as error:
+            raise InvalidInput(f"option path: no export is at {self._path} ({error.getCondition()})") from None
+        manifest: dict[str, Any] = json.loads(rows[0].value)
+        if manifest.get("format") != FORMAT:
+            raise InvalidInput(
+                f"option path: {self._path} was exported in another format: upgrade mqlayer, or export anew"
+            )
+        return manifest
+
+
+def _quoted(name: str) -> str:
+    return f"`{name}`"

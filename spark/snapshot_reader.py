@@ -1,0 +1,156 @@
+"""Snapshots of the archive as DataFrames, by three ways below one declared schema.
+
+- ``jdbc``: Spark's own JDBC source with our cut and ranges of LPs; where Postgres' driver is on the class path.
+- ``python``: a data source in Python, by Arrow; needs no jar.
+- ``parquet``: what ``mqlayer snapshot export`` wrote; needs no database.
+
+No password is ever part of a plan: JDBC gets it as a property, Python workers inside of the pickled source.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal
+
+from pyspark.sql import DataFrame, SparkSession
+
+from mqlayer.archive.columns import ArchiveTable, check_table, chosen_columns
+from mqlayer.archive.snapshots import SeqRange, find_snapshot, sample_width, snapshot_cut
+from mqlayer.errors import InvalidInput
+from mqlayer.postgres.arrow_reader import ReadAddress, read_address
+from mqlayer.postgres.database import Database
+from mqlayer.settings import Settings
+from mqlayer.spark import jdbc
+from mqlayer.spark.chain_check import COLUMNS, check_chain
+from mqlayer.spark.data_source import APPLICATION, bound_source, parts_of
+from mqlayer.spark.parquet_snapshot import ParquetSnapshot
+
+ReadMethod = Literal["jdbc", "python", "parquet"]
+METHODS: Final = ("jdbc", "python", "parquet")
+BOUND: Final = "mqlayer_bound"
+"""Ours alone: the source `mqlayer` may be bound to another database."""
+
+_registering = threading.Lock()
+
+
+def read_snapshot(
+    spark: SparkSession,
+    name: str,
+    *,
+    table: ArchiveTable = "records",
+    dsn: str | None = None,
+    columns: Sequence[str] | None = None,
+    method: ReadMethod | None = None,
+    partitions: int | None = None,
+    path: str | None = None,
+    check: bool = False,
+) -> DataFrame:
+    """Return a snapshot's records, outcomes or lineage; reading it again, by any way, gives the same rows.
+
+    `dsn`: the control database; MQLAYER_DSN where it is not given. `columns`: only these, in this order. `method`: by
+    default JDBC where Postgres' driver is on the class path, else Python. `partitions`: how many tasks at most, each
+    for a stretch of the archive's batches; by default as many as Spark runs at once. `path`: where an
+    export of the snapshot is; read as Parquet, without the database. `check`: before anything is returned, prove that
+    what this way reads is the cut, each seq once; its numbers are read once more for that. Raises ArchiveBroken.
+    Raises NotFound for an unknown snapshot, InvalidInput naming the option that is wrong.
+    """
+    known = check_table(table)
+    chosen = chosen_columns(known, None if columns is None else list(columns))
+    if partitions is not None and partitions < 1:
+        raise InvalidInput(f"option partitions: {partitions} tasks can't read; say 1 or more")
+    source = _source(spark, name, dsn=dsn, method=method, partitions=partitions, path=path)
+    if check:
+        check_chain(source.frame("records", chosen_columns("records", list(COLUMNS))), source.cut(), name=name)
+    return source.frame(known, chosen)
+
+
+def _source(
+    spark: SparkSession, name: str, *, dsn: str | None, method: str | None, partitions: int | None, path: str | None
+) -> ParquetSnapshot | _DatabaseSnapshot:
+    if method is not None and method not in METHODS:
+        raise InvalidInput(f"option way: there is no {method!r}; choose one of {', '.join(METHODS)}")
+    if path is None and method == "parquet":
+        raise InvalidInput(
+            "option path: way='parquet' needs one that names an export; mqlayer snapshot export makes it"
+        )
+    if path is not None:
+        if method not in (None, "parquet"):
+            raise InvalidInput(f"option way: an export is read as Parquet, not by {method}")
+        return ParquetSnapshot(spark, name, path)
+    address = read_address(dsn or Settings().control_dsn())
+    return _DatabaseSnapshot(spark, name, address, _method(spark, method, address), partitions or _parallelism(spark))
+
+
+class _DatabaseSnapshot:
+    """A snapshot in the database."""
+
+    def __init__(self, spark: SparkSession, name: str, address: ReadAddress, method: str, partitions: int) -> None:
+        self._spark, self._name, self._address, self._method, self._partitions = (
+            spark,
+            name,
+            address,
+            method,
+            partitions,
+        )
+        with self._database() as database:
+            self._id = find_snapshot(database, name).snapshot_id
+
+    def frame(self, table: ArchiveTable, columns: Mapping[str, str]) -> DataFrame:
+        """Return these columns of a table."""
+        if self._method == "jdbc":
+            with self._database() as database:
+                statement, conditions = parts_of(database, self._id, table, self._partitions)
+                width = sample_width(database, self._id)
+            return jdbc.snapshot_frame(
+                self._spark,
+                self._address,
+                self._id,
+                statement=statement,
+                columns=columns,
+                conditions=conditions,
+                width=width,
+            )
+        options = {"snapshot": self._name, "table": table, "columns": ",".join(columns)}
+        # The name that is registered is looked up when the frame is made, and by nobody later.
+        with _registering:
+            _register(self._spark, self._address, BOUND)
+            return self._spark.read.format(BOUND).options(**options, partitions=str(self._partitions)).load()
+
+    def cut(self) -> list[SeqRange]:
+        """Return the stretches of the snapshot."""
+        with self._database() as database:
+            return snapshot_cut(database, self._id)
+
+    def _database(self) -> Database:
+        return Database(self._address.conninfo(application=APPLICATION))
+
+
+def register(spark: SparkSession, *, dsn: str | None = None) -> None:
+    """Let `spark.read.format("mqlayer")` and `spark.readStream.format("mqlayer")` read the archive of this database;
+    MQLAYER_DSN where it is not given."""
+    _register(spark, read_address(dsn or Settings().control_dsn()), "mqlayer")
+
+
+def _register(spark: SparkSession, address: ReadAddress, called: str) -> None:
+    spark.dataSource.register(bound_source(address, called=called))
+
+
+def _method(spark: SparkSession, method: str | None, address: ReadAddress) -> str:
+    if method is None:
+        reachable = not address.parameters["host"].startswith("/")
+        return "jdbc" if reachable and jdbc.has_driver(spark) else "python"
+    if method == "jdbc" and not jdbc.has_driver(spark):
+        raise InvalidInput(
+            "option way: Postgres' JDBC driver is not on Spark's class path; install it (Debian: "
+            "libpostgresql-jdbc-java), name its jar in spark.jars, or say way='python'"
+        )
+    return method
+
+
+def _parallelism(spark: SparkSession) -> int:
+    try:
+        return max(1, int(spark.sparkContext.defaultParallelism))
+    except (AttributeError, NotImplementedError):
+        # Spark Connect does not tell.
+        return 4

@@ -1,0 +1,95 @@
+-- name: inspected_groups
+-- Groups with their settings and how many members live: of all topics, of one, or one of one topic.
+SELECT g.group_id, t.name, g.name, g.state, g.version, t.version AS topic_version, g.start, g.start_at, g.seek,
+       g.created_at, g.ordered, g.balance, g.settings_version, g.paused_at, g.mode, g.scope,
+       (SELECT count(*) FROM mqlayer.member m
+        WHERE m.lease_until >= now() AND (m.group_id = g.group_id OR g.mode = 'broadcast' AND m.group_id IN (
+            SELECT i.group_id FROM mqlayer.consumer_group i WHERE i.broadcast_of = g.group_id))) AS alive,
+       g.tag_filter, g.instance, coalesce(g.instance_expiry_s, b.instance_expiry_s),
+       extract(epoch FROM clock_timestamp() - g.absent_since)::float8, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.non_retryable_errors, g.retryable_errors, g.time_limit_s,
+       g.max_time_limit_s, g.parked_keys_limit, g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit,
+       g.key_bytes_limit, g.paused_by, t.paused_at AS topic_paused_at, t.paused_by AS topic_paused_by, g.rate_limit,
+       g.rate_burst
+FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+LEFT JOIN mqlayer.consumer_group b ON b.group_id = g.broadcast_of
+WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(name)s::text IS NULL OR g.name = %(name)s)
+ORDER BY t.name, coalesce(b.name, g.name), g.instance NULLS FIRST;
+
+-- name: inspected_partitions
+-- How groups stand with every partition of their topic: the version that made it, which parents hide it, who owns it.
+SELECT g.group_id, p.partition_id, p.node_id, p.lp_from, p.lp_to, coalesce(c.version, 1) AS made_in, p.created_at,
+       d.group_id IS NOT NULL AS drained,
+       ARRAY(SELECT parent.partition_id FROM mqlayer.partition parent
+             WHERE parent.ended_by_change = p.created_by_change AND parent.lp_from < p.lp_to AND p.lp_from < parent.lp_to
+               AND parent.state <> 'deleted'
+               AND NOT EXISTS (SELECT FROM mqlayer.drained pd
+                               WHERE pd.group_id = g.group_id AND pd.partition_id = parent.partition_id)
+             ORDER BY parent.lp_from) AS behind,
+       coalesce(s.start_offset, 1) AS start_offset, g.seek, a.member_id, a.epoch,
+       CASE WHEN a.member_id IS NOT NULL AND a.target IS DISTINCT FROM a.member_id THEN coalesce(a.target, '') END AS target,
+       a.changed_at, m.lease_until >= now() AS alive,
+       CASE WHEN m.lease_until < now() THEN nullif(m.lease_until, '-infinity') END AS lease_over_at,
+       pp.paused_at, pp.paused_by
+FROM mqlayer.consumer_group g
+JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')
+LEFT JOIN mqlayer.route_change c ON c.change_id = p.created_by_change
+LEFT JOIN mqlayer.drained d ON d.group_id = g.group_id AND d.partition_id = p.partition_id
+LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id
+LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.partition_id = p.partition_id
+LEFT JOIN mqlayer.member m ON m.group_id = a.group_id AND m.member_id = a.member_id
+LEFT JOIN mqlayer.partition_pause pp ON pp.group_id = g.group_id AND pp.partition_id = p.partition_id
+WHERE g.group_id = ANY(%(group_ids)s::int[])
+ORDER BY g.group_id, p.partition_id;
+
+-- name: inspected_members
+-- The members of a group that are not forgotten, with what is left of their leases by this clock.
+SELECT m.member_id, m.host, m.pid, m.joined_at, m.leaving,
+       extract(epoch FROM nullif(m.lease_until, '-infinity') - now())::float8 AS lease_left_s,
+       (SELECT count(*) FROM mqlayer.assignment a
+        WHERE a.group_id = m.group_id AND a.member_id = m.member_id) AS partitions
+FROM mqlayer.member m WHERE m.group_id = %(group_id)s ORDER BY m.member_id;
+
+-- name: inspected_lineage
+-- The partitions that an LP of a topic was ever in, oldest first, and in which route versions; the last of them is in force.
+SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, p.state, coalesce(b.version, 1) AS first_version,
+       CASE WHEN e.state = 'done' THEN e.version - 1 END AS last_version
+FROM mqlayer.topic t
+JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.lp_from <= %(lp)s AND p.lp_to > %(lp)s
+LEFT JOIN mqlayer.route_change b ON b.change_id = p.created_by_change
+LEFT JOIN mqlayer.route_change e ON e.change_id = p.ended_by_change
+WHERE t.name = %(topic)s AND p.state <> 'importing' AND (b.change_id IS NULL OR b.state = 'done')
+ORDER BY p.partition_id;
+
+-- name: inspected_parked
+-- What groups have parked: keys, messages, keys that wait for an operator, since when the oldest is parked, and bytes.
+SELECT k.group_id, count(*), coalesce(n.messages, 0), count(*) FILTER (WHERE k.due_at IS NULL), min(k.parked_at),
+       coalesce(n.bytes, 0)
+FROM mqlayer.parked_key k
+LEFT JOIN (SELECT group_id, sum(messages)::bigint AS messages, sum(bytes)::bigint AS bytes
+      FROM mqlayer.parked_total GROUP BY group_id) AS n USING (group_id)
+WHERE k.group_id = ANY(%(group_ids)s::int[]) GROUP BY k.group_id, n.messages, n.bytes;
+
+-- name: inspected_parked_heads
+-- What is parked of these keys of groups: messages and bytes.
+SELECT k.group_id, k.lp, k.name, k.messages, k.bytes
+FROM unnest(%(group_ids)s::int[], %(lps)s::smallint[], %(names)s::bytea[]) AS given (group_id, lp, name)
+JOIN mqlayer.parked_key k USING (group_id, lp, name);
+
+-- name: inspected_parked_key
+-- How a key of a group is parked, and what is at its head.
+SELECT k.cause, k.parked_at, CASE WHEN k.paused_at IS NULL THEN k.due_at END AS due_at,
+       CASE WHEN k.paused_at IS NULL THEN extract(epoch FROM k.due_at - clock_timestamp())::float8 END AS due_in_s, k.attempts,
+       (SELECT count(*) FROM mqlayer.parked_message m
+        WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name), k.bytes, h.source, h.seq,
+       k.paused_at, k.paused_by
+FROM mqlayer.parked_key k
+LEFT JOIN LATERAL (
+    SELECT m.source, m.seq FROM mqlayer.parked_message m
+    WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name ORDER BY m.position, m.seq LIMIT 1) AS h ON true
+WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s;
+
+-- name: inspected_replays
+-- What groups are being given of the archive.
+SELECT r.group_id, r.redrive_id, r.kind, r.newer = 'wait' AND r.name IS NULL AS rests, r.sent, r.at_batch, r.upto_batch,
+       (SELECT count(*) FROM mqlayer.parked_message m WHERE m.replay = r.redrive_id), r.started_at
+FROM mqlayer.redrive r WHERE r.group_id = ANY(%(group_ids)s::int[]) AND r.state = 'running' AND r.kind <> 'dead';

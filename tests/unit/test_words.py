@@ -1,0 +1,94 @@
+"""One word per idea, one idea per word: no class name stands for two things, and words that were replaced stay away."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CODE = ("mqlayer", "workers", "spark")
+REPLACED = {
+    "burial": "dead letter",
+    "buried": "dead-lettered, or deleted",
+    "bury": "dead-letter, or delete",
+    "clerk": "failure writer, or scheduler",
+    "given on": "handed over",
+    "heart": "heartbeat",
+    "invisible time": "visibility timeout",
+    "invisible_s": "visibility_timeout_s",
+    "keep_away_s": "instance_expiry_s",
+    "keeper": "parking worker",
+    "lane": "key queue, LP queue, or cursor",
+    "lanes": "key queues, LP queues, or cursors",
+    "mend": "repair",
+    "mended": "repaired",
+    "mender": "repair",
+    "orphan": "still running",
+    "parcel": "pending send",
+    "parcels": "pending sends",
+    "set aside": "quarantined",
+    "set_aside": "quarantined",
+    "stands still": "is stuck",
+    "stand still": "be stuck",
+    "told_of": "encode_outcome",
+    "upkeep": "metadata refresher",
+}
+"""Words that this project used once, and what it says now."""
+
+
+def sources() -> Iterator[Path]:
+    """Yield the modules of the library; the folders that it reaches by a link come under their own names."""
+    for folder in CODE:
+        yield from (path for path in sorted((ROOT / folder).rglob("*.py")) if not _by_a_link(path))
+
+
+def _by_a_link(path: Path) -> bool:
+    return any(parent.is_symlink() for parent in path.parents if parent.is_relative_to(ROOT))
+
+
+def defined(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield the classes of a module and its type aliases, without a leading underscore."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name.lstrip("_"), "class"
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id.lstrip("_")
+            if re.fullmatch(r"[A-Z]\w*[a-z]\w*", name) and isinstance(node.value, ast.Subscript | ast.BinOp):
+                yield name, "alias"
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    found = defaultdict[str, list[str]](list)
+    kinds = defaultdict[str, set[str]](set)
+    for path in sources():
+        for name, kind in defined(ast.parse(path.read_text("utf-8"))):
+            found[name].append(str(path.relative_to(ROOT)))
+            kinds[name].add(kind)
+    assert {name: paths for name, paths in found.items() if len(paths) > 1 and "class" in kinds[name]} == {}
+
+
+def texts() -> Iterator[Path]:
+    """Yield everything that says a word of ours: code, scripts, SQL, documents; what changed once may name the old."""
+    yield from sources()
+    for folder, pattern in (("lua", "*.lua"), ("sql", "*.sql"), ("docs", "*.md")):
+        yield from sorted((ROOT / folder).rglob(pattern))
+    yield from (path for path in sorted(ROOT.glob("*.md")) if path.name != "CHANGELOG.md")
+
+
+@pytest.mark.parametrize("word", sorted(REPLACED))
+def test_a_word_that_was_replaced_stays_away(word: str) -> None:
+    """Where this fails, say the other word: REPLACED has it."""
+    found = re.compile(rf"(?<![^\W_]){re.escape(word)}(?![^\W_])", re.IGNORECASE)
+    lines = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in texts()
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if found.search(line)
+    ]
+    assert lines == []

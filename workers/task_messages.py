@@ -1,0 +1,217 @@
+"""Calls of ordered tasks as messages, and which of Celery's options for a call make sense where order is kept."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+from uuid import UUID
+
+import msgspec
+from kombu.utils import json as celery_json
+
+from mqlayer.consuming.api.bodies import decoder_for
+from mqlayer.errors import BodyMismatch, InvalidInput
+
+Key: TypeAlias = "str | Callable[..., object]"
+"""The name of the parameter that is the message key, or a function of a call's arguments that returns it."""
+
+
+class TaskCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The body of a message: one call. Arguments are JSON text, by Celery's rules: dates, UUIDs, decimals come back."""
+
+    task: str
+    id: str
+    arguments: str
+    headers: dict[str, Any] = {}
+    root_id: str | None = None
+    parent_id: str | None = None
+    group: str | None = None
+    group_index: int | None = None
+    ignore_result: bool | None = None
+    shadow: str | None = None
+
+
+BODY: Final = "call of an ordered task"
+_read: Final = decoder_for(TaskCall)
+_write: Final = msgspec.json.Encoder().encode
+
+UNREADABLE: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What Celery's JSON raises for what it can't write, or can't read back as the type that it claims to be."""
+
+SCHEDULE_IT: Final = "it runs when those before it are done: let an ordinary task with that delay make this call"
+ITS_TOPIC: Final = "it goes to the task's topic, not to a queue: give topic= to the decorator"
+LAST_ONLY: Final = "it can be the last one of a chain, not one that others wait for: make the next call in the body"
+GROUPS_LIMIT: Final = "its group says how long a body has: give time_limit_s= to consume_tasks, or mqlayer group set"
+GROUPS_RULES: Final = (
+    "its group says how often a failed call is repeated, and after which waits: give attempt_limit= and backoff_s= to "
+    "consume_tasks, or mqlayer group set; a body may raise Reject or RetryLater"
+)
+
+REFUSED: Final[Mapping[str, str]] = {
+    "countdown": SCHEDULE_IT,
+    "eta": SCHEDULE_IT,
+    "expires": "dropping it would be a gap in its key's order: look at the time in the body",
+    "priority": "its place is behind the earlier calls of its key",
+    "queue": ITS_TOPIC,
+    "exchange": ITS_TOPIC,
+    "routing_key": ITS_TOPIC,
+    "link": LAST_ONLY,
+    "link_error": LAST_ONLY,
+    "chain": LAST_ONLY,
+    "chord": LAST_ONLY,
+    "time_limit": GROUPS_LIMIT,
+    "soft_time_limit": GROUPS_LIMIT,
+}
+"""Options of a call."""
+
+REFUSED_OF_TASKS: Final[Mapping[str, str]] = {
+    **{name: REFUSED[name] for name in ("expires", "priority", "queue", "exchange", "routing_key")},
+    "time_limit": GROUPS_LIMIT,
+    "soft_time_limit": GROUPS_LIMIT,
+    "rate_limit": "its group's concurrency bounds how many run at once",
+    "max_retries": GROUPS_RULES,
+    "retry_backoff": GROUPS_RULES,
+    "retry_kwargs": GROUPS_RULES,
+}
+"""Options of a task's decorator."""
+
+# What canvas adds by itself, and what concerns only how a message gets to a broker.
+_WITHOUT_MEANING: Final = frozenset(
+    {
+        "add_to_parent",
+        "connection",
+        "producer",
+        "publisher",
+        "reply_to",
+        "result_cls",
+        "retry",
+        "retry_policy",
+        "task_type",
+    }
+)
+_FIELDS: Final = frozenset({"headers", "root_id", "parent_id", "group_index", "ignore_result", "shadow"})
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raise InvalidInput for options of a call that an ordered task can't keep. Empty ones count as not given."""
+    for option, value in options.items():
+        if not value or option in _WITHOUT_MEANING or option in _FIELDS or option == "group_id":
+            continue
+        if option == "serializer" and value == "json":
+            continue
+        reason = REFUSED.get(option, "it means nothing to a message of a topic")
+        raise InvalidInput(f"a call of ordered task {name!r} takes no {option}: {reason}")
+
+
+def check_task_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raise InvalidInput for options of a task that would be silently without effect."""
+    for option in sorted(REFUSED_OF_TASKS.keys() & options.keys()):
+        if options[option] is not None:
+            raise InvalidInput(f"ordered task {name!r} takes no {option}: {REFUSED_OF_TASKS[option]}")
+
+
+def check_body(name: str, run: Any, key: Key) -> None:
+    """Raise InvalidInput for a task body that can't be called, or a key that is none of its parameters."""
+    if inspect.iscoroutinefunction(run):
+        raise InvalidInput(f"ordered task {name!r} is `async def`, which Celery does not run: make it a plain function")
+    if key and isinstance(key, str):
+        if key not in inspect.signature(run).parameters:
+            raise InvalidInput(f"ordered task {name!r} has no parameter {key!r} to take the key from")
+    elif not callable(key):
+        raise InvalidInput(f"ordered task {name!r} needs key=: the name of a parameter, or a function of the arguments")
+
+
+def key_of(name: str, key: Key, run: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return a call's message key. Raises InvalidInput where it is none; TypeError where the arguments don't fit."""
+    if isinstance(key, str):
+        bound = inspect.signature(run).bind(*args, **kwargs)
+        bound.apply_defaults()
+        found: object = bound.arguments[key]
+    else:
+        found = key(*args, **kwargs)
+    if isinstance(found, bool) or not isinstance(found, str | int | UUID):
+        raise InvalidInput(
+            f"ordered task {name!r}: a key is text, a whole number or a UUID, not {type(found).__name__}"
+        )
+    # Not str(found): a member of an enum would have another key than its value, which is what is sent of it.
+    match found:
+        case str():
+            return str.__str__(found)
+        case int():
+            return int.__repr__(found)
+    return str(found)
+
+
+def call_of(
+    name: str, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]
+) -> TaskCall:
+    """Return a call as it is sent. Raises InvalidInput for arguments or headers that are not JSON."""
+    fields = {field: options[field] for field in _FIELDS if options.get(field) is not None}
+    if not isinstance(fields.get("headers", {}), Mapping):
+        raise InvalidInput(f"headers of a call of ordered task {name!r} are names with values")
+    if options.get("group_id") is not None:
+        fields["group"] = options["group_id"]
+    return TaskCall(task=name, id=task_id, arguments=_json(name, [list(args), dict(kwargs)]), **fields)
+
+
+def encode(call: TaskCall) -> bytes:
+    """Return a call as a message's body."""
+    try:
+        return _write(call)
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise InvalidInput(f"headers of a call of ordered task {call.task!r} can't be JSON: {error}") from None
+
+
+def decode(body: bytes) -> TaskCall:
+    """Return the call in a message's body. Raises BodyMismatch, which never says what is in it."""
+    call: TaskCall = _read(body)
+    return call
+
+
+def arguments_of(call: TaskCall) -> tuple[list[Any], dict[str, Any]]:
+    """Return a call's arguments. Raises BodyMismatch."""
+    try:
+        found = celery_json.loads(call.arguments)  # type: ignore[no-untyped-call]
+    except UNREADABLE:
+        raise BodyMismatch(BODY, "its arguments are not JSON") from None
+    match found:
+        case [list() as args, dict() as kwargs]:
+            return args, kwargs
+        case _:
+            raise BodyMismatch(BODY, "its arguments are not a list and names")
+
+
+def _json(name: str, value: Any) -> str:
+    try:
+        text = str(celery_json.dumps(value, allow_nan=False))  # type: ignore[no-untyped-call]
+        # Read once here: a mapping that looks like one of Celery's types, and is none, would hold its key for ever.
+        celery_json.loads(text)  # type: ignore[no-untyped-call]
+    except UNREADABLE as error:
+        # The encoder's own text may quote a value.
+        raise InvalidInput(
+            f"arguments of ordered task {name!r} can't be JSON ({type(error).__name__}): give ids and plain values"
+        ) from None
+    return text
+
+
+def as_request(call: TaskCall, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return what Celery keeps as `self.request`, but for what the worker adds."""
+    request: dict[str, Any] = {
+        "task": call.task,
+        "id": call.id,
+        "correlation_id": call.id,
+        "args": args,
+        "kwargs": kwargs,
+        "headers": call.headers,
+        "root_id": call.root_id or call.id,
+        "parent_id": call.parent_id,
+        "group": call.group,
+        "group_index": call.group_index,
+        "shadow": call.shadow,
+        "argsrepr": "not shown",
+        "kwargsrepr": "not shown",
+    }
+    if call.ignore_result is not None:
+        request["ignore_result"] = call.ignore_result
+    return request
