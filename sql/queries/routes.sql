@@ -225,7 +225,7 @@ SELECT p.partition_id, p.node_id,
        (SELECT coalesce(array_agg(g.group_id ORDER BY g.group_id), '{}')
         FROM mqlayer.consumer_group g WHERE g.topic_id = p.topic_id) AS group_ids, t.archived
 FROM mqlayer.partition p JOIN mqlayer.topic t USING (topic_id)
-WHERE p.state = 'deleted' AND p.retired_at IS NULL AND p.node_id <> ALL(%(passed_by)s::int[])
+WHERE p.state = 'deleted' AND p.retired_at IS NULL AND p.node_id <> ALL(%(skipped_nodes)s::int[])
 ORDER BY p.partition_id LIMIT %(limit)s;
 
 -- name: partition_deleted
