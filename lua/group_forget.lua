@@ -19,7 +19,7 @@ ARGV
   3 archived      int     1: keep the stream while something is in it
 
 RETURNS
-  {"kept", epoch}   the group came back under this epoch; nothing was changed
+  {"unchanged", epoch}   the group came back under this epoch; nothing was changed
   {"lock_only"}     nothing but the lock is left
   {"unfetched"}     nothing but the lock and outcomes that are not fetched
   {"forgotten"}     nothing is left
@@ -33,7 +33,7 @@ local for_good = ARGV[2] == '1'
 local archived = ARGV[3] == '1'
 
 local held = tonumber(redis.call('HGET', lock_key, 'epoch') or '0')
-if held >= epoch then return {'kept', held} end
+if held >= epoch then return {'unchanged', held} end
 local state = redis.call('HGET', meta_key, 'state')
 local unfetched = archived and redis.call('XLEN', outcomes_key) > 0
 redis.call('HSET', lock_key, 'owner', '', 'epoch', string.format('%d', epoch - 1))

@@ -38,7 +38,7 @@ def snapshot_frame(
 ) -> DataFrame:
     """Return these columns of a snapshot, one task for each condition; `width`: bytes of a row, about."""
     if address.parameters["host"].startswith("/"):
-        raise InvalidInput("option way: JDBC does not reach a Unix socket; give a dsn with a host, or way='python'")
+        raise InvalidInput("option method: JDBC can't use a Unix socket; give a dsn with a host, or method='python'")
     frame = spark.read.jdbc(
         url=url_of(address),
         table=f"({statement}) AS snapshot_{snapshot_id}",

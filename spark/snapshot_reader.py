@@ -69,14 +69,14 @@ def _source(
     spark: SparkSession, name: str, *, dsn: str | None, method: str | None, partitions: int | None, path: str | None
 ) -> ParquetSnapshot | _DatabaseSnapshot:
     if method is not None and method not in METHODS:
-        raise InvalidInput(f"option way: there is no {method!r}; choose one of {', '.join(METHODS)}")
+        raise InvalidInput(f"option method: there is no {method!r}; choose one of {', '.join(METHODS)}")
     if path is None and method == "parquet":
         raise InvalidInput(
-            "option path: way='parquet' needs one that names an export; mqlayer snapshot export makes it"
+            "option path: method='parquet' needs one that names an export; mqlayer snapshot export makes it"
         )
     if path is not None:
         if method not in (None, "parquet"):
-            raise InvalidInput(f"option way: an export is read as Parquet, not by {method}")
+            raise InvalidInput(f"option method: an export is read as Parquet, not by {method}")
         return ParquetSnapshot(spark, name, path)
     address = read_address(dsn or Settings().control_dsn())
     return _DatabaseSnapshot(spark, name, address, _method(spark, method, address), partitions or _parallelism(spark))
@@ -142,8 +142,8 @@ def _method(spark: SparkSession, method: str | None, address: ReadAddress) -> st
         return "jdbc" if reachable and jdbc.has_driver(spark) else "python"
     if method == "jdbc" and not jdbc.has_driver(spark):
         raise InvalidInput(
-            "option way: Postgres' JDBC driver is not on Spark's class path; install it (Debian: "
-            "libpostgresql-jdbc-java), name its jar in spark.jars, or say way='python'"
+            "option method: Postgres' JDBC driver is not on Spark's class path; install it (Debian: "
+            "libpostgresql-jdbc-java), name its jar in spark.jars, or say method='python'"
         )
     return method
 

@@ -118,7 +118,7 @@ def recover_(
         bool, typer.Option("--unproven", help="Go on without nodes that are away: what is there is sent again.")
     ] = False,
     anew: Annotated[
-        bool, typer.Option("--anew", help="Also where only nodes echo that it goes on on another server: it does not.")
+        bool, typer.Option("--anew", help="Also if only nodes report that it moved to another server: it did not.")
     ] = False,
 ) -> None:
     """Let an outbox go on whose Postgres lost commits. Relays do this by themselves, unless a node is away."""

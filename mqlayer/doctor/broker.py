@@ -21,7 +21,7 @@ def ask_broker(url: str, *, timeout_s: float, access: NodeAccess | None = None) 
     try:
         answers = read_server_info(url, timeout_s=timeout_s, access=access or NodeAccess())
     except MqlayerError as error:
-        fix = "start it, or set MQLAYER_BROKER_* as the workers have it: periodic work is stuck, messages don't"
+        fix = "start it, or set MQLAYER_BROKER_* as the workers have it: periodic work has stopped, messages go on"
         return None, Finding("reachable", subject, CheckStatus.BROKEN, str(error), fix)
     return answers, Finding("reachable", subject, CheckStatus.OK, f"answers in {answers.round_trip_s * 1000:.1f} ms")
 

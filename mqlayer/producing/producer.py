@@ -98,7 +98,7 @@ class Producer:
             )
         replica_timeout_s = REPLICA_TIMEOUT_S if replica_timeout_s is None else replica_timeout_s
         if replicas < 0 or not 1 <= max_in_flight <= 16 or not 0 < replica_timeout_s < settings.socket_timeout_s:
-            raise InvalidInput("replicas is 0 or more, in_flight 1 to 16, replica_timeout_s below the socket timeout")
+            raise InvalidInput("replicas: 0 or more; max_in_flight: 1 to 16; replica_timeout_s: below socket_timeout_s")
         if min(max_pending_messages, max_pending_bytes) < 1:
             raise InvalidInput("max_pending_messages and max_pending_bytes are 1 or more")
         self._pid, self._on_backlog = os.getpid(), on_backlog

@@ -177,7 +177,7 @@ class PostgresServer:
 
     def _prepare(self) -> None:
         """Make the directories, owned by the account of the server, and in them a database cluster."""
-        closed_directory(self.directory, skipped_nodes=self._account)
+        closed_directory(self.directory, traversed_by=self._account)
         self._home.mkdir(mode=0o700, exist_ok=True)
         chown(self._home, self._account)
         if not (self.data / "PG_VERSION").exists():

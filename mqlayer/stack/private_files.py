@@ -17,24 +17,24 @@ UMASK: Final = 0o077
 OTHERS_WRITE: Final = 0o022
 
 
-def closed_directory(directory: Path, *, skipped_nodes: Account | None = None) -> None:
-    """Make a directory for its owner only, and close it and its files if it is there. `skipped_nodes` may pass
+def closed_directory(directory: Path, *, traversed_by: Account | None = None) -> None:
+    """Make a directory for its owner only, and close it and its files if it is there. `traversed_by` may pass
     through."""
     directory.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
-    _close(directory, skipped_nodes)
+    _close(directory, traversed_by)
     for path in directory.iterdir():
         if path.is_file() and not path.is_symlink():
             path.chmod(FILE_MODE)
 
 
-def own_directory(directory: Path, *, skipped_nodes: Account | None = None) -> None:
+def own_directory(directory: Path, *, traversed_by: Account | None = None) -> None:
     """Make a directory for its owner only; one that is there stays as open to readers as it is.
 
     Raises DirectoryRefused where other accounts may write in it: they could put their files in the place of ours.
     """
     if not directory.exists():
         directory.mkdir(parents=True, mode=DIRECTORY_MODE)
-        _close(directory, skipped_nodes)
+        _close(directory, traversed_by)
     elif directory.stat().st_mode & OTHERS_WRITE:
         raise DirectoryRefused(directory, f"other accounts may write in it: chmod go-w {directory}")
 
@@ -61,9 +61,9 @@ def open_closed(path: str, flags: int) -> int:
     return os.open(path, flags, FILE_MODE)
 
 
-def _close(directory: Path, skipped_nodes: Account | None) -> None:
-    if skipped_nodes is None:
+def _close(directory: Path, traversed_by: Account | None) -> None:
+    if traversed_by is None:
         directory.chmod(DIRECTORY_MODE)
     else:
-        os.chown(directory, -1, skipped_nodes.gid)
+        os.chown(directory, -1, traversed_by.gid)
         directory.chmod(PASSED_THROUGH)

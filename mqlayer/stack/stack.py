@@ -117,7 +117,7 @@ class Stack:
         The database is migrated, the nodes registered and armed for their present run; relay and worker come
         last, unless `servers_only`.
         """
-        own_directory(self.directory, skipped_nodes=unprivileged_account())
+        own_directory(self.directory, traversed_by=unprivileged_account())
         with self._locked():
             addresses = self._start_servers()
             migrate(self.owner_dsn())

@@ -30,7 +30,7 @@ def run(tables: SnapshotTables, _params: JobParams) -> JobResult:
     tiles += [Tile("dead in the end", f"{dead:,}", "bad" if dead else ""), Tile("redriven", f"{sums['redriven']:,}")]
     died = Counter[str]()
     for row in errors:
-        died[f"{row['group']}: {row['reason'] or row['word']}"] += row["messages"]
+        died[f"{row['group']}: {row['reason'] or row['outcome']}"] += row["messages"]
     bars = [Bar(label, count, f"{count:,}") for label, count in died.most_common(BARS)]
     tried = [
         Bar(f"{row['group']}: {row['attempts']} attempts", row["messages"], f"{row['messages']:,}")

@@ -350,7 +350,7 @@ def test_a_heartbeat_that_fails_goes_on(
     def fail(_answer: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(member_of(app), "follow", fail)
+    monkeypatch.setattr(member_of(app), "apply_assignments", fail)
     wait_until(lambda: "ZeroDivisionError" in str([r.__dict__ for r in caplog.records]), what="the failure told")
     monkeypatch.undo()
     before = heartbeat.lease.until
@@ -427,7 +427,7 @@ def test_what_was_never_acknowledged_comes_again_after_the_loss_of_the_lock_alon
     # What comes first moves committed, and with it where the bitmap begins.
     every_stage.send((key, b"1") for key in keys)
     first, second = Recorder(act), Recorder()
-    app = every_stage.consume(first, drain_limit_s=0.1)
+    app = every_stage.consume(first, drain_timeout_s=0.1)
     every_stage.wait_settled()
     every_stage.send((key, body) for body in (b"2", b"3") for key in keys)
     stats = member_of(app).stats

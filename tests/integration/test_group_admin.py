@@ -132,7 +132,7 @@ def test_each_setting_can_be_changed_alone_and_taken_back(stage: Stage) -> None:
 
 
 def test_a_limit_that_does_not_fit_the_cap_in_force_is_refused(stage: Stage) -> None:
-    stage.consume(Recorder(), time_limit_s=5.0, time_cap_s=10.0)
+    stage.consume(Recorder(), time_limit_s=5.0, max_time_limit_s=10.0)
     with pytest.raises(InvalidInput, match="of 20 s is over the cap of 10 s"):
         set_group(stage.database, "orders", "g", actor="a test", time_limit_s=20.0)
     assert find_group(stage.database, "orders", "g").settings_version == 1

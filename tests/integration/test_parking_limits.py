@@ -292,7 +292,7 @@ def test_what_a_page_costs_does_not_grow_with_what_is_parked_of_its_key(stage: S
                            [group_id])  # fmt: skip
         connection.execute(
             "INSERT INTO mqlayer.parked_message "
-            "(group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body) "
+            "(group_id, lp, name, source, seq, position, partition_id, log_offset, key, m, body) "
             "SELECT %s, 5, 'k', 1, n, nextval('mqlayer.parked_position'), %s, n, 'k', 'm', 'b' "
             "FROM generate_series(50001, 100000) n",
             [group_id, partition],
@@ -332,7 +332,7 @@ def test_a_page_of_a_group_that_is_younger_than_the_statistics_costs_no_more(sta
     )
     messages = (
         "INSERT INTO mqlayer.parked_message "
-        "(group_id, lp, name, source, seq, place, partition_id, log_offset, key, m, body) "
+        "(group_id, lp, name, source, seq, position, partition_id, log_offset, key, m, body) "
         "SELECT %s, n %% 200 + 1, format('k%%s', n %% 200 + 1)::bytea, 1, n, nextval('mqlayer.parked_position'), "
         "%s, n, "
         "'k', 'm', 'b' FROM generate_series(50001, 80000) n"

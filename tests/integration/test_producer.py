@@ -317,7 +317,7 @@ def test_a_producer_in_a_forked_child_says_what_to_do(world: ProducerWorld) -> N
 
 
 def test_bounds_of_a_producer_are_checked(world: ProducerWorld) -> None:
-    for wrong in ({"replicas": -1}, {"in_flight": 0}, {"max_pending_messages": 0}, {"replica_timeout_s": 60.0}):
+    for wrong in ({"replicas": -1}, {"max_in_flight": 0}, {"max_pending_messages": 0}, {"replica_timeout_s": 60.0}):
         with pytest.raises(InvalidInput):
             Producer(world.settings(), **wrong)
     with pytest.raises(InvalidName):

@@ -92,7 +92,7 @@ def test_the_compensating_pass_makes_up_for_a_killed_relay(world: OutboxWorld) -
 
 def _make_reachable(world: OutboxWorld, name: str) -> None:
     """Have something to do at places that a relay does not come by every day."""
-    if "quarantined" in name:
+    if "quarantine" in name:
         for key in ("key-1", "key-2"):
             _spoil(world, lp_of(key.encode()))
     if "of_lps" in name:

@@ -112,7 +112,7 @@ def test_a_member_keeps_what_it_is_at_for_longer_than_the_invisible_time_up_to_a
         times.append(time.monotonic())
 
     first, second = Recorder(act), Recorder(note)
-    share(stage, first, visibility_timeout_s=0.2, keep_limit_s=0.8)
+    share(stage, first, visibility_timeout_s=0.2, extend_limit_s=0.8)
     stage.send([("k", b"1")])
     wait_until(lambda: len(first.begun) == 1, what="begun")
     share(stage, second, visibility_timeout_s=0.2)

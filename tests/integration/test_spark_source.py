@@ -138,8 +138,8 @@ def test_errors_name_the_option_that_is_wrong(spark: Any, filled: ArchivedTopics
         ({"table": "x"}, "option table"),
         ({"columns": ["key", "x"]}, "option columns: no 'x'"),
         ({"columns": []}, "option columns"),
-        ({"way": "x"}, "option way"),
-        ({"way": "parquet"}, "option path"),
+        ({"method": "x"}, "option method"),
+        ({"method": "parquet"}, "option path"),
         ({"path": str(tmp_path / "x")}, "option path: no export"),
         ({"partitions": 0}, "option partitions"),
     ):
@@ -216,7 +216,7 @@ def test_a_socket_is_read_by_the_source_in_python(
     dsn = postgres_server.socket_dsn(filled.dsn.rpartition("/")[2])
     assert read_snapshot(spark, "s", dsn=dsn).count() == 68
     require(spark, "jdbc")
-    with pytest.raises(InvalidInput, match=r"option way.*socket"):
+    with pytest.raises(InvalidInput, match=r"option method.*socket"):
         read_snapshot(spark, "s", dsn=dsn, method="jdbc")
 
 
@@ -318,7 +318,7 @@ JOB = """
 import runpy, sys, mqlayer.spark
 assert 'mqlayer.zip' in mqlayer.__file__, mqlayer.__file__
 spark = mqlayer.spark.session('job')
-frame = mqlayer.spark.read_snapshot(spark, 's', way='python', check=True)
+frame = mqlayer.spark.read_snapshot(spark, 's', method='python', check=True)
 where = frame.rdd.map(lambda row: __import__('mqlayer').__file__).distinct().collect()
 print('read', frame.count(), all('mqlayer.zip' in path for path in where))
 runpy.run_path(sys.argv.pop(1), run_name='__main__')

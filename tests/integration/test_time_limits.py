@@ -141,7 +141,7 @@ def test_a_handler_that_extends_its_time_may_go_on_up_to_the_cap(stage: Stage) -
 
     recorder = Recorder(act)
     stage.send([("k", b"1")])
-    stage.consume(recorder, time_limit_s=LIMIT_S, time_cap_s=60.0)
+    stage.consume(recorder, time_limit_s=LIMIT_S, max_time_limit_s=60.0)
     stage.wait_settled()
     assert recorder.attempts(b"1") == [1]
     assert all(LIMIT_S - 0.05 < answer <= LIMIT_S for answer in answers)
@@ -177,7 +177,7 @@ def test_a_handler_of_many_leases_is_left_alone_up_to_the_cap_and_its_message_co
 
     handler: Callable[..., object] = plain if kind == "plain" else coroutine
     for _ in range(2):
-        stage.consume(handler, settings=stage.settings(lease_s=lease_s), time_limit_s=LIMIT_S, time_cap_s=cap_s)
+        stage.consume(handler, settings=stage.settings(lease_s=lease_s), time_limit_s=LIMIT_S, max_time_limit_s=cap_s)
     stage.send([("k", b"1")])
     stage.wait_settled()
     assert [attempt for _, attempt in begun] == [1, 2]
@@ -239,7 +239,7 @@ def test_an_async_handler_extends_its_time_from_any_thread(stage: Stage) -> None
                 await asyncio.to_thread(ctx.extend, LIMIT_S)
 
     stage.send([("k", b"here"), ("l", b"there")])
-    stage.consume(handle, time_limit_s=LIMIT_S, time_cap_s=30.0)
+    stage.consume(handle, time_limit_s=LIMIT_S, max_time_limit_s=30.0)
     stage.wait_settled()
     assert attempts == [1, 1]
 

@@ -188,7 +188,7 @@ def test_what_is_discarded_leaves_a_word_and_nothing_else(world: OutboxWorld, da
     discard_quarantined(database, row.number)
     assert list_quarantined(database) == []
     assert world.rows("SELECT ended, key, body FROM mqlayer_app.voided") == [("discarded", None, None)]
-    with pytest.raises(NotFound, match="aside list"):
+    with pytest.raises(NotFound, match="quarantine list"):
         discard_quarantined(database, row.number)
 
 

@@ -41,7 +41,9 @@ class MemberWitness:
 
     def observe(self) -> None:
         """From now on, for all members of this process."""
-        _replace(heartbeat, beat=self.beat, release=self.release, leave=self.leave, drained=self.drained)
+        _replace(
+            heartbeat, send_heartbeat=self.send_heartbeat, release=self.release, leave=self.leave, drained=self.drained
+        )
         self._observe_settling()
 
     def _observe_settling(self) -> None:
@@ -53,7 +55,7 @@ class MemberWitness:
             sending[owned] = time.monotonic_ns(), {record.offset for record in owned.settled.copy()}
             send(settler, owned)
 
-        def acknowledged_noted(member: Member, owned: OwnedPartition, records: list[Record], committed: int) -> None:
+        def settled_noted(member: Member, owned: OwnedPartition, records: list[Record], committed: int) -> None:
             acknowledged(member, owned, records, committed)
             began_ns, handled = sending.pop(owned)
             for record in records:
@@ -61,7 +63,7 @@ class MemberWitness:
                     self._history.note(self._settled(owned, record), since_ns=began_ns)
 
         _replace(Settler, _send=send_noted)
-        _replace(Member, acknowledged=acknowledged_noted)
+        _replace(Member, settled=settled_noted)
 
     def _settled(self, owned: OwnedPartition, record: Record) -> Settled:
         source, lp, seq = record.identity
@@ -71,7 +73,9 @@ class MemberWitness:
             seq=seq, partition=owned.partition, epoch=owned.lock_holder.epoch,
         )  # fmt: skip
 
-    def beat(self, database: Database, session: MemberSession, *, lease_s: float, **own: Any) -> HeartbeatReply:
+    def send_heartbeat(
+        self, database: Database, session: MemberSession, *, lease_s: float, **own: Any
+    ) -> HeartbeatReply:
         """Note what the answer gives: each epoch is taken once, and kept from then on."""
         # The lease that the answer is about began after this.
         began_ns = time.monotonic_ns()
