@@ -83,23 +83,24 @@ CREATE UNIQUE INDEX route_change_one_at_a_time ON mqlayer.route_change (topic_id
 CREATE UNIQUE INDEX route_change_version ON mqlayer.route_change (topic_id, version) WHERE state <> 'dropped';
 
 CREATE TABLE mqlayer.partition (
-    partition_id int         NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    topic_id     int         NOT NULL REFERENCES mqlayer.topic(topic_id),
-    node_id      int         NOT NULL REFERENCES mqlayer.node(node_id),
-    lp_from      smallint    NOT NULL,
-    lp_to        smallint    NOT NULL,
-    state        text        NOT NULL DEFAULT 'importing',
-    created_by_change      int         REFERENCES mqlayer.route_change(change_id),
-    ended_by_change     int         REFERENCES mqlayer.route_change(change_id),
-    created_at   timestamptz NOT NULL DEFAULT now(),
-    retired_at   timestamptz,
+    partition_id      int         NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    topic_id          int         NOT NULL REFERENCES mqlayer.topic(topic_id),
+    node_id           int         NOT NULL REFERENCES mqlayer.node(node_id),
+    lp_from           smallint    NOT NULL,
+    lp_to             smallint    NOT NULL,
+    state             text        NOT NULL DEFAULT 'importing',
+    created_by_change int         REFERENCES mqlayer.route_change(change_id),
+    ended_by_change   int         REFERENCES mqlayer.route_change(change_id),
+    created_at        timestamptz NOT NULL DEFAULT now(),
+    retired_at        timestamptz,
     CONSTRAINT partition_of_topic UNIQUE (topic_id, partition_id),
     CONSTRAINT partition_range_known UNIQUE (partition_id, lp_from, lp_to),
     CONSTRAINT partition_range CHECK (lp_from >= 0 AND lp_from < lp_to AND lp_to <= 1024),
     CONSTRAINT partition_state CHECK (state IN ('importing', 'open', 'sealed', 'deleted'))
 );
 CREATE INDEX partition_by_node ON mqlayer.partition (node_id);
-CREATE INDEX partition_by_created_by_change ON mqlayer.partition (created_by_change) WHERE created_by_change IS NOT NULL;
+CREATE INDEX partition_by_created_by_change ON mqlayer.partition (created_by_change)
+    WHERE created_by_change IS NOT NULL;
 CREATE INDEX partition_by_ended_by_change ON mqlayer.partition (ended_by_change) WHERE ended_by_change IS NOT NULL;
 CREATE INDEX partition_in_use ON mqlayer.partition (topic_id) WHERE state IN ('open', 'sealed');
 -- Row-level security by the policies read, hold, add, remove.
@@ -131,7 +132,7 @@ CREATE TABLE mqlayer.seal (
     next_offset  bigint      NOT NULL,
     run_id       text        NOT NULL,
     marks        jsonb       NOT NULL,
-    unreachable         boolean     NOT NULL DEFAULT false,
+    unreachable  boolean     NOT NULL DEFAULT false,
     cut          boolean     NOT NULL DEFAULT false,
     sealed_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
     CONSTRAINT seal_key PRIMARY KEY (partition_id),
@@ -186,8 +187,8 @@ CREATE TABLE mqlayer.consumer_group (
     from_archive          boolean            NOT NULL DEFAULT false,
     broadcast_of          int                REFERENCES mqlayer.consumer_group(group_id),
     instance              text,
-    instance_expiry_s           double precision,
-    absent_since            timestamptz,
+    instance_expiry_s     double precision,
+    absent_since          timestamptz,
     settings_version      int                NOT NULL DEFAULT 1,
     tag_filter            text               NOT NULL DEFAULT 'none',
     balance               text               NOT NULL DEFAULT 'count',
@@ -195,11 +196,11 @@ CREATE TABLE mqlayer.consumer_group (
     policy                text               NOT NULL DEFAULT 'park',
     backoff_s             double precision[] NOT NULL,
     backoff_jitter        double precision   NOT NULL DEFAULT 0,
-    non_retryable_errors          text[]             NOT NULL DEFAULT '{}',
-    retryable_errors        text[]             NOT NULL DEFAULT '{}',
+    non_retryable_errors  text[]             NOT NULL DEFAULT '{}',
+    retryable_errors      text[]             NOT NULL DEFAULT '{}',
     time_limit_s          double precision,
-    max_time_limit_s            double precision,
-    visibility_timeout_s           double precision,
+    max_time_limit_s      double precision,
+    visibility_timeout_s  double precision,
     rate_limit            double precision,
     rate_burst            double precision,
     parked_keys_limit     int                NOT NULL DEFAULT 10000,
@@ -240,8 +241,10 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_backoff_jitter CHECK (backoff_jitter >= 0::double precision
         AND backoff_jitter <= 1::double precision),
     CONSTRAINT consumer_group_time_limit CHECK (time_limit_s > 0::double precision AND time_limit_s < 'Infinity'),
-    CONSTRAINT consumer_group_max_time_limit CHECK (max_time_limit_s > 0::double precision AND max_time_limit_s < 'Infinity'),
-    CONSTRAINT consumer_group_visibility_timeout CHECK (visibility_timeout_s > 0::double precision AND visibility_timeout_s < 'Infinity'),
+    CONSTRAINT consumer_group_max_time_limit CHECK (max_time_limit_s > 0::double precision
+        AND max_time_limit_s < 'Infinity'),
+    CONSTRAINT consumer_group_visibility_timeout CHECK (visibility_timeout_s > 0::double precision
+        AND visibility_timeout_s < 'Infinity'),
     CONSTRAINT consumer_group_visibility_timeout_of_shared CHECK (mode <> 'shared' OR visibility_timeout_s IS NOT NULL),
     CONSTRAINT consumer_group_shared CHECK (mode <> 'shared' OR NOT ordered AND (policy IN ('dead_letter', 'skip'))),
     CONSTRAINT consumer_group_rate_limit CHECK (rate_limit > 0::double precision AND rate_limit < 'Infinity'),
@@ -351,7 +354,7 @@ CREATE TABLE mqlayer.parked_message (
     name         bytea    NOT NULL,
     source       int      NOT NULL,
     seq          bigint   NOT NULL,
-    position        bigint   NOT NULL,
+    position     bigint   NOT NULL,
     partition_id int      NOT NULL REFERENCES mqlayer.partition(partition_id),
     log_offset   bigint   NOT NULL,
     key          bytea    NOT NULL,
@@ -366,7 +369,7 @@ CREATE TABLE mqlayer.parked_message (
         AND octet_length(m) <= 1000000 AND octet_length(body) <= 16777216),
     CONSTRAINT parked_message_of_key FOREIGN KEY (group_id, lp, name) REFERENCES mqlayer.parked_key(group_id, lp, name)
 );
-CREATE INDEX parked_message_queue ON mqlayer.parked_message (group_id, lp, name, position, seq);
+CREATE INDEX parked_message_queue ON mqlayer.parked_message (group_id, lp, name, "position", seq);
 CREATE INDEX parked_message_log ON mqlayer.parked_message (group_id, partition_id, log_offset);
 CREATE INDEX parked_message_numbers ON mqlayer.parked_message (group_id, lp, name, source, seq);
 CREATE INDEX parked_message_position ON mqlayer.parked_message (group_id, lp, name, partition_id, log_offset);
@@ -415,7 +418,7 @@ CREATE TABLE mqlayer.dead_message (
     died_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
     redriven_at   timestamptz,
     redriven_seek int,
-    log_lost        boolean     NOT NULL DEFAULT false,
+    log_lost      boolean     NOT NULL DEFAULT false,
     CONSTRAINT dead_message_once UNIQUE (group_id, lp, source, seq),
     CONSTRAINT dead_message_cause CHECK (cause IN ('exhausted', 'rejected', 'skipped', 'discarded')),
     CONSTRAINT dead_message_sizes CHECK (octet_length(key) <= 65536 AND octet_length(m) <= 1000000
@@ -475,7 +478,7 @@ CREATE TABLE mqlayer.redrive (
     upto_batch   bigint,
     snapshot_id  int,
     bounds       jsonb            NOT NULL DEFAULT '{}',
-    position        bigint,
+    position     bigint,
     newer        text,
     name         bytea,
     at_batch     bigint           NOT NULL DEFAULT 0,
@@ -486,7 +489,7 @@ CREATE TABLE mqlayer.redrive (
     worker       text,
     lease_until  timestamptz,
     next_at      timestamptz      NOT NULL DEFAULT clock_timestamp(),
-    blocked_by        text,
+    blocked_by   text,
     started_at   timestamptz      NOT NULL DEFAULT clock_timestamp(),
     ended_at     timestamptz,
     CONSTRAINT redrive_kind CHECK (kind IN ('dead', 'replay', 'backfill')),
@@ -494,8 +497,8 @@ CREATE TABLE mqlayer.redrive (
     CONSTRAINT redrive_rate CHECK (per_s >= 0::double precision AND per_s < 'Infinity'),
     CONSTRAINT redrive_ended CHECK ((state = 'running') = (ended_at IS NULL)),
     CONSTRAINT redrive_newer CHECK (newer IN ('wait', 'between')),
-    CONSTRAINT redrive_of_archive CHECK ((kind = 'dead') = (upto_batch IS NULL) AND (kind = 'dead') = (position IS NULL)
-        AND (kind = 'dead') = (newer IS NULL)),
+    CONSTRAINT redrive_of_archive CHECK ((kind = 'dead') = (upto_batch IS NULL)
+        AND (kind = 'dead') = ("position" IS NULL) AND (kind = 'dead') = (newer IS NULL)),
     CONSTRAINT redrive_filter_names CHECK (jsonb_typeof(filter) = 'object'
         AND (filter - ARRAY['key', 'since', 'until'] - CASE WHEN kind = 'dead' THEN ARRAY['cause', 'error', 'dead_ids']
         ELSE ARRAY['tag', 'snapshot'] END) = '{}'),
@@ -631,7 +634,7 @@ CREATE TABLE mqlayer_archive.topic (
     topic_id      int         NOT NULL REFERENCES mqlayer.topic(topic_id),
     batch         bigint      NOT NULL DEFAULT 0,
     segment       int         NOT NULL DEFAULT 1,
-    last_pass_at     timestamptz,
+    last_pass_at  timestamptz,
     dropped_batch bigint      NOT NULL DEFAULT 0,
     CONSTRAINT topic_key PRIMARY KEY (topic_id)
 );
@@ -697,7 +700,7 @@ CREATE TABLE mqlayer_archive.outcome (
     partition_id int         NOT NULL,
     first_offset bigint      NOT NULL,
     last_offset  bigint      NOT NULL,
-    outcome         text        NOT NULL,
+    outcome      text        NOT NULL,
     attempts     int         NOT NULL,
     delivered_at timestamptz,
     settled_at   timestamptz NOT NULL,
@@ -705,22 +708,22 @@ CREATE TABLE mqlayer_archive.outcome (
     reason       text,
     archived_at  timestamptz NOT NULL,
     epoch        bigint      NOT NULL,
-    position        bigint      NOT NULL,
+    position     bigint      NOT NULL,
     CONSTRAINT outcome_range CHECK (first_offset <= last_offset),
     CONSTRAINT outcome_known
-        CHECK (outcome IN ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven',
-        'replayed'))
+        CHECK (outcome IN ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded',
+        'redriven', 'replayed'))
 ) PARTITION BY RANGE (archived_at);
 CREATE INDEX outcome_by_offset ON mqlayer_archive.outcome (group_id, partition_id, first_offset);
 CREATE INDEX outcome_by_batch ON mqlayer_archive.outcome (topic_id, batch);
 
 CREATE TABLE mqlayer_archive.outcome_queue (
-    position        bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    position     bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY ("position"),
     topic_id     int         NOT NULL,
     group_id     int         NOT NULL,
     partition_id int         NOT NULL,
     log_offset   bigint      NOT NULL,
-    outcome         text        NOT NULL,
+    outcome      text        NOT NULL,
     attempts     int         NOT NULL,
     delivered_at timestamptz,
     settled_at   timestamptz NOT NULL DEFAULT statement_timestamp(),
@@ -728,21 +731,21 @@ CREATE TABLE mqlayer_archive.outcome_queue (
     reason       text,
     epoch        bigint      NOT NULL DEFAULT COALESCE(pg_sequence_last_value('mqlayer.epoch'), (0)::bigint),
     CONSTRAINT outcome_queue_known
-        CHECK (outcome IN ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven',
-        'replayed')),
+        CHECK (outcome IN ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded',
+        'redriven', 'replayed')),
     CONSTRAINT outcome_queue_offset CHECK (log_offset >= 0 AND log_offset <= 9007199254740991),
     CONSTRAINT outcome_queue_texts CHECK (octet_length(actor) <= 4096 AND octet_length(reason) <= 65536),
     CONSTRAINT outcome_queue_delivered_at CHECK (delivered_at >= '1970-01-01 00:00:00+00'
         AND delivered_at <= '9000-01-01 00:00:00+00')
 );
-CREATE INDEX outcome_queue_by_topic ON mqlayer_archive.outcome_queue (topic_id, position);
+CREATE INDEX outcome_queue_by_topic ON mqlayer_archive.outcome_queue (topic_id, "position");
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer_archive.outcome_progress (
     group_id     int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
     partition_id int         NOT NULL REFERENCES mqlayer.partition(partition_id),
     epoch        bigint      NOT NULL,
-    position        bigint      NOT NULL,
+    position     bigint      NOT NULL,
     dropped      bigint      NOT NULL DEFAULT 0,
     dropped_at   timestamptz,
     CONSTRAINT outcome_progress_key PRIMARY KEY (group_id, partition_id)
@@ -893,10 +896,10 @@ CREATE TABLE mqlayer_app.relayed (
 ) WITH (fillfactor=50);
 
 CREATE TABLE mqlayer_app.quarantined (
-    topic_id     int         NOT NULL,
-    lp           smallint    NOT NULL,
-    seq          bigint      NOT NULL,
-    reason       text        NOT NULL,
+    topic_id       int         NOT NULL,
+    lp             smallint    NOT NULL,
+    seq            bigint      NOT NULL,
+    reason         text        NOT NULL,
     quarantined_at timestamptz NOT NULL DEFAULT now(),
     CONSTRAINT quarantined_key PRIMARY KEY (topic_id, lp),
     CONSTRAINT quarantined_reason_length CHECK (octet_length(reason) <= 65536)

@@ -67,13 +67,13 @@ def describe_rules(rules: RetryRules) -> str:
         words.append(f"jitter {rules.jitter:g}")
     words.append(f"{rules.attempt_limit} attempts, then {rules.policy}")
     if rules.non_retryable_errors:
-        words.append(f"final: {' '.join(rules.non_retryable_errors)}")
+        words.append(f"non-retryable: {' '.join(rules.non_retryable_errors)}")
     if rules.retryable_errors:
-        words.append(f"retried only: {' '.join(rules.retryable_errors)}")
+        words.append(f"retryable: {' '.join(rules.retryable_errors)}")
     if rules.time_limit_s is not None:
         words.append(f"time limit {rules.time_limit_s:g} s")
     if rules.max_time_limit_s is not None:
-        words.append(f"time cap {rules.max_time_limit_s:g} s")
+        words.append(f"max time limit {rules.max_time_limit_s:g} s")
     default = RetryRules()
     words += [
         f"{name.removesuffix('_limit').replace('_', ' ')} up to {getattr(rules, name):,}"

@@ -439,7 +439,7 @@ def refuse_policy(policy: Policy | None) -> None:
 def check_times(limit_s: float | None, cap_s: float | None) -> None:
     """Raise InvalidInput for a cap below the time limit that it shall extend."""
     if limit_s is not None and cap_s is not None and cap_s < limit_s < math.inf:
-        raise InvalidInput(f"the time limit of {limit_s:g} s is over the cap of {cap_s:g} s: extend goes up to the cap")
+        raise InvalidInput(f"the time limit of {limit_s:g} s is over max_time_limit_s, {cap_s:g} s: raise that too")
 
 
 def no_end(value: float | None) -> float | None:

@@ -17,9 +17,9 @@ from tests.integration.test_archive import HIGH, LOW, Scene
 PROGRAM = """
 import sys
 from datetime import timedelta
-from mqlayer.archive import archive_pass, retain, writing
+from mqlayer.archive import archive_pass, batch_writer, retain
 from mqlayer.postgres.database import Database
-writing.RECORDS = 30
+batch_writer.RECORDS = 30
 dsn, prefix, what = sys.argv[1:]
 database = Database(dsn)
 archive_pass(database, prefix=prefix) if what == "archive" else retain(database, older_than=timedelta(days=30))

@@ -118,7 +118,7 @@ def drop_while_it_runs(stage: Stage, owner: App, monkeypatch: pytest.MonkeyPatch
     """Let a second member ask for a partition whose owned partition the owner drops with handlers at work; return
     both."""
     member = member_of(owner)
-    monkeypatch.setattr(member, "follow", lambda _answer: None)
+    monkeypatch.setattr(member, "apply_assignments", lambda _answer: None)
     asking = stage.consume(second, settings=stage.settings(lease_s=1.0))
 
     def asked_for() -> list[int]:

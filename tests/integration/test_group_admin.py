@@ -133,7 +133,7 @@ def test_each_setting_can_be_changed_alone_and_taken_back(stage: Stage) -> None:
 
 def test_a_limit_that_does_not_fit_the_cap_in_force_is_refused(stage: Stage) -> None:
     stage.consume(Recorder(), time_limit_s=5.0, max_time_limit_s=10.0)
-    with pytest.raises(InvalidInput, match="of 20 s is over the cap of 10 s"):
+    with pytest.raises(InvalidInput, match="of 20 s is over max_time_limit_s, 10 s"):
         set_group(stage.database, "orders", "g", actor="a test", time_limit_s=20.0)
     assert find_group(stage.database, "orders", "g").settings_version == 1
     changed = set_group(stage.database, "orders", "g", actor="a test", time_limit_s=20.0, max_time_limit_s=30.0)
@@ -396,12 +396,12 @@ def test_the_commands_say_what_they_did(stage: Stage, monkeypatch: pytest.Monkey
                     "OSError",
                     "--time-limit", "2.5", "--max-time-limit", "60")  # fmt: skip
     assert said == (
-        "settings version 3: backoff 1,10,100,500 s, jitter 0.5, 4 attempts, then skip, final: KeyError shop.Bad, "
-        "retried only: OSError, time limit 2.5 s, time cap 60 s, balance by rate\n"
+        "settings version 3: backoff 1,10,100,500 s, jitter 0.5, 4 attempts, then skip, "
+        "non-retryable: KeyError shop.Bad, retryable: OSError, time limit 2.5 s, max time limit 60 s, balance by rate\n"
     )
     shown = run.text("group", "show", "orders", "g")
-    assert "\njitter: 0.5\nattempt limit: 4\npolicy: skip\nfinal errors: KeyError, shop.Bad\n" in shown
-    assert "\nretried errors: OSError\ntime limit s: 2.5\ntime cap s: 60\n" in shown
+    assert "\njitter: 0.5\nattempt limit: 4\npolicy: skip\nnon retryable errors: KeyError, shop.Bad\n" in shown
+    assert "\nretryable errors: OSError\ntime limit s: 2.5\nmax time limit s: 60\n" in shown
     said = run.text("group", "set", "orders", "g", "--backoff", "default", "--jitter", "0", "--non-retryable", "none",
                     "--retryable", "all", "--time-limit", "none", "--max-time-limit", "none")  # fmt: skip
     assert said.startswith("settings version 4: backoff 1,5,10,30,60,")

@@ -99,7 +99,7 @@ class LateAnswers:
         self.heard: list[HeartbeatReply] = []
         self.late, self.changes = 0, list[str]()
         self._member, self._follow = member, member.apply_assignments
-        monkeypatch.setattr(member, "follow", self._hear)
+        monkeypatch.setattr(member, "apply_assignments", self._hear)
 
     def _hear(self, answer: HeartbeatReply) -> None:
         self._follow(answer)

@@ -176,7 +176,7 @@ def test_counts_that_do_not_match_the_messages_are_an_error_and_change_nothing(p
 def test_a_partition_is_made_once(partition: Partition) -> None:
     assert partition.create() == "created"
     partition.append(run(10, 1))
-    assert partition.create() == "kept"
+    assert partition.create() == "unchanged"
     assert partition.create(lp_to=30) == "conflict"
     assert partition.create(change="8") == "conflict"
     assert partition.meta() == {

@@ -53,8 +53,8 @@ def test_latency_is_from_publishing_to_the_first_time_that_a_group_handled_it(sp
     """Of ten messages one is left out, one parked and handled later; two are handled again after a seek."""
     outcomes = [
         outcome(1, 4, 4.5),  # 4500, 3500, 2500, 1500 ms
-        outcome(5, 5, 5, word="unmatched", delivered_at=None),
-        outcome(6, 6, 6, word="parked"),
+        outcome(5, 5, 5, outcome="unmatched", delivered_at=None),
+        outcome(6, 6, 6, outcome="parked"),
         outcome(6, 6, 65.25, attempts=3),  # 60250 ms
         outcome(7, 10, 61),  # 55000, 54000, 53000, 52000 ms
         outcome(1, 2, 500),
@@ -138,15 +138,15 @@ def test_failures_are_counted_by_word_error_and_member(spark: Any) -> None:
     outcomes = [
         outcome(1, 10, 1),
         outcome(11, 11, 2, attempts=3),
-        outcome(12, 12, 3, word="parked", attempts=17),
+        outcome(12, 12, 3, outcome="parked", attempts=17),
         outcome(12, 12, 9, attempts=18, actor="m2"),
-        outcome(13, 14, 4, word="exhausted", attempts=5, reason="ValueError"),
-        outcome(15, 15, 5, word="exhausted", attempts=2, reason="ValueError"),
-        outcome(16, 16, 5, word="skipped", attempts=0, actor="operator", reason=None),
+        outcome(13, 14, 4, outcome="exhausted", attempts=5, reason="ValueError"),
+        outcome(15, 15, 5, outcome="exhausted", attempts=2, reason="ValueError"),
+        outcome(16, 16, 5, outcome="skipped", attempts=0, actor="operator", reason=None),
         # Given back and handled at the second attempt, by a clock that is behind; the other one stays dead.
-        outcome(13, 13, 3, word="redriven", attempts=5, actor="operator", epoch=2),
+        outcome(13, 13, 3, outcome="redriven", attempts=5, actor="operator", epoch=2),
         outcome(13, 13, 2, attempts=2, actor="m2", epoch=3),
-        outcome(14, 14, 9, word="discarded", attempts=5, actor="operator", reason="no use", epoch=2),
+        outcome(14, 14, 9, outcome="discarded", attempts=5, actor="operator", reason="no use", epoch=2),
     ]
     frame = failures.cases(spark.createDataFrame(outcomes, OUTCOMES))
     assert {row["outcome"]: (row["messages"], row["final"]) for row in failures.by_outcome(frame).collect()} == {
@@ -179,7 +179,7 @@ def test_fairness_counts_messages_and_busy_time_once(spark: Any) -> None:
         outcome(8, 8, 21, delivered_at=at(20)),
         outcome(9, 9, 1, delivered_at=at(0), actor="m2"),
         outcome(10, 10, 0.5, delivered_at=None, actor="m2"),
-        outcome(11, 11, 1, delivered_at=None, word="unmatched", actor="m3"),
+        outcome(11, 11, 1, delivered_at=None, outcome="unmatched", actor="m3"),
     ]
     members = fairness.by_member(spark.createDataFrame(outcomes, OUTCOMES))
     assert {row["actor"]: (row["messages"], row["busy_s"], row["share"]) for row in members.collect()} == {

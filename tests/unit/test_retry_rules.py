@@ -101,7 +101,7 @@ def test_errors_may_be_said_as_classes_and_in_any_order() -> None:
         ({"retryable_errors": "OSError"}, "not the text 'OSError'"),
         ({"time_limit_s": 0.0}, "over 0 seconds"),
         ({"max_time_limit_s": float("nan")}, "over 0 seconds"),
-        ({"time_limit_s": 5.0, "max_time_limit_s": 4.0}, "of 5 s is over the cap of 4 s"),
+        ({"time_limit_s": 5.0, "max_time_limit_s": 4.0}, "of 5 s is over max_time_limit_s, 4 s"),
         ({"backoff_s": (1.0, -1.0)}, "0 seconds or more"),
     ],
 )

@@ -404,7 +404,7 @@ def _check_batch(batch: BatchOf | None, options: MemberOptions, *, mode: str, or
 def _check_options(options: MemberOptions, *, mode: str) -> None:
     """Raise InvalidInput for an option that the mode has no use for."""
     if mode != "shared" and options.extend_limit_s != MemberOptions().extend_limit_s:
-        raise InvalidInput("keep_limit_s is of shared groups: leave it out, and limit handlers by time_limit_s")
+        raise InvalidInput("extend_limit_s is of shared groups: leave it out, and limit handlers by time_limit_s")
     if mode == "shared" and options.parked_keys is not None:
         raise InvalidInput("a shared group parks no keys: leave parked_keys out")
 

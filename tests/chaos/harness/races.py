@@ -152,7 +152,7 @@ RACES: Final[dict[str, RacePlant]] = {
         "the gate opens by any command record, also one that its node lost",
         rounds.lost_seal,
         Plant("", {
-            "sql/queries/changes.sql": (("AND s.seal_id = %(seal_id)s", "AND %(seal_id)s::text IS NOT NULL"),)
+            "sql/queries/routes.sql": (("AND s.seal_id = %(seal_id)s", "AND %(seal_id)s::text IS NOT NULL"),)
         }),
     ),
     "ack_without_epoch": RacePlant(
