@@ -218,5 +218,5 @@ def _facts(one: ParkedKey) -> dict[str, Any]:
         "parked_at": one.parked_at.isoformat(),
         "due_at": one.due_at and one.due_at.isoformat(),
         "due_in_s": one.due_in_s,
-        "position": one.cursor,
+        "cursor": one.cursor,
     }

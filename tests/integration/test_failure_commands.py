@@ -51,7 +51,7 @@ def test_parked_keys_are_listed_shown_released_and_discarded(failing: Failing, t
     failing.attempt(a[0], 17, "KeyError at shop.py:9")
 
     (line,) = typed.lines("parked", "list", "orders", "g", "--key", "a")
-    since, place = line.pop("parked_at"), line.pop("place")
+    since, place = line.pop("parked_at"), line.pop("cursor")
     assert (since > "2026", place.endswith(b"a".hex())) == (True, True)
     assert line == {
         "topic": "orders", "group": "g", "lp": int(lp_of(b"a")), "key": "a", "alone": False, "messages": 2,

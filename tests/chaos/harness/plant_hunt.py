@@ -64,10 +64,10 @@ def hunt_all(names: Sequence[str], seed: int) -> Iterator[dict[str, Any]]:
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """Return what came of all hunts, as a table of Markdown."""
-    lines = ["| plant | says | caught by | seconds |", "|---|---|---|---|"]
+    lines = ["| plant | detail | caught by | seconds |", "|---|---|---|---|"]
     for one in found:
         by = one["by"] or ("not caught, as it must not be" if one["as_expected"] else "NOT CAUGHT")
-        lines.append(f"| `{one['plant']}` | {one['says']} | {by.replace('_', ' ')} | {one['seconds']:.0f} |")
+        lines.append(f"| `{one['plant']}` | {one['detail']} | {by.replace('_', ' ')} | {one['seconds']:.0f} |")
     seconds = sorted(one["seconds"] for one in found if one["caught"])
     if seconds:
         lines.append(f"\n{len(seconds)} of {len(found)} caught, median {seconds[len(seconds) // 2]:.0f} s.")
